@@ -1,4 +1,4 @@
-"""Run a step on all ranks of a group so that it succeeds on all of them or fails on all of them."""
+"""Run a step on all ranks of a group: it succeeds on all of them or fails on all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Outcome(msgspec.Struct, Generic[T], frozen=True):
-    """What a step returned on one rank, or why it failed there."""
+    """Result of a step on one rank, or the error of the step there."""
 
     result: T | None = None
     error: str | None = None
@@ -25,7 +25,7 @@ class RankGroup:
     """The ranks of a process group; without torch.distributed this process alone.
 
     Args:
-        group: None: the world."""
+        group: the process group; None is the world."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group, self._alone = group, not dist.is_initialized()
@@ -46,7 +46,7 @@ class RankGroup:
         failed = next((rank for rank, outcome in enumerate(outcomes) if outcome.error is not None), None)
         if failed is None:
             return [outcome.result for outcome in outcomes]
-        # one cause is enough, and the same cause on every rank is one
+        # One cause is enough: the same error on every rank is reported without a rank.
         reason = outcomes[failed].error
         if self.size > 1 and any(outcome.error != reason for outcome in outcomes):
             reason = f"[rank {dist.get_global_rank(self._group or dist.group.WORLD, failed)}] {reason}"

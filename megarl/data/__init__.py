@@ -1,1 +1,1 @@
-"""Prompts and tokenizers. The driver imports this package, so neither torch nor an engine is imported here."""
+"""Read prompts and load tokenizers. The driver imports this package, so it imports no torch and no engine."""

@@ -1,5 +1,4 @@
-"""Renders chat templates without transformers, by the rules of transformers, so that the same template
-gives the same text."""
+"""Render chat templates without transformers, but by its rules, so that a template gives the same text."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ def compile_template(source: str, where: str) -> Any:
     """Return a jinja2.Template in a sandbox, with the functions that transformers 5.19 offers a template.
 
     Args:
-        where: for errors, e.g. the file.
-    Raises: ValueError if it is no template."""
+        where: names the template in errors, e.g. the file.
+    Raises: ValueError if the source is no template."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -35,9 +34,7 @@ def compile_template(source: str, where: str) -> Any:
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
         return environment.from_string(source)
-    except (
-        Exception
-    ) as error:  # jinja2's own, or of the Python that it compiles the template to: blocks nested too deep
+    except Exception as error:  # jinja2's own error, or one of the generated Python: blocks nested too deep
         raise ValueError(f"{where} is not a jinja template: {error}") from error
 
 

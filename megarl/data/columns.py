@@ -1,11 +1,11 @@
-"""Parses one row in verl's columns into prompt, ground truth and response, or into a list of its problems.
+"""Parse one row in verl's columns into prompt, ground truth and response, or into a list of its problems.
 
     {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5-1 ?"}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "17"}, "extra_info": {"split": "train", "index": 0}}
 
 Fine-tuning rows have `response` (str) besides `prompt`, or `messages` with the assistant's turn last. A row
-of GSM8K as published, {"question": ..., "answer": "... #### 1,234"}, is converted as verl's own script does
-it: the instruction below is added to the question, and the ground truth is what follows "####", without
+of GSM8K as published is {"question": ..., "answer": "... #### 1,234"}. It is converted as in verl's own
+script: the instruction below is added to the question, and the ground truth is the text after "####", without
 thousands separators.
 """
 
@@ -25,7 +25,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(slots=True)
 class ParsedRow:
-    """The fields that a row has."""
+    """Parsed fields of a row."""
 
     data_source: str = ""
     messages: tuple[dict[str, Any], ...] | str = ()
@@ -35,12 +35,13 @@ class ParsedRow:
 
 
 def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[ParsedRow, list[str]]:
-    """Return the row's content and its problems. Each problem names the column, what is there and what is
-    wanted.
+    """Return the row's content and its problems.
+
+    Each problem names the column, its value and the expected value.
 
     Args:
-        needs: "ground_truth", "response" or None: the part that must be there besides the prompt. The other
-            one is taken if it is.
+        needs: "ground_truth", "response" or None: the part that the row must have besides the prompt. The
+            other part is read if present.
     """
     problems = _Problems(row)
     parsed = ParsedRow()
@@ -82,8 +83,9 @@ class _Problems:
         return not self._columns.isdisjoint(columns)
 
     def check(self, column: str, value: Any, kind: type, wanted: str) -> Any:
-        """Return the value if it is None or a `kind` (a wanted text: not empty); otherwise None, and
-        record a problem."""
+        """Return the value if it is None or a `kind`; otherwise None, and record a problem.
+
+        A required text must not be empty."""
         if value is None or isinstance(value, kind) and (value or wanted != _WANTED_TEXT):
             return value
         self.wrong(column, value, wanted)
@@ -168,8 +170,9 @@ def _shown(text: str, most: int) -> str:
 
 
 def _unfit(value: object, is_recorded: bool, depth: int = 0) -> str | None:
-    """Return why a value cannot be tokenized, sent to other processes or, if it is recorded, written as
-    JSON; None if it can."""
+    """Return why a value cannot be tokenized or sent to other processes; None if it can.
+
+    A recorded value (`is_recorded`) must also be writable as JSON."""
     if depth > _MAX_DEPTH:
         return f"is nested deeper than {_MAX_DEPTH} levels"
     if isinstance(value, str):

@@ -1,9 +1,9 @@
-"""Decides which rows come next: an endless, resumable walk over a dataset.
+"""Decide which rows come next: an endless, resumable walk over a dataset.
 
 cursor = DataCursor(num_rows=3, shuffle=False)
 cursor.next_visits(4)        {0: 0, 1: 1, 2: 2, 3: 0}      visit -> row; row 0 is visited twice
 cursor.visit([2, 2])         {4: 2, 5: 2}                  rows of the caller's choice
-cursor.next_visits(1)        {6: 1}                        the walk goes on where it was"""
+cursor.next_visits(1)        {6: 1}                        the walk continues where it was"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 
 class DataCursor:
-    """Walks over `num_rows` rows, pass after pass. No row is skipped or repeated within a pass, and none
-    dropped at its end.
+    """Walks over `num_rows` rows, pass after pass.
 
-    Every pass has its own order, drawn from (seed, pass) alone, so a state of six numbers restores the walk.
+    Within a pass no row is skipped or repeated, and no row is dropped at its end. Every pass has a separate
+    order, drawn from (seed, pass) alone, so a state of six numbers restores the walk.
 
-    A visit is one use of a row by the run. Visits are counted from 0 and no number is used again, so what is
-    named after a visit is unique in the run, also where a batch holds a row twice.
+    A visit is one use of a row by the run. Visits are counted from 0 and no number is used again. Names made
+    from a visit are therefore unique in the run, even if a batch holds a row twice.
     """
 
     def __init__(self, num_rows: int, seed: int = 0, shuffle: bool = True):
@@ -69,8 +69,8 @@ class DataCursor:
         """Return a cursor that continues where `state()` was taken.
 
         Args:
-            num_rows: size of the dataset as it is now.
-        Raises: ValueError if the dataset has changed its size: the order would be another one.
+            num_rows: current size of the dataset.
+        Raises: ValueError if the size of the dataset has changed, because the order would differ.
         """
         if num_rows is not None and num_rows != state["num_rows"]:
             raise ValueError(
@@ -81,7 +81,7 @@ class DataCursor:
         cursor = cls(state["num_rows"], state["seed"], state["shuffle"])
         cursor._pass, cursor._offset = state["pass"], state["offset"]
         cursor._order = cursor._order_of_pass()
-        # Checkpoints of before visits were counted: a row of the walk was a visit.
+        # Old checkpoints have no count of visits: then each row of the walk is one visit.
         cursor._num_visits = state.get("visits", state["pass"] * state["num_rows"] + state["offset"])
         return cursor
 

@@ -1,4 +1,4 @@
-"""Token ids of a dataset's rows, each row encoded once."""
+"""Encode the rows of a dataset as token ids, each row once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Tokenizer, dataset: PromptDataset):
         self._tokenizer, self._dataset = tokenizer, dataset
-        # 4 bytes per token: lists of Python ints would take ten times that.
+        # 4 bytes per token: lists of Python ints would take ten times as much.
         self._prompts: dict[int, array[int]] = {}
         self._responses: dict[int, array[int]] = {}
 
@@ -30,8 +30,9 @@ class PromptEncoder:
         return [self._prompts[row].tolist() for row in rows]
 
     def responses(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the responses' token ids, without end-of-sequence. The dataset must have been loaded with
-        needs="response"."""
+        """Return the responses' token ids, without end-of-sequence.
+
+        The dataset must have been loaded with needs="response"."""
         new = [row for row in dict.fromkeys(rows) if row not in self._responses]
         for row, ids in zip(
             new, self._tokenizer.encode_responses([self._dataset[row].response for row in new]), strict=True
@@ -40,11 +41,9 @@ class PromptEncoder:
         return [self._responses[row].tolist() for row in rows]
 
     def check_prompt_lengths(self, max_prompt_length: int, flag: str = "--train-data") -> None:
-        """Encode every row, so that a prompt that is too long is found before training starts and not in the
-        middle of it.
+        """Encode every row, so that a prompt that is too long is found before training starts.
 
-        Raises: ValueError with the number of long prompts, the first few rows, and the length that would take
-        them all.
+        Raises: ValueError with the number of long prompts, the first few rows, and a sufficient length.
         """
         lengths = [len(ids) for ids in self.prompts(range(len(self._dataset)))]
         long = [row for row, length in enumerate(lengths) if length > max_prompt_length]

@@ -10,7 +10,7 @@ from megarl.data.tokenizer_base import Messages
 class HFTokenizer:
     """A tokenizer of transformers, which renders chat templates and makes ids as the model knows them.
 
-    Special tokens written out in a text ("<|im_end|>") become those tokens, as everywhere in transformers.
+    Special tokens in a text ("<|im_end|>") become special ids, as everywhere in transformers.
     """
 
     def __init__(self, path: str, flag: str = "--tokenizer-model"):
@@ -20,7 +20,7 @@ class HFTokenizer:
         try:
             self.hugging_face = AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
-            )  # None: transformers asks on the terminal
+            )  # None would make transformers ask on the terminal
         # a foreign library on a foreign file: anything from KeyError to a bare Exception out of Rust
         except Exception as error:
             raise ValueError(
@@ -52,7 +52,8 @@ class HFTokenizer:
         )
         for position, prompt in enumerate(prompts):
             # A user may have rendered the template himself, with its BOS token in the text: two of them would
-            # be wrong.
+            # A user may have rendered the template already, with its BOS token in the text. A second one
+            # would be wrong.
             if isinstance(prompt, str) and self._bos and all_ids[position][:1] != self._bos:
                 all_ids[position] = self._bos + all_ids[position]
         return all_ids
@@ -67,8 +68,7 @@ class HFTokenizer:
         return self.decode_batch([ids])[0]
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        # Without clean-up: it would turn the " ." a model wrote into ".", and the reward would judge another
-        # text.
+        # Clean-up would turn a model's " ." into ".", and the reward would judge another text.
         return self.hugging_face.batch_decode(
             sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -86,7 +86,7 @@ class HFTokenizer:
             return self.hugging_face.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False
             )
-        except Exception as error:  # a foreign template: its own word, or any error of the Python under it
+        except Exception as error:  # a foreign template: its own error, or any error of the Python under it
             shown = f"{list(messages)!r:.500}"
             raise ValueError(
                 f"the chat template in {self.name} refuses the prompt {shown}: "

@@ -1,5 +1,4 @@
-"""Reads training and evaluation data: files in verl's GSM8K columns become a checked, in-memory list of
-prompts."""
+"""Read training and evaluation data: files in verl's columns become a checked, in-memory list of prompts."""
 
 from __future__ import annotations
 
@@ -19,13 +18,14 @@ _NUM_BAD_ROWS_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a dataset, e.g. `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},),
-    "17")`."""
+    """One row of a dataset.
+
+    Example: `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},), "17")`."""
 
     index: int
     """Position in the dataset: 0 .. len(dataset) - 1, counted over all files in order."""
     data_source: str
-    """Selects the reward under --reward auto; "" if the row has none."""
+    """Source of the row, which selects the reward under --reward auto; "" if the row has none."""
     messages: tuple[dict[str, Any], ...] | str
     """The conversation so far, for the chat template; a string is encoded without one."""
     ground_truth: str | None = None
@@ -35,8 +35,9 @@ class Prompt:
 
 
 class PromptDataset(Sequence[Prompt]):
-    """The rows of all files, in file order. The cursor (megarl/data/cursor.py) shuffles them, and the
-    encoder makes token ids."""
+    """The rows of all files, in file order.
+
+    The cursor (megarl/data/cursor.py) shuffles them, and the encoder makes token ids."""
 
     def __init__(self, prompts: Sequence[Prompt]):
         self._prompts = list(prompts)
@@ -53,19 +54,19 @@ class PromptDataset(Sequence[Prompt]):
         """Read *.jsonl and *.parquet files, one after another.
 
         Columns are verl's: `data_source`, `prompt` (messages or a string), `reward_model.ground_truth`,
-        `extra_info`, and for fine-tuning `response`, or `messages` whose last turn is the assistant's. GSM8K
-        as published (`question`, `answer` ending in "#### n") is converted on the way; see
+        `extra_info`, and for fine-tuning `response`, or `messages` whose last turn is the assistant's.
+        Published GSM8K rows (`question`, `answer` ending in "#### n") are converted; see
         megarl/data/columns.py.
 
         Args:
             paths: one file or several.
             prompt_key: column of the prompt.
-            needs: what every row must have besides a prompt: "ground_truth" for rewards, "response" for
-                fine-tuning.
+            needs: the part that every row must have besides a prompt: "ground_truth" for rewards, "response"
+                for fine-tuning.
             flag: the flag that named the files, for errors.
-            first: rows to read of each file. None: all.
-        Raises: ValueError that lists every unusable file, the number of bad rows, and the first five of
-            those.
+            first: number of rows to read of each file. None: all.
+        Raises: ValueError that lists every unusable file, the number of bad rows, and the first five bad
+        rows.
         """
         files = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not files:

@@ -1,8 +1,7 @@
-"""Read a Hugging Face tokenizer folder without transformers, whose import takes longer than `megarl check`
-may take.
+"""Read a Hugging Face tokenizer folder without transformers.
 
-For looks at a few rows before a job starts. Training reads the folder with transformers itself
-(hf_tokenizer.py)."""
+The import of transformers takes longer than `megarl check` may take. This module is for looks at a few rows
+before a job starts. Training reads the folder with transformers itself (hf_tokenizer.py)."""
 
 from __future__ import annotations
 
@@ -19,10 +18,11 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") -> Tokenizer | None:
-    """Load a tokenizer as `load_tokenizer` does; None for a folder without tokenizer.json, which only
-    transformers can read.
+    """Load a tokenizer as `load_tokenizer` does; None for a folder that only transformers can read.
 
-    Raises: ValueError as `load_tokenizer`, or for a tokenizer.json that is none."""
+    Such a folder has no tokenizer.json.
+
+    Raises: ValueError as `load_tokenizer`, or for a malformed tokenizer.json."""
     path = os.fspath(path)
     if os.path.isfile(os.path.join(path, "tokenizer.json")):
         return QuickTokenizer(path, flag)
@@ -35,8 +35,9 @@ def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") 
 
 
 class QuickTokenizer:
-    """A tokenizer.json in the library that made it, with the special tokens and the chat template that
-    transformers would find."""
+    """A tokenizer.json, read by the library that made it.
+
+    The special tokens and the chat template are those that transformers would find."""
 
     def __init__(self, path: str, flag: str):
         import tokenizers
@@ -44,7 +45,7 @@ class QuickTokenizer:
         self.name = path
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(os.path.join(path, "tokenizer.json"))
-        except Exception as error:  # out of Rust it is a bare Exception
+        except Exception as error:  # Rust raises a bare Exception
             raise ValueError(f"{flag} ({path}): tokenizer.json is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -117,7 +118,7 @@ class QuickTokenizer:
                 add_generation_prompt=True,
                 **self._special,
             )
-        except Exception as error:  # a foreign template: its own word, or any error of the Python under it
+        except Exception as error:  # a foreign template: its own error, or any error of the Python under it
             shown = f"{list(messages)!r:.500}"
             raise ValueError(
                 f"the chat template in {self.name} refuses the prompt {shown}: "
@@ -132,7 +133,7 @@ def _read_object(path: str, flag: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, or not JSON; brackets in brackets
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
         raise ValueError(
             f"{flag} ({os.path.dirname(path)}): {os.path.basename(path)} is not JSON: {error}"
         ) from error
@@ -155,7 +156,7 @@ def _template_source(path: str, config: dict[str, Any]) -> str | None:
         with open(file, encoding="utf-8") as text:
             return text.read()
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, by name
         template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get(
             "default"
         )

@@ -1,4 +1,4 @@
-"""Reads rows of *.jsonl and *.parquet files as dictionaries, each with its place in the file."""
+"""Read rows of *.jsonl and *.parquet files as dictionaries, each with its place in the file."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ if TYPE_CHECKING:
 
 
 class UnreadableFile(ValueError):
-    """The file as a whole cannot be used; the message names it and what is wanted."""
+    """The whole file cannot be used; the message names the file and the requirement."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadableRow:
-    """Takes the place of a row that could not be parsed."""
+    """Replaces a row that could not be parsed."""
 
     reason: str
 
 
 def read_rows(path: str) -> Iterator[tuple[str, object]]:
-    """Yield (where, row): where is "file:line" or "file row n"; row is what was parsed, or an
-    `UnreadableRow`.
+    """Yield (where, row) of each row of a file.
 
-    Raises: UnreadableFile if there is no such file, its ending is unknown, it is no parquet file, or it has
-    no rows.
+    `where` is "file:line" or "file row n". `row` is the parsed value or an `UnreadableRow`.
+
+    Raises: UnreadableFile for a missing file, an unknown ending, a damaged parquet file, or a file without
+    rows.
     """
     if not os.path.exists(path):
         raise UnreadableFile(f"{path} does not exist. Give the path of a *.jsonl or *.parquet file.")
@@ -46,15 +47,15 @@ def read_rows(path: str) -> Iterator[tuple[str, object]]:
 
 
 def _read_jsonl(path: str) -> Iterator[tuple[str, object]]:
-    # Bytes, because text mode would end a line at characters that JSON strings may hold and lose the number
-    # of a line that is not UTF-8.
+    # Bytes: text mode would end a line at characters that JSON strings may hold, and lose the number of a
+    # line that is not UTF-8.
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:  # not JSON; brackets in brackets
+            except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
                 row = UnreadableRow(f"not a line of JSON ({error}); it begins {line[:60]!r}")
             yield f"{path}:{number}", row
 
@@ -79,8 +80,10 @@ def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
 
 
 def _rows(batch: pyarrow.RecordBatch) -> list[object]:
-    """Yield the rows of a batch, one by one where there is a value that Python cannot hold: a text that is
-    not UTF-8, a day after the year 9999."""
+    """Return the rows of a batch. A value that Python cannot hold gives an UnreadableRow.
+
+    Examples are a text that is not UTF-8 and a day after the year 9999. The rows of such a batch are read one
+    by one."""
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError) as error:

@@ -1,15 +1,15 @@
 """Put a SentencePiece *.model file behind the interface of tokenizer_base.py.
 
-Such a file has no chat template. `chat_template.jinja` in the same folder is taken if it is there (Hugging
+Such a file has no chat template. A `chat_template.jinja` in the same folder is used if present (Hugging
 Face's conventions: `messages`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`).
 Otherwise messages become plain text, one line each,
 
     user: 23-5-1 ?
     assistant:
 
-after the beginning-of-sequence token, if the file defines one. Control pieces (<s>, </s>, ...) written out in
-a template or a text become their ids, and each stretch between them is encoded by SentencePiece on its own,
-its normalization and dummy prefix included.
+after the beginning-of-sequence token, if the file defines one. Control pieces (<s>, </s>, ...) in a template
+or a text become their ids. SentencePiece encodes each stretch between them separately, with its normalization
+and dummy prefix.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class SentencePieceTokenizer:
     def _render(self, messages: Messages) -> str:
         try:
             return self._template.render(messages=list(messages), **self._template_variables)
-        except Exception as error:  # a foreign template: its own word, or any error of the Python under it
+        except Exception as error:  # a foreign template: its own error, or any error of the Python under it
             shown = f"{list(messages)!r:.500}"
             raise ValueError(
                 f"the chat template beside {self.name} refuses the prompt {shown}: "

@@ -23,7 +23,7 @@ def load_tokenizer(path: str | os.PathLike[str], flag: str = "--tokenizer-model"
             raise ValueError(f"{flag} ({path}) is a file, but not a *.model file. {wanted}")
         return _load_sentencepiece(path, flag)
     files = set(os.listdir(path))
-    # transformers answers a folder that has a config.json only with an empty tokenizer instead of an error.
+    # For a folder that has only a config.json, transformers returns an empty tokenizer instead of an error.
     if not any(
         name.startswith(("tokenizer", "vocab", "spiece")) or name.endswith((".model", ".tiktoken"))
         for name in files

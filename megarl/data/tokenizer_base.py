@@ -1,4 +1,4 @@
-"""Define the interface that every tokenizer offers, whatever library is behind it."""
+"""Define the interface that every tokenizer offers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ Messages = Sequence[dict[str, Any]] | str
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer. Ids never hold anything the text does not ask for, but for the BOS rule
-    below."""
+    """The interface of a tokenizer.
+
+    Ids hold nothing that the text does not ask for, except for the BOS rule of `encode_prompt`."""
 
     name: str
-    """The path that it was loaded from."""
+    """Path from which the tokenizer was loaded."""
     vocab_size: int
-    """Largest id + 1, added tokens included."""
+    """Largest id + 1, including added tokens."""
     eos_token_id: int
     pad_token_id: int
-    """The end-of-sequence id if the tokenizer has no padding token."""
+    """Id of the padding token, or the end-of-sequence id if there is no padding token."""
 
     def encode_prompt(self, prompt: Messages) -> list[int]:
         """Return the ids of a prompt.
 
         Messages go through the chat template, up to and including the assistant's header. A string is encoded
-        as it is, after the beginning-of-sequence token if the tokenizer starts its texts with one."""
+        as it is. The beginning-of-sequence token is put before the string if the tokenizer starts its texts
+        with one."""
         ...
 
     def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
@@ -40,8 +42,9 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids. Special tokens are left out, and ids >= vocab_size, which a model with a
-        padded vocabulary can sample."""
+        """Return the text of ids, without special tokens.
+
+        Ids >= vocab_size are left out too. A model with a padded vocabulary can sample them."""
         ...
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:

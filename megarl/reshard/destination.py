@@ -1,5 +1,4 @@
-"""One destination of a weight sync: its tensors, the copies that fill them, and the proof that the values
-arrived."""
+"""Fill one destination of a weight sync and prove that the values arrived."""
 
 from __future__ import annotations
 
@@ -21,21 +20,21 @@ class Arrival:
 
     version: int
     digests: list[int]
-    """Sampled digests of what the destination must then hold, one per RectCopy of the pair."""
+    """Sampled digests of the values that the destination must hold, one per RectCopy of the pair."""
     full: list[int] | None = None
-    """With --check-weight-sync: digests over all values."""
+    """Digests over all values, with --check-weight-sync."""
     exported: Exported | None = None
-    """Where the weights lie, if the destination pulls them and they have moved."""
+    """Location of the weights, if the destination pulls them and they have moved."""
     problem: str | None = None
-    """Why there are no digests; the other fields are then empty."""
+    """Reason why there are no digests; the other fields are then empty."""
 
 
 class Destination:
-    """Pulls from sources whose memory this process can read, and checks what came from all sources.
+    """Pulls from sources whose memory this process can read, and checks the values of all sources.
 
     Args:
-        rank: that this destination has in the plan.
-        copies: source rank -> what it fills, from the plan.
+        rank: rank of this destination in the plan.
+        copies: source rank -> the copies that it fills, from the plan.
         tensors: name -> [rows, cols] live view."""
 
     def __init__(self, rank: int, copies: dict[int, tuple[RectCopy, ...]], tensors: dict[str, View]) -> None:
@@ -52,26 +51,27 @@ class Destination:
         self.bytes: int = sum(
             view.numel() * view.element_size() for views in self._views.values() for view in views
         )
-        """Bytes that one version writes here, by any transport."""
+        """Number of bytes that one version writes here, by any transport."""
 
     def pull_from(
         self, source: int, tensors: dict[str, Tensor], copies: tuple[RectCopy, ...] | None = None
     ) -> None:
-        """Record where the source's weights are from now on. `copies`: if they are arranged otherwise than
-        in the source's atlas."""
+        """Record the location of the source's weights from now on.
+
+        Args:
+            copies: the copies, if the weights are arranged otherwise than in the source's atlas."""
         pairs = zip(copies or self._copies[source], self._views[source], strict=True)
         self._pulled[source] = [(src_view(copy, tensors), view) for copy, view in pairs]
         self._plan = None
 
     def pull(self) -> None:
-        """Copy everything that is pulled, with the interpreter lock released."""
+        """Copy the weights of all sources that are pulled, with the GIL released."""
         if self._plan is None:
             self._plan = plan_copies([pair for pairs in self._pulled.values() for pair in pairs])
         self._plan.run()
 
     def difference(self, arrivals: dict[int, Arrival]) -> str | None:
-        """Return what did not arrive as it was sent: the first tensor whose digest differs. None:
-        everything arrived."""
+        """Compare the digests. Returns an error that names the first tensor with another digest, or None."""
         for source, arrival in sorted(arrivals.items()):
             compared = [("sampled", arrival.digests, self._digests[source].sampled(arrival.version))]
             if arrival.full is not None:

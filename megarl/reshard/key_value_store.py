@@ -1,10 +1,10 @@
 """A key-value store for small messages between the ranks of a weight sync, over torch's own c10d store.
 
-Each message is written once and read by its key, with a deadline. Ranks use a store and not a collective because a
-store can name the rank that is late or dead, and because the other ranks can go on afterwards.
+Each message is written once and read by its key, with a deadline. A store, unlike a collective, can name the
+rank that is late or dead. The other ranks can also continue afterwards.
 
-Every message carries an HMAC-SHA256 over its key and its content, so a process that does not know the job's secret
-cannot make a rank copy weights from elsewhere."""
+Every message carries an HMAC-SHA256 over its key and its content. A process that does not know the job's
+secret therefore cannot make a rank copy weights from elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KeyValueStore:
     """The messages of one generation of a weight sync. Use it from one thread."""
 
     def __init__(self, generation: str = "0", alone: bool = False) -> None:
-        """alone: no other rank reads or writes."""
+        """Open the store. `alone`: no other rank reads or writes."""
         self._store = (
             None
             if alone
@@ -52,13 +52,13 @@ class KeyValueStore:
         Args:
             kind: the declared type of the value.
             deadline: by time.monotonic().
-        Raises: Late; ForgedMessage for what another process wrote, which is not decoded."""
+        Raises: Late; ForgedMessage for a value that another process wrote, which is not decoded."""
         if key in self._own:
             return self._own[key]
         left = max(deadline - time.monotonic(), 0.001)
         try:
             self._store.wait([key], timedelta(seconds=left))
-        except RuntimeError as error:  # of a file store; of others a DistStoreError
+        except RuntimeError as error:  # a file store raises this, other stores a DistStoreError
             if isinstance(error, dist.DistNetworkError):
                 raise
             raise Late(f"nobody wrote {key} within {left:.1f} s") from error
@@ -66,7 +66,9 @@ class KeyValueStore:
         return decode(data, kind)
 
     def end_sync(self) -> None:
-        """Between syncs: remove what this rank wrote two syncs ago, which every rank has read."""
+        """Remove the values that this rank wrote two syncs ago, which every rank has read.
+
+        Call this between syncs."""
         self._keys_by_sync.append([])
         if len(self._keys_by_sync) > 3:
             for key in self._keys_by_sync.popleft():

@@ -1,8 +1,8 @@
-"""Matrices in vLLM's CPU layout of expert weights: blocks of 16 rows, and within a block one column after the
-other.
+"""View matrices in vLLM's CPU layout of expert weights.
 
-Element (n, k) of a matrix [N, K] is element ((n // 16) * K + k) * 16 + n % 16 of its storage; N is a multiple
-of 16. Elements have at most 4 bytes."""
+The layout has blocks of 16 rows, and within a block one column after the other. Element (n, k) of a matrix
+[N, K] is element ((n // 16) * K + k) * 16 + n % 16 of its storage. N is a multiple of 16. Elements have at
+most 4 bytes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class PackedView:
-    """Rows [row, row + rows) and columns [col, col + cols) of a packed matrix. It has the methods of a tensor
-    that the copier and the digest use.
+    """Rows [row, row + rows) and columns [col, col + cols) of a packed matrix.
 
-    Raises: ValueError if the storage is not a whole packed matrix of `matrix_cols` columns, or the rectangle
-    leaves it."""
+    The view has the methods of a tensor that the copier and the digest use.
+
+    Raises: ValueError if the storage is not a whole packed matrix of `matrix_cols` columns, or if the
+    rectangle exceeds it."""
 
     storage: Tensor
-    """Of any shape, contiguous, on a CPU; starts at a multiple of 16 elements, as every allocation of PyTorch
-    (64 bytes) does."""
+    """Contiguous CPU tensor of any shape.
+
+    The tensor starts at a multiple of 16 elements, as every allocation of PyTorch (64 bytes) does."""
     matrix_cols: int
-    """K. A stack of expert matrices [E, N, K] is one matrix of E * N rows."""
+    """Number of columns K. A stack of expert matrices [E, N, K] is one matrix of E * N rows."""
     row: int
     col: int
     rows: int
@@ -86,8 +88,9 @@ class PackedView:
         return self.storage.element_size()
 
     def data_ptr(self) -> int:
-        """Return the address of element (row, col). The matrix is aligned, so the address also gives row %
-        16."""
+        """Return the address of element (row, col).
+
+        The matrix is aligned, so the address also gives row % 16."""
         offset = ((self.row // BLOCK) * self.matrix_cols + self.col) * BLOCK + self.row % BLOCK
         return self.storage.data_ptr() + offset * self.element_size()
 

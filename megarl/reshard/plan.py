@@ -1,9 +1,8 @@
-"""Plans which rectangle of which rank's parameter goes where: the intersection of two sets of atlases
-(sharding specs).
+"""Plan which rectangle of which rank's parameter goes where: the intersection of two sets of atlases.
 
-The plan is computed once and is proven when it is made: every element that a destination holds is written
-exactly once, by exactly one source, and every element that no source writes is declared padding. Pure
-arithmetic: no torch."""
+An atlas is a sharding spec. The plan is computed and checked once. Every element of a destination is written
+exactly once, by exactly one source. Every element that no source writes is declared padding. The module is
+pure arithmetic and needs no torch."""
 
 from __future__ import annotations
 
@@ -20,8 +19,9 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RectCopy:
-    """One copy: dst[dst_row:dst_row+rows, dst_col:dst_col+cols] = src[src_row:src_row+rows,
-    src_col:src_col+cols]."""
+    """One copy of a rectangle.
+
+    dst[dst_row:dst_row+rows, dst_col:dst_col+cols] = src[src_row:src_row+rows, src_col:src_col+cols]."""
 
     src_name: str
     src_row: int
@@ -39,8 +39,9 @@ class RectCopy:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """The copies of a weight sync: `copies[source rank, destination rank]`, in the order in which both
-    ends pack and unpack them."""
+    """The copies of a weight sync.
+
+    `copies[source rank, destination rank]` is in the order in which both ends pack and unpack the copies."""
 
     copies: dict[tuple[int, int], tuple[RectCopy, ...]]
 
@@ -61,7 +62,7 @@ class ReshardPlan:
 
 
 Rect = tuple[int, int, int, int]
-"""row_start, row_end, col_start, col_end."""
+"""A rectangle: row_start, row_end, col_start, col_end."""
 
 
 def make_plan(
@@ -69,15 +70,15 @@ def make_plan(
 ) -> ReshardPlan:
     """Plan the copies that fill every destination from the sources.
 
-    Where several sources hold the same elements, the destination's own rank wins, then a rank of its node;
-    among equals the rank that has sent least so far, so replicas share the work. Every rank that calls this
+    If several sources hold the same elements, the destination's own rank wins, then a rank of its node. Among
+    equals the rank that has sent least so far wins, so replicas share the work. Every rank that calls this
     with the same arguments gets the same plan.
 
     Args:
-        ranks_per_node: consecutive ranks share a node. None: all do.
+        ranks_per_node: number of consecutive ranks that share a node. None: all ranks do.
 
-    Raises: PlanError naming the parameter and the rectangle that is missing, written twice or out of
-    bounds."""
+    Raises: PlanError naming the parameter and the rectangle that is missing, written twice or out of bounds.
+    """
     _check_atlases(sources, "source")
     _check_atlases(destinations, "destination")
     replicas, senders = _replicas(sources), _Senders(ranks_per_node)
@@ -92,11 +93,11 @@ def make_plan(
 
 @dataclass
 class _Senders:
-    """Chooses the sender of what several ranks hold."""
+    """Chooses the sender of elements that several ranks hold."""
 
     ranks_per_node: int | None
     sent: Counter[int] = field(default_factory=Counter)
-    """Rank -> number of elements that it sends to others so far."""
+    """Number of elements that each rank sends to others so far."""
 
     def preference(self, source: int, destination: int) -> tuple[bool, bool, int]:
         """Return the sort key of a sender; smaller is better."""
@@ -106,7 +107,7 @@ class _Senders:
 
 
 _Replicas = dict[str, dict[Rect, list[tuple[int, str, Piece]]]]
-"""Canonical tensor -> rectangle of it -> every (rank, parameter, piece) that holds it."""
+"""Canonical tensor -> rectangle of it -> every (rank, parameter, piece) that holds the rectangle."""
 
 
 def _replicas(sources: dict[int, Atlas]) -> _Replicas:
@@ -123,8 +124,9 @@ def _replicas(sources: dict[int, Atlas]) -> _Replicas:
 def _fill(
     rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[int, str, Piece]]], senders: _Senders
 ) -> Iterable[tuple[int, RectCopy]]:
-    """Yield (source rank, copy) of each part of one destination piece. Written parts are removed from
-    `missing`, so nothing is written twice."""
+    """Yield (source rank, copy) of each part of one destination piece.
+
+    Written parts are removed from `missing`, so nothing is written twice."""
     missing = [_canonical(piece)]
     holders = [
         (min(held, key=lambda h: senders.preference(h[0], rank)), rect)
@@ -161,9 +163,10 @@ def _fill(
 
 
 def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
-    """Check each local parameter: its pieces must be inside the bounds, must not overlap, and must cover
-    all but the padding rows."""
-    checked: set[int] = set()  # ranks that hold the same may share their atlas
+    """Check each local parameter of the atlases.
+
+    Its pieces must be inside the bounds, must not overlap, and must cover all but the padding rows."""
+    checked: set[int] = set()  # ranks with the same layout may share their atlas
     for rank, atlas in atlases.items():
         if id(atlas) not in checked:
             checked.add(id(atlas))
@@ -173,7 +176,7 @@ def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
 
 def _check_param(where: str, param: LocalParam) -> None:
     filled_rows = param.rows - param.padding_rows
-    active: list[tuple[Rect, Piece]] = []  # pieces of which rows from here on may be left
+    active: list[tuple[Rect, Piece]] = []  # pieces that may reach rows from here on
     area = 0
     for piece in sorted(param.pieces, key=lambda piece: piece.local_row):
         local = _local(piece)
@@ -196,7 +199,7 @@ def _check_param(where: str, param: LocalParam) -> None:
         area += (local[1] - local[0]) * (local[3] - local[2])
     if (
         area != filled_rows * param.cols
-    ):  # inside and not overlapping, so they fill everything exactly if their areas say so
+    ):  # pieces inside the bounds without overlap fill everything exactly if their areas add up
         missing = [(0, filled_rows, 0, param.cols)]
         for piece in param.pieces:
             missing = [rest for hole in missing for rest in _remainder(hole, _local(piece))]
@@ -226,8 +229,9 @@ def _remainder(hole: Rect, filled: Rect) -> list[Rect]:
 
 
 def _difference(whole: Rect, part: Rect) -> list[Rect]:
-    """Return `whole` without `part`, which lies inside it, as up to four rectangles: above, below, left,
-    right."""
+    """Return `whole` without `part`, which lies inside it.
+
+    The result is up to four rectangles: above, below, left, right."""
     r0, r1, c0, c1 = whole
     a, b, e, f = part
     parts = [(r0, a, c0, c1), (b, r1, c0, c1), (a, b, c0, e), (a, b, f, c1)]

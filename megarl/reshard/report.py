@@ -29,8 +29,9 @@ _MOST_RANKS = 65_536
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(own options, the rest: files and flags of the job). Prints the help text and exits for --help or
-    -h."""
+    """Return (own options, the job's files and flags).
+
+    Prints the help text and exits for --help or -h."""
     parser = argparse.ArgumentParser(
         "megarl reshard-plan",
         description=__doc__,
@@ -73,7 +74,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _positive(kind: type, at_most: float = 1e9):
     def convert(text: str):
         value = kind(text)
-        if not 0 < value <= at_most:  # NaN is neither
+        if not 0 < value <= at_most:  # NaN fails too
             raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most {at_most:g}")
         return value
 
@@ -137,7 +138,7 @@ def _aliased_bytes(
 
 
 def _sizes(mesh: MeshSpec, is_moe: bool) -> str:
-    """'tp 2 pp 1 dp 4'; context and virtual pipeline parallelism where there is any."""
+    """Return a text such as 'tp 2 pp 1 dp 4', with cp and vpp only above 1."""
     sizes = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "vpp": mesh.vpp, "dp": mesh.dp} | (
         {"ep": mesh.ep, "etp": mesh.expert_tp} if is_moe else {}
     )
@@ -151,8 +152,7 @@ def _padding(destinations: dict[int, Atlas]) -> int:
 def _by_kind(
     plan: ReshardPlan, moved: dict[tuple[int, int], int], aliased: Counter[int], options: argparse.Namespace
 ) -> list[str]:
-    """Return lines with the bytes of each kind of copy and the time of the slowest rank; then the time of
-    a sync."""
+    """Return lines with the bytes and slowest rank's time of each kind of copy, then the time of a sync."""
     bandwidth = dict(
         zip(KINDS, (options.local_bandwidth, options.link_bandwidth, options.network_bandwidth), strict=True)
     )

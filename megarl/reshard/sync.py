@@ -1,12 +1,13 @@
-"""Sync weights: one version travels from every source to every destination, all of it or nothing.
+"""Sync weights: one version travels from every source to every destination, completely or not at all.
 
-    source        exports its weights (once), then per version: "complete", and digests of what each destination must hold
-    destination   waits for its sources, copies, compares digests
-    everybody     votes; the lowest rank counts and writes the verdict
-    destination   commits: the version generates, the prefix cache is empty.   Or gives up, and everybody raises the same SyncError
+    source        exports its weights once; per version it announces "complete" and sends digests
+    destination   waits for its sources, copies and compares digests
+    all ranks     vote; the lowest rank counts the votes and writes the verdict
+    destination   commits: the version generates and the prefix cache is empty.
+                  Or gives up: all ranks raise the same SyncError
 
-No destination commits before all have the version, and no source changes its weights before. A rank that is
-late or dead is named when the deadline is over; nobody waits longer."""
+No destination commits before all have the version, and no source changes its weights before. The error names
+a rank that is late or dead when the deadline is over. No rank waits longer."""
 
 from __future__ import annotations
 
@@ -34,23 +35,23 @@ from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PULLED = ("shared-memory", "cuda-ipc")
-_GRACE_S = 3.0  # whoever noticed first must be heard before others give up waiting for the verdict
+_GRACE_S = 3.0  # lets the first rank's error arrive before others give up waiting for the verdict
 
 
 class SyncError(RuntimeError):
-    """A version did not arrive. The message says which rank and which tensor, or what else was wrong."""
+    """A version did not arrive. The message names the rank and the tensor, or another cause."""
 
 
 class Receiver(Protocol):
-    """The engine of this rank, as the sync sees it. It may hold several destinations (one per rank of the
-    engine)."""
+    """This rank's engine, as the sync sees it. It may hold several destinations (one per engine rank)."""
 
     process: str | None
-    """None if its weights are in this process, else a name of the process that is like no other."""
+    """Unique name of the process that holds the weights; None if it is this process."""
     device: str
     tensors: dict[int, dict[str, Tensor]]
-    """Destination rank -> name -> [rows, cols] tensor of the right shape and dtype: the live ones if they are
-    in this process, else tensors of the meta device."""
+    """Destination rank -> name -> [rows, cols] tensor of the right shape and dtype.
+
+    These are the live tensors if they are in this process, else tensors of the meta device."""
 
     def begin(
         self,
@@ -59,11 +60,15 @@ class Receiver(Protocol):
         pulls: dict[int, dict[int, Pull]],
         messages: Callable[[], object],
     ) -> None:
-        """Start to copy. `arrivals[destination][source]`; `pulls`: likewise, where they are new or have
-        moved; `messages` receives what travels as messages, if the engine is in this process."""
+        """Start to copy a version.
+
+        Args:
+            arrivals: destination -> source -> the source's message.
+            pulls: destination -> source -> memory to pull from, for sources that are new or have moved.
+            messages: receives the weights that travel as messages, if the engine is in this process."""
 
     def verify(self, timeout_s: float) -> str | None:
-        """Wait for the copies and compare the digests. Returns what is wrong, or None."""
+        """Wait for the copies and compare the digests. Returns an error, or None."""
 
     def commit(self, version: int) -> None: ...
 
@@ -71,40 +76,40 @@ class Receiver(Protocol):
 
 
 ExportedPull = tuple[Exported, tuple[RectCopy, ...] | None]
-"""Where a source's exported weights are, and their arrangement, if it is not that of the plan."""
+"""Location of a source's exported weights, and their arrangement if it differs from the plan."""
 Pull = ExportedPull | tuple[dict[str, Tensor], None]
 """An ExportedPull, or tensors of this process."""
 
 
 @dataclass(frozen=True)
 class Participant:
-    """What a rank publishes once, when its WeightSync is made."""
+    """The properties that a rank publishes once, when its WeightSync is made."""
 
     place: Place
     engine_place: Place | None
-    """Of the engine that it speaks for, if any."""
+    """Place of the engine that the rank speaks for, if any."""
     dtypes: dict[int, dict[str, str]]
-    """Destination rank of that engine -> name of a weight -> torch.<dtype>. Sources digest what their weights
-    become there."""
+    """Destination rank of that engine -> name of a weight -> torch.<dtype>.
+
+    Sources compute digests of their weights after the conversion to these dtypes."""
 
 
 class WeightSync:
     """One rank's part in the weight syncs of a plan.
 
-    Every rank that holds a source or speaks for a destination has one, made from the same plan.
+    Every rank that holds a source or speaks for a destination has a WeightSync, made from the same plan.
 
     Args:
         plan: from `make_plan`; its destinations are rollout ranks.
         rank: this process.
         speakers: destination rank -> the rank whose process drives that destination's engine.
-        sources: this rank's source tensors by the names of its atlas; {} if it is none.
+        sources: this rank's source tensors by the names of its atlas; {} if the rank is no source.
         receiver: this rank's engine, if it speaks for one.
         generation: counts the plans that this set of ranks has had.
-        actor: suffix of the actor whose weights these are: those of several may be under way on the same
-            ranks.
+        actor: suffix of the actor whose weights these are. Syncs of several actors may run on the same ranks.
 
-    `begin` and `finish` are collective over `participants`; between them the engine goes on generating with
-    the old weights if it has two buffers. Between two versions source tensors may move in memory, with their
+    `begin` and `finish` are collective over `participants`. Between them an engine with two buffers continues
+    to generate with the old weights. Between two versions source tensors may move in memory, with their
     storages."""
 
     def __init__(
@@ -151,8 +156,9 @@ class WeightSync:
         }
 
     def _connect(self) -> None:
-        """Choose transports, export, and lay out the messages. Raises: SyncError on all ranks if a pair has
-        no way that was allowed."""
+        """Choose transports, export the weights, and lay out the messages.
+
+        Raises: SyncError on all ranks if no allowed transport works for some pair."""
         self._version, self._deadline = None, time.monotonic() + self.options.reshard_timeout_s
         transports, problem = {}, None
         try:
@@ -162,7 +168,7 @@ class WeightSync:
             problem = _told(self.rank, None, error)
         if (
             verdict := self._vote(problem)
-        ) is not None:  # or those who found a way would wait for those who did not
+        ) is not None:  # otherwise ranks with a transport would wait for ranks without one
             raise SyncError(verdict)
         self._transports = transports
         self._dtypes_of = {dst: places[self._speakers[dst]].dtypes[dst] for dst in self._sends}
@@ -171,8 +177,7 @@ class WeightSync:
         self._messages = self._plan_messages()
 
     def _find_sources(self) -> None:
-        """Export the weights and build their digests, once and again after the weights have moved (an
-        offload)."""
+        """Export the weights and build their digests, once and again after an offload has moved them."""
         if self._addresses == [tensor.data_ptr() for tensor in self._sources.values()]:
             return
         if any(self._transports[self.rank, dst] in PULLED for dst in self._sends):
@@ -193,7 +198,7 @@ class WeightSync:
             self._messages.follow()
 
     def _read_places(self) -> dict[int, Participant]:
-        """Return what this rank's peers, and itself, published when they were made."""
+        """Return the Participant of this rank and of each of its peers."""
         peers = (
             {self._speakers[dst] for dst in self._sends} | {src for src, _ in self._receives} | {self.rank}
         )
@@ -213,10 +218,10 @@ class WeightSync:
         return transports
 
     def _plan_messages(self) -> Transfer | None:
-        """Plan what this rank sends and receives as messages over torch.distributed.
+        """Plan the messages that this rank sends and receives over torch.distributed.
 
-        An engine in another process cannot receive them. What is for it is received beside it, exported, and
-        pulled."""
+        An engine in another process cannot receive messages. This process receives them, exports the result,
+        and the engine pulls it."""
         pairs = [pair for pair, transport in self._transports.items() if transport == "messages"]
         if not pairs:
             return None
@@ -248,7 +253,7 @@ class WeightSync:
     # ------------------------------------------------------------------ every version
 
     def begin(self, version: int) -> None:
-        """Say that this rank's weights are complete as `version`, and start to copy those of the others."""
+        """Announce this rank's weights as complete for `version`, and start to copy the others' weights."""
         if self._transports is None:
             self._connect()
         self._round += 1
@@ -263,13 +268,13 @@ class WeightSync:
                 messages = self._messages.run if in_engine and self._messages else _nothing
                 self._receiver.begin(version, self._await_sources(version), self._new_pulls, messages)
                 self._new_pulls = {}
-        except Exception as error:  # told to everybody by the vote, raised by finish
+        except Exception as error:  # the vote reports the error to all ranks, and finish raises it
             self._problem = _told(self.rank, version, error)
 
     def finish(self) -> None:
         """Wait until every destination has the version, and commit it.
 
-        Raises: SyncError, the same on all ranks, if a destination has not got it."""
+        Raises: SyncError, the same on all ranks, if a destination does not have the version."""
         problem = self._problem
         if problem is None and self._receiver is not None:
             try:
@@ -288,7 +293,7 @@ class WeightSync:
     def _announce(self, version: int) -> None:
         """Tell each destination of this rank that the version is complete."""
         if self._place.device == "cuda":
-            torch.cuda.synchronize()  # the optimizer's kernels; other processes know nothing of our streams
+            torch.cuda.synchronize()  # the optimizer's kernels; other processes do not see our streams
         self._find_sources()
         for dst in self._sends:
             pulled = self._transports[self.rank, dst] in PULLED
@@ -315,7 +320,7 @@ class WeightSync:
         return arrivals
 
     def _vote(self, problem: str | None) -> str | None:
-        """Return the verdict on this version: the problem of the lowest rank that has one, or None."""
+        """Return the verdict on this version: the error of the lowest rank that has one, or None."""
         root = self.participants[0]
         self._store.write(f"{self._round}/vote/{self.rank}", problem)
         if self.rank == root:
@@ -360,14 +365,13 @@ def sync_plan(
     timeout_s: float,
     actor: str = "",
 ) -> tuple[ReshardPlan, dict[int, int]]:
-    """Return the plan from the sources to all out-of-process engines, and the rank that speaks for each
-    rollout rank.
+    """Return the plan from the sources to all out-of-process engines, and the speaker of each rollout rank.
 
-    Engines are consecutive blocks of `tp` ranks; the first rank of a block speaks for all of it. The result
-    is the same on every rank that calls this.
+    Engines are consecutive blocks of `tp` ranks. The first rank of a block speaks for the block. The result
+    is the same on every rank that calls this. If the model's type has no table, this waits for every engine
+    to publish its atlas (`publish_atlases`).
 
-    If the model's type has no table, this waits for every engine to say what it holds (`publish_atlases`).
-    Raises: SyncError naming a rank that did not within timeout_s."""
+    Raises: SyncError naming a rank that has not published its atlas within timeout_s."""
     has_table = shape.model_type in TABLES
     atlases = (
         vllm_atlases(shape, rollout_ranks, tp)
@@ -378,13 +382,13 @@ def sync_plan(
     return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
 
 
-_ATLASES = "atlases"  # a store of its own
+_ATLASES = "atlases"  # name of a separate key-value store
 
 
 def publish_atlases(atlases: dict[int, Atlas], actor: str = "") -> None:
-    """Publish what the ranks of an out-of-process engine hold, because no table says it.
+    """Publish the atlases of an out-of-process engine whose model type has no table.
 
-    Called by the rank that started the engine."""
+    The rank that started the engine calls this."""
     store = KeyValueStore(_ATLASES + actor)
     for rank, atlas in atlases.items():
         store.write(str(rank), atlas)
@@ -442,5 +446,5 @@ def _from_staging(copy: RectCopy, dst: int) -> RectCopy:
 
 
 def tensors_of(pull: Pull) -> dict[str, Tensor]:
-    """Return the tensors that a pull reads. Those of another process are mapped."""
+    """Return the tensors that a pull reads. Tensors of another process are mapped."""
     return open_exported(pull[0]) if isinstance(pull[0], Exported) else pull[0]

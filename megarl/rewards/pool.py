@@ -1,14 +1,13 @@
-"""Run reward functions in processes that can be killed: what a function does to its process costs one reward,
-not the run.
+"""Run reward functions in processes that can be killed, so that a bad function costs one reward, not the run.
 
     with RewardPool(config.data, num_workers=2) as pool:
-        probe_reward(pool, dataset)         before training: is there one for every kind of row?
-        verdicts = pool.score(samples)      a reward each, or why there is none
+        probe_reward(pool, dataset)         # before training: does every kind of row get a reward?
+        verdicts = pool.score(samples)      # a reward per sample, or the reason why there is none
 
-A function that raises, returns no finite number, hangs, dies, forks and returns in the child, or asks for too
-much memory has failed for that sample; the next one gets a whole process again. A reply counts only if it has
-the number of the request and the text that were sent, and comes from the process that they were sent to. The
-user's file is run in these processes only."""
+A function fails for a sample if it raises, returns no finite number, hangs, dies, forks and returns in the
+child, or asks for too much memory. The next sample gets a fresh process. A reply counts only if it has the
+number of the request and the digest of its text, and comes from the process that received them. The user's
+file runs in these processes only."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from megarl.rewards.base import RewardFunction, RewardSample, describe, judge
 from megarl.rewards.pool_messages import Reply, Request, read_replies
 from megarl.rewards.printed import Printed
 
-_LOOK_S = 0.2  # between two looks at whether the job is to end
+_LOOK_S = 0.2  # interval between two looks for an abort
 _FORKED = (
     "forked and returned in the child, which is no process of the pool's. Let the child end "
     "in the function (os._exit), or try subprocess"
@@ -42,20 +41,20 @@ _FORKED_WHILE_LOADED = (
     "the file of the reward function forks while it is loaded, and goes on in "
     "the child. Let the child end (os._exit)."
 )
-_START_S = 120.0  # the user's file may import what is slow to import
+_START_S = 120.0  # the user's file may have slow imports
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The reward of one sample, or why there is none."""
+    """The reward of one sample, or the reason why there is none."""
 
     reward: float | None
     failure: str | None = None
-    """Why the reward is None, with the function's traceback if it raised."""
+    """Reason why the reward is None, with the function's traceback if it raised."""
     sample_id: int | None = None
-    """Id of the sample that was judged."""
+    """Id of the judged sample."""
     digest: int | None = None
-    """Digest of the text that was judged, see `RewardSample.digest`."""
+    """Digest of the judged text, see `RewardSample.digest`."""
 
 
 class RewardPool:
@@ -64,8 +63,8 @@ class RewardPool:
     Use a pool on the main thread: the kernel ends the processes with the thread that started them.
 
     Args:
-        num_workers: 0: no processes; the function is called here, for pdb, and nothing limits it.
-        data: what to call, and its limits.
+        num_workers: number of processes. 0 calls the function in this process, for pdb, without limits.
+        data: the reward function and its limits.
     Raises: ValueError if the function cannot be loaded."""
 
     def __init__(self, data: DataConfig, num_workers: int) -> None:
@@ -98,7 +97,7 @@ class RewardPool:
             return [_judge_here(self._function, sample) for sample in samples]
         verdicts: list[Verdict] = [Verdict(None)] * len(samples)
         first_request = self._num_requests
-        requests: list[int] = []  # of this call, from first_request on -> sample
+        requests: list[int] = []  # sample of each request of this call, from first_request on
         waiting, idle = deque(range(len(samples))), list(self._workers)
         too_slow = f"took longer than --reward-timeout-s ({self.data.reward_timeout_s:g}) and was killed"
 
@@ -112,7 +111,7 @@ class RewardPool:
                 if request is not None and 0 <= request - first_request < len(requests):
                     fail(requests[request - first_request], _FORKED)
 
-        running: dict[_Worker, tuple[int, float]] = {}  # -> sample, and when it is over
+        running: dict[_Worker, tuple[int, float]] = {}  # worker -> sample and deadline
         with selectors.DefaultSelector() as selector:
             while waiting or running:
                 while waiting and idle:
@@ -140,7 +139,7 @@ class RewardPool:
                         fail(
                             index, worker.cause_of_death() if worker in ready and not strangers else too_slow
                         )
-                    else:  # a child of an earlier request took its place: this sample has done nothing
+                    else:  # a child of an earlier request replied instead: this sample has not run
                         waiting.appendleft(index)
                     fail_forked(strangers)
                     idle.append(worker if reply is not None and not strangers else self._restart(worker))
@@ -172,7 +171,7 @@ def _verdict(sample: RewardSample, reward: float | None, failure: str | None) ->
 
 
 def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-data") -> None:
-    """Judge a few rows before training starts, so that a broken function is found while nothing is lost yet.
+    """Judge a few rows before training starts, to find a broken function early.
 
     The first row of every data source is judged twice: for an empty response, and for its ground truth as the
     response.
@@ -195,7 +194,7 @@ def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-
 
 
 class _Worker:
-    """One process of a pool (pool_worker.py). What it says is not trusted."""
+    """One process of a pool (pool_worker.py). Its messages are not trusted."""
 
     request = digest = -1
     """Number of the last request, and digest of its text."""
@@ -217,11 +216,11 @@ class _Worker:
 
     def _tell(self, message: object) -> None:
         self.printed.end_call()
-        with contextlib.suppress(BrokenPipeError):  # it has died, and `receive` will say so
+        with contextlib.suppress(BrokenPipeError):  # the process has died, and `receive` will report it
             self._requests.send_bytes(encode(message))
 
     def ask(self, request: int, sample: RewardSample) -> None:
-        """Ask the process to judge a sample. `request`: a number that no other request has."""
+        """Ask the process to judge a sample. `request` is a unique number."""
         self.request, self.digest = request, sample.digest
         self._tell(Request.of(request, sample))
 
@@ -256,7 +255,7 @@ class _Worker:
         return own, strangers
 
     def strangers_now(self) -> list[Reply]:
-        """Return what other processes have written into the pipe since the last reply."""
+        """Return the replies that other processes have written into the pipe since the last reply."""
         return self._read() if self._has_written(0.0) else []
 
     def _has_written(self, timeout_s: float) -> bool:
@@ -265,9 +264,9 @@ class _Worker:
             return bool(selector.select(timeout_s))
 
     def _read(self) -> list[Reply]:
-        """Return all replies that are there, at least one.
+        """Return all available replies. Waits for at least one.
 
-        Returns [] if all who could write have ended, or if a line is malformed."""
+        Returns [] if all writers have ended, or if a line is malformed."""
         while not self._unread.endswith(b"\n"):
             if not (more := os.read(self.replies.fileno(), 1 << 16)):
                 return []
@@ -281,7 +280,8 @@ class _Worker:
     def cause_of_death(self) -> str:
         try:
             self.process.wait(1.0)
-        except subprocess.TimeoutExpired:  # it lives, and has closed its end or written nonsense
+        # the process lives, but has closed its end or sent a malformed reply
+        except subprocess.TimeoutExpired:
             return "wrote into the pipe that its replies go through, or replied to another request"
         code = self.process.returncode
         return (
@@ -291,7 +291,7 @@ class _Worker:
         )
 
     def kill(self) -> None:
-        """Kill the process and what it has started in its process group. A second call does nothing."""
+        """Kill the process and its children in its process group. A second call does nothing."""
         if self.replies.closed:
             return
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
-"""Messages between a reward pool and its processes.
+"""Define the messages between a reward pool and its processes.
 
-To a process go, each framed by `Connection.send_bytes`, its DataConfig once and then one Request per sample. Back
-come Replies, one line of JSON each: a reward function may write into the pipe too, and a line can be told from
-that."""
+A process receives its DataConfig once and then one Request per sample, each framed by
+`Connection.send_bytes`. The process sends Replies, one line of JSON each. A reward function may also write
+into the pipe, and a line of JSON can be distinguished from that."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Request(msgspec.Struct, frozen=True):
     """A sample to judge."""
 
     number: int
-    """No other request of the pool has it."""
+    """Unique number of the request in the pool."""
     data_source: str
     solution: bytes
-    """UTF-8, but a model's text may hold halves of characters."""
+    """Text of the response in UTF-8 with surrogates, because a model's text may hold lone surrogates."""
     ground_truth: str | None
     extra_info: dict[str, Any]
     sample_id: int | None
@@ -49,27 +49,29 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a process says: that it is ready or why it is not, or the reward of a request or why there is none."""
+    """A message of a process.
+
+    The process reports that it is ready or why it is not, or the reward of a request or why there is none."""
 
     pid: int | None = None
-    """Of the process that writes, which may be a child of the one that was asked."""
+    """Id of the writing process, which may be a child of the process that was asked."""
     ready: bool = False
     error: str | None = None
-    """Why the reward function cannot be loaded."""
+    """Reason why the reward function cannot be loaded."""
     request: int | None = None
     """Number of the request."""
     digest: int | None = None
-    """Of the text that was judged, see `RewardSample.digest`."""
+    """Digest of the judged text, see `RewardSample.digest`."""
     reward: float | None = None
     failure: str | None = None
-    """Why there is no reward."""
+    """Reason why there is no reward."""
 
     def line(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"
 
 
 def read_replies(lines: bytes) -> list[Reply]:
-    """Return the replies of whole lines. Raises: ValueError if a line is not a reply."""
+    """Return the replies of complete lines. Raises: ValueError if a line is not a reply."""
     try:
         return [_REPLY.decode(line) for line in lines.splitlines()]
     except msgspec.MsgspecError as error:

@@ -1,11 +1,10 @@
-"""Run one process of a RewardPool: `python -m megarl.rewards.pool_worker PARENT`, with requests on stdin and
-replies on stdout (pool_messages.py).
+"""Run one process of a RewardPool: `python -m megarl.rewards.pool_worker PARENT`.
 
-Every reply has the number of its request, the digest of the text that was judged, and the number of the
-process that writes it: a reward function may fork, and its child returns here with the same pipes. The child
-says so once and ends.
+Requests arrive on stdin and replies go to stdout (pool_messages.py). Every reply has the number of its
+request, the digest of the judged text, and the id of the writing process. The process id matters because a
+reward function may fork, and its child returns here with the same pipes. The child sends one reply and ends.
 
-What the reward function prints goes to stderr, which the pool reads (printed.py), and it has no stdin."""
+Output of the reward function goes to stderr, which the pool reads (printed.py). The function has no stdin."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def main(parent: int) -> None:
             os._exit(1)
 
     data = decode(requests.recv_bytes(), DataConfig)
-    # What it allocates, not what it maps: the libraries of a GPU map more than any machine has.
+    # RLIMIT_DATA limits allocated, not mapped memory: a GPU's libraries map more than any machine has.
     resource.setrlimit(resource.RLIMIT_DATA, (data.reward_memory_limit_bytes,) * 2)
     try:
         function = load_reward(data)
@@ -65,7 +64,7 @@ def main(parent: int) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return the text with halves of characters, which JSON cannot hold, written out."""
+    """Return the text with lone surrogates, which JSON cannot hold, written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

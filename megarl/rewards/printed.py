@@ -1,7 +1,7 @@
-"""Passes on to the log what a reward process prints: the first and the last bytes of each call; the rest is
-counted.
+"""Pass the output of a reward process on to the log: the first and the last bytes of each call.
 
-A function that prints its whole input would otherwise fill the log of a long run."""
+The rest is only counted. A function that prints its whole input would otherwise fill the log of a long run.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import select
 import threading
 
 FIRST_BYTES = LAST_BYTES = 4096
-"""Bytes of one call that are passed on from its beginning."""
+"""Number of bytes from the beginning and from the end of one call that are passed on."""
 _JOIN_S = 1.0
 
 
 class Printed:
-    """A pipe that a process prints into, and the thread that reads it. Give `writer` to the process as its
-    stderr, then call `follow`.
+    """A pipe for a process's output, and the thread that reads the pipe.
 
-    The thread lives as long as anybody has the other end of the pipe."""
+    Give `writer` to the process as its stderr, then call `follow`. The thread lives as long as any process
+    has the other end of the pipe."""
 
     def __init__(self, out: int = 2) -> None:
         self._reader, self.writer = os.pipe()
@@ -28,18 +28,22 @@ class Printed:
         self._thread = threading.Thread(target=self._follow, name="reward_output", daemon=True)
 
     def follow(self) -> None:
-        """Close this process's copy of the writing end and read. Call it after the process has started."""
+        """Close this process's copy of the writing end and start to read.
+
+        Call this after the process has started."""
         os.close(self.writer)
         self._thread.start()
 
     def end_call(self) -> None:
-        """Pass on the rest of this call's output; what comes from now on belongs to the next call."""
+        """Pass on the rest of this call's output. Later output belongs to the next call."""
         with self._lock:
             self._take()
             self._finish()
 
     def close(self) -> None:
-        """Stop reading. Call it after the process has ended; a child of the process may continue to print."""
+        """Stop reading.
+
+        Call this after the process has ended; a child of the process may continue to print."""
         self._thread.join(_JOIN_S)
 
     def _follow(self) -> None:
@@ -55,7 +59,7 @@ class Printed:
             self._reader = -1
 
     def _take(self) -> bool:
-        """Read what is there. False: no process can write any more."""
+        """Read the available output. Returns False if no process can write any more."""
         while self._reader >= 0:
             try:
                 data = os.read(self._reader, 1 << 16)

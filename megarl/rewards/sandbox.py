@@ -1,16 +1,18 @@
-"""Runs an untrusted Python program within limits.
+"""Run an untrusted Python program within limits.
 
     outcome = run_confined(program, stdin="3 4", timeout_s=10.0, memory_limit_bytes=1 << 30)
     outcome.stdout if outcome.exit_code == 0 else ...
 
-The kernel keeps it in (Linux only; no privileges needed where the machine lets a user have namespaces):
+The kernel confines the program (Linux only; no privileges needed where users may create namespaces):
 
-    network, other processes    namespaces of its own (unshare: user, net, pid, ipc)
-    files                       Landlock: it reads the Python it runs on and system libraries, writes in its empty folder, and sees no other
-    calls                       seccomp: what the first two leave open, above all sockets in the file system and the mode of files
-    memory, CPU, file size      rlimits; the clock: it is killed, and all that it has started with it
+    network, other processes    separate namespaces (unshare: user, net, pid, ipc)
+    files                       Landlock: the program reads its Python and system libraries, writes in its
+                                empty folder, and sees no other files
+    calls                       seccomp: denies calls that the first two leave open, above all sockets in the
+                                file system and the mode of files
+    memory, CPU, file size      rlimits; after the time limit the program and its children are killed
 
-`missing()` says what of the first three this machine cannot give. The fourth it always has."""
+`missing()` names those of the first three that this machine lacks. The fourth is always available."""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ _DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
         0xC000003E,
         (
             41,
-            # socket, io_uring_setup: Landlock lets connect to a socket in the file system, and a network
-            # namespace too
+            # socket, io_uring_setup: Landlock and a network namespace both let a program connect to a socket
+            # in the file system
             425,
             90,
             91,
@@ -61,7 +63,7 @@ _DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
             92,
             93,
             94,
-            260,  # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat: not Landlock's
+            260,  # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat: outside Landlock
             132,
             235,
             261,
@@ -101,7 +103,7 @@ _DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
             14,
             15,
             16,
-            466,  # the same; this one has fewer of some kinds
+            466,  # the same calls; this architecture has fewer of some kinds
             217,
             218,
             219,
@@ -114,13 +116,17 @@ _DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
 }
 _NOBODY = 65534
 _RIGHTS_OF_ABI = {3: 15, 4: 15, 5: 16}
-"""Version of Landlock -> how many kinds of access to files it can forbid. Before 3 (Linux 6.2) it cannot
-forbid to empty them."""
+"""Version of Landlock -> number of kinds of file access that Landlock can forbid.
+
+Versions before 3 (Linux 6.2) cannot forbid truncating files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """exit_code: negative: died of that signal. None: it took too long and was killed."""
+    """Result of a program.
+
+    exit_code: negative if a signal killed the program; None if the program exceeded the time limit and was
+    killed."""
 
     exit_code: int | None
     stdout: str
@@ -132,7 +138,7 @@ def run_confined(
 ) -> Outcome:
     """Run Python source in an empty folder, which is removed afterwards. Output beyond 1 MiB is cut.
 
-    Raises: RuntimeError if this machine cannot confine it and that is not allowed."""
+    Raises: RuntimeError if this machine cannot confine the program and `allow_missing` is False."""
     if (lacking := missing()) and not allow_missing:
         raise RuntimeError(refusal(lacking))
     with tempfile.TemporaryDirectory(prefix="megarl_code_") as folder:
@@ -171,7 +177,7 @@ def run_confined(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(
                         process.pid, signal.SIGKILL
-                    )  # what it started, where it has no namespace that ends with it
+                    )  # children of the program, if no namespace ends them
                 process.wait()
             return Outcome(code, _text(out), _text(err))
 
@@ -192,8 +198,10 @@ def refusal(lacking: tuple[str, ...]) -> str:
 
 @functools.cache
 def missing() -> tuple[str, ...]:
-    """Return what this machine lacks of the confinement: "namespaces" (network), "Landlock" (files),
-    "seccomp" (calls). Tried in a child that ends at once."""
+    """Return the confinement that this machine lacks.
+
+    The names are "namespaces" (network), "Landlock" (files) and "seccomp" (calls). Each is tried in a child
+    that ends at once."""
     found = []
     for name, attempt in (
         ("namespaces", _unshare),
@@ -204,7 +212,7 @@ def missing() -> tuple[str, ...]:
         if child == 0:
             try:
                 attempt()
-            except BaseException:  # whatever it is, it does not work
+            except BaseException:  # any error means that it does not work
                 os._exit(1)
             os._exit(0)
         if os.waitpid(child, 0)[1] != 0:
@@ -212,12 +220,13 @@ def missing() -> tuple[str, ...]:
     return tuple(found)
 
 
-# ------------------------------------------------------------------ in the process of the program
+# ------------------------------------------------------------------ functions in the process of the program
 
 
 def _main(limits: dict) -> None:
-    """Give up all rights that are not needed, then become the program. The parent is the first process of
-    the namespace and ends with it."""
+    """Give up all rights that are not needed, then become the program.
+
+    The parent is the first process of the namespace and ends with it."""
     _die_with_parent()
     if limits["unshare"]:
         _unshare()
@@ -247,7 +256,7 @@ def _main(limits: dict) -> None:
         _confine_files(limits["folder"])
     if limits["seccomp"]:
         _confine_calls()
-    # A module of its own, so that it finds nothing of this file by chance.
+    # The program gets a separate module, so that it finds nothing of this file by chance.
     exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
 
 
@@ -274,7 +283,7 @@ def _unshare() -> None:
 
 
 def _confine_files(folder: str) -> None:
-    """Restrict this process and its children to these files, by Landlock."""
+    """Restrict this process and its children to the program's files, by Landlock."""
     libc = _libc()
     abi = _check(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_CREATE_RULESET_VERSION))
     if abi < min(_RIGHTS_OF_ABI):
@@ -326,8 +335,9 @@ class _Program(ctypes.Structure):
 
 
 def _confine_calls() -> None:
-    """Make these calls fail with EPERM in this process and its children, by seccomp. Other ABIs' calls
-    have other numbers: the end."""
+    """Make the denied calls fail with EPERM in this process and its children, by seccomp.
+
+    Calls of other ABIs have other numbers, so the filter kills the process."""
     architecture, denied = _DENIED_CALLS[os.uname().machine]
     checks = [(_BPF_IF_AT_LEAST, _X32), *((_BPF_IF_EQUAL, number) for number in denied)]
     filters = [

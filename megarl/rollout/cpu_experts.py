@@ -1,6 +1,8 @@
-"""The experts of a mixture on CPU. vLLM keeps them packed for its grouped matrix product, with the
-intermediate size padded to what that takes at once; there is no unpacked fallback. A transfer writes plain
-matrices, which are packed once they are whole."""
+"""Keep the experts of a mixture-of-experts layer loadable on CPU.
+
+vLLM packs expert weights for its grouped matrix product and pads the intermediate size to a multiple of the
+kernel's tile. There is no unpacked fallback. A weight transfer writes plain matrices, which are packed once
+they are complete."""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ class PackedExperts:
 
     Args:
         plain: [E, 2F, h] (gates above ups) or [E, h, F], as a transfer writes it.
-        padded: the same with F padded; its padding is 0. `plain` itself where nothing is padded.
-        packed: the live weight, of the shape of `padded`.
+        padded: the plain tensor with F padded by zeros; `plain` itself if nothing is padded.
+        packed: the live weight, with the shape of `padded`.
         isa: vLLM's name of the layout."""
 
     plain: torch.Tensor
@@ -29,7 +31,7 @@ class PackedExperts:
 
     @classmethod
     def find(cls, module: torch.nn.Module) -> dict[str, PackedExperts]:
-        """Parameter name within the module -> its twin; {} if the module holds no packed experts."""
+        """Return parameter name within the module -> its twin; {} if the module holds no packed experts."""
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
         if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
@@ -49,9 +51,9 @@ class PackedExperts:
         return cls(plain, plain if plain.shape == packed.shape else torch.zeros_like(packed), packed, isa)
 
     def pack(self) -> None:
-        """Bring the plain matrices into the live weight."""
+        """Pack the plain matrices into the live weight."""
         if self.padded is not self.plain:
-            if self.plain.shape[1] == self.padded.shape[1]:  # down: [E, h, F]
+            if self.plain.shape[1] == self.padded.shape[1]:  # down projection: [E, h, F]
                 self.padded[:, :, : self.plain.shape[2]] = self.plain
             else:
                 for plain, padded in zip(self.plain.chunk(2, 1), self.padded.chunk(2, 1), strict=True):

@@ -1,8 +1,8 @@
-"""RMSNorm on CPU by vLLM's own C++ kernels.
+"""Run RMSNorm on CPU with vLLM's own C++ kernels.
 
-vLLM 0.32 has them but chooses eight PyTorch operations for each norm of an eager CPU engine: one tenth of a
-decode step of a small model. Providers of an operation are registered, and chosen by the engine argument
-`ir_op_priority`; others are used where `supports_args` says no."""
+vLLM 0.32 has these kernels, but an eager CPU engine runs eight PyTorch operations per norm instead. They take
+one tenth of a decode step of a small model. vLLM registers providers of an operation and chooses one by the
+engine argument `ir_op_priority`. vLLM uses another provider where `supports_args` returns False."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vllm import ir
 
 from megarl.rollout.names import CPU_NORMS
 
-_VECTOR = 16  # elements that the kernels take at once; they handle no remainder
+_VECTOR = 16  # elements per kernel iteration; the kernels handle no remainder
 
 
 def register() -> None:
-    """Make the provider known. Repeatable."""
+    """Register the provider with vLLM. Repeated calls do nothing."""
     if CPU_NORMS in ir.ops.rms_norm.supported_providers():
         return
     ir.ops.rms_norm.register_impl(CPU_NORMS, supports_args=_supports_rms_norm)(_rms_norm)

@@ -1,5 +1,6 @@
-"""vLLM's CPU sampler with the draws of draws.py: a token's noise follows from the request's key and its
-position."""
+"""Sample tokens on CPU as vLLM does, with the noise of draws.py.
+
+The noise of a token depends only on the request's key and on the token's position."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
 
 
 class PositionSampler(TopKTopPSampler):
-    """Args: runner: whose batch the rows of the logits belong to, in the same order."""
+    """Sample each row with the noise of its request's key and position.
+
+    Args:
+        runner: the model runner. The rows of the logits follow the order of its batch."""
 
     def __init__(self, runner: CPUModelRunner, logprobs_mode: str, use_fp64_gumbel: bool) -> None:
         super().__init__(logprobs_mode, use_fp64_gumbel)
-        self.forward = self.forward_cpu  # on every kind of CPU: the other ways draw from generators
+        self.forward = self.forward_cpu  # on every kind of CPU: vLLM's other methods draw from generators
         self._runner = runner
         self._request_ids: list[str] = []
         self._keys = np.zeros(0, np.uint64)
@@ -38,7 +42,9 @@ class PositionSampler(TopKTopPSampler):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As vLLM's: logits [B, V] -> sampled tokens [B] int64, and what `logprobs_mode` asks for [B, V]."""
+        """Sample one token per row, as vLLM's method does.
+
+        Takes logits [B, V]. Returns the sampled tokens [B] int64 and what `logprobs_mode` asks for [B, V]."""
         logits = apply_top_k_top_p(logits, k, p)
         returned = None
         if self.logprobs_mode == "processed_logits":
@@ -56,16 +62,16 @@ class PositionSampler(TopKTopPSampler):
         return sample_with_exponential_noise(probs, noise), returned
 
     def _seeds(self, num_rows: int) -> np.ndarray:
-        """Return a noise seed per row, [B] int64.
+        """Return one noise seed per row, [B] int64.
 
-        A row whose prompt is not complete yet gets one too: vLLM discards the token that it samples there."""
+        A row whose prompt is incomplete gets a seed too: vLLM discards the token that it samples there."""
         batch = self._runner.input_batch
         if batch.req_ids != self._request_ids:
             self._request_ids = list(batch.req_ids)
             requests = self._runner.requests
             keys = [requests[request_id].sampling_params.extra_args[KEY] for request_id in self._request_ids]
             self._keys = np.array(keys, np.uint64)
-        if not self._request_ids:  # vLLM tries its sampler before there are requests
+        if not self._request_ids:  # vLLM runs its sampler once before there are requests
             return np.zeros(num_rows, np.int64)
         assert len(self._request_ids) == num_rows, (self._request_ids, num_rows)
         return draw_seeds(self._keys, batch.num_tokens_no_spec[:num_rows])

@@ -1,7 +1,8 @@
-"""Two copies of an engine's weights: one generates while the other is written, and a switch takes no time.
+"""Hold two copies of an engine's weights and switch between them at no cost.
 
-vLLM's eager layers read `parameter.data` at every call, so pointing it elsewhere is the switch. CUDA graphs
-and compiled code keep the addresses that they were captured with: there it would have no effect."""
+One copy generates while the other is written. vLLM's eager layers read `parameter.data` at every call, so
+assigning `data` is the switch. CUDA graphs and compiled code keep the addresses that they were captured with.
+A switch would have no effect on them."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from megarl.reshard.packed import PackedView
 
 
 class DoubleBuffer:
-    """Args:
-        model: whose parameters are switched.
+    """Two copies of the weights of one model.
+
+    Args:
+        model: the model whose parameters are switched.
         tensors: name -> live view of a parameter's storage, as a destination of the reshard plan.
 
-    `front` is what generates, `back` has the same names, shapes and, at first, values."""
+    `front` generates. `back` has the same names and shapes and, at first, the same values."""
 
     def __init__(self, model: torch.nn.Module, tensors: dict[str, View]) -> None:
         storages = {storage._cdata: storage for storage in map(_storage, tensors.values())}
@@ -33,7 +36,7 @@ class DoubleBuffer:
         ]
 
     def switch(self) -> None:
-        """Generate with what is now the back."""
+        """Swap the buffers, so that the engine generates with the former back buffer."""
         self._parameters = [(parameter, back, front) for parameter, front, back in self._parameters]
         for parameter, front, _ in self._parameters:
             parameter.data = front
@@ -53,7 +56,7 @@ def _moved_view(view: View, storage: torch.UntypedStorage) -> View:
 
 
 def _moved(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """The same view of another storage."""
+    """Return the same view of another storage."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage, tensor.storage_offset(), tensor.shape, tensor.stride()
     )

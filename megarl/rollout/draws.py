@@ -1,12 +1,14 @@
-"""Which random numbers a sample draws: they follow from what the sample is, so no generator has a state to
-save or to lose.
+"""Derive the random numbers of a sample from the sample's identity.
+
+No generator has a state that could be lost or would have to be saved.
 
     key   = draw_key(run seed, purpose, visit, index)          one per sample
     seed  = draw_seeds([key], [position])[0]                   one per token
     token = argmax(log-probs + Gumbel noise of that seed)
 
-`position` is the number of tokens before the drawn one, prompt and response together. A response whose first
-tokens are admitted anew as a part of the prompt therefore goes on with the tokens that it would have had."""
+`position` is the number of tokens before the drawn one, prompt and response together. A resumed response
+passes its first tokens as a part of the prompt. It therefore continues with the same tokens as without the
+interruption."""
 
 from __future__ import annotations
 
@@ -30,17 +32,19 @@ def draw_key(run_seed: int, purpose: str, *numbers: int) -> int:
 
     Args:
         purpose: "train", "eval", or the name of the judge that draws.
-        numbers: what the sample is within that purpose. Training: visit of its prompt, index in the group."""
+        numbers: identify the sample within the purpose. Training: visit of its prompt, index in the group."""
     text = "/".join(map(str, (run_seed, purpose, *numbers)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def draw_seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the noise seed of each next token: output number `position` of the generator SplitMix64 that
-    starts at the key.
+    """Return the noise seed of each next token.
+
+    The seed is output number `position` of the generator SplitMix64 that starts at the key.
 
     Args:
-        keys: [B] uint64. positions: [B] integers, at least 0.
+        keys: [B] uint64.
+        positions: [B] integers, at least 0.
     Returns: [B] int64."""
     z = positions.astype(np.uint64)
     z += np.uint64(1)
@@ -58,8 +62,8 @@ def draw_arguments(key: int, on_cpu: bool) -> dict[str, object]:
     """Return the arguments of vLLM's SamplingParams that make a request draw by its key.
 
     On a CPU our sampler (cpu_sampler.py) reads the key. A `seed` would make vLLM keep a generator per
-    request, which fails as soon as a prompt is prefilled in chunks. On a GPU vLLM's Model Runner V2 needs
-    nothing of ours: in vllm/v1/worker/gpu/sample/gumbel.py the noise is a hash of (seed, position, token),
-    and the position is that of the last token in the sequence (`pos` in sampler.py beside it), whatever was
-    prompt and whatever was sampled."""
+    request, which fails as soon as a prompt is prefilled in chunks. On a GPU vLLM's Model Runner V2 already
+    draws by position. In vllm/v1/worker/gpu/sample/gumbel.py the noise is a hash of (seed, position, token).
+    The position is that of the last token in the sequence (`pos` in sampler.py beside it), whether that token
+    was prompt or sampled."""
     return {"extra_args": {KEY: key}} if on_cpu else {"seed": key}

@@ -1,13 +1,15 @@
-"""A vLLM engine in the trainer's process, whose weights are pulled from Megatron's shards.
+"""Run a vLLM engine in the trainer's process and pull its weights from Megatron's shards.
 
-    engine = RolloutEngine(config, shape, ranks, atlases, parameters)      every rank, after Megatron has built its groups
-    engine.connect(atlases, parameters)                                    only if the sources become others later on
-    engine.sync(version)                                                   a transaction: only a committed version generates
+    # every rank, after Megatron has built its groups
+    engine = RolloutEngine(config, shape, ranks, atlases, parameters)
+    engine.connect(atlases, parameters)      # only if the sources change later on
+    engine.sync(version)                     # a transaction: only a committed version generates
     engine.generate(prompts, keys, temperature=1.0)
-    engine.shutdown()                                                      last: no collective works afterwards
+    engine.shutdown()                        # last: no collective works afterwards
 
 Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine
-pass the same prompts and keys. `out_of_process.py` is the same engine in processes of its own."""
+pass the same prompts and keys. An atlas is the sharding spec of one rank. `out_of_process.py` runs the same
+engine in separate processes."""
 
 from __future__ import annotations
 
@@ -50,33 +52,33 @@ class Response(NamedTuple):
     """One sampled response."""
 
     token_ids: list[int]
-    """Including the end-of-sequence or stop token that ended it."""
+    """Sampled tokens, including the end-of-sequence or stop token that ended the response."""
     log_probs: list[float]
-    """log pi(token) of each, at the sampling temperature."""
+    """Log-prob log pi(token) of each token, at the sampling temperature."""
     finish_reason: str
-    """"stop" or "length"."""
+    """Reason why the response ended: "stop" or "length"."""
     experts: torch.Tensor | None = None
-    """[prompt and response tokens, layers, topk] uint8 or int16 with --moe-routing-replay engine: where each
-    token went. Anything in layers without experts."""
+    """Experts of each token with --moe-routing-replay engine, else None.
+
+    [prompt and response tokens, layers, topk] uint8 or int16. Layers without experts hold arbitrary values.
+    """
 
 
 class Engine:
-    """What engines in this process and outside of it have in common: they generate, with a committed version
-    only."""
+    """Base class of in-process and out-of-process engines, which generate with a committed version only."""
 
     llm: LLM
     device: str
-    """"cpu" or "cuda"."""
+    """Device of the weights: "cpu" or "cuda"."""
 
     def __init__(self, config: TrainConfig, shape: ModelShape, actor: str) -> None:
         self.shape, self.actor, self._tp = shape, actor, config.rollout.tensor_parallel_size
         self._sampling, self.options = config.sampling, config.reshard
         self._tells_experts = tells_experts(config, shape)
         self.version: int | None = None
-        """Version of the weights that generate; None before the first sync, and after one that failed
-        halfway."""
+        """Version of the weights that generate; None before the first sync and after a failed sync."""
         self.bytes_per_sync = 0
-        """Bytes that the last sync wrote in this engine."""
+        """Number of bytes that the last sync wrote in this engine."""
         self._weight_sync: WeightSync | None = None
         self._generation = 0
 
@@ -87,16 +89,17 @@ class Engine:
         self._generation += 1
 
     def sync(self, version: int) -> int:
-        """Bring the sources' current weights into the engine and commit them as `version`. Collective over
-        sources and engines.
+        """Bring the sources' current weights into the engine and commit them as `version`.
 
-        Returns: bytes written; aliased weights count none. Raises: SyncError if some engine did not get them
-        whole; then no engine commits them."""
+        Collective over sources and engines.
+
+        Returns: bytes written, without aliased weights.
+        Raises: SyncError if some engine did not receive all weights. In that case no engine commits them."""
         self.begin_sync(version)
         return self.finish_sync()
 
     def begin_sync(self, version: int) -> None:
-        """The first half: an engine with two buffers may generate meanwhile, with the old weights."""
+        """Start a sync. An engine with two buffers may generate meanwhile, with the old weights."""
         if self._weight_sync is None:
             raise RuntimeError("no sources are connected: call connect first")
         self._weight_sync.begin(version)
@@ -127,17 +130,21 @@ class Engine:
     ) -> list[Response]:
         """Sample one response to each prompt.
 
-        A response depends on the weights, its prompt, its key and the sampling arguments, on nothing else:
-        not on the other prompts, and not on how many ranks the engine has. What a key draws is in `draws.py`.
+        A response depends only on the weights, its prompt, its key and the sampling arguments. It does not
+        depend on the other prompts or on the engine's number of ranks. `draws.py` explains what a key draws.
 
         Args:
-            prompts: token ids, each at least 1. keys: one per prompt, see `draw_key`.
-            temperature: 0 is greedy. max_tokens: of a whole response, default --max-response-length.
-            prefixes: first tokens of each response, sampled before. What is returned goes on after them, with
-                the tokens that it would have had. A stop string that begins in a prefix is not found.
-        Raises: RuntimeError before the first sync; ValueError for prompts that are too long, keys or prefixes
-            that do not pair up, prefixes that leave nothing to sample, and an engine that cannot go on after
-            a prefix; Aborted if the job is to end, and then nothing can be generated any more."""
+            prompts: token ids, at least one per prompt.
+            keys: one per prompt, see `draw_key`.
+            temperature: 0 is greedy.
+            max_tokens: limit of a whole response, default --max-response-length.
+            prefixes: first tokens of each response, sampled before. The engine returns only the tokens after
+                them. These are the tokens that an uninterrupted response would have had. A stop string that
+                begins in a prefix is not found.
+        Raises: RuntimeError before the first sync. ValueError for prompts that are too long, and for keys or
+        prefixes that do not pair up. ValueError also for prefixes that leave nothing to sample, and for an
+        engine that cannot continue after a prefix. Aborted if the job shuts down; afterwards the engine
+        cannot generate any more."""
         if self.version is None:
             raise RuntimeError(
                 "generate was called before a sync was committed: the engine's weights are noise. "
@@ -212,17 +219,17 @@ class Engine:
 
 @dataclass(frozen=True)
 class _EngineWeights:
-    """What every rank must know of another rank's engine to plan a sync."""
+    """Properties of one rank's engine that all ranks need to plan a sync."""
 
     aliases: dict[str, str]
-    """Weights that are the trainer's own memory: name in the engine -> the trainer's name."""
+    """Weights that share the trainer's memory: name in the engine -> the trainer's name."""
     atlas: Atlas | None
-    """None: a table says what the engine holds."""
+    """Sharding spec of the engine; None if a table knows the layout."""
 
 
 class RolloutEngine(Engine):
     process = None
-    """Of its weights, for the sync: this one."""
+    """Name of the process that holds the weights, for the sync; None means this process."""
 
     def __init__(
         self,
@@ -233,22 +240,21 @@ class RolloutEngine(Engine):
         parameters: dict[str, torch.Tensor],
         actor: str = "",
     ) -> None:
-        """Start vLLM on this rank and plan how its weights come from the ranks in `sources`. Collective over
-        the world.
+        """Start vLLM on this rank and plan how its weights come from the ranks in `sources`.
 
-        The weights are undefined until the first `sync`. With --reshard-alias those that this rank's trainer
-        holds in the same layout and dtype are its memory from then on: an update changes them at once, and
-        `sync` makes that a version.
+        Collective over the world. The weights are undefined until the first `sync`. With --reshard-alias the
+        engine uses the trainer's memory for weights that this rank's trainer holds in the same layout and
+        dtype. An update changes these weights at once, and `sync` makes them a version.
 
         Args:
-            ranks: of the role, consecutive blocks of tensor_parallel_size form engines. vLLM joins the world
-                that it finds, so these must be all ranks.
+            ranks: ranks of the role. Consecutive blocks of tensor_parallel_size form engines. vLLM joins the
+                existing world, so these must be all ranks.
             sources: atlas of every source rank, the same on all ranks.
-            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if it is
-                no source.
-            actor: suffix of the actor that it samples for.
+            parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if the
+                rank is no source.
+            actor: suffix of the actor that the engine samples for.
         Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not
-            hold every weight."""
+        hold every weight."""
         super().__init__(config, shape, actor)
         if list(ranks) != list(range(dist.get_world_size())):
             raise ValueError(
@@ -259,7 +265,7 @@ class RolloutEngine(Engine):
         self.ranks, self._ranks_per_node = (
             tuple(ranks),
             ranks_per_node(),
-        )  # on a CPU vLLM changes what torchrun said
+        )  # vLLM on a CPU changes torchrun's variables
         prepare_environment()
         _be_launched_externally()
         arguments = engine_arguments(
@@ -285,19 +291,20 @@ class RolloutEngine(Engine):
         self._aliases = offer.taken
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
         self.tensors: dict[int, dict[str, View]] = {}
-        """This rank -> name -> live weight."""
+        """Live weights: this rank -> name -> view."""
         self.llm.init_weight_transfer_engine({"init_info": {"expose": self._take}})
         self._is_updating = False
         self.device = next(iter(self.tensors[dist.get_rank()].values())).device.type
         self.connect(sources, parameters)
 
     def _take(self, atlas: Atlas, tensors: dict[str, View]) -> None:
-        """From the worker: what it holds, and where."""
+        """Receive this rank's atlas and live weights from the vLLM worker."""
         self._atlas, self.tensors[dist.get_rank()] = atlas, tensors
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
-        """Plan how the weights that are not aliased come from the ranks in `sources`; arguments and errors as
-        above."""
+        """Plan how the weights that are not aliased come from the ranks in `sources`.
+
+        Arguments and errors are those of the constructor."""
         rank = dist.get_rank()
         has_table = self.shape.model_type in TABLES
         told = all_gather_messages(
@@ -316,8 +323,8 @@ class RolloutEngine(Engine):
         self.destination = Destination(rank, plan.copies_to(rank), self.tensors[rank])
         self._join(plan, {rank: rank for rank in self.ranks}, parameters)
 
-    # As the receiver of a weight sync. The weights are overwritten in place: what fails halfway leaves none
-    # that could generate.
+    # Methods of a receiver of a weight sync. The weights are overwritten in place, so a sync that fails
+    # half-way leaves no usable weights.
 
     def begin(
         self,
@@ -353,8 +360,10 @@ class RolloutEngine(Engine):
             self.llm.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Stop vLLM. It destroys torch's default process group with its own, so this is the last collective
-        of the process."""
+        """Stop vLLM.
+
+        vLLM destroys torch's default process group with its own, so this is the last collective of the
+        process."""
         dist.barrier()
         self.version = None
         self.llm.llm_engine.engine_core.shutdown()
@@ -368,10 +377,12 @@ def _response(completion) -> Response:
 
 
 def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) -> torch.Tensor:
-    """vLLM's account of one sample -> `Response.experts`. The last token was sampled and not seen, so there
-    is no row of it; that of the one before stands in, as nothing is predicted from it.
+    """Convert vLLM's routed experts of one sample to `Response.experts`.
 
-    Raises: RuntimeError if rows are missing, as of an engine that does not tell."""
+    The last token was sampled but not fed to the model, so vLLM has no row for it. The row before stands in,
+    because nothing is predicted from the last token.
+
+    Raises: RuntimeError if rows are missing, for example because the engine does not return experts."""
     wanted = (num_tokens - 1, shape.num_layers, shape.moe_router_topk)
     if rows is None or rows.shape != wanted:
         raise RuntimeError(
@@ -384,8 +395,9 @@ def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) 
 
 
 def _be_launched_externally() -> None:
-    """vLLM's external launcher reads torchrun's variables; a single process that was started by hand has
-    none."""
+    """Set the variables of torchrun that vLLM's external launcher reads.
+
+    A single process that was started by hand has none."""
     os.environ.setdefault("RANK", str(dist.get_rank()))
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
 
@@ -411,8 +423,9 @@ def engine_arguments(
     num_engines: int = 1,
     executor: str = "external_launcher",
 ) -> dict[str, object]:
-    """vLLM engine arguments of a job. What the user passes as --rollout-<name> wins, but for those that
-    training depends on.
+    """Return the vLLM engine arguments of a job.
+
+    A --rollout-<name> of the user wins, except for arguments that training depends on.
 
     Raises: ValueError naming an engine argument that cannot be chosen."""
     rollout, sampling = config.rollout, config.sampling
@@ -477,19 +490,22 @@ def engine_arguments(
             arguments["enable_return_routed_experts"] = True
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
         if dtype != "float32":
-            # The trainer's logits are fp32. vLLM would round its own to the model's dtype: an error of the
-            # size of the gate's limit in bf16.
+            # The trainer's logits are fp32. vLLM would round its own to the model's dtype, an error as large
+            # as the limit of the log-prob gate in bf16.
             arguments["hf_overrides"] = {"head_dtype": "float32"}
         if shape.is_moe:
             arguments["moe_backend"] = (
-                "triton"  # others shuffle the experts, which are then no longer [E, 2F, h]
+                "triton"  # other backends shuffle the experts, which are then no longer [E, 2F, h]
             )
     return {name: value for name, value in (arguments | rollout.engine_args).items() if value is not None}
 
 
 def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
-    """vLLM's CPU kernel for rotary embeddings takes heads to lie one after the other, which the rotary parts
-    of latent attention's queries do not; scaled embeddings do not use it. Its AMX kernels free kv_b_proj."""
+    """Return the arguments that latent attention needs on a CPU.
+
+    vLLM's CPU kernel for rotary embeddings expects contiguous heads. The rotary parts of latent attention's
+    queries are not contiguous. Scaled embeddings do not use this kernel. vLLM's AMX kernels free kv_b_proj.
+    """
     if (shape.kv_lora_rank, shape.qk_rope_head_dim) != (512, 64):
         raise ValueError(
             f"kv_lora_rank ({shape.kv_lora_rank}) and qk_rope_head_dim ({shape.qk_rope_head_dim}): "
@@ -503,7 +519,9 @@ def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
 
 
 def _tokenizer(config: TrainConfig) -> str | None:
-    """vLLM needs a tokenizer only to match stop strings, and then one that transformers can load."""
+    """Return the tokenizer for vLLM.
+
+    vLLM needs one only to match stop strings, and transformers must be able to load it."""
     tokenizer = config.model.tokenizer_model
     if config.sampling.stop and tokenizer is not None and Path(tokenizer).is_file():
         raise ValueError(

@@ -1,5 +1,6 @@
-"""What goes wrong in the processes of an out-of-process engine, as the rank that started it tells it: vLLM's
-client knows no more than that something did, and its processes log the cause as they go."""
+"""Report errors of an out-of-process engine on the rank that started it.
+
+vLLM's client knows only that an error occurred. The processes of the engine log its cause."""
 
 from __future__ import annotations
 
@@ -11,30 +12,32 @@ import tempfile
 import traceback
 
 ERRORS = "MEGARL_ENGINE_ERRORS"
-"""In the engine's processes: the file to write into, one JSON object per line."""
+"""Environment variable of the engine's processes: the file for their errors, one JSON object per line."""
 
 
 class EngineFailed(RuntimeError):
-    """Something raised in a process of vLLM's engine; its traceback there is the cause."""
+    """An exception in a process of vLLM's engine; `__cause__` holds its traceback there."""
 
 
 class _Traceback(Exception):
-    """Shown as the text that it is."""
+    """Show a traceback as plain text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class EngineErrors:
-    """The rank's end: a file without a name, so that nothing is left however the job ends."""
+    """The reading end on the rank: an unnamed file, which vanishes however the job ends."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile("r", encoding="utf-8")
         self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def explained(self, error: Exception, rank: int) -> Exception:
-        """What to raise for `error` of vLLM's client: what the engine has logged since this was last asked,
-        if it has; else itself."""
+        """Return the exception to raise for `error` of vLLM's client.
+
+        The result is the error that the engine has logged since the last call, or `error` itself if there is
+        none."""
         logged = [json.loads(line) for line in self._file.readlines()]
         if not logged:
             return error
@@ -44,8 +47,9 @@ class EngineErrors:
 
 
 def tell_owner() -> None:
-    """In a process of the engine: write what vLLM logs of exceptions to the rank's file instead of on
-    stderr."""
+    """Write the exceptions that vLLM logs to the rank's file instead of stderr.
+
+    Call this in a process of the engine."""
     path, logger = os.environ.get(ERRORS), logging.getLogger("vllm")
     if path is None or any(isinstance(handler, _ToOwner) for handler in logger.handlers):
         return
@@ -72,5 +76,5 @@ class _ToOwner(logging.Handler):
         with (
             contextlib.suppress(OSError),
             open(self._path, "a", encoding="utf-8") as file,
-        ):  # the rank may be gone
+        ):  # the rank may have ended
             file.write(line + "\n")

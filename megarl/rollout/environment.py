@@ -1,5 +1,4 @@
-"""The process around vLLM: what it reads when it is imported, what it changes behind our back, and what a
-crash leaves behind."""
+"""Control the process around vLLM: environment variables, side effects, and leftovers of a crash."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ SHM_PREFIX = "megarl-"
 _SHM_FOLDER = Path("/dev/shm")
 
 _EVERYWHERE = {
-    # the engine runs in this process: the external launcher demands it
+    # the engine runs in this process: the external launcher requires it
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -39,9 +38,9 @@ _ON_CPU = {
 
 
 def prepare_environment() -> None:
-    """Set what vLLM reads from the environment when it is imported. What the user has set stays.
+    """Set the environment variables that vLLM reads on import. Variables that the user has set stay.
 
-    Raises: RuntimeError if our Triton kernels are importable under the name that vLLM takes for OpenAI's."""
+    Raises: RuntimeError if our Triton kernels are importable under the name of OpenAI's package."""
     for name, value in (_EVERYWHERE if torch.cuda.is_available() else _EVERYWHERE | _ON_CPU).items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(
@@ -52,16 +51,18 @@ def prepare_environment() -> None:
 
 _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
 ENGINE_OF = "MEGARL_ENGINE_OF"
-"""In the processes of an out-of-process engine: pid of the one that started it, and its start time."""
+"""Environment variable of an out-of-process engine: pid and start time of the process that started it."""
 
 
 @contextlib.contextmanager
 def engine_environment(visible_devices: str | None, errors: str | None = None) -> Iterator[None]:
-    """What processes inherit that vLLM starts meanwhile: not the variables that would make them ranks of the
-    job.
+    """Set the environment for processes that vLLM starts inside this context.
 
-    visible_devices: CUDA_VISIBLE_DEVICES of the engine; None leaves it. errors: path of its EngineErrors;
-    None: it prints them."""
+    The variables that would make these processes ranks of the job are removed.
+
+    Args:
+        visible_devices: CUDA_VISIBLE_DEVICES of the engine; None leaves the variable.
+        errors: path of the engine's EngineErrors; None lets the engine print errors."""
     before = dict(os.environ)
     pid = os.getpid()
     try:
@@ -83,8 +84,9 @@ def engine_environment(visible_devices: str | None, errors: str | None = None) -
 
 
 def end_with_owner() -> None:
-    """In a process of an out-of-process engine: leave as soon as the process that started the engine is gone,
-    however it went."""
+    """Exit as soon as the process that started the engine has ended in any way.
+
+    Call this in a process of an out-of-process engine."""
     pid, started = map(int, os.environ.get(ENGINE_OF, "0/0").split("/"))
     if pid not in (0, os.getpid()):
         threading.Thread(target=_watch_owner, args=(pid, started), name="watch_owner", daemon=True).start()
@@ -97,7 +99,9 @@ def _watch_owner(pid: int, started: int) -> None:
 
 
 def _check_no_triton_kernels() -> None:
-    """vLLM uses a top-level package called triton_kernels for mixture-of-experts layers if it finds one."""
+    """Check that vLLM finds no package triton_kernels of ours.
+
+    vLLM uses a top-level package of this name for mixture-of-experts layers."""
     found, ours = importlib.util.find_spec("triton_kernels"), importlib.util.find_spec("megarl.kernels")
     same = _folders(found) & _folders(ours)
     if same:
@@ -114,9 +118,10 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Around the construction of an engine: vLLM seeds torch, numpy and random process-wide, and touches
-    every attribute of every module, which makes deprecated ones warn. The trainer's random state and the user
-    notice neither."""
+    """Hide the side effects of building an engine.
+
+    vLLM seeds torch, numpy and random process-wide. It also touches every attribute of every module, which
+    makes deprecated ones warn. This context restores the random state and suppresses the warnings."""
     with warnings.catch_warnings(), _preserved_random_state():
         warnings.simplefilter("ignore", FutureWarning)
         yield
@@ -137,22 +142,20 @@ def _preserved_random_state() -> Iterator[None]:
 
 
 def remove_own_shared_memory() -> None:
-    """After the processes of this process's engine have ended: vLLM's workers leave what they share
-    behind."""
+    """Remove the shared memory that vLLM's workers leave behind, after this process's engine has ended."""
     for path in _SHM_FOLDER.glob(f"{SHM_PREFIX}{os.getpid()}-*"):
         path.unlink(missing_ok=True)
 
 
 def sweep_shared_memory() -> list[str]:
-    """Remove the shared memory of jobs that died: ours are named megarl-<pid of a process on this
-    machine>-... .
+    """Remove the shared memory of dead jobs, named megarl-<pid of a process on this machine>-... .
 
     Returns: the names removed."""
     removed = []
     for path in _SHM_FOLDER.glob(f"{SHM_PREFIX}*"):
         pid = path.name.split("-")[1]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            with contextlib.suppress(PermissionError):  # another user's
+            with contextlib.suppress(PermissionError):  # owned by another user
                 path.unlink(missing_ok=True)
                 removed.append(path.name)
     return removed

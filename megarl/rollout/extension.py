@@ -1,7 +1,7 @@
-"""Methods that a rank calls in the vLLM workers that are not in its process.
+"""Define the methods that a rank calls in vLLM workers of other processes.
 
-vLLM mixes them into its worker class (its `worker_extension_cls` argument), and `collective_rpc` calls them by
-name. Arguments and results are plain values: vLLM would send others as pickles."""
+vLLM mixes them into its worker class (its `worker_extension_cls` argument), and `collective_rpc` calls them
+by name. Arguments and results are plain values, because vLLM would pickle others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WorkerExtension:
         return encode(self.weight_transfer_engine.atlas)
 
     def megarl_wait_for_weights(self, timeout_s: float) -> tuple[str | None, int]:
-        """Wait for the copies that update_weights started. Returns (what went wrong, bytes written)."""
+        """Wait for the copies that update_weights started. Returns (error or None, bytes written)."""
         outcome = self.weight_transfer_engine.puller.wait(timeout_s)
         return outcome.problem, outcome.bytes
 

@@ -1,7 +1,7 @@
-"""A generative judge: a vLLM engine of its own, in processes of its own, that answers questions. No weights
-are synced into it.
+"""Run a generative judge: a separate vLLM engine that answers questions. Its weights are never synced.
 
-judge = Judge("reward_model rank 1", config, path, tp)      on the first of the engine's ranks, not collective
+# on the first of the engine's ranks, not collective
+judge = Judge("reward_model rank 1", config, path, tp, num_template_characters)
 judge.answers(["Grade this: ..."], keys=[0])
 judge.shutdown()"""
 
@@ -31,9 +31,9 @@ from megarl.rollout.processes import UNIPROC, EngineDied, EngineProcesses, visib
 
 class Answer(NamedTuple):
     text: str
-    """Without special tokens."""
+    """Text of the answer, without special tokens."""
     is_complete: bool
-    """False: cut off at --judge-max-tokens."""
+    """Whether the answer ended by itself; False if --judge-max-tokens cut it off."""
 
 
 class Judge:
@@ -43,14 +43,15 @@ class Judge:
         """Start vLLM on a model's folder.
 
         Args:
-            name: of the role and rank, for errors.
-            tp: ranks of the engine; this process is the first, and their devices are the ones after its own.
-            num_template_characters: of the question around what it quotes; no tokenizer makes more tokens
-                than that of it.
+            name: role and rank, for errors.
+            tp: number of ranks of the engine. This process is the first; the next devices belong to the
+                others.
+            num_template_characters: characters of the question around the quoted text. No tokenizer makes
+                more tokens of them than that.
         Raises: EngineDied if vLLM cannot start; ValueError if the engine's ranks are not on one node."""
         self.name, self.path, self.options = name, path, config.reward_models
         prepare_environment()
-        check_version()  # of the client that EngineProcesses looks into
+        check_version()  # EngineProcesses reads internals of the client
         sweep_shared_memory()
         arguments = _engine_arguments(config, path, tp, num_template_characters)
         with engine_environment(visible_devices(tp, "--reward-tensor-model-parallel-size")), undisturbed():
@@ -59,7 +60,7 @@ class Judge:
             register()
             try:
                 self.llm = LLM(**arguments)
-            except Exception as error:  # out of another library, and possibly out of another process
+            except Exception as error:  # any exception of vLLM, possibly from another process
                 raise EngineDied(
                     f"[{name}] judge {path} did not start: {type(error).__name__}: {error}"
                 ) from error
@@ -71,7 +72,7 @@ class Judge:
         self.max_question_length = (
             self.llm.llm_engine.model_config.max_model_len - self.options.judge_max_tokens
         )
-        """Tokens of a question, at most."""
+        """Largest number of tokens of a question."""
         if self.max_question_length < 1:
             raise ValueError(
                 f"--judge-max-tokens ({self.options.judge_max_tokens}): leaves nothing of the "
@@ -80,11 +81,11 @@ class Judge:
 
     @property
     def pids(self) -> list[int]:
-        """Of the engine's processes that this one started."""
+        """Process ids of the engine's processes that this process started."""
         return self._processes.pids
 
     def answers(self, questions: Sequence[str], keys: Sequence[int]) -> list[Answer | None]:
-        """Return the judge's answer to each question, in order; None for a question that is too long for it.
+        """Return the judge's answer to each question, in order; None for a question that is too long.
 
         Args:
             keys: one per question, see draws.py.
@@ -104,7 +105,7 @@ class Judge:
         remove_own_shared_memory()
 
     def _encode(self, question: str) -> list[int]:
-        """As the user's turn of the judge's chat template; a judge without one continues the text."""
+        """Encode the question as the user's turn of the chat template; without a template, as plain text."""
         if getattr(self._tokenizer, "chat_template", None):
             text = self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
@@ -125,7 +126,7 @@ class Judge:
                     if prompts
                     else []
                 )
-        except Exception:  # vLLM's own word for a dead engine says nothing
+        except Exception:  # vLLM's own error for a dead engine names no cause
             if not self._processes.have_died():
                 raise
         raise self._processes.death
@@ -170,8 +171,10 @@ def _dtype(model: dict[str, object]) -> str:
 
 
 def _cpu_kv_cache_bytes(model: dict[str, object], max_model_len: int, num_sequences: int = 16) -> int:
-    """For that many questions of full length in fp32, at most MAX_CPU_KV_CACHE_BYTES but always enough for
-    one. A config.json that does not say its sizes where language models do gets the most."""
+    """Return the bytes of a KV cache for `num_sequences` questions of full length in fp32.
+
+    The size is at most MAX_CPU_KV_CACHE_BYTES but always enough for one question. A config.json without the
+    usual size fields gets the maximum."""
     layers, hidden, heads = (
         model.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -188,4 +191,4 @@ def _cpu_kv_cache_bytes(model: dict[str, object], max_model_len: int, num_sequen
     per_sequence = -(-max_model_len // CPU_BLOCK_SIZE) * one_block
     return (
         max(per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block
-    )  # vLLM keeps one block for itself
+    )  # vLLM reserves one block for itself

@@ -1,4 +1,4 @@
-"""Size of an engine's KV cache, and on a CPU its default."""
+"""Compute the size of an engine's KV cache and its default on a CPU."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
 
 CPU_BLOCK_SIZE = 128
-"""vLLM's default number of tokens in a KV-cache block on CPU."""
+"""Number of tokens in a KV-cache block on a CPU, vLLM's default."""
 GPU_BLOCK_SIZE = 16
-"""The same on a GPU."""
+"""Number of tokens in a KV-cache block on a GPU, vLLM's default."""
 MAX_CPU_KV_CACHE_BYTES = 2**30
-"""Most KV cache that an engine takes on a CPU without being told; with less than it could use, requests wait
-for each other."""
+"""Largest default size of an engine's KV cache on a CPU.
+
+Requests wait for each other if the cache is too small for all."""
 
 
 def most_sequences(config: TrainConfig, num_engines: int) -> int:
     """Return how many sequences one engine can have at once.
 
-    They are its part of a step's samples or of the evaluation's rows, at most max_num_seqs."""
+    The number follows from the engine's part of a step's samples or of the evaluation rows, at most
+    max_num_seqs."""
     batch, limit = config.batch, config.rollout.max_num_seqs
     rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
     return min(
@@ -29,11 +31,11 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
 def cpu_kv_cache_bytes(
     shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int
 ) -> int:
-    """Return the bytes of a KV cache for that many sequences of full length.
+    """Return the bytes of a KV cache for `num_sequences` sequences of full length.
 
-    They are at most MAX_CPU_KV_CACHE_BYTES, but always enough for two sequences."""
+    The size is at most MAX_CPU_KV_CACHE_BYTES, but always enough for two sequences."""
     per_sequence = sequence_bytes(shape, tp_size, itemsize, max_model_len, block_size)
-    one_block = sequence_bytes(shape, tp_size, itemsize, 1, block_size)  # vLLM keeps one block for itself
+    one_block = sequence_bytes(shape, tp_size, itemsize, 1, block_size)  # vLLM reserves one block for itself
     return max(2 * per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block
 
 

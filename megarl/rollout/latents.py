@@ -1,6 +1,8 @@
-"""What vLLM's multi-head latent attention makes of kv_b_proj when a model is loaded: its halves, transposed,
-which decoding multiplies with. They are parameters in vLLM and in no checkpoint. A transfer writes kv_b_proj,
-and afterwards they must be made anew."""
+"""Recompute the parameters that vLLM's multi-head latent attention derives from kv_b_proj.
+
+When vLLM loads a model, it stores the transposed halves of kv_b_proj, which decoding multiplies with. They
+are parameters in vLLM but in no checkpoint. A transfer writes kv_b_proj, so the halves must be recomputed
+afterwards."""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 
 class DerivedLatents:
-    """Of all layers of a model; nothing in a model without latent attention.
+    """Derived parameters of all layers of a model; empty for a model without latent attention.
 
     Args:
-        dtype: of the model's activations."""
+        dtype: dtype of the model's activations."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         layers = {
@@ -24,10 +26,10 @@ class DerivedLatents:
             for prefix, layer in layers.items()
             for name, _ in layer.named_parameters(recurse=False)
         }
-        """Of the parameters that no transfer writes."""
+        """Names of the parameters that no transfer writes."""
 
     @torch.no_grad()
     def update(self) -> None:
-        """In place, as CUDA graphs read them."""
+        """Recompute the derived parameters in place, because CUDA graphs read their addresses."""
         for layer in self._layers:
             layer.process_weights_after_loading(self._dtype)

@@ -1,14 +1,15 @@
-"""Run a vLLM engine in processes of its own, on ranks that need not train.
+"""Run a vLLM engine in separate processes, on ranks that need not train.
 
-    engine = OutOfProcessEngine(config, shape, ranks, rollout_ranks)      on the first of the engine's ranks, not collective
+    # on the first of the engine's ranks, not collective
+    engine = OutOfProcessEngine(config, shape, ranks, rollout_ranks)
     engine.connect(atlases, parameters)
-    engine.sync(version)                                                  collective over sources and first ranks of engines
+    engine.sync(version)                     # collective over sources and first ranks of engines
     engine.generate(prompts, keys, temperature=1.0)
     engine.shutdown()
 
-vLLM starts an engine process, and with tensor parallelism one process per rank of the engine; they use the
-devices of the engine's ranks, whose own processes wait. They pull the weights out of the memory that the
-trainers export (`reshard/sync.py`)."""
+vLLM starts an engine process and, with tensor parallelism, one process per rank of the engine. These
+processes use the devices of the engine's ranks, while the ranks' own processes wait. They pull the weights
+out of the memory that the trainers export (`reshard/sync.py`)."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 _EXTENSION = "megarl.rollout.extension.WorkerExtension"
-_ANSWER_S = 10.0  # beyond the time that a call may take by itself
+_ANSWER_S = 10.0  # added to the time limit of the call itself
 
 
 class OutOfProcessEngine(Engine):
@@ -60,9 +61,9 @@ class OutOfProcessEngine(Engine):
         """Start vLLM. Its weights are undefined until the first `sync`.
 
         Args:
-            ranks: of this engine; this process is the first.
-            rollout_ranks: of all engines, consecutive blocks of tensor_parallel_size.
-            actor: suffix of the actor that it samples for.
+            ranks: ranks of this engine; this process is the first.
+            rollout_ranks: ranks of all engines, in consecutive blocks of tensor_parallel_size.
+            actor: suffix of the actor that the engine samples for.
         Raises: ValueError for engine arguments that cannot work."""
         super().__init__(config, shape, actor)
         self.ranks, self.rollout_ranks, self.rank = tuple(ranks), tuple(rollout_ranks), dist.get_rank()
@@ -70,7 +71,7 @@ class OutOfProcessEngine(Engine):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._double_buffer = _double_buffer(config, self.device)
         prepare_environment()
-        check_version()  # of the client that EngineProcesses looks into
+        check_version()  # EngineProcesses reads internals of the client
         sweep_shared_memory()
         executor = "mp" if self._tp > 1 else UNIPROC
         arguments = engine_arguments(
@@ -83,7 +84,7 @@ class OutOfProcessEngine(Engine):
             register()
             try:
                 self.llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
-            except Exception as error:  # whose cause is in the engine
+            except Exception as error:  # its cause is in the engine
                 raise self._errors.explained(error, self.rank) from None
         AbortableEngine(self.llm.llm_engine)
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
@@ -121,25 +122,26 @@ class OutOfProcessEngine(Engine):
         self._join(self._plan, speakers, parameters)
 
     def generate(self, *args, **kwargs) -> list[Response]:
-        """Sample, as RolloutEngine.generate does. Raises also: EngineFailed, EngineDied."""
+        """Sample, as RolloutEngine.generate does. Also raises EngineFailed and EngineDied."""
         try:
             if not self._has_died():
                 return super().generate(*args, **kwargs)
             failure = self._processes.death
-        except Exception as error:  # vLLM's own word for a dead engine says nothing
+        except Exception as error:  # vLLM's own error for a dead engine names no cause
             failure = self._processes.death if self._has_died() else error
         raise self._errors.explained(failure, self.rank)
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
-        """Hand all requests to the engine before it starts on the first.
+        """Queue all requests before the engine starts on the first.
 
-        Otherwise timing would decide which requests share a batch, and so the last bits of their log-probs."""
+        Otherwise timing would decide which requests share a batch, and thus the last bits of their log-probs.
+        """
         self.llm.sleep(level=0, mode="keep")
         self.llm.enqueue(prompts, params, use_tqdm=False)
         self.llm.wake_up(tags=["scheduling"])
         return self.llm.wait_for_completion(use_tqdm=False)
 
-    # As the receiver of a weight sync.
+    # Methods of a receiver of a weight sync.
 
     def begin(
         self,
@@ -149,7 +151,7 @@ class OutOfProcessEngine(Engine):
         messages: Callable[[], object],
     ) -> None:
         if not self._double_buffer:
-            self.version = None  # its weights are overwritten from here on
+            self.version = None  # the sync overwrites the weights in place
         orders = [
             Order(arrivals[rank], pulls.get(rank, {}), self._plan and self._plan.copies_to(rank))
             for rank in self.ranks
@@ -174,7 +176,7 @@ class OutOfProcessEngine(Engine):
         self._ask(lambda: self._commit(version))
 
     def give_up(self) -> None:
-        """Abandon the version that is under way. With two buffers the old version stays usable."""
+        """Abandon the current version. With two buffers the old version stays usable."""
         if self._is_updating and not self._has_died():
             self._is_updating = False
             self._ask(lambda: self.llm.collective_rpc("megarl_give_up_weights"))
@@ -187,9 +189,10 @@ class OutOfProcessEngine(Engine):
         remove_own_shared_memory()
 
     def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
-        """Return the result of a call to vLLM, or raise if it does not answer within timeout_s and _ANSWER_S.
+        """Return the result of a call to vLLM.
 
-        vLLM's own client would wait for ever."""
+        Raises: TimeoutError if vLLM does not answer within timeout_s + _ANSWER_S. vLLM's own client would
+        wait for ever."""
         answer: dict[str, object] = {}
 
         def run() -> None:
@@ -212,7 +215,7 @@ class OutOfProcessEngine(Engine):
         return answer["value"]
 
     def _has_died(self) -> bool:
-        """Return whether a process of the engine has died. From then on every call fails with its death."""
+        """Return whether a process of the engine has died. From then on every call raises that error."""
         if self._processes.have_died():
             self.version = None
             return True

@@ -1,4 +1,4 @@
-"""Register with vLLM what megarl adds to it. vLLM calls `register` in each of its processes.
+"""Register megarl's extensions with vLLM. vLLM calls `register` in each of its processes.
 
 setup.py:  entry_points={"vllm.general_plugins": ["megarl = megarl.rollout.plugin:register"]}"""
 
@@ -12,9 +12,10 @@ SUPPORTED_VLLM = "0.32.0"
 
 
 def register() -> None:
-    """Make the weight-transfer backend known, and on CPU the norms. May be called again.
+    """Register the weight-transfer backend and, on CPU, the norms. May be called again.
 
-    A process of an engine of its own ends with the rank that started it."""
+    In a process of an out-of-process engine it also starts the watch that ends the process with its owner
+    rank."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -23,7 +24,7 @@ def register() -> None:
 
     end_with_owner()
     tell_owner()
-    with contextlib.suppress(ValueError):  # vLLM's word for: registered already
+    with contextlib.suppress(ValueError):  # vLLM's error for a name that is already registered
         WeightTransferEngineFactory.register_engine(
             BACKEND, "megarl.rollout.weight_transfer", "MegarlWeightTransferEngine"
         )
@@ -34,7 +35,9 @@ def register() -> None:
 
 
 def check_version() -> None:
-    """Refuse a vLLM that the CPU paths of this folder were not written for. Raises: RuntimeError."""
+    """Refuse a vLLM version that the CPU code of this folder was not written for.
+
+    Raises: RuntimeError."""
     from vllm.version import __version__
 
     if __version__.split("+")[0] != SUPPORTED_VLLM:

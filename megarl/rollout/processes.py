@@ -1,4 +1,4 @@
-"""Watch the processes that vLLM starts for an engine, and choose the devices that they see."""
+"""Watch the processes that vLLM starts for an engine and choose their visible devices."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The executor that runs the model in the engine process itself. Under its short name vLLM replaces it by
-"mp" on a CPU, to bind threads to cores, which several ranks on one machine cannot use."""
+"""The executor that runs the model in the engine process itself.
+
+Under its short name vLLM replaces it by "mp" on a CPU, to bind threads to cores. Several ranks on one machine
+cannot use that."""
 
 
 class EngineDied(RuntimeError):
-    """A process of vLLM ended by itself."""
+    """A process of vLLM ended unexpectedly."""
 
 
 class EngineProcesses:
-    """Watches the processes of an engine: when one ends by itself, whoever waits for the engine fails.
+    """Watches an engine's processes: if one ends unexpectedly, every call that waits for the engine fails.
 
-    vLLM's own client would wait on."""
+    vLLM's own client would wait for ever."""
 
     def __init__(self, llm: LLM, describe: Callable[[int, str], str]) -> None:
-        """describe(pid, how): returns the message of the death."""
+        """Start the watch.
+
+        Args:
+            describe: called with the pid and the kind of death; returns the error message."""
         self._client, self._describe, self._is_closing = llm.llm_engine.engine_core, describe, False
         self._processes = list(self._client.resources.engine_manager.processes)
         self.death: EngineDied | None = None
-        """Set when a process of the engine ended by itself."""
+        """Error of the process that ended unexpectedly, if any."""
         threading.Thread(target=self._watch, name="watch_engine", daemon=True).start()
 
     @property
@@ -42,16 +47,14 @@ class EngineProcesses:
         return [process.pid for process in self._processes]
 
     def have_died(self) -> bool:
-        """Return whether a process ended by itself; then `death` says how."""
+        """Return whether a process ended unexpectedly; if so, `death` holds the error."""
         sentinels = [process.sentinel for process in self._processes]
         if (
             self.death is None
             and not self._is_closing
             and multiprocessing.connection.wait(sentinels, timeout=0)
         ):
-            deadline = (
-                time.monotonic() + 1.0
-            )  # of two threads that look at once, one finds the exit code later
+            deadline = time.monotonic() + 1.0  # if two threads look at once, one finds the exit code later
             while not (dead := [process for process in self._processes if process.exitcode is not None]):
                 if time.monotonic() > deadline:
                     break
@@ -85,9 +88,9 @@ def _how(exit_code: int | None) -> str:
 
 
 def visible_devices(tp: int, flag: str = "--rollout-tensor-parallel-size") -> str | None:
-    """Return the GPUs of this engine's ranks, then the others of the node, whose memory is read too. None
-    without GPUs.
+    """Return the GPUs of this engine's ranks, then the node's other GPUs, whose memory is read too.
 
+    Returns: None without GPUs.
     Raises: ValueError if the engine's ranks are not on one node."""
     if not torch.cuda.is_available():
         return None

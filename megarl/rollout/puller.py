@@ -1,4 +1,4 @@
-"""Pull weights inside a process of vLLM's own, as the rank that drives the engine orders."""
+"""Pull weights inside a vLLM process, on the orders of the rank that drives the engine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Order:
     pulls: dict[int, ExportedPull]
     """Sources that are new or have moved."""
     plan: dict[int, tuple[RectCopy, ...]] | None = None
-    """With the first order of a plan: source rank -> copies."""
+    """Source rank -> copies; sent only with the first order of a plan."""
 
 
 @dataclass
 class Outcome:
-    """How the copies of an order went."""
+    """Result of the copies of an order."""
 
     problem: str | None = None
     bytes: int = 0
@@ -36,7 +36,7 @@ class Outcome:
 
 @dataclass
 class _Buffer:
-    """One set of weights, and where they come from."""
+    """One set of weights and its sources."""
 
     tensors: dict[str, View]
     destination: Destination | None = None
@@ -44,13 +44,15 @@ class _Buffer:
 
 
 class Puller:
-    """Args:
-    rank: of this destination in the plan.
-    tensors: live weights of the model.
-    double_buffer: write beside them, in a thread, and `commit` by switching. Else `begin` overwrites them and
-        returns when done.
-    staged: names of tensors that are not what generates (the plain twins of packed experts), and so need no
-        second copy."""
+    """Copies new versions of the weights into the model.
+
+    Args:
+        rank: rank of this destination in the plan.
+        tensors: live weights of the model.
+        double_buffer: whether a thread writes a second copy, which `commit` switches to. Otherwise `begin`
+            overwrites the live weights and returns when done.
+        staged: names of tensors that do not generate themselves (the plain twins of packed experts). They
+            need no second copy."""
 
     def __init__(
         self,
@@ -92,10 +94,10 @@ class Puller:
             self._thread.join()
 
     def _copy(self, buffer: _Buffer, arrivals: dict[int, Arrival], gpu: int | None) -> None:
-        """Copy and compare digests, on a thread of its own. Its current device is 0 until it is told
-        otherwise.
+        """Copy and compare digests, on a separate thread, whose current device is initially 0.
 
-        gpu: the current device of the thread that called `begin`; None without GPUs."""
+        Args:
+            gpu: the current device of the thread that called `begin`; None without GPUs."""
         try:
             if gpu is not None:
                 torch.cuda.set_device(gpu)
@@ -104,7 +106,7 @@ class Puller:
             buffer.pulls = {}
             self.copy(buffer.destination)
             self.outcome = Outcome(buffer.destination.difference(arrivals), buffer.destination.bytes)
-        except Exception as error:  # thread boundary: `wait` tells it
+        except Exception as error:  # thread boundary: `wait` returns the error
             self.outcome = Outcome(f"[rank {self.rank}] {type(error).__name__}: {error}")
 
     def copy(self, destination: Destination) -> None:
@@ -113,14 +115,14 @@ class Puller:
             torch.cuda.synchronize()
 
     def wait(self, timeout_s: float) -> Outcome:
-        """Return how the copies went, or that they are not done after timeout_s."""
+        """Return the result of the copies, or an error if they are not done after timeout_s."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return Outcome(f"[rank {self.rank}] the engine was not done copying after {timeout_s:.1f} s")
         return self.outcome
 
     def commit(self) -> bool:
-        """Generate with what was copied, if it arrived whole. Returns: whether it did."""
+        """Generate with the copied weights if they are complete. Returns: whether they were."""
         if self.outcome.problem is not None:
             return False
         if self._double is not None:
@@ -130,5 +132,5 @@ class Puller:
         return True
 
     def give_up(self) -> None:
-        """Mark what was copied as not to be used."""
+        """Mark the copied weights as unusable."""
         self.outcome = Outcome(problem=f"[rank {self.rank}] the sync was given up")

@@ -1,16 +1,16 @@
-"""vLLM's scheduler with a short way through the plain decode step.
+"""Extend vLLM's scheduler with a fast path through the plain decode step.
 
-On a small model vLLM spends more time on scheduling than on arithmetic: each step looks at every request for
-encoder inputs, drafts, adapters, connectors, preemption, and reports every token to the front end. Between
-two admissions none of that can
-happen to a batch of plain requests: each has exactly one new token, has a slot for it in its last block, and
-its user wants the response only when it is complete. So here
+On a small model vLLM spends more time on scheduling than on arithmetic. Each step checks every request for
+encoder inputs, drafts, adapters, connectors and preemption, and reports every token to the front end. None of
+this can concern a batch of plain requests between two admissions. Each request has exactly one new token and
+a slot for this token in its last block. Its user wants the response only when it is complete. The fast path
+therefore does this:
 
     schedule             one token for every running request, unless a request waits or one needs a new block
     update_from_output   append it, and report a request once, with all its tokens, when it stops
 
-and everything else is vLLM's own. vLLM is given this class by its `scheduler_cls` argument. It touches the
-base class's state, therefore it is used only with the version that it was written for
+Everything else is vLLM's own code. The engine argument `scheduler_cls` names this class. The class changes
+the base class's state, so it is used only with the vLLM version that it was written for
 (plugin.SUPPORTED_VLLM)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 
 
 class _Decoding:
-    """A running request, and what it produced that the front end does not know yet."""
+    """A running request and the tokens that have not been reported to the front end."""
 
     __slots__ = ("limit", "log_probs", "ranks", "request", "stops", "tokens")
 
@@ -42,7 +42,7 @@ class _Decoding:
         self.ranks: list[int] = []
 
     def new_logprobs(self) -> LogprobsLists | None:
-        """In vLLM's form: [n, 1] token ids and log-probs, [n] ranks."""
+        """Return the log-probs in vLLM's form: [n, 1] token ids and log-probs, [n] ranks."""
         if not self.log_probs:
             return None
         return LogprobsLists(
@@ -56,9 +56,9 @@ class DecodeScheduler(Scheduler):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._known: dict[str, _Decoding] = {}  # every plain request that has been running
-        self._decoding: dict[str, _Decoding] = {}  # those of the current short steps
-        self._short_steps = 0  # how many more steps no running request needs a block
-        self._short_output: SchedulerOutput | None = None  # scheduled the short way, not yet executed
+        self._decoding: dict[str, _Decoding] = {}  # requests of the current fast-path steps
+        self._short_steps = 0  # number of further steps in which no running request needs a block
+        self._short_output: SchedulerOutput | None = None  # scheduled by the fast path, not yet executed
         groups = self.kv_cache_config.kv_cache_groups
         self._is_plain_engine = (
             len(groups) == 1
@@ -106,7 +106,7 @@ class DecodeScheduler(Scheduler):
         return outputs
 
     def _interrupted(self) -> bool:
-        """A request can be admitted, one was aborted, or the engine is paused."""
+        """Return whether a request can be admitted, one was aborted, or the engine is paused."""
         return (
             len(self.running) != len(self._decoding)
             or self._pause_state != PauseState.UNPAUSED
@@ -121,9 +121,10 @@ class DecodeScheduler(Scheduler):
         )
 
     def _start_decoding(self) -> None:
-        """Count the coming steps that can go the short way; 0 unless all running requests are plain and past
-        their prompts."""
-        # Preempted requests are not running, but what they hold back must not be lost.
+        """Count the coming steps that can take the fast path.
+
+        The count is 0 unless all running requests are plain and past their prompts."""
+        # Preempted requests are not running, but their unreported tokens must not be lost.
         self._known = {
             request_id: decoding
             for request_id, decoding in self._known.items()
@@ -196,7 +197,7 @@ class DecodeScheduler(Scheduler):
             request = decoding.request
             request._output_token_ids.append(
                 token
-            )  # append_output_token_ids, but for the block hashes: see schedule
+            )  # append_output_token_ids without the block hashes: see schedule
             request._all_token_ids.append(token)
             decoding.tokens.append(token)
             if logprobs is not None:
@@ -226,7 +227,9 @@ class DecodeScheduler(Scheduler):
         )
 
     def _prepend_unreported(self, output: EngineCoreOutput) -> None:
-        """vLLM's own way reports each token at once; what was held back goes first."""
+        """Put the unreported tokens before the tokens of `output`.
+
+        vLLM's own path reports each token at once."""
         decoding = self._known.pop(output.request_id, None)
         if decoding is None or not decoding.tokens:
             return
@@ -238,8 +241,10 @@ class DecodeScheduler(Scheduler):
 
 
 def _is_plain(request: Request) -> bool:
-    """Reported when complete, stopped by token ids or length alone, with no more log-probs than that of the
-    sampled token."""
+    """Return whether the fast path supports the request.
+
+    A plain request is reported when complete and stopped by token ids or length alone. It asks for no
+    log-probs but those of the sampled tokens."""
     params = request.sampling_params
     return (
         params is not None

@@ -1,9 +1,10 @@
-"""vLLM's atlas of any architecture, read off the model's own `load_weights`.
+"""Derive vLLM's atlas of any architecture from the model's own `load_weights`.
 
-Empty tensors of the checkpoint's names and sizes go through the loader; they have no data, but each view of
-one knows where in its tensor it lies, and so does each view of a parameter. Every `copy_` between the two is
-a piece of the atlas, every `fill_` is padding. The tables of megarl/reshard/vllm_atlas.py are faster and need
-no model; an architecture that they do not know has this."""
+An atlas is the sharding spec of one rank. Empty tensors with the checkpoint's names and sizes go through the
+loader. They have no data, but each view of one knows where in its tensor it lies. The same holds for each
+view of a parameter. Every `copy_` between the two is a piece of the atlas, every `fill_` is padding. The
+tables of megarl/reshard/vllm_atlas.py are faster and need no model. This trace serves architectures without a
+table."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from megarl.reshard.atlas import Atlas, LocalParam, Piece, Sizes
 
 
 def empty_model(vllm_config: VllmConfig) -> torch.nn.Module:
-    """This rank's model once more, with parameters that take no memory, as it is before any weight is loaded
-    or packed.
+    """Build this rank's model with parameters that take no memory, before any weight is loaded or packed.
 
-    In a process that has vLLM's parallel groups."""
+    The process must have vLLM's parallel groups."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}  # attention layers enter themselves by name, once
-    rotary = dict(_ROPE_DICT)  # vLLM shares rotary embeddings between models: ours are empty
+    # attention layers register themselves by name, once
+    config.compilation_config.static_forward_context = {}
+    rotary = dict(_ROPE_DICT)  # vLLM shares rotary embeddings between models, and the new ones are empty
     try:
         with (
             set_current_vllm_config(config),
@@ -44,13 +45,14 @@ def empty_model(vllm_config: VllmConfig) -> torch.nn.Module:
 
 @torch.no_grad()
 def trace_vllm_atlas(model: torch.nn.Module, sizes: Sizes) -> Atlas:
-    """The atlas of a model that no weight has been loaded into yet (`empty_model`, or a real one; nothing is
-    written).
+    """Return the atlas of a model that no weight has been loaded into yet.
+
+    The model comes from `empty_model` or is a real one; nothing is written.
 
     Args:
         sizes: checkpoint tensor -> (rows, cols); (n, 1) is a vector.
     Raises: ValueError naming a parameter that the loader fills with anything but a rectangle of a checkpoint
-        tensor."""
+    tensor."""
     parameters = dict(model.named_parameters())
     loaded = {
         name: torch.empty(
@@ -70,7 +72,7 @@ def _by_storage(tensors: dict[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class _View:
-    """A view of a tensor that is [rows, cols], all leading dimensions in one.
+    """A view of a tensor that is [rows, cols], with all leading dimensions folded into rows.
 
     Example: rows 8 to 12 of a [64, 32] matrix: offset 256, sizes (4, 32), strides (32, 1)."""
 
@@ -93,14 +95,15 @@ class _View:
         )
 
     def outline(self) -> list[tuple[int, int, bool]]:
-        """(dimension, size, along a row?), by stride. Views of equal outline hold their elements in the same
-        order."""
+        """Return (dimension, size, along a row?) of each dimension, by stride.
+
+        Views of equal outline hold their elements in the same order."""
         dims = [(size, stride) for size, stride in zip(self.sizes, self.strides, strict=True) if size > 1]
         order = sorted(range(len(dims)), key=lambda dim: dims[dim][1])
         return [(dim, dims[dim][0], dims[dim][1] == 1 < self.cols) for dim in order]
 
     def rectangle(self) -> tuple[int, int, int, int]:
-        """[row_start, row_end, col_start, col_end]. Raises: ValueError if the view is none."""
+        """Return [row_start, row_end, col_start, col_end]. Raises: ValueError if the view is no rectangle."""
         (row, col), rows, cols = divmod(self.offset, self.cols), 1, 1
         # From the innermost dimension on: first along columns, then whole rows further down.
         for size, stride in sorted(zip(self.sizes, self.strides, strict=True), key=lambda dim: dim[1]):
@@ -123,7 +126,7 @@ class _View:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes copies of checkpoint views into parameter views, and fills; writes nothing into parameters."""
+    """Records copies of checkpoint views into parameter views, and fills. Writes nothing into parameters."""
 
     def __init__(
         self, parameters: dict[int, tuple[str, Tensor]], loaded: dict[int, tuple[str, Tensor]]
@@ -133,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         self.pieces: dict[str, list[Piece]] = {}
         self.fills: dict[str, list[tuple[int, int, int, int]]] = {}
         self.unknown: dict[str, str] = {}
-        """Parameter -> the operation that wrote it from something that is no view of the checkpoint."""
+        """Parameter -> the operation that wrote the parameter from something other than the checkpoint."""
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         target = (

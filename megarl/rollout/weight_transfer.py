@@ -1,9 +1,13 @@
-"""Make vLLM's weights the destinations of a reshard plan: the weight-transfer engine that vLLM builds in its
-worker.
+"""Make vLLM's weights the destinations of a reshard plan.
 
-built                 at the end of load_model: every weight becomes a plain [rows, cols] tensor, or the trainer's own memory
-init_transfer_engine  in the trainer's process: hands the tensors over; in one of vLLM's own: makes a Puller
-start / receive / finish_weight_update   one version: receive copies, finish makes it the one that generates
+vLLM builds this weight-transfer engine in its worker:
+
+built
+    at the end of load_model: every weight becomes a plain [rows, cols] tensor, or the trainer's own memory
+init_transfer_engine
+    in the trainer's process: hands the tensors over; in a vLLM process: makes a Puller
+start / receive / finish_weight_update
+    one version: receive copies, finish makes the copied version the one that generates
 """
 
 from __future__ import annotations
@@ -46,23 +50,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What the rank that drives the engine tells its workers once."""
+    """Settings that the rank that drives the engine sends to its workers once."""
 
     expose: Callable[[Atlas, dict[str, View]], None] | None = None
-    """In the trainer's process: a function that is called with the atlas and the live weights, by the names
-    of the atlas."""
+    """Callback in the trainer's process that receives the atlas and the live weights by name."""
     ranks: list[int] | None = None
-    """In another process: the rank in the plan of each tensor-parallel rank of the engine."""
+    """Rank in the plan of each tensor-parallel rank of the engine; in another process."""
     double_buffer: bool = False
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     copy: Callable[[], object] | None = None
-    """In the trainer's process: fills the weights. Collective over the ranks whose weights travel as
-    messages."""
+    """Function that fills the weights; in the trainer's process.
+
+    Collective over the ranks whose weights travel as messages."""
     order: bytes = b""
-    """In another process: an Order (puller.py) as a message."""
+    """An Order (puller.py) as a message; in another process."""
 
 
 @dataclass
@@ -82,8 +86,8 @@ _offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
 def offering(atlas: Atlas, parameters: dict[str, torch.Tensor]) -> Iterator[Offer]:
     """Offer the trainer's parameters to the engine that is built inside this context.
 
-    While vLLM builds the weight-transfer engine, memory that CUDA graphs and compiled code will read can
-    still be chosen."""
+    CUDA graphs and compiled code keep memory addresses. These can still be chosen while vLLM builds the
+    weight-transfer engine."""
     offer = Offer(atlas, parameters)
     token = _offer.set(offer)
     try:
@@ -129,10 +133,9 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Take the weights of a new version.
+        """Copy the weights of a new version.
 
-        In a process of vLLM's own with two buffers this returns at once, and `Puller.wait` waits for the
-        copies."""
+        In a vLLM process with two buffers this returns at once, and `Puller.wait` waits for the copies."""
         if update_info.copy is not None:
             update_info.copy()
             self._derive()
@@ -144,7 +147,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._derive()
 
     def _derive(self) -> None:
-        """Compute what vLLM derives from weights and a transfer does not write."""
+        """Compute the parameters that vLLM derives from weights and that a transfer does not write."""
         for experts in self.packed.values():
             experts.pack()
         self.latents.update()
@@ -154,11 +157,10 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def engine_atlas(vllm_config: VllmConfig) -> Atlas:
-    """Return the atlas of this rank of an engine, from the tables or, for other model types, from vLLM's own
-    loader.
+    """Return the atlas of this rank of an engine, from the tables or from vLLM's own loader.
 
-    Raises: ValueError or FileNotFoundError if the trainer does not know the type either and its folder holds
-    no weights, whose sizes the trace needs."""
+    Raises: ValueError or FileNotFoundError if the trainer does not know the model type either and the folder
+    holds no weights. The trace needs their sizes."""
     folder, model_type = vllm_config.model_config.model, vllm_config.model_config.hf_config.model_type
     if model_type in TABLES:
         return vllm_atlas(
@@ -172,10 +174,11 @@ def engine_atlas(vllm_config: VllmConfig) -> Atlas:
 
 
 def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[str, str]:
-    """Let the model's parameters be the offered ones wherever both hold the same elements in the same dtype
-    and place.
+    """Replace the model's parameters by the offered ones wherever both hold the same elements.
 
-    Returns: name in the model -> name of what it became."""
+    Both must agree in dtype, device and layout.
+
+    Returns: name in the model -> name of the trainer's parameter."""
     parameters, taken = dict(model.named_parameters()), {}
     for name, source in find_aliases(offer.atlas, atlas).items():
         weight, ours = parameters.get(name), offer.parameters[source]
@@ -185,7 +188,7 @@ def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[st
             and weight.device == ours.device
             and ours.is_contiguous()
         ):
-            # A vector stays one; a prepacked linear layer left an empty parameter behind.
+            # A vector keeps its shape; a prepacked linear layer left an empty parameter behind.
             weight.data = ours.view(weight.shape if weight.numel() else ours.shape)
             taken[name] = source
     return taken
@@ -194,7 +197,7 @@ def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[st
 def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
     """Return the plain twin of every weight that vLLM packs for its CPU experts, by parameter name.
 
-    Empty on a GPU and for dense models."""
+    The result is empty on a GPU and for dense models."""
     if not current_platform.is_cpu():
         return {}
     from megarl.rollout.cpu_experts import PackedExperts
@@ -212,17 +215,17 @@ def expose_weights(
     packed: dict[str, PackedExperts] | None = None,
     derived: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Return a [rows, cols] view of each live weight, or of its plain twin if it is `packed`, by name.
+    """Return a [rows, cols] view of each live weight, by name; of the plain twin if it is `packed`.
 
     Undoes the CPU prepack of linear layers.
 
     Args:
-        derived: parameters that vLLM makes of others.
+        derived: parameters that vLLM derives from others.
 
-    On CPU vLLM moves the weights of linear layers into oneDNN's format and leaves empty parameters behind;
-    they get storage again (0 until the first transfer), and each layer multiplies with it by vLLM's own
-    fallback. lm_head keeps its parameter but multiplies with a packed copy, as does a tied one, which owns no
-    parameter: so *every* module is switched.
+    On CPU vLLM moves the weights of linear layers into oneDNN's format and leaves empty parameters behind.
+    These parameters get storage again (0 until the first transfer), and each layer uses vLLM's own fallback.
+    lm_head keeps its parameter but multiplies with a packed copy. A tied lm_head owns no parameter and does
+    the same. Therefore *every* module is switched.
 
     Raises: RuntimeError if the model's parameters are not those of the atlas."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in derived}
@@ -246,7 +249,8 @@ def expose_weights(
                 f"vLLM's {name} is {list(weight.shape)} with strides {weight.stride()}; the atlas has "
                 f"{param.rows} x {param.cols}"
             )
-    for name, param in atlas.items():  # vocabulary padding: vLLM masks its logits, but it must hold numbers
+    # vocabulary padding: vLLM masks its logits, but the memory must hold numbers
+    for name, param in atlas.items():
         if param.padding_rows:
             parameters[name].data[param.rows - param.padding_rows :].zero_()
     return {name: parameters[name].data.view(param.rows, param.cols) for name, param in atlas.items()}

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with shared memory of its own name, and our sampler."""
+"""Extend vLLM's CPU worker by uniquely named shared memory and our sampler."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megarl.rollout.environment import ENGINE_OF, SHM_PREFIX
 
 
 class NamedCPUWorker(CPUWorker):
-    """A CPU worker whose shared memory has a name that no other job has, and that says whose it is.
+    """A CPU worker whose shared memory has a unique name that contains its owner's pid.
 
     vLLM names the shared memory of a tensor-parallel group after the last ':' part of the init method (a
-    file's last '/' part). Under the external launcher that is the same in every job, so a second job on
-    the machine, or one after a crash, finds it in use. In processes of vLLM's own it is a file's name,
-    which does not say whose it is, so that nobody could ever remove it."""
+    file's last '/' part). Under the external launcher that part is the same in every job. A second job on the
+    machine, or one after a crash, finds the name in use. In vLLM's own processes the part is a file's name
+    without an owner, so nobody could ever remove it."""
 
     def __init__(
         self,
@@ -51,8 +51,7 @@ class NamedCPUWorker(CPUWorker):
 
 
 def _unique_name() -> str:
-    """Return a name that is the same on all ranks of a machine: megarl-<pid of its first rank>-<drawn by rank
-    0>.
+    """Return a name shared by all ranks of a machine: megarl-<pid of its first rank>-<drawn by rank 0>.
 
     Collective over the world."""
     own = (socket.gethostname(), os.getpid(), uuid.uuid4().hex[:8])

@@ -1,9 +1,8 @@
-"""Aborting work that may take long, because the job shuts down. The driver asks for it; an engine heeds it
-between two of its steps.
+"""Abort long work because the job shuts down. The driver requests it; an engine aborts between two steps.
 
-The ranks of one engine must stop before the same step, or the others would wait for them in a collective.
-They take each step together, so none is more than one step ahead: once every rank knows of the abort, the
-engine's first rank names the step after its next."""
+The ranks of one engine must stop before the same step, or the others would wait for them in a collective. The
+ranks take each step together, so no rank is more than one step ahead. Once every rank knows of the abort, the
+engine's first rank announces the step before which all ranks stop. This is the step after its next one."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from typing import Protocol
 
 
 class Aborted(Exception):
-    """The call was aborted: its caller has no use for a result any more."""
+    """The call was aborted: its caller no longer needs a result."""
 
 
 class KeyValueStore(Protocol):
-    """What the ranks of an engine write to each other; torch's store is one."""
+    """Store for messages between the ranks of an engine. torch's store implements this protocol."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -26,39 +25,39 @@ class KeyValueStore(Protocol):
 
 
 class AbortToken:
-    """Says whether the calls of this process are to be aborted."""
+    """Holds whether the calls of this process are to be aborted."""
 
     def __init__(self) -> None:
         self.is_requested = False
         self.all_ranks_know = False
-        """Set after every rank's `is_requested`."""
+        """Whether every rank has set `is_requested`."""
         self.store: KeyValueStore | None = None
-        """Set before `is_requested`."""
+        """Store of the engine's ranks. Must be set before `is_requested`."""
 
     def check(self) -> None:
-        """Raise Aborted if an abort is requested. For work in which no other rank takes part."""
+        """Raise Aborted if an abort is requested. For work without other ranks."""
         if self.is_requested:
             raise Aborted
 
 
 ABORT = AbortToken()
-"""The token of this process."""
+"""The abort token of this process."""
 
 
 class AbortableEngine:
     """Makes the `step` of an engine raise Aborted once an abort is requested.
 
     Args:
-        engine: vLLM's; its `step` is called until all requests are complete.
-        name: the same on all ranks of the engine; other engines have other names.
-        rank, size: of this process among those that take the engine's steps together."""
+        engine: vLLM's engine; its `step` is called until all requests are complete.
+        name: the same on all ranks of the engine, different for other engines.
+        rank, size: place of this process among the ranks that take the engine's steps together."""
 
     def __init__(
         self, engine: object, name: str = "", rank: int = 0, size: int = 1, token: AbortToken = ABORT
     ) -> None:
         self._step: Callable[[], object] = engine.step
         self._name, self._rank, self._size, self._token = name, rank, size, token
-        self._number = 0  # of the next step, since the engine was started
+        self._number = 0  # number of the next step since the start of the engine
         self._first_aborted: int | None = None  # the step before which all ranks stop
         engine.step = self.step
 

@@ -1,4 +1,4 @@
-"""One thread that runs functions which nothing waits for, in the order given."""
+"""Run functions that nothing waits for, one after the other, in one thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DriverCall:
         start = time.time()
         try:
             self._value = function(*args, **kwargs)
-        except Exception as error:  # thread boundary: told where somebody listens
+        except Exception as error:  # thread boundary: `result` raises the error
             self.error = error
         self.ended = time.time()
         self.seconds = self.ended - start
@@ -48,8 +48,9 @@ class DriverCall:
 
 
 class BackgroundThread:
-    """A thread that starts with the first call. A daemon: a function that hangs does not keep a failed job
-    from ending."""
+    """A daemon thread that starts with the first call.
+
+    A function that hangs does not keep a failed job from ending."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[DriverCall | None] = queue.SimpleQueue()
@@ -63,7 +64,7 @@ class BackgroundThread:
         return call
 
     def close(self) -> None:
-        """Wait for every call that was submitted."""
+        """Wait for every submitted call."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()

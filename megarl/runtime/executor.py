@@ -1,18 +1,28 @@
-"""The protocol between a driver and its ranks. Nothing above it knows which executor runs, and no executor
-knows what a role or a step is.
+"""Define the protocol between a driver and its ranks.
 
-    updated = actor.update(step)         a future, at once
+Code above this module does not know which executor runs. No executor knows what a role or a step is.
+
+    updated = actor.update(step)         a future, returned at once
     metrics = updated.result()           one value per rank of the role, in the order of its ranks
 
-create      a factory makes an executor over its ranks; `ranks` and `capabilities` say what it has
-call        call, call_on, role: calls on disjoint ranks overlap; calls on one rank run in the order issued
-wait        Future.result, wait_any, wait_event: `check_interrupt` can end each of them
-events      take_events, wait_event: what ranks report at a time of their own
-abort       abort_calls: calls in flight end early where they can, their values are of no use
-drain       drain: wait for every call that was issued
-health      health: which ranks answer, and where each of them is
-shut down   shutdown: the ranks end after everything that was called
-kill        kill: the ranks end at once
+create
+    A factory makes an executor over its ranks; `ranks` and `capabilities` describe the executor.
+call
+    call, call_on, role: calls on disjoint ranks overlap; calls on one rank run in the order issued.
+wait
+    Future.result, wait_any, wait_event: `check_interrupt` can end each of them.
+events
+    take_events, wait_event: reports that ranks send outside of results.
+abort
+    abort_calls: calls in flight end early where they can; their values are not used.
+drain
+    drain: wait for every call that was issued.
+health
+    health: which ranks answer, and the stack of each of them.
+shut down
+    shutdown: the ranks end after all issued calls.
+kill
+    kill: the ranks end at once.
 
 Arguments, results and events are messages of declared types (messages.py). tests/runtime/executor_contract.py
 tests all of this for any executor."""
@@ -28,27 +38,30 @@ from megarl.runtime.messages import Event
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an executor can do beyond running calls in their order."""
+    """Features of an executor beyond running calls in their order."""
 
     overlap: bool
-    """Calls on disjoint ranks run at the same time; else a call has ended when `call` returns."""
+    """Whether calls on disjoint ranks run at the same time.
+
+    Otherwise a call has ended when `call` returns."""
     deadlines: bool
-    """A call that takes longer than `call_timeout_s` is a CallTimeout that shows where the ranks are."""
+    """Whether a call longer than `call_timeout_s` raises a CallTimeout that shows where the ranks are."""
     rank_processes: bool
-    """Ranks are processes of their own: one that dies is a failure, and none of them is left after the
-    end."""
+    """Whether ranks are separate processes.
+
+    The death of a rank process is then a failure, and no rank process is left after the shutdown."""
     survives_worker_death: bool
-    """The other ranks can be called after one has died."""
+    """Whether the other ranks can be called after one has died."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """Which ranks live."""
+    """Ranks that answer and ranks that are silent."""
 
     stacks: dict[int, str]
-    """Rank -> where its main thread is, for those that have answered."""
+    """Stack of the main thread of each rank that has answered."""
     silent: list[int] = field(default_factory=list)
-    """Ranks that have not answered: dead, stopped, or in native code that keeps Python's lock."""
+    """Ranks that have not answered: dead, stopped, or in native code that holds the GIL."""
 
 
 class RemoteError(RuntimeError):
@@ -68,8 +81,8 @@ class CallTimeout(RuntimeError):
     """A call took longer than the deadline.
 
     Args:
-        ranks: those that did not answer.
-        stacks: where Python was on each rank that has said so; None: nobody was asked."""
+        ranks: ranks that did not answer.
+        stacks: Python stack of each rank that has reported one; None if the ranks were not asked."""
 
     def __init__(
         self,
@@ -99,22 +112,22 @@ class CallTimeout(RuntimeError):
 
 
 class Future(Protocol):
-    """What a call will return."""
+    """The pending result of a call."""
 
     role: str
     """Name of the role that was called."""
     seconds: float
-    """Time that the call took on the rank where it took longest, not counting calls before it. 0 until
-    done."""
+    """Seconds of the call on its slowest rank, without earlier calls. 0 until done."""
     ended: float
     """`time.time()` when the last rank had finished. 0 until done."""
 
     def result(self) -> list:
-        """Return the values per rank, in the order of the role's ranks. Blocks. Raises the first error of the
-        job, whichever call it came from."""
+        """Return the values per rank, in the order of the role's ranks. Blocks.
+
+        Raises: the first error of the job, whichever call it came from."""
 
     def first(self) -> object:
-        """Return the value of the role's first rank. Waits for all of them."""
+        """Return the value of the role's first rank. Waits for all ranks."""
 
     def done(self) -> bool:
         """Return whether `result` would return at once. Raises like `result`."""
@@ -125,20 +138,23 @@ class Executor(Protocol):
 
     capabilities: Capabilities
     ranks: dict[str, list[int]]
-    """Role -> its ranks."""
+    """Ranks of each role."""
     label: str | None
-    """Set by the loop, "step 3" for example: calls carry it, errors name it."""
+    """Label of the calls, set by the loop, for example "step 3". Errors name it."""
     check_interrupt: Callable[[], None]
-    """Set by the loop; called on its thread before a call is issued and while it waits. What it raises
-    interrupts the loop."""
+    """Function set by the loop; an exception from it interrupts the loop.
+
+    The executor calls it on the loop's thread before a call is issued and while the loop waits."""
     failure: RuntimeError | None
-    """The first failure of any rank; from then on calls and waits raise it."""
+    """The first failure of any rank. From then on calls and waits raise it."""
     call_timeout_s: float | None
-    """Seconds that a rank may take for one call, from when it is free to start it. None: no deadlines."""
+    """Seconds that a rank may take for one call, from when the rank is free to start it.
+
+    None: no deadlines."""
 
     @property
     def num_calls(self) -> int:
-        """Return how many calls were issued."""
+        """Number of issued calls."""
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> Future:
         """Call a method on all ranks of the role. Raises: CannotSend that names role, method and argument."""
@@ -146,72 +162,79 @@ class Executor(Protocol):
     def call_on(
         self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object
     ) -> Future:
-        """Call only these ranks of the role. `result` has their values in the order of `ranks`."""
+        """Call only these ranks of the role. `result` returns their values in the order of `ranks`."""
 
     def role(self, name: str) -> RoleHandle:
         """Return the role as an object with methods. Raises: ValueError if there is no such role."""
 
     def wait_any(self, futures: Sequence[Future], or_event: bool = False) -> list[Future]:
-        """Block until at least one is done. Returns those that are. Raises like `Future.result`; ValueError
-        for no futures.
+        """Block until at least one future is done. Returns the futures that are done.
 
-        or_event: return as soon as an event waits to be taken, too, and then maybe no future."""
+        Args:
+            or_event: return also when an event waits to be taken, possibly without a finished future.
+        Raises: like `Future.result`; ValueError for no futures."""
 
     def wait_event(self, timeout_s: float | None = None) -> Event | None:
-        """Take the oldest event, and block until there is one. None: there was none in time. Raises like
-        `Future.result`."""
+        """Block until there is an event, and take the oldest. Returns None after the timeout.
+
+        Raises: like `Future.result`."""
 
     def take_events(self) -> list[Event]:
         """Take all events that have arrived, in their order on each rank. Does not block."""
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
-        """Return (role, method) -> seconds of all its calls that ended since this was last asked, each as in
-        `Future.seconds`."""
+        """Return (role, method) -> seconds of all its calls that ended since the last call of this method.
+
+        Each call counts as in `Future.seconds`."""
 
     def wake(self) -> None:
-        """Have `check_interrupt` called now where the loop waits. From any thread."""
+        """Call `check_interrupt` now if the loop waits. From any thread."""
 
     def abort_calls(self) -> None:
-        """Have ranks abort the calls in flight where they can, and wait for the end of all."""
+        """Ask the ranks to abort the calls in flight where they can, and wait for the end of all calls."""
 
     def drain(self) -> None:
-        """Wait until every call that was issued has ended. Raises like `Future.result`."""
+        """Wait until every issued call has ended. Raises like `Future.result`."""
 
     def health(self, wait_s: float = 3.0) -> Health:
-        """Ask every rank whether it lives and where it is. From any thread."""
+        """Ask every rank for a sign of life and its stack. From any thread."""
 
     def dead_ranks(self) -> list[int]:
-        """Return the ranks that have died, or do not answer within seconds. Quicker than `health`, and for
-        one graceful shutdown only. From another thread than the loop's."""
+        """Return the ranks that have died or do not answer within seconds.
+
+        This is quicker than `health`. Call it once per graceful shutdown, from another thread than the
+        loop's."""
 
     def where(self) -> str:
-        """Say what the loop waits for: "at step 3, waiting for actor.update on rank 1"."""
+        """Describe what the loop waits for: "at step 3, waiting for actor.update on rank 1"."""
 
     def fail(self, error: RuntimeError) -> None:
-        """Make this the executor's failure, unless there is one. From any thread."""
+        """Set the executor's failure unless there is one already. From any thread."""
 
     def shutdown(self) -> None:
-        """End the ranks after everything that was called. The executor cannot be used afterwards."""
+        """End the ranks after all issued calls. The executor cannot be used afterwards."""
 
     def kill(self, exit_code: int) -> None:
         """End the ranks at once. The executor cannot be used afterwards."""
 
 
 class ProcessExecutor(Executor, Protocol):
-    """An executor whose ranks are processes, which signals and deaths reach one by one; see shutdown.py."""
+    """An executor whose ranks are processes, which receive signals and die individually; see shutdown.py."""
 
     death_first_s: float
-    """Seconds for which the failure of a call is kept back, where somebody reports dead ranks to `fail`: the
-    death of one is why another raises."""
+    """Seconds to delay the failure of a call, where dead ranks are reported to `fail`.
+
+    The death of one rank makes calls on others raise, and the death should be reported first."""
     is_shutting_down: Callable[[], bool]
-    """Asked then: whether the job ends for a reason that is not this failure."""
+    """Function called after this delay. Returns whether the job ends for a reason other than this failure."""
     on_terminated: Callable[[], None]
-    """Called, on another thread, when a rank has got SIGTERM."""
+    """Function called, on another thread, when a rank has received SIGTERM."""
 
 
 class RoleHandle:
-    """Lets a role be called like a local object: `actor.update(x)` is `executor.call("actor", "update",
-    x)`."""
+    """Lets a role be called like a local object.
+
+    `actor.update(x)` is `executor.call("actor", "update", x)`."""
 
     def __init__(self, executor: Executor, role: str):
         self._executor, self._role = executor, role
@@ -234,7 +257,7 @@ def check_role(ranks: dict[str, list[int]], role: str) -> None:
 
 
 def check_subset(ranks: dict[str, list[int]], role: str, subset: Sequence[int]) -> None:
-    """Raise ValueError if these are not ranks of the role, each once."""
+    """Raise ValueError unless these are distinct ranks of the role."""
     check_role(ranks, role)
     if not subset or len(set(subset)) < len(subset) or not set(subset) <= set(ranks[role]):
         raise ValueError(
@@ -244,7 +267,7 @@ def check_subset(ranks: dict[str, list[int]], role: str, subset: Sequence[int]) 
 
 
 def check_some(futures: Sequence[Future]) -> None:
-    """Raise ValueError if there is nothing to wait for."""
+    """Raise ValueError if there is no future to wait for."""
     if not futures:
         raise ValueError("wait_any needs at least one future: it would wait for ever.")
 

@@ -1,8 +1,7 @@
-"""What runs on a rank, whatever carries its messages: the roles, the context that they are built with, and
-the idle hook.
+"""Host roles on a rank, independently of the transport of messages.
 
-An executor's worker loop makes a WorkerContext, builds the roles with it and hands every call to
-`HostedRoles.run`."""
+This module has the roles, the context that they are built with, and the idle hook. An executor's worker loop
+makes a WorkerContext, builds the roles with it and passes every call to `HostedRoles.run`."""
 
 from __future__ import annotations
 
@@ -18,37 +17,43 @@ from megarl.runtime.messages import Call, CannotSend, Event, Reply, decode_argum
 
 
 class IdleHook(Protocol):
-    """Work that a rank does while no command waits: an engine that takes its steps, for example.
+    """Work that a rank does while no command waits, for example the steps of an engine.
 
-    Ranks that step together (those of one engine) register it in the same call. They take the same number of
-    steps before each command: one of them, the leader, decides for all."""
+    Ranks that step together (the ranks of one engine) register the hook in the same call. They take the same
+    number of steps before each command: one rank, the leader, decides for all."""
 
     def agree(self, value: bool) -> bool:
-        """Return the leader's value. Collective over the ranks that step together; a single rank returns
-        `value`."""
+        """Return the leader's value. Collective over the ranks that step together.
+
+        A single rank returns `value`."""
 
     def step(self) -> bool:
-        """Do one step. Returns: False if there is nothing left to do before the next command; the same on all
-        ranks that step together."""
+        """Take one step. Returns False if nothing is left to do before the next command.
+
+        The result is the same on all ranks that step together."""
 
 
 class WorkerContext:
-    """What a role knows of the rank that hosts it.
+    """The rank's services for a role that is hosted there.
 
     Args:
-        rank: of this process in the job.
+        rank: rank of this process in the job.
         send_event: hands an event to the driver; called from any thread, one at a time.
-        abort: says whether the calls of this rank are to be aborted."""
+        abort: holds whether the calls of this rank are to be aborted."""
 
     def __init__(self, rank: int, send_event: Callable[[Event], None], abort: AbortToken = ABORT) -> None:
         self.rank, self.abort = rank, abort
         self.idle_hook: IdleHook | None = None
-        """Set by a role during a call, on all ranks that step together; None: the rank waits."""
+        """Hook set by a role during a call, on all ranks that step together; None lets the rank wait."""
         self._send_event, self._lock = send_event, threading.Lock()
 
     def emit(self, name: str, payload: object = None) -> None:
-        """Tell the driver something now, from any thread. Events of a rank arrive in the order of their
-        `emit`, and before the value of a call that has emitted them. Raises: CannotSend."""
+        """Send an event to the driver now, from any thread.
+
+        Events of a rank arrive in the order of their `emit`. They arrive before the value of the call that
+        has emitted them.
+
+        Raises: CannotSend."""
         try:
             encode(payload)
         except CannotSend as error:
@@ -59,8 +64,9 @@ class WorkerContext:
 
 BuildRoles = Callable[[WorkerContext], Mapping[str, object]]
 Roles = Mapping[str, object] | BuildRoles
-"""Role name -> object whose methods the driver calls; only the roles of this rank. Or a function that builds
-them: an error in it is then reported as any other."""
+"""Role name -> object whose methods the driver calls, for the roles of this rank.
+
+A function that builds the roles is also allowed. An error in this function is reported as any other."""
 
 
 class HostedRoles:
@@ -70,8 +76,9 @@ class HostedRoles:
         self.by_name, self._rank = dict(roles), rank
 
     def run(self, call: Call, index: int) -> Reply:
-        """Run a call of the driver. Raises: what the method raises; TypeError for arguments or a result that
-        no message can hold."""
+        """Run a call of the driver.
+
+        Raises: the error of the method; TypeError for arguments or a result that no message can hold."""
         start = time.perf_counter()
         if call.role not in self.by_name:
             hosted = sorted(self.by_name)
@@ -87,16 +94,17 @@ class HostedRoles:
 
 
 def step_until(hook: IdleHook | None, has_command: Callable[[], bool]) -> None:
-    """Take idle steps until a command waits, or nothing is left to do."""
+    """Take idle steps until a command waits or nothing is left to do."""
     while hook is not None and not hook.agree(has_command()):
         if not hook.step():
             return
 
 
 def stack_of_call(thread: threading.Thread, others: tuple[str, ...] = ()) -> str:
-    """Return where a rank's thread is, below the call that it runs, and where its threads of these names are.
+    """Return the stack of a rank's thread below the call that it runs.
 
-    Needs the GIL, which every wait in torch or gloo gives up."""
+    Stacks of the threads named in `others` are appended. Needs the GIL, which every wait in torch or gloo
+    releases."""
     frames = traceback.extract_stack(sys._current_frames()[thread.ident])
     inside = [i for i, frame in enumerate(frames) if frame.name == "run" and frame.filename == __file__]
     text = "".join(traceback.format_list(frames[inside[-1] + 1 if inside else 0 :])).rstrip()

@@ -1,4 +1,4 @@
-"""Everything in one process: for unit tests, and for pdb, which then stands where the error is."""
+"""Run all roles in one process, for unit tests and for pdb, which stops where the error is."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megarl.runtime.executor import (
 from megarl.runtime.hosting import HostedRoles, Roles, WorkerContext, stack_of_call
 from megarl.runtime.messages import Call, Event, Failure, decode_result, encode_arguments
 
-_TICK_S = 0.1  # between two looks at `check_interrupt`
+_TICK_S = 0.1  # interval of `check_interrupt`
 
 
 class InlineFuture:
-    """A call that has ended already."""
+    """A call that has already ended."""
 
     def __init__(self, role: str, value: object, seconds: float, ended: float):
         self.role, self._value, self.seconds, self.ended = role, value, seconds, ended
@@ -44,10 +44,12 @@ class InlineExecutor:
     """An executor whose roles are objects of this process, all of them on rank 0.
 
     A call runs at once and raises at once, with the original exception as cause. Arguments and results are
-    encoded and decoded as for another process, so that a loop that works here does not lean on shared
-    objects. The idle hook takes its steps while the loop waits for an event.
+    encoded and decoded as for another process, so a loop cannot come to rely on shared objects. The idle hook
+    takes its steps while the loop waits for an event.
 
-    Args: roles: see `hosting.Roles`. interfaces: as of StoreExecutor."""
+    Args:
+        roles: see `hosting.Roles`.
+        interfaces: as in StoreExecutor."""
 
     capabilities = Capabilities(
         overlap=False, deadlines=False, rank_processes=False, survives_worker_death=False
@@ -70,7 +72,7 @@ class InlineExecutor:
 
     @property
     def roles(self) -> dict[str, object]:
-        """Role -> its object, for a debugger."""
+        """Objects of the roles by name, for a debugger."""
         return self._hosted.by_name
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> InlineFuture:
@@ -86,7 +88,7 @@ class InlineExecutor:
         except Aborted:
             self.check_interrupt()
             raise
-        except Exception as error:  # the boundary that a process would be
+        except Exception as error:  # process boundary of other executors
             f = Failure.of(error, role, method, self.label)
             self.failure = RemoteError(role, 0, method, self.label, f.error, f.traceback)
             raise self.failure from error
@@ -134,10 +136,10 @@ class InlineExecutor:
         return RoleHandle(self, name)
 
     def wake(self) -> None:
-        """Abort the call that the loop's thread is in, if `check_interrupt` would interrupt the loop."""
+        """Abort the current call of the loop's thread if `check_interrupt` would interrupt the loop."""
         try:
             self.check_interrupt()
-        except BaseException:  # its own, which the loop's thread raises when the call has returned
+        except BaseException:  # the loop's thread raises its own error after the call
             ABORT.is_requested = True
 
     def dead_ranks(self) -> list[int]:
@@ -147,10 +149,10 @@ class InlineExecutor:
         return Health({0: stack_of_call(self._thread)})
 
     def abort_calls(self) -> None:
-        """Do nothing: a call returns, or raises Aborted, before the loop can ask."""
+        """Do nothing: a call returns or raises Aborted before the loop can ask."""
 
     def drain(self) -> None:
-        """Raise the failure, if there is one: no call is in flight."""
+        """Raise the failure, if there is one. No call is in flight."""
         if self.failure is not None:
             raise self.failure
 
@@ -176,7 +178,7 @@ class InlineExecutor:
             return False
         try:
             return not hook.agree(bool(self._events)) and hook.step()
-        except Exception as error:  # the boundary that a process would be
+        except Exception as error:  # process boundary of other executors
             f = Failure.of(error, "worker", "idle step", None)
             self.failure = RemoteError("worker", 0, "idle step", None, f.error, f.traceback)
             raise self.failure from error

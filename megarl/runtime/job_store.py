@@ -1,5 +1,6 @@
-"""The store of a job whose ranks this process starts. Nobody outside of the machine reaches it, and nobody
-else on it can sign messages."""
+"""Create the store of a job whose ranks this process starts.
+
+Nobody outside of the machine reaches the store, and nobody else on the machine can sign messages."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from megarl.runtime.signing import JOB_SECRET, job_secret
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_BACKLOG = 2048  # ranks that connect at once; torch's own number
+_BACKLOG = 2048  # backlog for ranks that connect at once; torch's own number
 LOOPBACK = "127.0.0.1"
 
 
 def loopback_store() -> dist.TCPStore:
-    """Make a store on a free port of the loopback interface. torch by itself listens on all interfaces."""
+    """Make a store on a free port of the loopback interface. torch alone would listen on all interfaces."""
     import torch.distributed as dist
 
     with socket.socket() as listener:

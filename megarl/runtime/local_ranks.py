@@ -1,13 +1,14 @@
-"""Ranks that this process starts and ends itself; the process that runs the loop is the driver. This is how
-`megarl train` and loops of one's own run.
+"""Start and end ranks from this process, which runs the loop and is the driver.
+
+`megarl train` and loops of a user run this way.
 
     this process     holds the store, runs the loop; no torchrun, no driver beside rank 0
-      |-- rank 0     python -m megarl.train @job.args, in a session of its own: Ctrl-C reaches this process
-      |              alone, which ends them
+      |-- rank 0     python -m megarl.train @job.args, in a separate session: Ctrl-C reaches only this
+      |              process, which ends the ranks
       `-- rank 1 ...
 
-To the ranks this process is what torchrun's agent is to others: they find its store and their place in the
-same variables. They end with it, however it ends (`end_with_parent`)."""
+For the ranks this process takes the place of torchrun's agent. They find the store and their place in the
+same variables. The ranks end with this process, however it ends (`end_with_parent`)."""
 
 from __future__ import annotations
 
@@ -44,16 +45,17 @@ def local_ranks(
     tidy_up: Callable[[], object] = lambda: None,
     interfaces: Mapping[str, type] | None = None,
 ) -> Iterator[StoreExecutor]:
-    """Start the ranks of a job, and return the executor that reaches them. At the end they are shut down,
-    after an exception killed; in both cases all of them are gone when this returns.
+    """Start the ranks of a job, and yield the executor that reaches them.
 
-    A rank that dies is the executor's failure, like one that raises: then the other ranks are ended at once.
+    The ranks are shut down at the end and killed after an exception. In both cases all ranks are gone when
+    the context ends. A rank that dies sets the executor's failure, like a rank that raises. Then the other
+    ranks are ended at once.
 
     Args:
         argv, module: a rank is `python -m module argv`.
         ranks: role -> its ranks.
-        call_timeout_s, interfaces: as of StoreExecutor.
-        describe_rank, tidy_up: as of LocalRanks.
+        call_timeout_s, interfaces: as in StoreExecutor.
+        describe_rank, tidy_up: as in LocalRanks.
     """
     processes, executor = LocalRanks(argv, world_size, module, describe_rank, tidy_up), None
     try:
@@ -64,8 +66,8 @@ def local_ranks(
         processes.end(_EXIT_S)
     except BaseException as error:
         with undisturbed(is_interrupt=isinstance(error, KeyboardInterrupt)):
-            # before the ranks hear of it: an interrupt may have left the executor locked for those who would
-            # tell it
+            # before the ranks are told: an interrupt may have left the executor locked, which would block
+            # reports of deaths
             processes.expect_end()
             if executor is not None:
                 executor.kill(1)
@@ -75,9 +77,12 @@ def local_ranks(
 
 @contextlib.contextmanager
 def undisturbed(is_interrupt: bool) -> Iterator[None]:
-    """Hold back signals that the user's program handles, until the ranks are gone. is_interrupt: drop another
-    Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():  # handlers run on the main thread alone
+    """Hold back signals that the user's program handles, until the ranks are gone.
+
+    Args:
+        is_interrupt: drop another Ctrl-C."""
+    # signal handlers run on the main thread alone
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
@@ -97,10 +102,14 @@ def undisturbed(is_interrupt: bool) -> Iterator[None]:
 
 
 class RankDied(RuntimeError):
-    """A rank ended before its time. is_kill: it was ended from outside, so it has not reported why."""
+    """A rank ended unexpectedly. `is_kill`: it was ended from outside, so it has not reported a cause."""
 
     def __init__(self, code: int, description: str):
-        """code: as of Popen. description: of the rank, "1: actor, critic" for example."""
+        """Describe the death of a rank.
+
+        Args:
+            code: exit code as in Popen.
+            description: describes the rank, for example "1: actor, critic"."""
         who = f"[rank {description}]"
         self.is_kill = code < 0
         if code == -signal.SIGKILL:
@@ -113,21 +122,21 @@ class RankDied(RuntimeError):
             super().__init__(f"{who} ended with exit code {code}; stderr may say why.")
 
     def at(self, where: str) -> RankDied:
-        """Add where the job was to the message."""
+        """Add the position of the job to the message."""
         self.args = (f"{self} The job was {where}.",)
         return self
 
 
 class LocalRanks:
-    """Starts one process `python -m module argv` per rank, and the store that they meet at.
+    """Starts one process `python -m module argv` per rank, and the store of the job.
 
-    Each has a thread here that starts it and waits for it: the kernel ends a child with the thread that
+    A thread per rank starts its process and waits for it. The kernel ends a child with the thread that
     started it, and a caller's thread may be short-lived.
 
     Args:
-        describe_rank: describes a rank that has died: "1: actor, critic" for example.
-        tidy_up: removes what killed ranks could not remove themselves.
-        attempt: how often the job was started before."""
+        describe_rank: describes a rank that has died, for example "1: actor, critic".
+        tidy_up: removes resources that killed ranks could not remove themselves.
+        attempt: number of earlier starts of the job."""
 
     def __init__(
         self,
@@ -163,8 +172,9 @@ class LocalRanks:
         self._not_started: list[OSError] = []
         self._threads: list[threading.Thread] = []
         self.on_signal: Callable[[int], bool] = lambda signum: False
-        """Called, on another thread, when SIGTERM or SIGINT has ended a rank. Returns whether that ends the
-        job; then it is no failure."""
+        """Function called, on another thread, when SIGTERM or SIGINT has ended a rank.
+
+        Returns whether the signal ends the job; in that case it is no failure."""
 
     def start(
         self,
@@ -172,8 +182,12 @@ class LocalRanks:
         call_timeout_s: float,
         interfaces: Mapping[str, type] | None = None,
     ) -> StoreExecutor:
-        """Start the processes and the executor that reaches them. A rank that dies is this executor's
-        failure. ranks: role -> its ranks."""
+        """Start the processes and the executor that reaches them.
+
+        A rank that dies sets this executor's failure.
+
+        Args:
+            ranks: role -> its ranks."""
         from megarl.runtime.store_executor import StoreExecutor
 
         self.start_ranks()
@@ -203,8 +217,9 @@ class LocalRanks:
         return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
 
     def report_deaths(self, report: Callable[[RankDied], None]) -> None:
-        """Have every rank that dies before `end` reported to this function, on another thread. Ranks that
-        have died already are reported now."""
+        """Report every rank that dies before `end` to this function, on another thread.
+
+        Ranks that have already died are reported now."""
         with self._lock:
             self._report = report
             for death in self._deaths:
@@ -215,11 +230,12 @@ class LocalRanks:
         return any(thread.is_alive() for thread in self._threads)
 
     def expect_end(self) -> None:
-        """From now on a rank that ends is no failure."""
+        """Stop treating the end of a rank as a failure."""
         self._ending = True
 
     def end(self, wait_s: float) -> None:
-        """Wait so long for the ranks to exit by themselves, then end them and whatever they have started.
+        """Wait `wait_s` seconds for the ranks to exit, then end them and their child processes.
+
         Returns when all are gone."""
         self.expect_end()
         self._join(wait_s)
@@ -231,7 +247,7 @@ class LocalRanks:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the ranks and whatever they have started, without waiting."""
+        """Kill the ranks and their child processes, without waiting."""
         self.expect_end()
         for process in list(self._processes.values()):
             _kill_group(process)
@@ -253,9 +269,9 @@ class LocalRanks:
                 start_new_session=True,
             )
             self._processes[process.pid] = process
-            if self._ending:  # since: `kill` may not have seen it
+            if self._ending:  # set meanwhile: `kill` may not have seen this process
                 _kill_group(process)
-        except OSError as error:  # thread boundary: of processes, say, the machine has no more
+        except OSError as error:  # thread boundary: for example, the process limit of the machine is reached
             self._not_started.append(error)
             return
         finally:
@@ -268,10 +284,10 @@ class LocalRanks:
         elif code != 0 and not self._ending:
             with self._lock:
                 self._report(RankDied(code, self._describe_rank(rank)))
-            self._end_ranks()  # the others would wait for it
+            self._end_ranks()  # the other ranks would wait for this rank
 
     def _end_ranks(self) -> None:
-        """End the ranks that still run at once. What they have started may tidy up."""
+        """End the running ranks at once. Their child processes may clean up."""
         for process in list(self._processes.values()):
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

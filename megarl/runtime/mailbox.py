@@ -1,18 +1,18 @@
-"""How driver and ranks exchange messages over torch's own c10d store.
+"""Exchange messages between driver and ranks over torch's own c10d store.
 
     cmd/0, cmd/1, ...   the log: one ordered list of commands. The driver writes; each rank reads all of it in
-                        order and skips calls of roles that it does not host. So ranks that share roles run
-                        them in the same order
+                        order and skips calls of roles that it does not host. Ranks that share roles therefore
+                        run them in the same order
     inbox               one queue of the replies, failures and events of all ranks, which the driver reads
-    health/0, ...       set when the driver asks who lives; each rank writes where its Python is to
+    health/0, ...       set when the driver asks for signs of life; each rank writes its Python stack to
                         health/0/<rank>
-    kill                set once the driver has reported a failure: nobody needs to wait for anything any more
-    shutdown/...        what driver and ranks tell each other in a graceful shutdown, see shutdown_listener.py
+    kill                set once the driver has reported a failure: nobody needs to wait any more
+    shutdown/...        messages of a graceful shutdown, see shutdown_listener.py
 
-All keys live under a prefix with the elastic restart count, so a restarted job never reads those of the
-attempt before. Messages (messages.py) are signed (signing.py): whoever reaches the store's port can write
-there. The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp); larger ones are
-cut into parts."""
+All keys live under a prefix with the elastic restart count, so a restarted job never reads keys of the
+previous attempt. Messages (messages.py) are signed (signing.py), because anybody who reaches the store's port
+can write there. The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp). Larger
+values are split into parts."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ _END = b"end"
 
 
 def connect(address: str | None = None, prefix: str | None = None, timeout_s: float = 300.0) -> dist.Store:
-    """Open a new client connection to the job's store at `address` ("host:port"; default: MASTER_ADDR and
-    MASTER_PORT).
+    """Open a new client connection to the job's store.
 
-    Every thread that blocks on the store needs a connection of its own: a client lets one request through at
-    a time. Where rank 0's own process hosts the store (no torchrun), call this after `init_process_group`.
-    Raises DistNetworkError after `timeout_s`.
+    Every thread that blocks on the store needs a separate connection, because a client sends one request at a
+    time. If rank 0's own process hosts the store (no torchrun), call this after `init_process_group`.
+
+    Args:
+        address: "host:port"; default: MASTER_ADDR and MASTER_PORT.
+    Raises: DistNetworkError after `timeout_s`.
     """
     host, port = address.rsplit(":", 1) if address else (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -50,25 +52,27 @@ def connect(address: str | None = None, prefix: str | None = None, timeout_s: fl
 
 
 def has_own_store() -> bool:
-    """Return whether the job has a store before its ranks have joined: torchrun's, or that of a driver which
-    has started them."""
+    """Return whether the job has a store before its ranks have joined.
+
+    torchrun provides such a store, as does a driver that has started the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def world_store(timeout_s: float) -> dist.Store | None:
-    """Return the store for `init_process_group`, over which the ranks have agreed on the job's secret; None:
-    its own is right. Before that, where all ranks are on one node, gloo and NCCL are told to stay on its
-    loopback interface.
+    """Return the store for `init_process_group`; None means that its default store is right.
+
+    The ranks have agreed on the job's secret over this store. If all ranks are on one node, gloo and NCCL are
+    first restricted to its loopback interface.
 
     In torch 2.13 torchrun keeps one store for all attempts and `init_process_group` no longer puts the
-    attempt into its keys (`_create_c10d_store` says the store is new, `DynamicRendezvousHandler` reuses it),
-    so after an elastic restart gloo would find the addresses of dead processes and time out.
+    attempt into its keys. (`_create_c10d_store` says the store is new, `DynamicRendezvousHandler` reuses it.)
+    After an elastic restart gloo would therefore find the addresses of dead processes and time out.
     """
     if not has_own_store():
         signing.check_secret()
         return (
             dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None
-        )  # torch's would listen on all interfaces, for nobody
+        )  # torch's store would listen on all interfaces, without any use
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         listen_on_loopback()
     store = connect(prefix=f"{store_prefix()}/world", timeout_s=timeout_s)
@@ -78,7 +82,7 @@ def world_store(timeout_s: float) -> dist.Store | None:
 
 
 class Mailbox:
-    """The protocol above over one connection, which one thread at a time may block on."""
+    """The protocol of this module over one connection, which one thread at a time may block on."""
 
     def __init__(self, store: dist.Store):
         self._store, self._reports = store, 0
@@ -86,13 +90,15 @@ class Mailbox:
     # Driver side.
 
     def post(self, index: int, command: Command) -> list[str]:
-        """Append a command to the log. Returns its keys, to be deleted once every rank has read it."""
+        """Append a command to the log.
+
+        Returns its keys, which can be deleted once every rank has read them."""
         head, parts = self._pack(f"cmd/{index}", signing.sign(encode(command), f"cmd/{index}"))
         self._store.set(f"cmd/{index}", head)
         return [f"cmd/{index}", *parts]
 
     def receive(self) -> Report | None:
-        """Block until some rank reports something. None: `close` was called."""
+        """Block until some rank reports. Returns None if `close` was called."""
         head = self._store.queue_pop("inbox")
         data = signing.verify(self._read(head), "inbox")
         self.delete(json.loads(head[1:]) if head[:1] == _IN_PARTS else [])
@@ -107,8 +113,10 @@ class Mailbox:
             self._store.delete_key(key)
 
     def ask_health(self, number: int, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
-        """Return where the main thread of each of these ranks is, of those that answer in time. `number`: of
-        the question, from 0."""
+        """Return the stack of the main thread of each of these ranks that answers in time.
+
+        Args:
+            number: number of the question, from 0."""
         self._store.set(f"health/{number}", "asked")
         deadline, stacks = time.monotonic() + wait_s, {}
         while len(stacks) < len(ranks) and time.monotonic() < deadline:
@@ -120,12 +128,13 @@ class Mailbox:
         return stacks
 
     def end_health(self, number: int) -> None:
-        """Tell the ranks that there is no question `number`, nor any other."""
+        """Tell the ranks that no question `number` or later will come."""
         self._store.set(f"health/{number}", _END)
 
     def kill(self, index: int, exit_code: int) -> None:
-        """End the job: workers that wait for command `index`, the next one, exit at once; failed ones stop
-        waiting."""
+        """End the job at once.
+
+        Workers that wait for command `index`, the next one, exit at once. Failed workers stop waiting."""
         self._store.set("kill", "1")
         self.post(index, Kill(exit_code))
 
@@ -143,7 +152,7 @@ class Mailbox:
         self._store.set(key, value)
 
     def of_ranks(self, key: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Return what these ranks have set under the key, for those that have."""
+        """Return the values that these ranks have set under the key, for ranks that have set one."""
         return {
             rank: self._store.get(f"{key}/{rank}").decode()
             for rank in ranks
@@ -153,24 +162,25 @@ class Mailbox:
     # Worker side.
 
     def has_command(self, index: int) -> bool:
-        """Return whether command `index` is there."""
+        """Return whether command `index` has been posted."""
         return self._store.check([f"cmd/{index}"])
 
     def next_command(self, index: int) -> Command:
-        """Block until command `index` is there."""
+        """Return command `index`. Blocks until the command is posted."""
         head = self._store.get(f"cmd/{index}")
         return decode_command(signing.verify(self._read(head), f"cmd/{index}"))
 
     def report(self, report: Report) -> None:
-        """Put something into the driver's inbox. Reports of one connection arrive in their order."""
+        """Put a report into the driver's inbox. Reports of one connection arrive in their order."""
         data = signing.sign(encode(report), "inbox")
         head, _ = self._pack(f"report/{report.rank}/{self._reports}", data)
         self._reports += 1
         self._store.queue_push("inbox", head)
 
     def answer_health(self, rank: int, describe: Callable[[], str]) -> None:
-        """Answer the driver's questions with what `describe` returns, until it asks no more. On a thread and
-        a connection of its own."""
+        """Answer the driver's questions with the result of `describe`, until the driver stops asking.
+
+        Runs on a separate thread with a separate connection."""
         number = 0
         while self._store.get(f"health/{number}") != _END:
             key = f"health/{number}/{rank}"
@@ -181,7 +191,7 @@ class Mailbox:
         """Return whether the driver has called `kill`."""
         return self._store.check(["kill"])
 
-    # A value above PART_BYTES is a head with the keys of its parts, which are written before it.
+    # A value above PART_BYTES is a head with the keys of its parts, which are written first.
 
     def _pack(self, key: str, data: bytes) -> tuple[bytes, list[str]]:
         if len(data) <= PART_BYTES:

@@ -1,11 +1,12 @@
-"""What driver and ranks send each other: messages of declared types, encoded as msgpack. Nothing in them runs
-code when it is read.
+"""Define the messages between driver and ranks: declared types, encoded as msgpack.
+
+Decoding a message runs none of its content as code.
 
     driver -> ranks     Call, Shutdown, Kill
     ranks -> driver     Reply, Event, Terminated
 
-Arguments, results and the payload of events are encoded on their own, so that a rank that skips a call does
-not read its arguments. They are decoded by the types that are declared for them: a method's annotations."""
+Arguments, results and the payload of events are encoded separately, so that a rank that skips a call does not
+decode its arguments. Decoding follows the declared types, which are the annotations of a method."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _HOSTING = str(Path(__file__).with_name("hosting.py"))
 
 
 class Call(msgspec.Struct, tag="call", frozen=True):
-    """One call of a method on some ranks. `label` says when, "step 3" for example; errors name it."""
+    """One call of a method on some ranks. `label` gives the time, for example "step 3"; errors name it."""
 
     role: str
     ranks: tuple[int, ...]
@@ -37,11 +38,11 @@ class Call(msgspec.Struct, tag="call", frozen=True):
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
-    """The last command of a job: ranks answer it and return."""
+    """The last command of a job: ranks reply and return."""
 
 
 class Kill(msgspec.Struct, tag="kill", frozen=True):
-    """Ends the job before its time: ranks exit at once with this code."""
+    """Ends the job early: ranks exit at once with this code."""
 
     exit_code: int
 
@@ -59,7 +60,7 @@ class Failure(msgspec.Struct, frozen=True):
     def of(cls, error: BaseException, role: str, method: str, label: str | None) -> Failure:
         """Describe an exception, without the frames of the transport above the method."""
         last = "".join(traceback.format_exception_only(error)).strip()
-        below = error.__traceback__.tb_next or error.__traceback__  # without the frame of the caller
+        below = error.__traceback__.tb_next or error.__traceback__  # without the caller's frame
         here = error.__traceback__
         while here is not None:
             if here.tb_frame.f_code.co_filename == _HOSTING and here.tb_next is not None:
@@ -70,20 +71,20 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, tag="reply", frozen=True):
-    """The answer of a rank to command `index`: a value, or a failure."""
+    """The reply of a rank to command `index`: a value, or a failure."""
 
     index: int
     rank: int
     value: bytes = b""
     seconds: float = 0.0
-    """That the call took on this rank."""
+    """Seconds of the call on this rank."""
     ended: float = 0.0
-    """time.time() of the rank."""
+    """`time.time()` on the rank's clock when the call ended."""
     failure: Failure | None = None
 
 
 class Event(msgspec.Struct, tag="event", frozen=True):
-    """Something that a rank reports at a time of its own: a name and a plain value."""
+    """A report that a rank sends outside of results: a name and a plain value."""
 
     rank: int
     name: str
@@ -91,7 +92,7 @@ class Event(msgspec.Struct, tag="event", frozen=True):
 
 
 class Terminated(msgspec.Struct, tag="terminated", frozen=True):
-    """The rank has got SIGTERM."""
+    """The rank has received SIGTERM."""
 
     rank: int
 
@@ -102,28 +103,29 @@ _COMMAND, _REPORT = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Re
 
 
 def decode_command(data: bytes | memoryview) -> Command:
-    """Decode what the driver has sent."""
+    """Decode a message of the driver."""
     return _COMMAND.decode(data)
 
 
 def decode_report(data: bytes | memoryview) -> Report:
-    """Decode what a rank has sent."""
+    """Decode a message of a rank."""
     return _REPORT.decode(data)
 
 
 class CannotSend(TypeError):
-    """A value has no place in a message."""
+    """A value cannot be encoded in a message."""
 
 
 def encode(value: object) -> bytes:
-    """Encode a value of plain types, dataclasses and messages. Numbers of numpy become Python's,
-    and paths strings.
+    """Encode a value of plain types, dataclasses and messages.
 
-    Raises: CannotSend, without saying which value it was."""
+    numpy's numbers become Python's, and paths become strings.
+
+    Raises: CannotSend, without naming the value."""
     try:
         try:
             return msgspec.msgpack.encode(value, enc_hook=_plain)
-        except OverflowError:  # an integer of more than 64 bits, in a row of a data set for example
+        except OverflowError:  # an integer of more than 64 bits, for example in a row of a data set
             return msgspec.msgpack.encode(packable(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CannotSend(str(error)) from None
@@ -155,11 +157,12 @@ def encode_arguments(role: str, method: str, args: tuple, kwargs: Mapping[str, o
 
 
 def decode_arguments(method: Callable[..., object], data: bytes) -> tuple[list, dict[str, object]]:
-    """Decode what `encode_arguments` returned, by the annotations of the method. Arguments without one are of
-    plain types.
+    """Decode the result of `encode_arguments` by the annotations of the method.
 
-    Raises: TypeError that names the argument, for what its annotation does not allow, and for an annotation
-    that cannot be read."""
+    Arguments without an annotation are of plain types.
+
+    Raises: TypeError that names the argument, for a value of another type and for an unreadable annotation.
+    """
     function = inspect.unwrap(getattr(method, "__func__", method))
     parameters = _parameters(function, inspect.ismethod(method))
     args: list[object] = []
@@ -179,7 +182,7 @@ def decode_arguments(method: Callable[..., object], data: bytes) -> tuple[list, 
 
 
 def decode_result(interface: type | None, method: str, data: bytes) -> object:
-    """Decode the value of a call by what this method of the interface returns, else as plain types.
+    """Decode the result of a call by the return annotation of the interface's method, else as plain types.
 
     Raises: TypeError for a value of another type."""
     decoder = _ANY if interface is None else _result_decoder(interface, method)
@@ -242,7 +245,7 @@ def _result_decoder(interface: type, method: str) -> msgspec.msgpack.Decoder:
 
 
 def _with_integers(hint: object) -> object:
-    """Return the type with `int | float` for float: a count among metrics stays an integer."""
+    """Return the type with `int | float` for float, so that a count among metrics stays an integer."""
     parts, origin = typing.get_args(hint), typing.get_origin(hint)
     if hint is float:
         return int | float
@@ -271,5 +274,5 @@ def _name(cls: type) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace characters that UTF-8 has no bytes for: a file name may hold some."""
+    """Replace characters that UTF-8 cannot encode, for example from a file name."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,5 +1,4 @@
-"""What one process of a job sets for itself on Linux: its place in the job, its signals and its end, its
-libraries and memory."""
+"""Configure one process of a job on Linux: environment, signals, exit, libraries and memory."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ import warnings
 from collections.abc import Mapping
 
 WRITES_CHECKPOINT = "write_checkpoint"
-"""Name of the thread that does."""
+"""Name of the thread that writes checkpoints."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 DRIVER_PID = "MEGARL_DRIVER_PID"
-"""Variable of the ranks that a driver has started itself: the driver's process."""
+"""Environment variable of ranks that a driver has started itself: the driver's process id."""
 _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
 
 
@@ -30,20 +29,24 @@ def without_rank(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def world_size_from_env() -> int:
-    """Return the number of ranks of the job. In the driver process that rank 0 has started."""
+    """Return the number of ranks of the job. For the driver process that rank 0 has started."""
     return int(os.environ["MEGARL_WORLD_SIZE"])
 
 
 def store_prefix(env: Mapping[str, str] = os.environ) -> str:
-    """Return the prefix of this attempt's keys in the store. env: of a rank."""
+    """Return the prefix of this attempt's keys in the store.
+
+    Args:
+        env: environment of a rank."""
     run, attempt = env.get("TORCHELASTIC_RUN_ID", "none"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"megarl/{run}/attempt_{attempt}"
 
 
 def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM, grace_s: float = 3.0) -> None:
-    """Have this process get `death_signal` when its parent ends, and end `grace_s` later whatever it does.
+    """Send this process `death_signal` when its parent ends, and end it `grace_s` later in any case.
 
-    The kernel sends it when the *thread* that started us ends, so start children from the main thread.
+    The kernel sends the signal when the *thread* that started this process ends, so start children from the
+    main thread.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
     if os.getppid() != parent:
@@ -59,8 +62,9 @@ def _watch_parent(parent: int, grace_s: float) -> None:
 
 
 def process_name(pid: int | None = None) -> str:
-    """Return a name that no other process of any machine ever has: "who sees it/pid/start". A process that
-    has ended has no start. Default: this process."""
+    """Return a name that no other process of any machine ever has: "boot id and namespace/pid/start".
+
+    A process that has ended has no start. The default is this process."""
     pid = os.getpid() if pid is None else pid
     with open("/proc/sys/kernel/random/boot_id") as boot:
         name = f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}/{pid}/"
@@ -73,57 +77,61 @@ def process_name(pid: int | None = None) -> str:
 
 
 def has_died(name: str) -> bool:
-    """Return whether the process of this name has ended, as far as that can be seen from here."""
+    """Return whether the process of this name has ended, as far as this process can see."""
     seen_by, pid, _ = name.split("/")
     now = process_name(int(pid))
     return now.startswith(f"{seen_by}/") and now != name
 
 
 def end_on_signals() -> None:
-    """Let SIGINT and SIGTERM end this process at once and silently, even inside a collective where no Python
-    handler would run.
+    """Let SIGINT and SIGTERM end this process at once and silently, even inside a collective.
 
-    torchrun sends them to every worker when the job is interrupted or a peer died; the driver says what
-    happened.
+    No Python handler would run there. torchrun sends these signals to every worker when the job is
+    interrupted or a peer died; the driver reports the cause.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def exit_on_signals(*signums: int) -> None:
-    """Let these signals end this process at once with exit code 128 + n. Not for a process with work to
-    undo."""
+    """Let these signals end this process at once with exit code 128 + n.
+
+    Do not use this for a process that must clean up."""
     for signum in signums:
         signal.signal(signum, lambda signum, frame: os._exit(128 + signum))
 
 
 def ignore_signals_for_good() -> None:
-    """Ignore SIGINT and SIGTERM from now on, also while the interpreter shuts down: it puts the default back
-    where a Python function handles a signal, but not where the signal is ignored."""
+    """Ignore SIGINT and SIGTERM from now on, also while the interpreter shuts down.
+
+    The interpreter restores the default action of a signal with a Python handler, but not of an ignored
+    signal."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     for signum in (signal.SIGINT, signal.SIGTERM):
-        # In this order: Python complains on stderr of a signal that came before and then finds no handler.
-        # `signal.signal` runs the handlers of those that came, and after the first two lines there are no new
-        # ones.
+        # In this order: Python complains on stderr about a pending signal that no longer has a handler.
+        # `signal.signal` runs the handlers of pending signals, and after the first two lines no new ones
+        # arrive.
         signal.signal(signum, lambda signum, frame: None)
         libc.signal(signum, int(signal.SIG_IGN))
         signal.signal(signum, signal.SIG_IGN)
 
 
 def listen_on_loopback() -> None:
-    """Have gloo and NCCL listen on the loopback interface only: they take connections from whoever reaches
-    them. What the user has set stays."""
+    """Restrict gloo and NCCL to the loopback interface. Variables that the user has set stay.
+
+    Both accept connections from anybody who reaches them."""
     if os.path.exists("/sys/class/net/lo"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 256 MiB of freed memory instead of giving it back to the kernel, which hands it
-    out again page by page: activations of a small model are allocated and freed in every forward pass. A
-    tenth of a step's time on a CPU."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    """Let glibc keep up to 256 MiB of freed memory instead of returning it to the kernel.
+
+    The kernel would hand the memory out again page by page, because activations of a small model are
+    allocated and freed in every forward pass. This costs a tenth of a step's time on a CPU."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack mallopt
     if mallopt is not None:
         for option, value in (
             (_M_MMAP_THRESHOLD, 32 << 20),
@@ -136,23 +144,24 @@ def keep_freed_memory() -> None:
 def compute_fp32_exactly() -> None:
     """Keep fp32 from becoming TF32 on a GPU, in this process and in the engines that it starts.
 
-    Call it before CUDA and Triton are loaded. TF32 rounds the factors of a product to 10 bits, about 1e-3 in
-    a log-prob; the log-prob gate of an fp32 job compares rounding errors of 1e-6.
+    Call this before CUDA and Triton are loaded. TF32 rounds the factors of a product to 10 bits, an error of
+    about 1e-3 in a log-prob. The log-prob gate of an fp32 job compares rounding errors of 1e-6.
 
     - Transformer Engine asks cuBLAS for TF32 (common/gemm/cublaslt_gemm.cu). NVIDIA_TF32_OVERRIDE=0 overrules
-      it.
+      this.
     - `tl.dot` takes TF32 unless the kernel or TRITON_F32_DEFAULT says otherwise (triton/language/core.py),
       and vLLM's attention kernel for fp32 says nothing.
 
-    bf16 is not touched by either. What the user has set stays."""
+    Neither variable affects bf16. Variables that the user has set stay."""
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 def quiet_libraries() -> None:
-    """Silence about thirty lines of warnings per process about what is not installed or will be renamed.
-    Before torch, Megatron and vLLM are imported. PYTHONWARNINGS and the libraries' own logging variables
-    bring them back."""
+    """Silence warnings of libraries about missing or renamed parts, about thirty lines per process.
+
+    Call this before torch, Megatron and vLLM are imported. PYTHONWARNINGS and the libraries' own logging
+    variables restore the warnings."""
     if os.environ.get("PYTHONWARNINGS"):
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -160,14 +169,16 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", module=module)
     for name in ("megatron", "vllm"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # multiprocessing starts its tracker process with these. It removes what vLLM shared between ranks when a
-    # failure ends a rank at once, which is right, but is not to be told after the failure.
+    # multiprocessing starts its tracker process with these options. After a failure has ended a rank at once,
+    # the tracker rightly removes the memory that vLLM shared between ranks. Its warning would only distract
+    # from the failure.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 
 
 def keep_checkout_off_path() -> None:
-    """Take a checkout of ours off sys.path, where `-m` puts the working directory: vLLM would take our folder
-    triton_kernels/ for OpenAI's package of that name."""
+    """Remove a checkout of megarl from sys.path, where `-m` puts the working directory.
+
+    vLLM would take our folder triton_kernels/ for OpenAI's package of that name."""
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.path[:] = [
         p
@@ -178,9 +189,10 @@ def keep_checkout_off_path() -> None:
 
 
 def peak_rss_bytes() -> int:
-    """Return the largest resident memory of this process so far. Pages that processes share count in each.
+    """Return the largest resident memory of this process so far, in bytes.
 
-    VmHWM and not getrusage: ru_maxrss of a child starts at the size its parent had at the fork.
+    Shared pages count in each process. VmHWM is used because ru_maxrss of getrusage starts at the parent's
+    size after a fork.
     """
     with open("/proc/self/status") as status:
         for line in status:

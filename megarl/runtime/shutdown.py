@@ -1,21 +1,21 @@
-"""How a driver process shuts down, whoever started it and its ranks: one message, one exit code, no process
-left behind.
+"""Shut down a driver process: one message, one exit code, no process left behind.
 
     running    SIGTERM, within `graceful_shutdown`                     -> stopping
     running    SIGINT; SIGTERM without such a loop                     -> unwinding: Stopped is raised, once
-    stopping   SIGTERM once more: changes nothing
+    stopping   another SIGTERM: changes nothing
     stopping   SIGINT; the death of rank 0 under torchrun              -> unwinding
     stopping   --exit-grace-s is over                                  -> ended
     unwinding  every signal: changes nothing
     unwinding  the main thread is back, or 3 s are over                -> ended
     ended      every signal: changes nothing, also while the interpreter shuts down
 
-Who brings the job into `ended` claims it first (`_Running.claim`), tells the one message and sets the exit
-code. A signal handler takes no lock and starts no thread: the main thread may be interrupted while it holds
-threading's own locks.
+The thread that brings the job into `ended` claims it first (`_Running.claim`), prints the one message and
+sets the exit code. A signal handler takes no lock and starts no thread, because it may interrupt the main
+thread while that holds threading's own locks.
 
-To a rank's SIGTERM the driver answers with the same: torchrun sends one to all other ranks when a rank dies,
-and rank 0's death is a SIGTERM to the driver beside it. So the driver asks first who lives."""
+When a rank receives SIGTERM, the driver sends itself the same signal. torchrun sends SIGTERM to all other
+ranks when a rank dies, and rank 0's death is a SIGTERM to the driver beside it. The driver therefore first
+checks which ranks live."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _signals: list[int] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM reached the driver. text: the message after a graceful shutdown."""
+    """SIGINT or SIGTERM reached the driver. `text` is the message after a graceful shutdown."""
 
     def __init__(self, signum: int, text: str | None = None):
         super().__init__(signum)
@@ -51,29 +51,28 @@ class Stopped(KeyboardInterrupt):
 
 
 class ShutdownRequest(Protocol):
-    """A request for a graceful shutdown. The signal handler makes it; the loop acts on it."""
+    """A request for a graceful shutdown. The signal handler makes the request; the loop handles it."""
 
     is_armed: bool
-    """The loop acts on a request now."""
+    """Whether the loop handles a request now."""
     requested_at: float | None
-    """time.monotonic() of the first one."""
+    """Time of the first request, by `time.monotonic()`."""
 
     def request(self) -> None:
         """Ask for the shutdown."""
 
 
 class Processes(Protocol):
-    """The ranks, where they are this process's children."""
+    """The ranks, if they are this process's children."""
 
     on_signal: Callable[[int], bool]
-    """Called, on another thread, when SIGTERM or SIGINT has ended a rank. Returns whether that ends the job;
-    then it is no failure."""
+    """Called on another thread after SIGTERM or SIGINT ended a rank. Returns whether that ends the job."""
 
     def expect_end(self) -> None:
-        """From now on a rank that ends is no failure."""
+        """Stop treating the end of a rank as a failure."""
 
     def end(self, wait_s: float) -> None:
-        """Wait so long for the ranks to exit by themselves, then end them."""
+        """Wait `wait_s` seconds for the ranks to exit, then end them."""
 
     def kill(self) -> None:
         """End the ranks at once."""
@@ -86,28 +85,28 @@ class _Running:
     executor: Executor | None = None
     processes: Processes | None = None
     rank_0: int | None = None
-    """Under torchrun the process that has started this one; its death is a SIGTERM."""
+    """Process id of rank 0, which has started this process under torchrun. Its death is a SIGTERM."""
     request: ShutdownRequest | None = None
     grace_s: float = 0.0
     newest: Callable[[], str] | None = None
     reported: tuple[str | None, str] | None = None
     """Label of the failure ("step 3"), and the first line of its message."""
     ended_by: int | None = None
-    """The signal that Stopped was raised for. It is raised once."""
+    """The signal for which Stopped was raised. It is raised once."""
     has_ended: threading.Event = field(default_factory=threading.Event)
     judged: threading.Event = field(default_factory=threading.Event)
-    """After a request to stop: it is known whether all ranks live."""
+    """Set when, after a request to stop, it is known whether all ranks live."""
     limits: queue.SimpleQueue[Callable[[_Running], None] | None] = field(default_factory=queue.SimpleQueue)
-    """What handlers want done on another thread; `put` may interrupt itself."""
+    """Functions that handlers hand to another thread; `put` may interrupt itself."""
     _claim: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_requested(self) -> bool:
-        """Return whether a graceful shutdown was asked for."""
+        """Whether a graceful shutdown was requested."""
         return self.request is not None and self.request.requested_at is not None
 
     def claim(self) -> bool:
-        """Return whether the caller is the one that ends the job. Then nobody else does."""
+        """Return whether the caller may end the job. Only one caller gets True."""
         claimed = self._claim.acquire(blocking=False)
         if claimed:
             self.has_ended.set()
@@ -130,17 +129,17 @@ def last_failure() -> tuple[str | None, str] | None:
 
 
 def received_signal() -> int | None:
-    """Return the first signal that this process got, also while a job was shutting down; None: none came."""
+    """Return the first signal that this process received, also while a job was shutting down, or None."""
     return _signals[0] if _signals else None
 
 
 @contextlib.contextmanager
 def graceful_shutdown(request: ShutdownRequest, grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
-    """Make a SIGTERM a request, within the loop that acts on it.
+    """Make a SIGTERM a request for a graceful shutdown, around the loop that handles it.
 
     Args:
         grace_s: seconds that the loop has from the request to its end.
-        newest: says which checkpoint there is, if the loop takes longer."""
+        newest: describes the newest checkpoint, in case the loop takes longer."""
     _running.request, _running.grace_s, _running.newest = request, grace_s, newest
     try:
         yield
@@ -155,14 +154,14 @@ def run_job(
 ) -> int:
     """Run `main(connect())`, then shut the workers down.
 
-    Whatever goes wrong, one message goes to stderr: the first failure of any rank, else the driver's own
-    error, else where the job was when a signal ended it. By then `main` has unwound, so its files are closed
-    and its live display is gone. When this returns, signals change nothing any more.
+    After any error, one message goes to stderr. It is the first failure of any rank, else the driver's own
+    error, else the position of the job when a signal ended it. By then `main` has unwound, so its files are
+    closed and its live display is gone. When this function returns, signals change nothing any more.
 
     Args:
         processes: the ranks, if nobody else ends them.
-    Returns: the exit code: 0; 1; 2 for a ValueError before the first call, which is about the user's input
-        and shown without its traceback; 128 + n after signal n (130: Ctrl-C).
+    Returns: the exit code. 0 is success and 1 a failure. 2 is a ValueError before the first call, which is
+    about the user's input and shown without its traceback. 128 + n follows signal n (130: Ctrl-C).
     """
     global _running
     job = _running = _Running(processes=processes, rank_0=os.getppid() if processes is None else None)
@@ -170,13 +169,13 @@ def run_job(
     try:
         try:
             _handle_signals(signal.SIGINT, signal.SIGTERM)
-            if (signum := received_signal()) is not None:  # between two attempts, where nobody heeds one
+            if (signum := received_signal()) is not None:  # came between two attempts
                 raise Stopped(signum)
             if processes is not None:
                 processes.on_signal = _act_on_signal_of_rank
             job.executor = executor = connect()
-            # A dead rank makes the collectives of its peers raise; by the time its death is known to all it
-            # is known why.
+            # A dead rank makes the collectives of its peers raise. The delay lets the death be reported
+            # first.
             executor.death_first_s = _DEATH_FIRST_S
             executor.is_shutting_down, executor.on_terminated = _is_shutting_down, _terminate
             main(executor)
@@ -186,7 +185,7 @@ def run_job(
             if processes is not None:
                 processes.end(_EXIT_S)
         finally:
-            _ignore_signals()  # a signal can still raise in here, once; then it lands below
+            _ignore_signals()  # a signal can still raise in here, once; the handler below catches it
     except BaseException as error:  # process boundary
         _ignore_signals()
         came_first = job.ended_by is None or isinstance(error, Stopped)
@@ -199,11 +198,11 @@ def run_job(
 
 
 def _shut_down_after(error: BaseException, job: _Running) -> int:
-    """Report what has happened and end the ranks. Returns the exit code."""
+    """Report the error and end the ranks. Returns the exit code."""
     _claim_or_wait(job)
     executor, processes = job.executor, job.processes
     if processes is not None:
-        # before they hear of it: an interrupt may have left the executor locked for those who report deaths
+        # an interrupt may have left the executor locked, which would block reports of deaths
         processes.expect_end()
     sys.stdout.flush()
     explanation, code = _explain(error, job), _exit_code(error, executor)
@@ -216,7 +215,7 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
 
 
 def _claim_or_wait(job: _Running) -> None:
-    """Return only if the main thread is the one that ends the job. Otherwise a limit does, by `os._exit`."""
+    """Return only if the main thread ends the job. Otherwise a limit ends the job, by `os._exit`."""
     if not job.claim():
         threading.Event().wait()
 
@@ -225,8 +224,10 @@ def run_job_in_process(
     main: Callable[[Executor], object],
     ranks: Callable[[], contextlib.AbstractContextManager[Executor]],
 ) -> int:
-    """Run `main` where the roles are objects of this process. SIGTERM means what it means elsewhere; Ctrl-C
-    stays a KeyboardInterrupt until it arrives here, as a debugger wants it; an error is raised.
+    """Run `main` where the roles are objects of this process.
+
+    SIGTERM means the same as elsewhere. Ctrl-C stays a KeyboardInterrupt until it arrives here, as a debugger
+    needs it. An error is raised.
 
     Returns: 0, or 128 + n after signal n, which is reported in one line."""
     global _running
@@ -256,7 +257,7 @@ def run_job_in_process(
 
 
 def _first_stop(error: BaseException) -> BaseException:
-    """Return the first of several signals that have raised, each while the one before unwound."""
+    """Return the first of several signals that have raised, each while the previous one unwound."""
     while isinstance(error, KeyboardInterrupt) and isinstance(error.__context__, KeyboardInterrupt):
         error = error.__context__
     return error
@@ -302,12 +303,12 @@ def _kill_workers(executor: Executor | None, exit_code: int) -> None:
         return
     try:
         executor.kill(exit_code)
-    except RuntimeError as error:  # the store is gone, and with it whoever would read this
+    except RuntimeError as error:  # the store is gone, and nobody could read the message
         logger.debug("could not tell the workers: %s", error)
 
 
 def _reason(job: _Running) -> str:
-    """Return why a SIGTERM came, as far as it is known."""
+    """Return the cause of a SIGTERM, as far as it is known."""
     if job.rank_0 is None:
         return ""
     return " (rank 0 has died)" if _is_orphan(job) else " (a worker died, or torchrun was told to stop)"
@@ -319,7 +320,7 @@ def _is_orphan(job: _Running) -> bool:
 
 
 def _is_shutting_down() -> bool:
-    """Return whether what a rank raises is the consequence of a signal. Waits until that is known."""
+    """Return whether a rank's error is the consequence of a signal. Waits until that is known."""
     if not _signals:
         return False
     if not _running.is_requested:
@@ -329,14 +330,15 @@ def _is_shutting_down() -> bool:
 
 
 def _terminate() -> None:
-    """Send the driver the SIGTERM that a rank has got, unless it came here too."""
+    """Send the driver the SIGTERM that a rank has received, unless the driver received one too."""
     if not _signals:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _act_on_signal_of_rank(signum: int) -> bool:
-    """Send the driver the signal that has ended a rank. Returns whether that ends the job: during a graceful
-    shutdown no rank may end by SIGTERM."""
+    """Send the driver the signal that has ended a rank. Returns whether that ends the job.
+
+    During a graceful shutdown no rank may end by SIGTERM."""
     if signum == signal.SIGTERM and _running.executor is not None and _running.is_requested:
         return False
     if signum not in _signals:
@@ -349,22 +351,23 @@ def _act_on_signal_of_rank(signum: int) -> bool:
 
 
 def _handle_signals(*signums: int) -> None:
-    atexit.register(ignore_signals_for_good)  # the interpreter's shutdown takes Python handlers away
+    atexit.register(ignore_signals_for_good)  # the interpreter's shutdown removes Python handlers
     for signum in signums:
         signal.signal(signum, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """Ask the loop to stop, or raise Stopped; see the head of this file.
+    """Ask the loop to stop, or raise Stopped; see the module docstring.
 
-    Ctrl-C under torchrun also kills rank 0, whose death is a SIGTERM here. It may come first, so it waits for
-    a SIGINT to overtake it; or while this function is at work on the SIGINT, which then goes on."""
+    Ctrl-C under torchrun also kills rank 0, whose death is a SIGTERM here. If the SIGTERM comes first, this
+    handler waits for a SIGINT to overtake it. If the SIGTERM comes while this handler works on the SIGINT,
+    that work continues."""
     job = _running
     if signum == signal.SIGTERM:
         is_request = any(
             outer.f_code is _stop.__code__ for outer, _ in traceback.walk_stack(frame)
         ) or _make_request(job)
-        _signals.append(signum)  # now that the request is made: `_is_shutting_down` looks at both
+        _signals.append(signum)  # after the request is made: `_is_shutting_down` reads both
         if is_request:
             return
         if job.rank_0 is not None and job.ended_by is None:
@@ -378,7 +381,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def _make_request(job: _Running) -> bool:
-    """Return whether a SIGTERM is a request for a graceful shutdown, and make it if it is the first."""
+    """Return whether a SIGTERM is a request for a graceful shutdown. The first one makes the request."""
     executor = job.executor
     if executor is None or _is_orphan(job):
         return False
@@ -398,11 +401,11 @@ def _ignore_signals() -> None:
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
-    """Keep the signal for the next attempt, which asks whether one came; SIG_IGN would not."""
+    """Keep the signal for the next attempt, which checks for one; SIG_IGN would lose it."""
     _signals.append(signum)
 
 
-# ------------------------------------------------------------------ on threads of their own
+# ------------------------------------------------------------------ functions on separate threads
 
 
 def _see_who_lives(job: _Running) -> None:

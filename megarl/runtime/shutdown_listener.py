@@ -1,14 +1,15 @@
-"""A rank's part in a graceful shutdown: it lives on until the driver has decided what a SIGTERM means.
+"""Keep a rank alive in a graceful shutdown until the driver has decided how to treat a SIGTERM.
 
-    SIGTERM                  reported to the driver. It may be the end of the whole job, then the driver shuts
-                             it down gracefully. Or it is torchrun's answer to the death of another rank: then
+    SIGTERM                  reported to the driver. It may mean the end of the whole job; then the driver
+    shuts
+                             it down gracefully. Or it is torchrun's answer to the death of another rank; then
                              that rank does not answer, and the driver gives up
     shutdown/process         name of each rank's process, so that a dead one is seen at once on one machine
     shutdown/driver          name of the driver's process
-    shutdown/ping            answered by every rank that lives
+    shutdown/ping            answered by every live rank
     shutdown/abort           index of the first command that is not aborted; earlier ones abort where they
                              can, see abort.py
-    shutdown/all_ranks_know  set when every rank has read the one before
+    shutdown/all_ranks_know  set when every rank has read shutdown/abort
 
 The driver sets the last three in this order, or all of them to "end" when it will ask no more."""
 
@@ -32,14 +33,14 @@ PROCESS, PING = "shutdown/process", "shutdown/ping"
 ABORT_CALLS, ALL_RANKS_KNOW = "shutdown/abort", "shutdown/all_ranks_know"
 ASKED, END = b"asked", b"end"
 DRIVER = "shutdown/driver"
-# that a driver which seems to live may take to ask who lives: less than torchrun leaves until SIGKILL
+# Seconds that a live driver may take to ping the ranks: less than torchrun waits before SIGKILL.
 _HEARD_S = 20.0
 _CONNECT_S, _ASKED_S = 4.0, 10.0
-_SAME_SIGNAL_S = 1.0  # within which a signal reaches all processes that it is sent to
+_SAME_SIGNAL_S = 1.0  # a signal reaches all its processes within this time
 
 
 class ShutdownListener:
-    """Answers the driver on a thread of its own; `join` after the driver has set END."""
+    """Answers the driver on a separate thread; call `join` after the driver has set END."""
 
     def __init__(self, rank: int):
         self._rank, self._terminated, self._pinged, self._asked = (
@@ -57,11 +58,11 @@ class ShutdownListener:
         self._thread.join(timeout_s)
 
     def is_aborted(self, index: int, error: BaseException) -> bool:
-        """Return whether this command, which has raised, is one that the driver aborts: nobody reads its
-        value.
+        """Return whether this command, which has raised, is one that the driver aborts.
 
-        Calls after an aborted one may miss what it has not made. And what this rank has started (an engine,
-        say) may have got the same SIGTERM, and have got it first."""
+        Nobody reads the value of an aborted command. A call after an aborted one may fail because the aborted
+        call's effects are missing. A child process of this rank, for example an engine, may have received the
+        same SIGTERM earlier."""
         if not isinstance(error, Aborted) and self._terminated.wait(_SAME_SIGNAL_S):
             self._asked.wait(_ASKED_S)
         aborted = index < self._first_kept and (
@@ -71,7 +72,7 @@ class ShutdownListener:
         return aborted
 
     def _listen(self) -> None:
-        with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
+        with contextlib.suppress(dist.DistError):  # the job and its store end before anybody asks
             store = connect()
             store.set(f"{PROCESS}/{self._rank}", process_name())
             if store.get(PING) == END:
@@ -87,7 +88,7 @@ class ShutdownListener:
             ABORT.all_ranks_know = store.get(ALL_RANKS_KNOW) == ASKED
 
     def _end(self) -> None:
-        """End this process when the driver has ended, or cannot hear of it. On a thread."""
+        """End this process when the driver has ended or is out of reach. Runs on a thread."""
         self._terminated.set()
         try:
             store = connect(timeout_s=_CONNECT_S)
@@ -101,25 +102,27 @@ class ShutdownListener:
             ):
                 time.sleep(0.1)
         except dist.DistError:
-            pass  # the store is gone, and with it the job
+            pass  # the store is gone, and the job with it
         os._exit(128 + signal.SIGTERM)
 
 
 def _has_driver_died(store: dist.Store) -> bool:
-    """Return whether the driver has surely ended. Of one that is starting, or on another machine, nobody
-    knows."""
+    """Return whether the driver has surely ended.
+
+    This is unknown for a driver that is starting or runs on another machine."""
     return store.check([DRIVER]) and has_died(store.get(DRIVER).decode())
 
 
 def _on_sigterm(call: Callable[[], None]) -> None:
-    """Have this function called once, on a thread, after SIGTERM, even while the main thread is inside a
-    collective, where no Python handler runs. Call on the main thread."""
+    """Call this function once, on a thread, after SIGTERM, even while the main thread is inside a collective.
+
+    No Python handler would run there. Call this on the main thread."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(reading, True)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(
         signal.SIGTERM, lambda signum, frame: None
-    )  # last: a signal that comes earlier ends this process, and none is lost
+    )  # last: an earlier signal ends this process, and none is lost
     os.register_at_fork(after_in_child=_forget_sigterm)
 
     def wait() -> None:

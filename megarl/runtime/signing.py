@@ -1,15 +1,14 @@
-"""Signatures of what travels through the job's store: an HMAC-SHA256 (RFC 2104) before each message, which is
-checked before anything of it is read.
+"""Sign the messages in the job's store with an HMAC-SHA256 (RFC 2104) before each message.
 
-Whoever can reach the store's port can write there. The key is the job's secret:
+The signature is checked before any of the message is read. Anybody who can reach the store's port can write
+there. The key is the job's secret:
 
     started by megarl               drawn by the process that starts the ranks, in their environment
     torchrun, one node              drawn by rank 0, in a file that only this user can read, removed
                                     when all ranks have read it
     torchrun, several nodes         the user's, in MEGARL_JOB_SECRET, the same on all nodes
 
-What is signed is the name that a message is stored under, too: one message cannot be put in the place of
-another."""
+The signature also covers the key under which a message is stored, so a message cannot replace another one."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ class ForgedMessage(RuntimeError):
 
 
 class SecretError(ValueError):
-    """The job's secret is missing, too short, or its folder can be read by others. For the user to mend."""
+    """The job's secret is missing, too short, or in a folder that others can read. The user must fix it."""
 
 
 class Store(Protocol):
-    """The part of torch.distributed.Store that is used here."""
+    """The part of torch.distributed.Store that this module uses."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -51,8 +50,9 @@ def sign(data: bytes, name: str) -> bytes:
 
 
 def verify(signed: bytes, name: str) -> memoryview:
-    """Return the data. Raises: ForgedMessage if no process with the same secret has signed it for this
-    name."""
+    """Return the data if its signature is valid.
+
+    Raises: ForgedMessage if no process with the same secret has signed the data for this name."""
     data = memoryview(signed)[_MAC_BYTES:]
     if not hmac.compare_digest(_mac(name, data), signed[:_MAC_BYTES]):
         raise ForgedMessage(
@@ -74,8 +74,9 @@ _secret: str | None = None
 
 
 def job_secret() -> str:
-    """Return this process's secret: from the environment, else drawn once. Raises: SecretError for one that
-    is short enough to be guessed."""
+    """Return this process's secret, from the environment or drawn once.
+
+    Raises: SecretError for a secret that is short enough to be guessed."""
     global _secret
     if _secret is None:
         given = os.environ.get(JOB_SECRET)
@@ -89,8 +90,9 @@ def job_secret() -> str:
 
 
 def check_secret(env: Mapping[str, str] = os.environ) -> None:
-    """Raise SecretError if this rank's secret is too short, or there is none where the ranks cannot agree on
-    one by themselves."""
+    """Raise SecretError if this rank's secret is too short, or if it is missing and required.
+
+    A secret is required where the ranks cannot agree on one by themselves."""
     job_secret()
     alone = env["WORLD_SIZE"] == "1"
     on_one_node = (
@@ -105,9 +107,14 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
 
 
 def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
-    """Agree on the secret of all ranks before the first message: the one in the environment, from which it is
-    removed, as children inherit that, or rank 0's. Collective over the world; `store`: where the ranks of
-    this attempt meet. Raises: SecretError like check_secret."""
+    """Agree on the secret of all ranks before the first message. Collective over the world.
+
+    The secret is the one in the environment, else rank 0's. It is removed from the environment, which
+    children inherit.
+
+    Args:
+        store: the store where the ranks of this attempt meet.
+    Raises: SecretError like check_secret."""
     global _secret
     check_secret(env)
     if env.pop(JOB_SECRET, None) is not None or env["WORLD_SIZE"] == "1":
@@ -117,15 +124,16 @@ def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
         return
     path = _folder() / os.path.basename(
         store.get(_FILE).decode()
-    )  # only the name: who writes to the store cannot lead us elsewhere
+    )  # only the name: a writer to the store cannot choose another folder
     _secret = _read(path)
     if store.add(_READERS, 1) == int(env["WORLD_SIZE"]) - 1:
         path.unlink(missing_ok=True)
 
 
 def _write(secret: str) -> Path:
-    """Write the secret to a new file. Files of jobs that ended before all of their ranks had started are
-    removed."""
+    """Write the secret to a new file.
+
+    Files of jobs that ended before all of their ranks had started are removed."""
     folder = _folder()
     for path in folder.glob("secret-*"):
         if not Path(f"/proc/{path.name.split('-')[1]}").exists():
@@ -142,8 +150,9 @@ def _read(path: Path) -> str:
 
 
 def _folder() -> Path:
-    """Return a folder that nobody else can read or put anything into. Raises: SecretError if somebody else
-    has made it."""
+    """Return a folder that nobody else can read or write.
+
+    Raises: SecretError if somebody else has made the folder."""
     folder = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""The executor over the job's c10d store: commands out, reports in, deadlines."""
+"""Run calls over the job's c10d store: send commands, read reports, enforce deadlines."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from megarl.runtime.process import has_died, process_name, world_size_from_env
 from megarl.runtime.shutdown_listener import ABORT_CALLS, ALL_RANKS_KNOW, DRIVER, PING, PROCESS
 from megarl.runtime.signing import JOB_SECRET, job_secret
 
-_TICK_S = 1.0  # between two looks at the clock
-_SIGNAL_S = 1.0  # for a signal that came at the same time to be handled
-_STACKS_S = 3.0  # that ranks may take to say where they hang
-_SOON_S, _PING_S = 0.5, 5.0  # ... or that they live
+_TICK_S = 1.0  # seconds between two looks at the clock
+_SIGNAL_S = 1.0  # seconds for a simultaneous signal to be handled
+_STACKS_S = 3.0  # seconds for ranks to report their stacks
+_SOON_S, _PING_S = 0.5, 5.0  # seconds for ranks to answer a ping
 _LOCK_S = 1.0
 
 
 class _Future:
-    """A call in flight. The executor's reader thread fills it in."""
+    """A call in flight. The executor's reader thread fills in its values."""
 
     def __init__(
         self,
@@ -76,16 +76,18 @@ class _Future:
 
 
 class StoreExecutor:
-    """An executor over the job's store. A reader thread takes reports from the inbox as they come, so an
-    error of any rank is known at once, whatever the driver is waiting for or doing.
+    """An executor over the job's store.
+
+    A reader thread takes reports from the inbox as they come. An error of any rank is therefore known at
+    once, even while the driver waits or works.
 
     Args:
         ranks: role -> its ranks. Every rank of the world needs a role.
-        world_size: ranks of the job.
-        call_timeout_s: seconds that a rank may take for one call, from when it is free to start it.
+        world_size: number of ranks of the job.
+        call_timeout_s: seconds that a rank may take for one call, from when the rank is free to start it.
         writer, reader: two connections to the store; see `mailbox.connect`.
-        interfaces: role -> class whose annotated methods say what the role's methods return. Without one
-            results are of plain types.
+        interfaces: role -> class whose annotated methods give the result types of the role's methods. Without
+            a class, results are of plain types.
     """
 
     capabilities = Capabilities(
@@ -118,7 +120,7 @@ class StoreExecutor:
         self._futures: dict[int, _Future] = {}  # calls in flight, by index
         self._queues: dict[int, deque[int]] = {
             rank: deque() for rank in range(world_size)
-        }  # their indices on each rank, oldest first
+        }  # indices of calls in flight on each rank, oldest first
         self._free_since = dict.fromkeys(range(world_size), 0.0)
         self._events: deque[Event] = deque()
         self._has_ended = False
@@ -126,7 +128,7 @@ class StoreExecutor:
         self._log: deque[tuple[int, list[str]]] = deque()  # (index, keys) of the commands still in the store
         self._answered = dict.fromkeys(
             range(world_size), -1
-        )  # newest index that each rank answered, and so the newest it surely read
+        )  # newest index that each rank answered and therefore has read
         self._seconds: dict[tuple[str, str], float] = {}
         self._reader = threading.Thread(target=self._read, name="read_inbox", daemon=True)
         self._reader.start()
@@ -135,9 +137,9 @@ class StoreExecutor:
     def from_env(
         cls, ranks: dict[str, list[int]], call_timeout_s: float, interfaces: Mapping[str, type] | None = None
     ) -> StoreExecutor:
-        """Connect to the job that `start_driver` described. In the driver process."""
+        """Connect to the job that `start_driver` described. Call this in the driver process."""
         job_secret()
-        os.environ.pop(JOB_SECRET, None)  # the driver's children have no use for it
+        os.environ.pop(JOB_SECRET, None)  # the driver's children do not need the secret
         writer, reader = (
             connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2)
         )
@@ -185,7 +187,7 @@ class StoreExecutor:
         self._wait_until(lambda: not self._futures)
 
     def abort_calls(self) -> None:
-        self._outbox.set(PING, "asked")  # ranks read it first
+        self._outbox.set(PING, "asked")  # ranks read this key first
         if not self._outbox.ask_all(ABORT_CALLS, list(self._queues), _PING_S, str(self._next)):
             self._outbox.set(ALL_RANKS_KNOW, "asked")
         self.drain()
@@ -197,7 +199,7 @@ class StoreExecutor:
 
     def shutdown(self) -> None:
         if not self._has_ended:
-            # Threads of the ranks that wait to be asked are in the store's code, see `_end`.
+            # Threads of the ranks that wait for a question are in the store's code, see `_end`.
             self._outbox.end_health(self._num_questions)
             for key in (PING, ABORT_CALLS, ALL_RANKS_KNOW):
                 self._outbox.set(key, "end")
@@ -225,7 +227,7 @@ class StoreExecutor:
         when = at_label(self.label).strip() or "before the first step"
         if not self._changed.acquire(
             timeout=_LOCK_S
-        ):  # a thread that hangs in the store has it; whoever asks may be there to end it
+        ):  # a hanging thread may hold the lock, and the caller may be about to end it
             return f"{when}, in the job's store"
         try:
             calls = [
@@ -237,8 +239,9 @@ class StoreExecutor:
         return f"{when}, waiting for {' and '.join(calls)}" if calls else f"{when}, no call in flight"
 
     def _end(self) -> None:
-        """End the reader thread: a process that exits while a thread is in the store's C++ code may be
-        terminated by it."""
+        """End the reader thread.
+
+        The store's C++ code may terminate a process that exits while a thread is inside it."""
         self._has_ended = True
         self._outbox.close()
         self._reader.join(timeout=1.0)
@@ -257,8 +260,7 @@ class StoreExecutor:
         return future
 
     def _wait_until(self, is_ready: Callable[[], object], timeout_s: float | None = None) -> None:
-        """Block until it is ready, or the time is over. Raises: the failure; what `check_interrupt`
-        raises."""
+        """Block until `is_ready` or the timeout. Raises: the failure; errors of `check_interrupt`."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while self.failure is None and not is_ready():
@@ -284,8 +286,9 @@ class StoreExecutor:
             return future.index not in self._futures
 
     def _now(self) -> float:
-        """Seconds on a clock that stands while this process is stopped (Ctrl-Z): what the ranks answered
-        meanwhile was not late."""
+        """Return seconds on a clock that stands while this process is stopped (Ctrl-Z).
+
+        Replies of ranks during that time are not late."""
         return time.monotonic() - self._stopped_s
 
     def _wait_for_change(self, seconds: float) -> None:
@@ -295,8 +298,9 @@ class StoreExecutor:
             self._stopped_s += lost
 
     def _seconds_left(self) -> float:
-        """Until the next deadline. Past one: set the failure. A rank's clock starts when its oldest call
-        could start there."""
+        """Return the seconds until the next deadline. Sets the failure after a missed deadline.
+
+        A rank's clock starts when its oldest call could start there."""
         now = self._now()
         waited = {
             rank: now - max(self._futures[queue[0]].issued, self._free_since[rank])
@@ -321,7 +325,7 @@ class StoreExecutor:
             return 0.0
         return self.call_timeout_s - waited[slowest]
 
-    # The reader thread.
+    # Methods of the reader thread.
 
     def _read(self) -> None:
         try:
@@ -339,7 +343,7 @@ class StoreExecutor:
         except Exception as error:  # thread boundary: the main thread would wait for ever
             time.sleep(
                 _SIGNAL_S
-            )  # Ctrl-C also ends whoever keeps the store; then it is the signal that tells what happened
+            )  # Ctrl-C may end the store's process first; the signal then gives the better message
             text = (
                 f"[driver] cannot hear the workers any more {self.where()}: {type(error).__name__}: {error}"
             )
@@ -357,13 +361,13 @@ class StoreExecutor:
             self.fail(RemoteError(f.role, rank, f.method, f.label, f.error, f.traceback))
 
     def _accept(self, reply: Reply) -> None:
-        """Store one value; tell the main thread if it was the call's last."""
+        """Store one value, and notify the main thread if the call is complete."""
         with self._changed:
             future = self._futures[reply.index]
             try:
                 interface = self._interfaces.get(future.role)
                 future.values[reply.rank] = decode_result(interface, future.method, reply.value)
-            except Exception as error:  # what an interface's own types raise, too
+            except Exception as error:  # including errors of an interface's own types
                 return self.fail(
                     RemoteError(future.role, reply.rank, future.method, future.label, str(error), "")
                 )
@@ -384,7 +388,7 @@ class StoreExecutor:
             self._changed.notify_all()
 
     def _read_by_all(self) -> list[str]:
-        """Keys of the commands that every rank has read."""
+        """Return the keys of the commands that every rank has read."""
         keys: list[str] = []
         with self._changed:
             oldest = min(self._answered.values())

@@ -1,10 +1,11 @@
-"""The driver process beside rank 0 under torchrun, from its start to its exit code.
+"""Run the driver process beside rank 0 under torchrun, from its start to its exit code.
 
     torchrun -> rank 0 -> start_driver -> run_driver(main, ...)  the driver: connect, run, shut down
              -> rank 0, 1, ... -> serve(roles, ...)              the workers
 
-Whatever fails is reported once (`shutdown.py`), and then everything ends: the driver exits, then rank 0, then
-torchrun ends all others. Importing this module does not import torch, so the driver starts before rank 0 has.
+An error is reported once (`shutdown.py`), and then everything ends: the driver exits, then rank 0, then
+torchrun ends all others. Importing this module does not import torch, so the driver starts before rank 0 has
+imported it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 def start_driver(
     argv: list[str], env: dict[str, str] | None = None, module: str = "megarl.trainer"
 ) -> subprocess.Popen:
-    """Start the driver beside rank 0: `python -P -m module argv`. Call it on rank 0's main thread; hand the
-    result to `serve`.
+    """Start the driver beside rank 0: `python -P -m module argv`.
 
-    The driver finds the job in its environment and not the variables that would make it pass for a rank. From
-    here on this process lives no longer than the driver does: it exits when the driver fails, with the
-    driver's code, wherever it is.
+    Call this on rank 0's main thread and pass the result to `serve`. The driver's environment describes the
+    job, without the variables that would make the driver a rank. From here on this process lives no longer
+    than the driver. If the driver fails, this process exits at once with the driver's code.
     """
     inherited = os.environ if env is None else env
     child_env = without_rank(inherited) | {
@@ -44,7 +44,8 @@ def start_driver(
         "MEGARL_RANK_0_PID": str(os.getpid()),
         JOB_SECRET: job_secret(),
     }
-    child_env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # when the store goes away the driver says so itself
+    # when the store goes away the driver reports it itself
+    child_env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     driver = subprocess.Popen([sys.executable, "-P", "-m", module, *argv], env=child_env)
     threading.Thread(target=_watch_driver, args=(driver,), name="watch_driver", daemon=True).start()
     return driver
@@ -52,7 +53,7 @@ def start_driver(
 
 def _watch_driver(driver: subprocess.Popen) -> None:
     code = driver.wait()
-    if code in (-signal.SIGINT, -signal.SIGTERM):  # before it could handle them
+    if code in (-signal.SIGINT, -signal.SIGTERM):  # the signal came before the driver could handle it
         os._exit(128 - code)
     if code < 0:
         sys.stderr.write(f"[rank 0] the driver process was killed by signal {-code}; ending the job\n")
@@ -67,12 +68,16 @@ def run_driver(
     call_timeout_s: float,
     interfaces: Mapping[str, type] | None = None,
 ) -> int:
-    """Run `main(executor)` in the process that `start_driver` started, then shut the workers down. Returns
-    the exit code, as `run_job`. interfaces: as of StoreExecutor."""
+    """Run `main(executor)` in the process that `start_driver` started, then shut the workers down.
+
+    Returns the exit code, as `run_job`.
+
+    Args:
+        interfaces: as in StoreExecutor."""
     end_on_signals()
     end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
     from megarl.runtime.store_executor import (
         StoreExecutor,
-    )  # torch: what a signal interrupts there cannot be unwound
+    )  # torch: cleanup cannot run if a signal interrupts this import
 
     return run_job(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s, interfaces))

@@ -1,5 +1,6 @@
-"""The worker loop of a rank on the job's store: take the next command of the log, run it if it is for a role
-of this rank, report, again.
+"""Run the worker loop of a rank on the job's store.
+
+The loop takes the next command of the log, runs it if a role of this rank is called, and reports.
 
     call             -> run, report the value
     call, aborted    -> report no value (a graceful shutdown, see shutdown_listener.py)
@@ -9,9 +10,9 @@ of this rank, report, again.
     shutdown         -> report, return
     kill             -> exit with the driver's code
 
-A failed worker waits because its exit makes the collectives of its peers fail, and torchrun kill everything:
-first the cause must be reported, by the driver, once. `os._exit` because exit hooks (of gloo, vLLM) would
-only print the consequences."""
+A failed worker waits because its exit makes the collectives of its peers fail and torchrun kill all ranks.
+The driver must first report the cause, once. The worker uses `os._exit` because exit hooks (of gloo, vLLM)
+would only print the consequences."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from megarl.runtime.shutdown_listener import ShutdownListener
 
 logger = logging.getLogger(__name__)
 _KILL_WAIT_S = 5.0
-_STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody else knows the reason
+_STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody else knows the cause
 
 
 def serve(
@@ -49,16 +50,17 @@ def serve(
     """Serve the driver until it shuts the job down.
 
     Args:
-        roles: of this rank; see `hosting.Roles`.
-        rank: of this process in the world.
-        store: a connection of its own, see `mailbox.connect`.
+        roles: roles of this rank; see `hosting.Roles`.
+        rank: rank of this process in the world.
+        store: a separate connection, see `mailbox.connect`.
         driver: on rank 0, the process from `start_driver`.
-        health: from `answer_health`, if that was called before.
+        health: thread from `answer_health`, if that was called before.
     Returns: exit code of this worker: the driver's on rank 0, else 0. Does not return when the job fails.
     """
     end_on_signals()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may start workers from a thread that ends early
-        end_with_parent(os.getppid(), signal.SIGKILL)  # a SIGTERM asks for more
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may start workers from a short-lived thread
+        # SIGKILL, because a SIGTERM requests a graceful shutdown
+        end_with_parent(os.getppid(), signal.SIGKILL)
     listener = ShutdownListener(rank)
     health = health or answer_health(rank)
     try:
@@ -72,16 +74,18 @@ def serve(
 
 
 def answer_health(rank: int) -> threading.Thread:
-    """From now on tell the driver that this rank lives, and where its main thread is, when it asks. Needs the
-    job's store."""
+    """Answer the driver's health questions from now on, with the stack of this rank's main thread.
+
+    Needs the job's store."""
     thread = threading.Thread(target=_answer_health, args=(rank,), name="answer_health", daemon=True)
     thread.start()
     return thread
 
 
 def fail_to_start(error: BaseException, rank: int) -> NoReturn:
-    """Report an error before `serve` to the driver; where its store cannot be reached, print it here. Ends
-    the process."""
+    """Report an error before `serve` to the driver, and end the process.
+
+    If the driver's store cannot be reached, the error is printed here."""
     failure = Failure.of(error, "worker", "start-up", None)
     try:
         mailbox = Mailbox(connect(timeout_s=_KILL_WAIT_S))
@@ -92,15 +96,17 @@ def fail_to_start(error: BaseException, rank: int) -> NoReturn:
 
 
 def _answer_health(rank: int) -> None:
-    with contextlib.suppress(dist.DistError):  # the job, and its store, ends before anybody asks
+    with contextlib.suppress(dist.DistError):  # the job and its store end before anybody asks
         Mailbox(connect()).answer_health(
             rank, lambda: stack_of_call(threading.main_thread(), (WRITES_CHECKPOINT,))
         )
 
 
 class _WorkerLoop:
-    """Commands come over one connection, which blocks; everything that this rank reports goes over another,
-    so that reports arrive in their order and an event at any time."""
+    """The loop over the commands of one rank.
+
+    Commands come over one connection, which blocks. All reports of this rank go over another connection, so
+    that they arrive in their order and an event can be sent at any time."""
 
     def __init__(self, rank: int, store: dist.Store, listener: ShutdownListener) -> None:
         self._rank, self._commands, self._listener = rank, Mailbox(store), listener

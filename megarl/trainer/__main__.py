@@ -1,4 +1,4 @@
-"""The driver process: started beside rank 0, checks the job, runs its loop."""
+"""Run the driver process beside rank 0: check the job and run its loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inpu
 
 
 def main(argv: list[str]) -> int:
-    """Exit code of the driver: 0, 2 for a job that cannot start as it is, 1 for one that failed."""
+    """Return the exit code of the driver.
+
+    0 for success, 2 for a job whose configuration cannot start, 1 for a job that failed."""
     from megarl.runtime.process import world_size_from_env
     from megarl.runtime.torchrun import run_driver
 

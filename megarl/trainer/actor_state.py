@@ -1,4 +1,4 @@
-"""What the driver knows of one actor: its position in the data, its buffer, its KL controller, its gate."""
+"""Keep the driver's state of one actor: position in the data, buffer, KL controller, log-prob gate."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ActorState:
     """The driver's state of one actor and of the roles with its number.
 
     Args:
-        suffix: "" of the first actor, "_2" of the second.
+        suffix: "" for the first actor, "_2" for the second.
         config: the configuration of this actor.
-        inputs: its data and the shape of its model.
+        inputs: the data of this actor and the shape of its model.
     """
 
     def __init__(self, suffix: str, config: TrainConfig, inputs: Inputs) -> None:
@@ -37,18 +37,18 @@ class ActorState:
         self.zero_reward_steps = 0
         """Consecutive steps whose rewards were all zero."""
         self.weight_of = {f"reward{suffix}": 1.0} if uses_rule_reward(config) else {}
-        """Role that scores -> the weight of its score in the reward."""
+        """Weight of each scoring role's score in the reward, by role."""
         self.weight_of |= {f"{model.name}{suffix}": model.weight for model in reward_models(config)}
 
     def update_kl(self, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
-        """Let the KL controller see the KL that was measured in a step on a batch, if one was."""
+        """Update the KL controller with the KL of a step, if the step measured one."""
         if MEASURED_KL in metrics:
             num_failed = sum(reward is None for reward in batch.rewards.values())
             self.kl.update(metrics[MEASURED_KL], len(batch.samples) - num_failed)
 
     def note_zero_rewards(self, batch: RolloutBatch) -> str | None:
-        """Count steps without a reward but 0. Returns a warning when there have been many."""
-        if not batch.rewards:  # it learns from the samples of another
+        """Count consecutive steps without a reward other than 0. Returns a warning when there are many."""
+        if not batch.rewards:  # the actor learns from another actor's samples
             return None
         self.zero_reward_steps = 0 if any(batch.rewards.values()) else self.zero_reward_steps + 1
         limit = self.config.run.warn_after_zero_reward_steps
@@ -72,7 +72,7 @@ class ActorState:
         """Admit the prompts of a step to the buffer.
 
         Args:
-            rows: rows of the training data; None: the next ones.
+            rows: rows of the training data; None takes the next ones.
         Raises: ValueError for rows that do not exist or do not fill whole mini-batches."""
         batch = self.config.batch
         if rows is None:
@@ -84,7 +84,7 @@ class ActorState:
 
     @property
     def num_samples_per_prompt(self) -> int:
-        """Size of a group. A row of supervised fine-tuning is a group of one."""
+        """Size of a group. A row of supervised fine-tuning is a group of one sample."""
         return self.config.batch.num_samples_per_prompt if self.config.algorithm.needs_rollout else 1
 
     def _checked(self, rows: Sequence[int]) -> Sequence[int]:
@@ -100,7 +100,7 @@ class ActorState:
         return rows
 
     def snapshot(self) -> dict[str, object]:
-        """Return what a checkpoint holds of the actor's state, for JSON."""
+        """Return the part of the actor's state that a checkpoint holds, for JSON."""
         state = {
             "cursor": self.cursor.state(),
             "kl": self.kl.state_dict(),
@@ -109,16 +109,16 @@ class ActorState:
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
 
     def restore(self, state: Mapping[str, object]) -> None:
-        """Restore what `snapshot` returned. The gate is passed anew.
+        """Restore the state that `snapshot` returned. The log-prob gate must be passed again.
 
-        Raises: ValueError if the training data has changed its size."""
+        Raises: ValueError if the size of the training data has changed."""
         self.cursor = DataCursor.restore(state["cursor"], self.cursor.num_rows)
         self.kl.load_state_dict(state["kl"])
         self.zero_reward_steps = state["zero_reward_steps"]
         self.buffer.restore(state.get("buffer", ()))
 
     def hidden_size(self, role: str) -> int:
-        """Return the hidden size of a role's model, from which the cost of a sequence is estimated."""
+        """Return the hidden size of a role's model, which the cost estimate of a sequence uses."""
         if role == f"critic{self.suffix}" and self.config.model.critic_model:
             return ModelShape.load(self.config.model.critic_model, value_head=True).hidden_size
         for model in reward_models(self.config):

@@ -1,9 +1,9 @@
-"""The prompts that an actor has admitted and the samples they gave, until they are trained on.
+"""Keep the admitted prompts of an actor and their samples until they are trained on.
 
     buffer.admit({4: 17, 5: 3}, num_samples=2, step=3)    visits of two prompts, for training step 3
-    buffer.issue()                                         {4: 17, 5: 3}: what the engines have not been given yet
-    buffer.add(samples)                                    samples as they are finished, in any order
-    buffer.take(step=3)                                    the finished groups, in the order of admission
+    buffer.issue()                                        {4: 17, 5: 3}: prompts not yet given to an engine
+    buffer.add(samples)                                   samples as they are finished, in any order
+    buffer.take(step=3)                                   the finished groups, in the order of admission
 
 The buffer holds numbers only; the tokens are on the ranks."""
 
@@ -16,7 +16,7 @@ from megarl.packing import Sample
 
 
 class BufferError(RuntimeError):
-    """A sample that the buffer does not expect, or a group that is too late."""
+    """A sample arrived that the buffer does not expect, or a group is too late."""
 
 
 @dataclass
@@ -31,13 +31,13 @@ class Group:
     row: int
     """Row of the training data."""
     num_samples: int
-    """Samples that the group has when it is finished."""
+    """Number of samples of the finished group."""
     step: int
-    """Training step that the prompt was admitted for."""
+    """Training step for which the prompt was admitted."""
     is_issued: bool = False
-    """Whether an engine has been given the prompt."""
+    """Whether an engine has received the prompt."""
     samples: dict[int, Sample] = field(default_factory=dict)
-    """Sample id -> sample, of those that are finished."""
+    """Finished samples by sample id."""
 
     @property
     def is_finished(self) -> bool:
@@ -45,11 +45,11 @@ class Group:
 
 
 class SampleBuffer:
-    """Every admitted prompt is trained on once, or is still in the buffer.
+    """Buffer of admitted prompts: every prompt is trained on once or is still in the buffer.
 
     Args:
         staleness: number of steps by which a group may be later than the step it was admitted for. 0 is
-            synchronous training: a step trains on all that was admitted for it.
+            synchronous training: a step trains on every group that was admitted for this step.
     """
 
     def __init__(self, staleness: int = 0) -> None:
@@ -57,7 +57,7 @@ class SampleBuffer:
         self._groups: dict[int, Group] = {}
 
     def __len__(self) -> int:
-        """Number of groups in the buffer."""
+        """Return the number of groups in the buffer."""
         return len(self._groups)
 
     def admit(self, visits: Mapping[int, int], num_samples: int | Mapping[int, int], step: int) -> None:
@@ -66,8 +66,8 @@ class SampleBuffer:
         Args:
             visits: visit -> row of the training data.
             num_samples: samples of each prompt, or visit -> samples where groups differ in size.
-            step: the training step that they are for.
-        Raises: BufferError for a visit that is in the buffer already."""
+            step: the training step for which the prompts are admitted.
+        Raises: BufferError for a visit that is already in the buffer."""
         if known := sorted(visits.keys() & self._groups.keys()):
             raise BufferError(f"visit {known[0]} is admitted a second time")
         for visit, row in visits.items():
@@ -75,7 +75,7 @@ class SampleBuffer:
             self._groups[visit] = Group(visit, row, size, step)
 
     def issue(self) -> dict[int, int]:
-        """Return visit -> row of the prompts that no engine has been given, and count them as given."""
+        """Return visit -> row of the prompts that no engine has received, and mark them as issued."""
         waiting = [group for group in self._groups.values() if not group.is_issued]
         for group in waiting:
             group.is_issued = True
@@ -84,8 +84,8 @@ class SampleBuffer:
     def add(self, samples: Iterable[Sample]) -> None:
         """Add finished samples to their groups.
 
-        Raises: BufferError for a sample of a group that was not issued or is finished, and for one that came
-            before."""
+        Raises: BufferError for a duplicate sample, and for a sample of a group that was not issued or is
+        finished."""
         for sample in samples:
             group = self._groups.get(sample.group)
             if group is None or not group.is_issued:
@@ -101,7 +101,7 @@ class SampleBuffer:
     def take(self, step: int) -> list[Group]:
         """Remove the finished groups and return them, in the order of admission.
 
-        Raises: BufferError for a group that is not finished and would be later than `staleness` allows."""
+        Raises: BufferError for an unfinished group that is later than `staleness` allows."""
         for group in self._groups.values():
             if not group.is_finished and group.step + self.staleness <= step:
                 raise BufferError(
@@ -114,14 +114,14 @@ class SampleBuffer:
         return finished
 
     def snapshot(self) -> list[dict[str, int]]:
-        """Return the groups that are not trained on yet, for JSON."""
+        """Return the groups that have not been trained on, for JSON."""
         return [
             {"visit": group.visit, "row": group.row, "num_samples": group.num_samples, "step": group.step}
             for group in self._groups.values()
         ]
 
     def restore(self, groups: Iterable[Mapping[str, int]]) -> None:
-        """Take the place of what was there: the groups of `snapshot`, to be sampled anew.
+        """Replace the content by the groups of `snapshot`, which are sampled again.
 
-        A sample's draws depend on its visit and index only, so it has the tokens that it had before."""
+        A sample's draws depend only on its visit and index, so the sample gets the same tokens as before."""
         self._groups = {group["visit"]: Group(**group) for group in groups}

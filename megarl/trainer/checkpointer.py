@@ -1,12 +1,15 @@
-"""Checkpoints of a job: written while it trains, made visible when every rank is done, read back by a later
-job of any layout.
+"""Write and restore the checkpoints of a job.
 
-    save      every rank copies its state, threads write it           .step_000010.partial/actor/..., critic/...
-    poll      all threads have ended: job.json, then the name          step_000010/
-    abandon   the same after a failure, by what is on the disk
-    restore   newest first; one that is damaged is passed over
+Checkpoints are written while the job trains and become visible when every rank is done. A later job of any
+layout can read them.
 
-What ranks hold is in the folders of the roles (megarl/checkpoint), what the driver holds is in job.json."""
+    save      every rank copies its state, threads write it            .step_000010.partial/actor/...
+    poll      all threads have ended: write job.json, then rename      step_000010/
+    abandon   after a failure: the same, judged by the files on disk
+    restore   newest first; a damaged checkpoint is skipped
+
+The state of the ranks is in the folders of the roles (megarl/checkpoint). The driver's state is in job.json.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ from megarl.trainer.stop_request import StopRequest
 
 
 class NoWholeCheckpoint(RuntimeError):
-    """--load names nothing that can be read; says what is wrong with each checkpoint that there is."""
+    """--load names no readable checkpoint; the message gives the error of each checkpoint."""
 
 
 @dataclass
@@ -53,19 +56,19 @@ class _Saving:
     step: int
     partial: Path
     body: dict[str, object]
-    """Of job.json, but for the roles' digests."""
+    """Content of job.json, without the roles' digests."""
     asked: dict[str, Future] | None = None
-    """Role -> the call that asks whether it is written, in flight."""
+    """Pending calls by role, each asking whether the role's part is written."""
 
 
 class Checkpointer:
-    """Writes and restores the checkpoints of a job. One checkpoint at a time is being written.
+    """Writes and restores the checkpoints of a job, one at a time.
 
     Args:
         meshes: role -> its mesh.
-        state: what the driver keeps; it goes into job.json.
-        run_folder: where checkpoints are written, and whose metrics they name.
-        stop: a request for a shutdown does not interrupt a checkpoint half-way.
+        state: the driver's state, which goes into job.json.
+        run_folder: the folder for checkpoints, which also provides their metrics.
+        stop: the shutdown request, which does not interrupt a checkpoint half-way.
     """
 
     def __init__(
@@ -83,28 +86,28 @@ class Checkpointer:
         self.last_step: int | None = None
         """Step of the newest checkpoint that was begun or restored."""
         self.restored_metrics: dict[str, float] = {}
-        """Metrics of the step that was restored."""
+        """Metrics of the restored step."""
         self._saving: _Saving | None = None
         self._metrics: dict[int, dict[str, float]] = {}
         """Step of each checkpoint in the run folder -> the metrics of that step."""
         self._has_noted = False
-        """Whether the user knows that a step has no --best-metric."""
+        """Whether the user was told that a step has no --best-metric."""
 
     @property
     def is_evaluated(self) -> bool:
-        """Of the step that was restored: it has held-out scores."""
+        """Whether the restored step has held-out scores."""
         return any(name.startswith("eval/") for name in self.restored_metrics)
 
     def save(self) -> None:
         """Begin a checkpoint of the state between two steps. Returns when every rank has copied its state.
 
-        Waits for the checkpoint before. Does nothing if the run has one of this step.
+        Waits for the previous checkpoint. Does nothing if the run has a checkpoint of this step.
 
-        Raises: RemoteError if a rank cannot; OSError if the folder cannot be written."""
+        Raises: RemoteError if a rank cannot copy its state; OSError if the folder cannot be written."""
         self.wait()
         step = self._state.completed
         folder = folder_of_step(self._run.folder, step)
-        if step in self._metrics:  # the folder of another cannot have its name
+        if step in self._metrics:  # the run already has a checkpoint of this step
             return
         partial = folder.with_name(f".{folder.name}.partial")
         with self._stop.held(), _removed_if_failed(partial):
@@ -120,8 +123,9 @@ class Checkpointer:
             self._saving, self.last_step = _Saving(step, partial, self._body(states.result())), step
 
     def poll(self) -> None:
-        """Make the checkpoint visible if it is complete, without waiting. Raises: RemoteError if a rank could
-        not write its part."""
+        """Make the checkpoint visible if it is complete, without waiting.
+
+        Raises: RemoteError if a rank could not write its part."""
         saving = self._saving
         if saving is None:
             return
@@ -135,7 +139,7 @@ class Checkpointer:
                     self._publish({role: digests[0] for role, digests in answers.items()})
 
     def wait(self) -> None:
-        """Until what was begun is visible. Raises as `poll`."""
+        """Wait until the current checkpoint is visible. Raises the errors of `poll`."""
         if self._saving is None:
             return
         with self._stop.held():
@@ -143,7 +147,7 @@ class Checkpointer:
             self._publish({role: future.result()[0] for role, future in asked.items()})
 
     def abandon(self) -> None:
-        """After a failure: what all roles have written by now becomes visible, anything less is removed."""
+        """Clean up after a failure: publish the checkpoint if all roles have written it, else remove it."""
         if self._saving is None:
             return
         partial = self._saving.partial
@@ -155,9 +159,9 @@ class Checkpointer:
     def restore(self) -> int:
         """Restore every role and the driver's state from --load, once the roles are set up.
 
-        Returns: the step to continue after; 0 without --load, or if it is --save's own folder and holds no
-        checkpoint yet.
-        Raises: NoWholeCheckpoint if all are damaged or of other models."""
+        Returns: the step to continue after. The step is 0 without --load, or if --load is --save's own folder
+        and holds no checkpoint yet.
+        Raises: NoWholeCheckpoint if all checkpoints are damaged or belong to other models."""
         if self.config.load is None:
             return 0
         note, problems = self._run.progress.note, []
@@ -185,7 +189,7 @@ class Checkpointer:
 
     @property
     def _everywhere(self) -> str:
-        """The role that is on every rank."""
+        """Name of the role that is on every rank."""
         return "data" if "data" in self.executor.ranks else "actor"
 
     def _body(self, random_states: list[dict[str, str]]) -> dict[str, object]:
@@ -218,19 +222,19 @@ class Checkpointer:
         self._prune()
 
     def _prune(self) -> None:
-        """Remove what --keep and --best-metric do not keep, and what jobs before this one have left."""
+        """Remove checkpoints that --keep and --best-metric do not keep, and leftovers of earlier jobs."""
         folders = checkpoints_in(self._run.folder)
         kept = {step_of(folder) for folder in folders[: self.config.keep]} | {self._best_step()}
         for folder in folders:
             if step_of(folder) not in kept:
                 folder.rename(
                     folder.with_name(f".{folder.name}.removed")
-                )  # a job that ends meanwhile leaves no half of one
+                )  # a job that ends meanwhile leaves no incomplete checkpoint
         for hidden in (self._run.folder / CHECKPOINTS).glob(".step_*"):
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _best_step(self) -> int | None:
-        """Of the checkpoints that are there; of equal ones the latest."""
+        """Return the step of the best checkpoint on disk; the latest of equal ones."""
         name, sign = self.config.best_metric, 1 if self.config.best_metric_mode == "max" else -1
         there = {step_of(folder) for folder in checkpoints_in(self._run.folder)}
         values = {
@@ -241,8 +245,9 @@ class Checkpointer:
     # ------------------------------------------------------------------ reading
 
     def _problem_of(self, folder: Path) -> str | None:
-        """What is wrong with a checkpoint, by the files' digests and the shapes of the models; None:
-        nothing."""
+        """Return the error of a checkpoint, or None.
+
+        Compares digests of the files and shapes of the models."""
         try:
             body = read_job(folder)
         except JobFileError as error:
@@ -272,9 +277,7 @@ class Checkpointer:
             future.result()
         self._state.restore(body)
         ranks = self.executor.ranks[self._everywhere]
-        if len(body["random_states"]) == len(
-            ranks
-        ):  # under another number of ranks there is no such thing as the same state
+        if len(body["random_states"]) == len(ranks):  # another number of ranks has no equivalent random state
             for future in [
                 self.executor.call_on([rank], self._everywhere, "set_random_state", state)
                 for rank, state in zip(ranks, body["random_states"], strict=True)
@@ -284,13 +287,14 @@ class Checkpointer:
         return body["step"]
 
     def _go_on(self, step: int, folder: Path | None) -> None:
-        """Make the run folder one in which `step` was the last."""
+        """Cut the run folder so that `step` is its last step."""
         note = self._run.progress.note
         if not goes_on(self._job_config):
             note(f"continues after step {step}: {folder}")
             return
         for later in list(self._later_than(step)):
-            replaced = later.with_name(f".{later.name}.replaced")  # removed when the next one is complete
+            # removed when the next checkpoint is complete
+            replaced = later.with_name(f".{later.name}.replaced")
             shutil.rmtree(replaced, ignore_errors=True)
             later.rename(replaced)
         self._run.go_on_after(step)
@@ -309,7 +313,7 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _removed_if_failed(partial: Path) -> Iterator[None]:
-    """Of a full disk it would take the rest."""
+    """Remove the partial folder after an error, so that a full disk gets its space back."""
     try:
         yield
     except BaseException:
@@ -318,7 +322,7 @@ def _removed_if_failed(partial: Path) -> Iterator[None]:
 
 
 def _metrics_of(folder: Path) -> dict[str, float]:
-    """{} of a damaged one."""
+    """Return the metrics of a checkpoint, {} for a damaged one."""
     try:
         return read_job(folder)["metrics"]
     except JobFileError:

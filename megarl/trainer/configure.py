@@ -1,4 +1,4 @@
-"""A configuration in Python, by the names of the flags."""
+"""Build a configuration in Python, with the names of the flags."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from megarl.config.schema import TrainConfig
 
 
 def load_config(*argv: str, device_map: DeviceMap | None = None, **flags: object) -> TrainConfig:
-    """What the command line `megarl train argv` means, with more flags as keywords: train_iters=5 is
-    --train-iters 5, bf16=True is --bf16, eval_data=["a.jsonl", "b.jsonl"] is --eval-data a.jsonl b.jsonl,
-    kl_target=None is --kl-target none, actor_2_seed=1 is --actor-2-seed 1.
+    """Return the configuration of the command line `megarl train argv`, with more flags as keywords.
+
+    A keyword is the flag with underscores. train_iters=5 is --train-iters 5, bf16=True is --bf16,
+    eval_data=["a.jsonl", "b.jsonl"] is --eval-data a.jsonl b.jsonl, kl_target=None is --kl-target none,
+    actor_2_seed=1 is --actor-2-seed 1.
 
     Example:
         config = megarl.load_config("@configs/quickstart_ppo.args", device_map=DeviceMap(actor=[0],
         rollout=[0], critic=[1]), train_iters=5)
-    Raises: ConfigError that lists everything that is wrong.
+    Raises: ConfigError that lists all errors.
     """
     words = [word for name, value in flags.items() for word in _words(flag_name(name), value)]
     return loader.load_config(
@@ -28,7 +30,8 @@ def load_config(*argv: str, device_map: DeviceMap | None = None, **flags: object
 
 
 def _words(flag: str, value: object) -> list[str]:
-    """As in an args file, but for what a shell would take away. A value that looks like a flag or a file
-    stays a value."""
+    """Return the words of a flag as in an args file, without the quotes that a shell removes.
+
+    A value that looks like a flag or a file stays a value."""
     head, *values = shlex.split(format_flag(flag, str(value) if hasattr(value, "__fspath__") else value))
     return [f"{head}={values[0]}"] if len(values) == 1 else [head, *values]

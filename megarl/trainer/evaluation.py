@@ -1,4 +1,4 @@
-"""Held-out accuracy: during training, and in the driver of `megarl eval`."""
+"""Measure held-out accuracy during training and in the driver of `megarl eval`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megarl.role_names import with_suffix
 from megarl.trainer.state import TrainState
 
 MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
-"""Metric -> whether it decodes greedily (else samples at --temperature)."""
+"""Metric -> whether decoding is greedy (otherwise sampled at --temperature)."""
 
 
 def held_out_accuracy(
     rollout: Rollout, reward: Reward, rows: list[int]
 ) -> tuple[dict[str, float], dict[str, dict]]:
-    """Mean reward of one response per row, sampled and greedy, and the first row's answer for each.
+    """Return the mean reward of one response per row, sampled and greedy, and the first row's answers.
 
-    A row draws the same noise at every evaluation, in a job and in `megarl eval`, so only
-    the weights change the accuracies."""
+    A row draws the same noise at every evaluation, in a job and in `megarl eval`. Only the weights change the
+    accuracies."""
     scores, answers = {}, {}
     for name, greedy in MODES.items():
         rollout.generate("eval", {row: row for row in rows}, greedy=greedy)
@@ -42,7 +42,7 @@ def held_out_accuracy(
 def evaluate_actors(
     executor: Executor, state: TrainState
 ) -> tuple[dict[str, float], dict[str, dict[str, object]]]:
-    """Evaluate every actor on --eval-data. Returns the scores, and for each the first row's answer.
+    """Evaluate every actor on --eval-data. Returns the scores and, for each score, the first row's answer.
 
     Raises: ValueError without --eval-data, or without a rule that scores."""
     scores, answers = {}, {}
@@ -66,8 +66,9 @@ def evaluate_actors(
 def evaluate_job(
     executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int
 ) -> None:
-    """Load --model into the engines, answer --eval-data, write one JSON line to stdout. The job's other roles
-    stay as they are."""
+    """Load --model into the engines, answer --eval-data, and write one JSON line to stdout.
+
+    The job's other roles are not set up."""
     meshes = role_meshes(config, world_size)
     for future in [executor.call(name, "setup") for name in ("actor", "rollout", "reward")]:
         future.result()

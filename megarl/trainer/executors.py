@@ -1,9 +1,9 @@
-"""The executors of a training job by name: --executor chooses one.
+"""Choose the executor of a training job by name (--executor).
 
-    torchrun    ranks are processes: of torchrun, or of `megarl train`, which then starts them itself
-    inline      the only rank is this process: a debugger stands where the error is
+    torchrun    ranks are processes, started by torchrun or by `megarl train` itself
+    inline      this process is the only rank: a debugger stops where the error is
 
-`register_executor` adds another one."""
+`register_executor` adds another executor."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from megarl.runtime.store_executor import StoreExecutor
 
 ExecutorFactory = Callable[[TrainConfig, int], AbstractContextManager["Executor"]]
-"""(configuration, number of ranks) -> the executor of the job, whose roles can be called within the
-context."""
+"""Function (configuration, number of ranks) -> the executor of the job, as a context manager.
+
+The roles can be called within the context."""
 
 
 def open_executor(config: TrainConfig, world_size: int) -> AbstractContextManager[Executor]:
@@ -40,13 +41,16 @@ def open_executor(config: TrainConfig, world_size: int) -> AbstractContextManage
 
 
 def has_rank_processes(config: TrainConfig) -> bool:
-    """Return whether the ranks are processes that run `megarl.train`. Otherwise `open_executor` is all that
-    the job needs. Raises: ConfigError for an executor that nobody has registered."""
+    """Return whether the ranks are processes that run `megarl.train`.
+
+    Otherwise the job needs only `open_executor`.
+
+    Raises: ConfigError for an executor that is not registered."""
     return _factory(config) is rank_processes
 
 
 def register_executor(name: str, factory: ExecutorFactory) -> None:
-    """Make jobs with this name in `config.placement.executor` run on the executor that the factory makes."""
+    """Register the factory of an executor under a name for `config.placement.executor`."""
     _FACTORIES[name] = factory
 
 
@@ -62,7 +66,7 @@ def _factory(config: TrainConfig) -> ExecutorFactory:
 
 @contextlib.contextmanager
 def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecutor]:
-    """Start every rank as a process of its own on this machine."""
+    """Start every rank as a separate process on this machine."""
     from megarl.runtime.local_ranks import local_ranks
 
     ranks = hosting_ranks(config, world_size)
@@ -83,7 +87,7 @@ def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecut
 
 @contextlib.contextmanager
 def inline_ranks(config: TrainConfig, world_size: int = 1) -> Iterator[InlineExecutor]:
-    """Build the roles of a world of one rank, which is this process, and the executor that calls them."""
+    """Build the roles of a world of one rank, which is this process, and their executor."""
     quiet_libraries()
     keep_checkout_off_path()
     if trains_in_fp32(config):
@@ -109,13 +113,16 @@ _FACTORIES: dict[str, ExecutorFactory] = {"torchrun": rank_processes, "inline": 
 
 
 def interfaces_of(roles: Iterable[str]) -> dict[str, type]:
-    """Return the class that declares each role: its annotations say what the role's methods return."""
+    """Return the class that declares each role.
+
+    Its annotations give the return types of the role's methods."""
     return {role: role_class(role) for role in roles}
 
 
 def rank_description(ranks: Mapping[str, Sequence[int]]) -> Callable[[int], str]:
-    """Return a function that describes a rank by its roles: "1: actor, critic". Data and rewards, which
-    accompany other roles, are left out."""
+    """Return a function that describes a rank by its roles: "1: actor, critic".
+
+    Data and rewards accompany other roles and are left out."""
 
     def describe(rank: int) -> str:
         roles = ", ".join(

@@ -1,7 +1,8 @@
-"""The log-prob gate: trainer and engine must give the sampled tokens the same log-probabilities.
+"""Check with the log-prob gate that trainer and engine give the sampled tokens equal log-probabilities.
 
-If they do not, training goes on without any error and is silently wrong: stale or misplaced weights, another
-temperature, dropout, labels off by one, padded vocabulary in one softmax and not in the other."""
+Without the gate a disagreement raises no error, and training is silently wrong. Typical causes are stale or
+misplaced weights, another temperature, dropout, labels off by one, and padded vocabulary in one softmax but
+not in the other."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from megarl.trainer.state import TrainState
 
 
 class GateError(RuntimeError):
-    """Trainer and engine disagree."""
+    """Trainer and engine disagree on the log-probs of sampled tokens."""
 
     def __init__(self, finding: str, worst_tokens: list[dict[str, float]]) -> None:
         worst_tokens = sorted(worst_tokens, key=lambda t: -abs(t["trainer"] - t["engine"]))[:5]
@@ -31,7 +32,7 @@ class GateError(RuntimeError):
 
 
 def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
-    """Return the statistics of a step that are above what is accepted, or not finite.
+    """Return the statistics of a step that are above their limits or not finite.
 
     Args:
         mismatch: metrics of the step that `ActorRole.log_probs` returns, each with the prefix mismatch/."""
@@ -44,10 +45,10 @@ def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
 
 
 def gate_finding(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
-    """Return what is wrong with the differences |trainer log-prob - engine log-prob| of a step, or None.
+    """Return the error in the differences |trainer log-prob - engine log-prob| of a step, or None.
 
     Args:
-        mismatch: as of `exceeded`."""
+        mismatch: as in `exceeded`."""
     above = exceeded(mismatch, limits)
     if not above:
         return None
@@ -68,14 +69,14 @@ class LogProbGate:
     """Compares trainer and engine before an actor's first update and at the end of every step.
 
     Args:
-        state: whose actors know their limits, and whether they have passed.
+        state: the actors with their limits and whether they have passed.
     """
 
     def __init__(self, executor: Executor, state: TrainState) -> None:
         self._executor, self._state = executor, state
 
     def check_first(self, log_probs: Future) -> None:
-        """Wait for an actor's `log_probs` and judge it, unless the actor has passed the gate in this run.
+        """Wait for an actor's `log_probs` and check them, unless the actor has passed the gate in this run.
 
         Raises: GateError if trainer and engine disagree."""
         actor = self._state.actor_of(log_probs.role)

@@ -16,7 +16,7 @@ from megarl.trainer.trainer import Trainer
 
 @contextlib.contextmanager
 def graceful_stop(trainer: Trainer) -> Iterator[None]:
-    """Around the loop: a SIGTERM ends it with a checkpoint. Raises: Stopped, with what to report."""
+    """End the loop on SIGTERM with a checkpoint. Raises: Stopped, with the message to report."""
     grace_s = trainer.config.checkpoint.exit_grace_s
     with graceful_shutdown(trainer.stop, grace_s, lambda: newest_checkpoint(trainer.run_folder.folder)):
         trainer.stops_gracefully = True
@@ -32,7 +32,7 @@ def graceful_stop(trainer: Trainer) -> Iterator[None]:
 
 
 def newest_checkpoint(run: Path) -> str:
-    """Describe the newest checkpoint of a run, and how to go on from it."""
+    """Describe the newest checkpoint of a run and how to continue from it."""
     found = checkpoints_in(run)
     if not found:
         return "there is no checkpoint yet"
@@ -40,7 +40,7 @@ def newest_checkpoint(run: Path) -> str:
 
 
 def _save_last_step(trainer: Trainer) -> str:
-    """Save the last completed step. Returns where the job has stopped, in words."""
+    """Save the last completed step. Returns a text that says where the job has stopped."""
     checkpointer, step, folder = trainer.checkpointer, trainer.state.completed, trainer.run_folder.folder
     if step == 0:
         return "before the end of the first step; there is no checkpoint yet"
@@ -54,7 +54,7 @@ def _save_last_step(trainer: Trainer) -> str:
         checkpointer.save()
     checkpointer.wait()
     checkpoint = folder_of_step(folder, step)
-    if not checkpoint.is_dir():  # it was restored from another run, and nothing was done since
+    if not checkpoint.is_dir():  # the checkpoint is from another run, and no step was completed since
         return (
             f"after step {step}, which it was loaded with; go on with --load {trainer.config.checkpoint.load}"
         )

@@ -1,6 +1,6 @@
-"""`megarl train`: this process is the driver, and the ranks are its children.
+"""Start the ranks of `megarl train` as children of this process, which is the driver.
 
-launch            the job: ranks, executor, loop, end
+launch            the job: ranks, executor, loop, shutdown
 launch_ranks      ranks that need no driver (`megarl convert`)
 """
 
@@ -27,17 +27,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Job = Callable[["Executor", TrainConfig, Mapping[str, "Inputs"], int], None]
-"""(executor, config, inputs, world_size)."""
+"""Function of a job: (executor, config, inputs, world_size)."""
 
 
 def launch(
     config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True
 ) -> int:
-    """Run `job` on ranks that are started here, `python -m module argv` each; after a failure again,
-    --max-restarts times. Returns the exit code of the last attempt, as `run_job`.
+    """Run `job` on ranks that this process starts, with `python -m module argv` each.
 
-    new_run: --save must be free."""
-    exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to unwind yet
+    After a failure the job is restarted, up to --max-restarts times. Returns the exit code of the last
+    attempt, as `run_job`.
+
+    Args:
+        new_run: whether --save must be free."""
+    exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to clean up yet
     _prepare_process()
     code, attempt, before = _attempt(config, argv, job, module, new_run, 0), 0, None
     while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
@@ -58,10 +61,12 @@ def launch(
 
 
 def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int) -> int:
-    """The ranks of later attempts have the same arguments: what differs, --load, is the driver's alone."""
+    """Run one attempt of the job.
+
+    Later attempts start the ranks with the same arguments: only the driver's --load differs."""
     from megarl.runtime.local_ranks import (
         LocalRanks,
-    )  # torch: what a signal interrupts there cannot be unwound
+    )  # torch: cleanup cannot run if a signal interrupts this import
     from megarl.trainer.preflight import read_inputs
 
     world_size = config.placement.nproc_per_node
@@ -75,10 +80,11 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
 
 
 def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
-    """Run `python -m module argv` as ranks and wait for them. They say themselves what is wrong, but for
-    those that are killed.
+    """Run `python -m module argv` as ranks and wait for them.
 
-    Returns: 0; 1 if one failed, after which the others are ended; 130 after Ctrl-C."""
+    The ranks report their own errors. This process reports ranks that are killed.
+
+    Returns: 0 for success; 1 if a rank failed, after which the other ranks are ended; 130 after Ctrl-C."""
     _prepare_process()
     from megarl.runtime.local_ranks import LocalRanks, undisturbed
 

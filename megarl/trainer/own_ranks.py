@@ -1,4 +1,4 @@
-"""The ranks of a job that this process starts and ends: what a `Trainer` of a user's own program runs on."""
+"""Start and end the ranks of a job from this process, for a `Trainer` in a user's own program."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megarl.trainer.preflight import Inputs, read_inputs
 
 @dataclass(frozen=True)
 class Started:
-    """Ranks that run, and what the driver has read for the job.
+    """Running ranks and the inputs that the driver has read for the job.
 
     Args:
         inputs: suffix of each actor -> its data.
         world_size: number of ranks.
-        progress: shows steps; None: on stdout, as `megarl train` does.
+        progress: shows steps; None shows them on stdout, as `megarl train` does.
     """
 
     executor: Executor
@@ -35,7 +35,7 @@ class Started:
 def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
     """Check the job, start its ranks on this machine, and end them afterwards.
 
-    Raises: ConfigError for everything that is wrong with the job, before a rank is started."""
+    Raises: ConfigError with all errors of the job, before a rank is started."""
     world_size = config.placement.nproc_per_node
     check_everything(config, world_size)
     shown = Progress(config.batch.train_iters, stream=None if progress else _Nowhere(), terminal=False)
@@ -45,7 +45,7 @@ def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
 
 
 class _Nowhere(io.TextIOBase):
-    """A stream that drops what is written to it."""
+    """A stream that drops all text."""
 
     def write(self, text: str) -> int:
         return len(text)

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a job, found before a device is touched or a file is written."""
+"""Find all errors of a job before a device is touched or a file is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.rewards.pool import RewardPool, probe_reward
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the driver has read and checked for one actor."""
+    """Checked inputs of one actor."""
 
     shape: ModelShape
     train: PromptDataset
@@ -29,11 +29,12 @@ class Inputs:
 
 
 def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> dict[str, Inputs]:
-    """Check the configuration, read data and tokenizer, try the reward. Raises ValueError with all that is
-    wrong.
+    """Check the configuration, read data and tokenizer, and try the reward.
 
-    new_run: --save must not hold a run yet (training), or is not written to (evaluation).
-    Returns: suffix of each actor -> what it reads."""
+    Args:
+        new_run: whether --save must not hold a run yet (training) or is not written to (evaluation).
+    Returns: suffix of each actor -> its inputs.
+    Raises: ValueError with all errors."""
     check_job(config, world_size, new_run)
     load = functools.cache(PromptDataset.load)  # actors mostly read the same files
     inputs = {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}

@@ -1,7 +1,7 @@
-"""After a failure: the same job once more, from the newest checkpoint of its own run folder.
+"""Restart a failed job from the newest checkpoint of its own run folder.
 
-`megarl train --max-restarts N` does it itself; under torchrun --max-restarts N an attempt but the first knows
-that it is one."""
+`megarl train --max-restarts N` restarts the job itself. Under torchrun --max-restarts N each attempt reads
+its number from the environment."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from megarl.loggers.json_lines import cut_after
 
 
 def continued(config: TrainConfig) -> TrainConfig:
-    """The configuration of the next attempt: it goes on in --save, where an attempt has failed.
+    """Return the configuration of the next attempt, which continues in --save.
 
-    Before the first checkpoint it begins where that one began. If that was a checkpoint of another run, what
-    was recorded is removed."""
+    Before the first checkpoint the next attempt begins where the first one began. If that was a checkpoint of
+    another run, the records in --save are removed."""
     run = Path(config.run.save)
     begins_elsewhere = config.checkpoint.load is not None and not goes_on(config)
     if begins_elsewhere and not checkpoints_in(run):
@@ -39,13 +39,16 @@ def continued(config: TrainConfig) -> TrainConfig:
 
 
 def attempt_under_torchrun(env: Mapping[str, str] = os.environ) -> int:
-    """On a rank, or in the driver beside it: how often torchrun has started the job again."""
+    """Return how often torchrun has restarted the job, on a rank or in the driver beside it."""
     prefix = re.search(r"/attempt_(\d+)$", env.get("MEGARL_STORE_PREFIX", ""))
     return int(prefix[1] if prefix else env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def where_it_goes_on(config: TrainConfig) -> str:
-    """In words. config: as `continued` has it."""
+    """Describe where the next attempt continues.
+
+    Args:
+        config: the configuration that `continued` returned."""
     found = checkpoints_in(Path(config.run.save))
     if found:
         return f"from the checkpoint of step {step_of(found[0])} ({found[0]})"

@@ -1,4 +1,4 @@
-"""The batch of a step as the driver knows it."""
+"""Define the batch of a step as the driver knows it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megarl.trainer.buffer import Group
 
 @dataclass
 class RolloutBatch:
-    """What the driver knows of the step that is running. The tokens are on the ranks.
+    """The driver's record of the step that is running. The tokens are on the ranks.
 
-    A sample has an id that is unique in the run, and a group: the visit of the prompt that it answers. See
-    `DataCursor` for visits.
+    A sample has an id that is unique in the run, and a group. The group is the visit of the sample's prompt;
+    see `DataCursor` for visits.
 
-    Example: rewards less a little for each response's length, before the advantages are computed:
+    Example: subtract a small penalty for length from each reward, before the advantages are computed:
         for sample, length in batch.response_lengths.items():
             batch.rewards[sample] -= 0.01 * length
     """
@@ -28,19 +28,19 @@ class RolloutBatch:
     visits: dict[int, int]
     """Visit of each prompt -> its row of the data set, in order."""
     samples: list[Sample] = field(default_factory=list)
-    """Sorted by sample id. Groups may have different numbers of samples."""
+    """Samples sorted by sample id. Groups may have different numbers of samples."""
     records: dict[str, dict[int, dict]] = field(default_factory=dict)
-    """Role that scored -> sample id -> what it says of the sample."""
+    """Scoring role -> sample id -> the role's record of the sample."""
     rewards: dict[int, float | None] = field(default_factory=dict)
-    """By sample id: what those who score say, weighted; None: one of them failed. What it holds when the
-    advantages are computed counts."""
+    """Weighted sum of the scores by sample id; None if a scoring role failed.
+
+    The values at the time when the advantages are computed count."""
     transfers: list[Future] = field(default_factory=list)
-    """Calls that bring its samples and columns to the ranks that need them; their answers are metrics."""
+    """Calls that bring samples and columns to the ranks that need them. Their results are metrics."""
     kl_coef: float = 0.0
-    """What the actor's KL controller says in this step."""
+    """KL coefficient of this step, from the actor's KL controller."""
     actors: dict[str, RolloutBatch] = field(default_factory=dict)
-    """What each actor has sampled: actors["actor_2"]; actors["actor"] is the first's, which `rollout`
-    returns."""
+    """Batch of each actor by name. actors["actor"] is the first actor's, which `rollout` returns."""
 
     def take(self, groups: Sequence[Group]) -> None:
         """Make the samples of these groups the batch, in the order of their ids."""
@@ -50,7 +50,7 @@ class RolloutBatch:
 
     @property
     def rows(self) -> list[int]:
-        """Row of the data set of each prompt; a row comes twice if it is visited twice."""
+        """Row of the data set of each prompt. A row appears twice if it is visited twice."""
         return list(self.visits.values())
 
     @property
@@ -59,18 +59,19 @@ class RolloutBatch:
 
     @property
     def group_ids(self) -> list[int]:
-        """Group of each sample, in the order of sample_ids: the visit of the prompt that it answers."""
+        """Group of each sample, in the order of sample_ids: the visit of the sample's prompt."""
         return [s.group for s in self.samples]
 
     @property
     def row_of(self) -> dict[int, int]:
-        """Sample id -> row of the data set of its prompt."""
+        """Row of the data set of each sample's prompt, by sample id."""
         return {s.sample_id: self.visits[s.group] for s in self.samples}
 
     @property
     def reward_digests(self) -> list[int] | None:
-        """What binds each reward to its sample's tokens on the ranks, in the order of sample_ids; None: not
-        all tokens have a digest."""
+        """Digests that bind each reward to its sample's tokens on the ranks, in the order of sample_ids.
+
+        None if some tokens have no digest."""
         if any(s.digest is None for s in self.samples):
             return None
         return [
@@ -79,8 +80,9 @@ class RolloutBatch:
 
     @property
     def texts(self) -> dict[int, dict[str, object]]:
-        """Sample id -> prompt, response, ground_truth, ... of the first --num-rollouts-to-log samples (-1: of
-        all)."""
+        """Sample id -> prompt, response, ground_truth, ... of the samples that are logged.
+
+        These are the first --num-rollouts-to-log samples (-1: all)."""
         rule = next(
             (records for role, records in self.records.items() if kind_and_suffix(role)[0] == "reward"), {}
         )
@@ -88,16 +90,16 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Tokens of prompt and response, by sample id."""
+        """Number of prompt and response tokens, by sample id."""
         return {s.sample_id: s.length for s in self.samples}
 
     @property
     def response_lengths(self) -> dict[int, int]:
-        """Tokens of the response, by sample id."""
+        """Number of response tokens, by sample id."""
         return {s.sample_id: s.response_length for s in self.samples}
 
     def score_of(self, role: str, sample: int) -> float | None:
-        """What a role that scores has given a sample, before its weight; None: it failed."""
+        """Return the unweighted score that a role gave a sample, or None if the role failed."""
         return self.records[role][sample]["reward" if kind_and_suffix(role)[0] == "reward" else "score"]
 
     def __repr__(self) -> str:

@@ -1,12 +1,15 @@
-"""The run folder: everything that a run leaves behind.
+"""Write the run folder, which holds all files of a run.
 
-resolved.args                the whole configuration; `megarl train @resolved.args --save elsewhere` runs it again
+resolved.args                the whole configuration;
+                             `megarl train @resolved.args --save elsewhere` runs it again
 metrics.jsonl                one JSON object per step, written as the step ends
-tensorboard/                 the same as event files; --log-with chooses this and other trackers, see megarl/loggers
+tensorboard/                 the same as event files;
+                             --log-with chooses this and other trackers, see megarl/loggers
 rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
-timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev (written at the end)
+timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev
+                             (written at the end)
 rollouts/eval.jsonl          one held-out answer per evaluation
-checkpoints/step_000010/     what a later job goes on from, see `trainer/checkpointer.py`
+checkpoints/step_000010/     checkpoints for later jobs, see `trainer/checkpointer.py`
 hf/, hf_critic/              exported weights (written by actor and critic)
 """
 
@@ -31,11 +34,11 @@ from megarl.loggers.json_lines import METRICS, JsonLines, cut_after
 
 ARGUMENTS, ROLLOUTS = "resolved.args", "rollouts"
 MARKS = (ARGUMENTS, METRICS)
-"""Files that make a folder a run's."""
+"""Files whose presence marks a folder as a run."""
 
 
 def check_folder_is_free(save: str) -> None:
-    """Raise ValueError if `save` holds a run, naming a folder that is free. Creates nothing."""
+    """Raise ValueError if `save` holds a run, and name a free folder. Creates nothing."""
     folder = Path(save)
     if folder.exists() and not folder.is_dir():
         raise ValueError(
@@ -50,8 +53,11 @@ def check_folder_is_free(save: str) -> None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Descriptor that keeps other jobs from this run until it is closed, or the process ends. Raises:
-    ValueError if another has it."""
+    """Lock the run folder against other jobs and return the lock's file descriptor.
+
+    The lock lasts until the descriptor is closed or the process ends.
+
+    Raises: ValueError if another job holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,28 +73,28 @@ def lock_folder(folder: Path) -> int:
 
 
 class Run:
-    """Records one run: the JSON lines on the caller's thread, everything else on one background thread.
+    """Records one run: JSON lines on the caller's thread, everything else on one background thread.
 
-    An error of the background thread surfaces at the next call. The folder is created here, so make a Run
-    only when everything else was checked; a run that is resumed in its own folder (--load) changes nothing
-    before `go_on_after`. Use it as a context manager, or call `close`. If the body of the context manager
-    raises before anything was recorded, what was created is removed, so that the same command can be tried
+    An error of the background thread is raised by the next call. The constructor creates the folder, so make
+    a Run only after all checks. A run that is resumed in its own folder (--load) changes nothing before
+    `go_on_after`. Use the Run as a context manager, or call `close`. If the body of the context manager
+    raises before the first record, the created files are removed, so that the same command can be tried
     again.
 
     Args:
-        config: of the job.
+        config: configuration of the job.
         resolved_args: text of resolved.args.
-        progress: shows steps to whoever watches; default: on stdout.
+        progress: shows steps to the user; default: on stdout.
     Raises: ValueError if the folder cannot be written, or holds a run already and --load does not resume it.
     """
 
     def __init__(self, config: TrainConfig, resolved_args: str, progress: Progress | None = None):
         self.folder, self._resolved_args, self._config = Path(config.run.save), resolved_args, config.run
         self._files: JsonLines | None = None
-        self._trackers: list[Logger] | None = None  # until something is recorded
+        self._trackers: list[Logger] | None = None  # opened at the first record
         self._background = ThreadPoolExecutor(1, thread_name_prefix="run_folder")
         self._writes: list[Future] = []
-        # The step and metrics whose evaluation may still come, and those that were written last.
+        # The step and metrics whose evaluation may still follow, and the row that was written last.
         self._row: tuple[int, dict[str, float | int]] | None = None
         self._written_row: tuple[int, dict[str, float | int]] = (0, {})
         self._step_start = time.perf_counter()
@@ -96,7 +102,7 @@ class Run:
         self._lock: int | None = None
         self._has_failed = False
         self._created: list[Path] = []
-        """Files and folders of a new run that were not there before, in the order of their removal."""
+        """Files and folders that this run created, in the order of their removal."""
         if not goes_on(config):
             check_folder_is_free(config.run.save)
             self._created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
@@ -107,7 +113,7 @@ class Run:
         self.progress = Progress(config.batch.train_iters) if progress is None else progress
 
     def go_on_after(self, step: int) -> None:
-        """Resume in the run's own folder: remove what was recorded of later steps. 0 begins anew."""
+        """Resume in the run's own folder: remove the records of later steps. Step 0 begins a new run."""
         cut_after(self.folder, step)
         self._first_step = step + 1 if step else 0
         self._open("a")
@@ -126,7 +132,7 @@ class Run:
             self._created.insert(0, self.folder / METRICS)
 
     def begin_step(self) -> None:
-        """Start the clock of time/step_s, and write the row of the step before."""
+        """Start the clock of time/step_s, and write the row of the previous step."""
         self._write_row()
         self._step_start = time.perf_counter()
 
@@ -146,12 +152,12 @@ class Run:
         scores: Mapping[str, float],
         answers: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
     ) -> None:
-        """Add the scores of an evaluation to the row of `step`, even if that row is written already.
+        """Add the scores of an evaluation to the row of `step`, even if that row is already written.
 
-        Step 0 has a row of its own.
+        Step 0 has a separate row.
 
         Args:
-            answers: score -> one of the samples that it was computed from."""
+            answers: score -> one of the samples that the score was computed from."""
         for name, answer in answers.items():
             rows = [{"name": name, **answer}]
             self._log(lambda logger, rows=rows: logger.log_rollouts(step, rows, "eval"))
@@ -161,8 +167,7 @@ class Run:
         self._write_row()
 
     def row_of(self, step: int) -> dict[str, float | int]:
-        """Return the metrics that were recorded of this step, if it is the last one, else {}. Writes its
-        row."""
+        """Write the row of the last step. Returns its metrics if `step` is the last step, else {}."""
         self._write_row()
         written, row = self._written_row
         return row if written == step else {}
@@ -173,10 +178,10 @@ class Run:
             self._log(lambda logger: logger.log_rollouts(step, rows, "train"))
 
     def close(self) -> None:
-        """Write everything that was recorded. Raises the first error of the background thread."""
+        """Write all records. Raises the first error of the background thread."""
         with (
             contextlib.ExitStack() as last
-        ):  # each of these even if another raises: closing files of a full disk does
+        ):  # every callback runs even if another raises: closing files on a full disk does
             last.callback(self.progress.close)
             last.callback(self._unlock)
             last.callback(self._remove_if_unused)
@@ -215,14 +220,13 @@ class Run:
             raise
 
     def _remove_if_unused(self) -> None:
-        """Remove what this run has created if it failed before anything was recorded: it would block the next
-        try."""
+        """Remove the files of a run that failed before the first record: they would block a new attempt."""
         metrics, rollouts = self.folder / METRICS, self.folder / ROLLOUTS
         with contextlib.suppress(OSError):
             if metrics.exists() and metrics.stat().st_size or rollouts.exists() and any(rollouts.iterdir()):
                 return
         for path in self._created if self._has_failed else ():
-            with contextlib.suppress(OSError):  # a folder in which others have written stays
+            with contextlib.suppress(OSError):  # a folder with files of others stays
                 path.rmdir() if path.is_dir() else path.unlink()
 
     def _write_row(self) -> None:
@@ -246,8 +250,8 @@ class Run:
         for write in finished:
             write.result()
 
-    # On the background thread. Trackers start with the first record, so that a failed start leaves nothing
-    # with them.
+    # Methods of the background thread. Trackers start with the first record, so that a failed start leaves no
+    # run in them.
 
     def _opened_trackers(self) -> list[Logger]:
         if self._trackers is None:

@@ -1,17 +1,21 @@
-"""Runs a flow, once per step: issues every node as soon as it may be, and never makes a rank wait that could
-work.
+"""Run a flow once per step: issue every node as early as possible and keep every rank busy.
 
-    ready     what a node reads was written by calls that ended; or that are in front of it on each of its own ranks, so that it
-              cannot overtake them, if the driver needs none of their values to make the call
-    exchange  brings columns between roles that share no mesh; a call on the ranks of both, in front of all
-    who read there
-    fair      a call on several ranks waits on each of them for the last one that becomes free. Where that differs, it is held back
-              while something else could still run on one of them; and meanwhile at most one call is on any of
-              its ranks, so that its turn comes soon
-    order     the longest chain behind it first, then as declared: the same every time
+ready
+    A node is ready when the calls that write its inputs have ended. The calls may also be queued in front of
+    the node on each of its ranks, where the node cannot overtake them. The second case requires that the
+    driver needs none of the values to make the call.
+exchange
+    An exchange brings columns between roles that share no mesh. It is one call on the ranks of both roles, in
+    front of all readers there.
+fair
+    A call on several ranks waits on each of them for the last one that becomes free. If the ranks become free
+    at different times, the call is held back while something else could still run on one of them. Meanwhile
+    at most one call is on any of its ranks, so that its turn comes soon.
+order
+    The node with the longest chain behind it goes first, then the order of declaration: the same every time.
 
-Background calls go where and when the path has nothing left to issue; functions among them run in one thread
-of this process.
+Background calls run where and when the critical path has nothing left to issue. Background functions run in
+one thread of this process.
 """
 
 from __future__ import annotations
@@ -29,27 +33,29 @@ from megarl.flow.schedule import Candidate, FlowStep, PreparedFlow
 
 
 class Host(Protocol):
-    """What the nodes mean. All of it is called on the thread that calls `Scheduler.run`."""
+    """Interface to the job. `Scheduler` calls all methods on the thread that calls `Scheduler.run`."""
 
     driver_columns: Collection[str]
-    """Columns (without the `:role` of a second one of a kind) whose values the driver has. Their readers are
-    called when it has them."""
+    """Columns whose values the driver has (without the `:role` of a second role of a kind).
+
+    Their readers are called only after the driver has received the values."""
 
     def skips(self, node: Node) -> bool:
-        """Whether the node is left out of this step. Asked once, when the step begins."""
+        """Return whether the node is left out of this step. Called once, when the step begins."""
 
     def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
-        """For the call of a node, when it is issued. `results` has every node that was issued before."""
+        """Return the arguments of a node's call when it is issued. `results` has every node issued before."""
 
     def move(self, columns: tuple[str, ...], source_role: str, node: Node) -> Future | None:
-        """Issue the call that brings these columns from the source's mesh to the node's; None: there is
-        nothing to do.
+        """Issue the call that brings these columns from the source's mesh to the node's.
 
-        Called once per step for all readers on a mesh. `weights:...` are among the columns: for what their
-        source must do."""
+        Called once per step for all readers on a mesh. The columns include `weights:...`, for which the
+        source may have to act.
+
+        Returns: None if there is nothing to do."""
 
     def finished(self, node: Node, values: list) -> None:
-        """A node ended; `values` as in `Future.result`, of a function of the driver [its value]."""
+        """Handle the end of a node. `values` is `Future.result`, or [value] for a function of the driver."""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +73,7 @@ class _Call:
 
 
 class NodeResult:
-    """The future of a node. Reading it tells the host that the node has ended, if nobody has yet."""
+    """The future of a node. Reading the result reports the end of the node to the host, once."""
 
     def __init__(self, scheduler: Scheduler, call: _Call):
         self._scheduler, self._call = scheduler, call
@@ -82,7 +88,7 @@ class NodeResult:
 
     @property
     def is_on_path(self) -> bool:
-        """A call of a role that the step waits for."""
+        """Whether the step waits for this node and the node is a call of a role."""
         return not self._call.node.background and self._call.node.function is None
 
     @property
@@ -90,7 +96,7 @@ class NodeResult:
         return self._call.future.seconds
 
     def result(self) -> list:
-        """Values per rank, in the order of the role's ranks. Blocks."""
+        """Return the values per rank, in the order of the role's ranks. Blocks."""
         values = self._call.future.result()
         self._scheduler._end(self._call)
         return values
@@ -103,11 +109,12 @@ class NodeResult:
 
 
 class Scheduler:
-    """Args:
-        meshes: role -> its mesh; only `ranks` is looked at.
-        shard_key_of: role -> key of its batch shard; roles with the same key need no
-            exchange. Default: roles with equal meshes have the same.
+    """Runs the flow of each step on the executor.
 
+    Args:
+        meshes: role -> its mesh; only `ranks` is used.
+        shard_key_of: role -> key of its batch shard. Roles with the same key need no exchange. By default
+            roles with equal meshes have the same key.
     Example:
         scheduler = Scheduler(executor, job.meshes, host)
         for step in job.steps():
@@ -129,22 +136,22 @@ class Scheduler:
             role: next(first for first in meshes if meshes[first] == mesh) for role, mesh in meshes.items()
         }
         self._prepared: PreparedFlow | None = None
-        self._running: FlowStep | None = None  # a step until its path is over
-        self._step: FlowStep | None = None  # from then on, for what is left in the background
+        self._running: FlowStep | None = None  # a step until its critical path is over
+        self._step: FlowStep | None = None  # the step from then on, for its background nodes
         self._results: dict[str, NodeResult] = {}
         self._in_flight: list[_Call] = []
-        self._newest: dict[int, _Call] = {}  # of those in flight on each rank
+        self._newest: dict[int, _Call] = {}  # newest call in flight on each rank
         self._background = BackgroundThread()
 
     def run(self, flow: Flow, until: Collection[str] | None = None) -> dict[str, NodeResult]:
-        """One step, or its part until these nodes have ended; others that were ready may have been issued by
-        then. `resume` goes on.
+        """Run one step, or the part of it until the nodes in `until` have ended.
 
-        Returns the results of all nodes that were issued, by name; those that no other reads may still be
-        running.
-        Raises: FlowError before the first call if the flow is wrong; the first error of any rank;
-        RuntimeError that names the node if a function of the driver fails, here or in the background since
-        the last step."""
+        Other nodes that were ready may have been issued by then. `resume` continues the step.
+
+        Returns: the results of all issued nodes, by name. Nodes without readers may still be running.
+        Raises: FlowError before the first call if the flow is wrong. The first error of any rank.
+        RuntimeError naming the node if a function of the driver fails, here or in the background since the
+        last step."""
         self._end_the_step_before()
         if self._prepared is None or self._prepared.flow is not flow:
             self._prepared = PreparedFlow(flow, self._meshes, self._shard_key_of, self._host.driver_columns)
@@ -153,7 +160,8 @@ class Scheduler:
         return self.resume(until)
 
     def resume(self, until: Collection[str] | None = None) -> dict[str, NodeResult]:
-        """Go on with a step of which `run` did a part; without this the next `run` drops the rest of it.
+        """Continue a step that `run` has begun. Without this call the next `run` drops the rest of the step.
+
         Returns and raises like `run`."""
         step = self._running
         while until is None or not step.ended.issuperset(until):
@@ -166,7 +174,10 @@ class Scheduler:
         return self._results
 
     def close(self) -> None:
-        """Wait for all that is in flight, in the background too. For the end of a job that did not fail.
+        """Wait for all calls in flight, also in the background.
+
+        Call this at the end of a job that did not fail.
+
         Raises like `run`."""
         self._end_the_step_before()
         while any(call.ranks for call in self._in_flight):
@@ -175,8 +186,9 @@ class Scheduler:
         self._end_functions()
 
     def _end_the_step_before(self) -> None:
-        """Issue what is left of it in the background, whatever that waits for: this step will overwrite what
-        it reads."""
+        """Issue the remaining background nodes of the previous step, whatever they wait for.
+
+        The new step will overwrite the columns that they read."""
         self._end_functions()
         for call in [call for call in self._in_flight if call.ranks and call.future.done()]:
             self._end(call)
@@ -186,7 +198,7 @@ class Scheduler:
                 self._wait()
 
     def _issue_one(self, step: FlowStep, at_any_price: bool = False) -> bool:
-        """Issue the first candidate that may be. False: there is none."""
+        """Issue the first candidate that may be issued. Returns False if there is none."""
         held_back: set[int] = set()
         for candidate in step.candidates():
             if at_any_price or self._may_issue(candidate, step, held_back):
@@ -195,7 +207,7 @@ class Scheduler:
         return False
 
     def _may_issue(self, candidate: Candidate, step: FlowStep, held_back: set[int]) -> bool:
-        """Adds to `held_back` the ranks for which the candidate waits."""
+        """Return whether the candidate may be issued. Adds the ranks that it waits for to `held_back`."""
         ranks = candidate.ranks
         in_front = {self._newest.get(rank) for rank in ranks}
         become_free_together = len(in_front) <= 1
@@ -246,7 +258,7 @@ class Scheduler:
         self._newest |= dict.fromkeys(call.ranks, call)
 
     def _wait(self) -> None:
-        """Until something ends that may let others be issued."""
+        """Wait until a call ends whose end may let others be issued."""
         if futures := [call.future for call in self._in_flight if call.ranks]:
             done = {id(future) for future in self._executor.wait_any(futures)}
             for call in [call for call in self._in_flight if id(call.future) in done]:
@@ -257,7 +269,7 @@ class Scheduler:
             self._end_functions()
 
     def _end_functions(self) -> None:
-        """Of the background: tell what they returned, or raise what they raised."""
+        """Report the results of background functions to the host, or raise their errors."""
         for call in [call for call in self._in_flight if not call.ranks and call.future.done()]:
             self._end(call)
 

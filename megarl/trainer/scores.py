@@ -1,4 +1,4 @@
-"""The rewards of a step: the scores of the rule and of the reward models, weighted and added up."""
+"""Compute the rewards of a step: the weighted sum of the scores of the rule and of the reward models."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class RewardsFailed(RuntimeError):
 def take_scores(
     batch: RolloutBatch, role: str, per_rank: Iterable[Iterable[dict]], weight_of: Mapping[str, float]
 ) -> None:
-    """Store what a role says of the batch's samples, and update the batch's rewards.
+    """Store a role's scores of the batch's samples, and update the batch's rewards.
 
     Args:
-        per_rank: the role's answer, one list of records per rank.
-        weight_of: role -> weight of its score, of all roles that score in this job.
+        per_rank: the role's result, one list of records per rank.
+        weight_of: role -> weight of its score, for all scoring roles of this job.
     Raises: InvariantError for a score of another sample."""
     records = [record for rank in per_rank for record in rank]
     check_scores(role, records, batch.samples)
@@ -37,7 +37,7 @@ def take_scores(
 
 
 def scores_of(batch: RolloutBatch, role: str) -> list[float | None]:
-    """Return the scores that a role gave, in the order of the batch's samples; None: it failed."""
+    """Return the scores that a role gave, in the order of the batch's samples; None for a failed score."""
     return [batch.score_of(role, sample) for sample in batch.sample_ids]
 
 
@@ -46,7 +46,7 @@ def _scores_by_id(batch: RolloutBatch, role: str) -> dict[int, float | None]:
 
 
 def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: float) -> None:
-    """Raise RewardsFailed, with the first failure that has a reason, if too many rewards are missing.
+    """Raise RewardsFailed if too many rewards are missing. The error gives the first failure with a reason.
 
     Args:
         roles: the roles that score the batch.

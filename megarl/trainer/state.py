@@ -1,4 +1,4 @@
-"""The state of a training run between two steps: one owner, one snapshot, one restore."""
+"""Own the state of a training run between two steps, with one snapshot and one restore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.trainer.preflight import Inputs
 
 
 class TrainState:
-    """Which step the run is in, and what the driver keeps of each actor. Nobody else counts steps.
+    """The step of the run and the driver's state of each actor. Only this class counts steps.
 
     Args:
         config: the configuration of the job.
@@ -28,7 +28,7 @@ class TrainState:
             suffix: ActorState(suffix, of_actor, inputs[suffix])
             for suffix, of_actor in configs_of_actors(config).items()
         }
-        """Suffix -> state: "" is the first actor, "_2" the second."""
+        """State of each actor by suffix: "" is the first actor, "_2" the second."""
         self._before_step = self._snapshots()
 
     @property
@@ -38,7 +38,7 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """The step that runs; between two steps the last completed one, 0 before the first."""
+        """Number of the running step; between two steps the last completed one, 0 before the first."""
         return self.completed + self.in_step
 
     def actor_of(self, role: str) -> ActorState:
@@ -53,28 +53,28 @@ class TrainState:
         return names[name]
 
     def begin_step(self) -> None:
-        """Begin the next step. `drop_step` undoes what happens from here on."""
+        """Begin the next step. `drop_step` undoes all changes from here on."""
         self._before_step = self._snapshots()
         self.in_step = True
 
     def complete_step(self) -> None:
-        """Count the step that runs as completed."""
+        """Count the running step as completed."""
         self.completed, self.in_step = self.step, False
 
     def drop_step(self) -> None:
-        """Return to the state after the last completed step, if a step runs."""
+        """Return to the state after the last completed step, if a step is running."""
         if self.in_step:
             self.in_step = False
             self._restore_actors(self._before_step)
 
     def snapshot(self) -> dict[str, object]:
-        """Return what a checkpoint between two steps holds, for JSON."""
+        """Return the state that a checkpoint between two steps holds, for JSON."""
         return {"step": self.completed, "actors": self._snapshots()}
 
     def restore(self, snapshot: Mapping[str, object]) -> None:
-        """Restore what `snapshot` returned.
+        """Restore the state that `snapshot` returned.
 
-        Raises: ValueError if the training data has changed its size."""
+        Raises: ValueError if the size of the training data has changed."""
         self.completed, self.in_step = snapshot["step"], False
         self._restore_actors(snapshot["actors"])
 

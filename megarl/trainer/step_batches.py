@@ -1,4 +1,4 @@
-"""The batches of one training step: one per actor, and which of them each role works on."""
+"""Hold the batches of one training step, one per actor, and assign a batch to each role."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.trainer.rollout_batch import RolloutBatch
 
 
 class StepBatches:
-    """What the driver knows of a step while it runs.
+    """The driver's record of a running step.
 
     Args:
         step: the number of the step.
-        flow: what depends on what in this step.
+        flow: the dependencies of this step.
         actors: suffix -> state of each actor.
     """
 
@@ -33,16 +33,17 @@ class StepBatches:
         return self.of_actor[""]
 
     def batch_of(self, role: str) -> RolloutBatch:
-        """Return the batch whose samples a role works on: its own actor's if that one samples, else the
-        first actor's."""
+        """Return the batch whose samples a role works on.
+
+        This is the role's own actor's batch if that actor samples, else the first actor's."""
         return self.of_actor.get(self.flow.rollout_source(role), self.first)
 
     def is_on_policy(self, role: str) -> bool:
-        """Whether a role works on samples of its own actor's engines, and not on another actor's."""
+        """Return whether a role works on samples of its own actor's engines, not of another actor's."""
         suffix = kind_and_suffix(role)[1]
         return self.flow.rollout_source(role) == (suffix if suffix in self.of_actor else "")
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens of all batches."""
+        """Number of prompt and response tokens of all batches."""
         return sum(sample.length for batch in self.of_actor.values() for sample in batch.samples)

@@ -1,4 +1,4 @@
-"""What is recorded of a step: metrics, the seconds of its phases, samples with their texts."""
+"""Collect the records of a step: metrics, the seconds of its phases, and samples with their texts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megarl.trainer.step_batches import StepBatches
 def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
     """Return `time/<phase>_s` of the calls of a step, from `Executor.take_seconds()`.
 
-    A call's time is that of its slowest rank. Calls of the same phase add up, and calls that are no phase of
-    their own add up to `time/other_s`. Calls on disjoint ranks overlap, so the phases may add up to more than
-    `time/step_s`; where nothing overlaps, the difference is the driver and the messages."""
+    The time of a call is that of its slowest rank. Calls of the same phase add up. Calls without a phase add
+    up to `time/other_s`. Calls on disjoint ranks overlap, so the phases may add up to more than
+    `time/step_s`. Without overlap the difference is the time of the driver and of the messages."""
     times: dict[str, float] = {}
     for (role, method), value in seconds.items():
         declared = declaration(role, method)
@@ -37,7 +37,7 @@ def metrics_of_actors(
     """Return suffix of each actor -> its metrics of the step, without the actor's number in their names.
 
     Args:
-        reports: calls of the step whose answers are metrics, one dict per rank.
+        reports: calls of the step whose results are metrics, one dict per rank.
         seconds: (role, method) -> seconds of all calls of the step."""
     reports = list(reports)
     metrics = {}
@@ -59,7 +59,7 @@ def _metrics_of_calls(
         for of_rank in report.result():
             metrics = of_rank or {}
             if not batches.is_on_policy(report.role):
-                # Another actor has sampled: the distance to its engines is not what the gate judges.
+                # Another actor has sampled: the gate does not limit the distance to that actor's engines.
                 metrics = {name.replace("mismatch/", "off_policy/"): value for name, value in metrics.items()}
             reported.append(metrics)
     return combine(reported) | combine(of_rank for call in batch.transfers for of_rank in call.result())
@@ -68,7 +68,7 @@ def _metrics_of_calls(
 def _metrics_of_samples(
     batches: StepBatches, suffix: str, weight_of: Mapping[str, float]
 ) -> dict[str, float]:
-    """Rewards and lengths of what an actor has sampled; {} if it trains on the samples of another."""
+    """Return rewards and lengths of an actor's samples; {} if the actor trains on another's samples."""
     batch = batches.of_actor[suffix]
     if batch is not batches.first and not batch.samples:
         return {}
@@ -95,7 +95,7 @@ def _metrics_of_samples(
 def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, object]]:
     """Return the samples that are logged, with their texts and rewards.
 
-    What the rule and each reward model say of a sample is added where it is not the reward itself."""
+    The records of the rule and of each reward model are added unless they equal the reward."""
     rows = []
     for suffix, batch in batches.of_actor.items():
         models = [

@@ -1,11 +1,11 @@
-"""Runs one training step: what each call of the flow gets, and what is done with its answer.
+"""Run one training step: choose the arguments of each call of the flow and handle its result.
 
-    generate -> plan which sample is trained on by which rank of every mesh -> the samples go there
+    generate -> plan which sample is trained on by which rank of every mesh -> send the samples there
     score    -> rewards
-    update   <- after trainer and engine were found to agree
+    update   <- after the log-prob gate has found that trainer and engine agree
 
-A role works on the samples of the rollout with its number, or, if the flow has none, on the first actor's.
-Numbers and ids only, no tensors."""
+A role works on the samples of the rollout with the same number or, if the flow has none, on the first
+actor's. This module handles numbers and ids only, no tensors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from megarl.trainer.weights import send_weights
 
 
 class StepRunner:
-    """The meaning of a flow's nodes in a training job.
+    """Connects the nodes of a flow to the training job.
 
     Args:
         meshes: role -> its mesh.
         gate: compares trainer and engine before an actor's first update.
-        stop: a request for a shutdown drops the step until its first update.
+        stop: a request for a shutdown, which drops the step until its first update.
     """
 
     driver_columns = DRIVER_COLUMNS
@@ -55,14 +55,15 @@ class StepRunner:
         """(length, response length) by row of the training data, in supervised fine-tuning."""
         self.batches: StepBatches | None = None
         self.results: dict[str, NodeResult] = {}
-        """Node -> its future, of the nodes of the step that were issued."""
+        """Futures of the step's issued nodes, by node name."""
         self._scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
 
     def sample(self, flow: Flow, rows: Mapping[str, Sequence[int] | None]) -> StepBatches:
-        """Run a step's flow until the driver has what others decide on: samples, lengths, rewards.
+        """Run a step's flow until the driver has the samples, lengths and rewards.
 
         Args:
-            rows: suffix of each actor that admits prompts -> rows of the training data; None: the next ones."""
+            rows: suffix of each actor that admits prompts -> rows of the training data; None takes the next
+                ones."""
         self.batches = StepBatches(self.state.step, flow, self.state.actors)
         for suffix, rows_of_actor in rows.items():
             actor = self.state.actors[suffix]
@@ -80,7 +81,7 @@ class StepRunner:
         return self.batches
 
     def finish(self) -> list[Future]:
-        """Run the rest of the step. Returns the calls whose answers are metrics."""
+        """Run the rest of the step. Returns the calls whose results are metrics."""
         self.results = self._scheduler.resume()
         return [
             result
@@ -94,7 +95,7 @@ class StepRunner:
         """Return suffix of each actor -> its metrics of the step. Waits for the reports.
 
         Args:
-            reports: the calls whose answers are metrics."""
+            reports: the calls whose results are metrics."""
         reports = list(reports)
         transfers = [call for batch in self.batches.of_actor.values() for call in batch.transfers]
         for call in (*reports, *transfers):  # the seconds of a call are known when it has ended
@@ -102,31 +103,31 @@ class StepRunner:
         return metrics_of_actors(self.batches, self.state, reports, self.executor.take_seconds())
 
     def judge(self, of_actors: Mapping[str, Mapping[str, float]]) -> list[str]:
-        """Let every actor's KL controller and gate see the metrics of the step. Returns warnings.
+        """Update every actor's KL controller and gate with the metrics of the step. Returns warnings.
 
         Raises: GateError if trainer and engine have drifted apart."""
         warnings = []
         for suffix, metrics in of_actors.items():
             actor, batch = self.state.actors[suffix], self.batches.of_actor[suffix]
             actor.update_kl(metrics, self.batches.batch_of(actor.actor))
-            if "mismatch/max_abs" in metrics:  # a loop of one's own may compute no log-probs
+            if "mismatch/max_abs" in metrics:  # a user's own loop may compute no log-probs
                 self.gate.check(actor, metrics)
             warnings += [actor.note_zero_rewards(batch), actor.note_unscored_updates(metrics, batch.step)]
         return [warning for warning in warnings if warning]
 
     def close(self) -> None:
-        """Wait for all calls that are in flight, in the background too."""
+        """Wait for all calls in flight, also in the background."""
         self._scheduler.close()
 
     @property
     def timeline(self):
-        """When each call ran, and on which ranks."""
+        """Times and ranks of each call."""
         return self._scheduler.timeline
 
     # Called by the scheduler.
 
     def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
-        """Return the arguments of a node's call. Everything that it reads from the driver is there.
+        """Return the arguments of a node's call. The driver already has every value that the node reads.
 
         Raises: StopRequested instead of an update that a shutdown drops."""
         arguments = self._arguments(node, results)
@@ -164,12 +165,14 @@ class StepRunner:
                 self.gate.check_first(result)
 
     def skips(self, node: Node) -> bool:
-        """Whether a node is left out of this step: an actor stays as it is while its critic warms up."""
+        """Return whether a node is left out of this step.
+
+        An actor keeps its weights while its critic warms up."""
         warming_up = self.batches.step <= self.state.actor_of(node.role).config.algorithm.critic_warmup_iters
         return warming_up and node.declaration() in (Actor.update, Rollout.sync)
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
-        """Bring token columns from the ranks of a role to those of the node's, if they are not there."""
+        """Send token columns from a role's ranks to the node's ranks. Returns None if no call is needed."""
         giver, taker = self.shard_key_of[source], self.shard_key_of[node.role]
         columns = [column for column in map(base, columns) if column in COMPUTED_COLUMNS]
         if giver == taker or not columns or taker not in self.hidden_size:
@@ -180,7 +183,7 @@ class StepRunner:
         return moved
 
     def finished(self, node: Node, values: list) -> None:
-        """Take the answers that are the driver's to keep. A background node may be of the step before."""
+        """Keep the results that the driver needs. A background node may belong to the previous step."""
         if node.background:
             return
         if node.declaration() is Rollout.generate:
@@ -188,10 +191,10 @@ class StepRunner:
         elif node.declaration() in (Reward.score, RewardModel.score):
             self._take_scores(node.role, values)
 
-    # What is done with answers.
+    # Handling of results.
 
     def _take_samples(self, rollout: str, samples: Sequence[Sample]) -> None:
-        """Give finished samples to the buffer, take the step's groups from it, and distribute these."""
+        """Add samples to the buffer, take the step's groups from it, and distribute their samples."""
         actor, batch = self.state.actor_of(rollout), self.batches.batch_of(rollout)
         longest = actor.config.sampling.max_prompt_length + actor.config.sampling.max_response_length
         actor.buffer.add(samples)
@@ -219,7 +222,7 @@ class StepRunner:
             batch.transfers.append(sent)
 
     def _take_rows(self, suffix: str) -> None:
-        """Take the rows of a step of supervised fine-tuning: each is a finished group of one sample."""
+        """Take the rows of a step of supervised fine-tuning: each row is a finished group of one sample."""
         actor, batch = self.state.actors[suffix], self.batches.of_actor[suffix]
         rows = actor.buffer.issue()
         actor.buffer.add(Sample(visit, *self.row_lengths[row], group=visit) for visit, row in rows.items())
@@ -239,9 +242,9 @@ class StepRunner:
         )
 
     def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
-        """Add a role's scores to the rewards. They are complete when every role that scores has answered.
+        """Add a role's scores to the rewards, which are complete when every scoring role has returned.
 
-        Raises: RewardsFailed if too many rewards are missing then."""
+        Raises: RewardsFailed if the rewards are complete and too many are missing."""
         batch, actor = self.batches.batch_of(role), self.state.actor_of(role)
         weight_of = {
             role: weight for one in self.state.actors.values() for role, weight in one.weight_of.items()

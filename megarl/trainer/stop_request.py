@@ -1,7 +1,7 @@
-"""What a request for a graceful shutdown means for the step that runs.
+"""Apply a request for a graceful shutdown to the step that runs.
 
 before its first update      the step is dropped: the next call, or wait for one, raises StopRequested
-from then on                 it is finished first"""
+after its first update       the step is finished first"""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from collections.abc import Iterator
 
 
 class StopRequested(BaseException):
-    """Raised in the loop of a job that shuts down, where its weights are those of a completed step. Not an
-    Exception: nothing but the end of the job is to catch it."""
+    """Raised in the loop of a job that shuts down, where its weights are those of a completed step.
+
+    The class is no Exception: nothing but the end of the job should catch it."""
 
 
 class StopRequest:
-    """The request to shut one job down. A signal handler sets it; the executor calls `check` before every
-    call and while the loop waits."""
+    """The request to shut one job down.
+
+    A signal handler sets the request. The executor calls `check` before every call and while the loop waits.
+    """
 
     def __init__(self) -> None:
         self.is_armed = False
-        """Somebody acts on the request, so a SIGTERM is one."""
+        """Whether the job handles the request. Only then does a SIGTERM make a request."""
         self.requested_at: float | None = None
-        """time.monotonic() of the first request."""
+        """Time of the first request, by `time.monotonic()`."""
         self._has_updated = False
         self._holds = 0
 
@@ -32,13 +35,14 @@ class StopRequest:
         self.requested_at = self.requested_at or time.monotonic()
 
     def begin_update(self) -> None:
-        """Note that a model is about to be updated: from here on the step is finished. Raises:
-        StopRequested."""
+        """Note that a model is about to be updated: from here on the step is finished.
+
+        Raises: StopRequested."""
         self.check()
         self._has_updated = True
 
     def check(self) -> None:
-        """Raise StopRequested if the step that runs is to be dropped."""
+        """Raise StopRequested if the running step is to be dropped."""
         drops_step = not self._has_updated and not self._holds
         if self.requested_at is not None and self.is_armed and drops_step:
             raise StopRequested

@@ -1,4 +1,4 @@
-"""When each node of a flow ran, and where. Opens in chrome://tracing or ui.perfetto.dev."""
+"""Record when each node of a flow ran, and where. Opens in chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from pathlib import Path
 
 from megarl.files.writing import writing
 
-_MAX_RECORDS = 50_000  # about 10 MB; of a longer run the newest are kept
+_MAX_RECORDS = 50_000  # about 10 MB; a longer run keeps the newest
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call, or the exchange that brings columns to one. Times are `time.time()`, those of a call by its
-    ranks' clocks."""
+    """One call, or the exchange that brings columns to a call.
+
+    Times are `time.time()`. The times of a call are those of its ranks' clocks."""
 
     name: str
     ranks: tuple[int, ...]
-    """Empty: a function of the driver."""
+    """Ranks of the call; empty for a function of the driver."""
     label: str | None
-    """The executor's when the call was issued: "step 3"."""
+    """The executor's label when the call was issued: "step 3"."""
     issued: float
     started: float
-    """`ended` less the time it took on the slowest rank: the others may have begun earlier."""
+    """`ended` minus the seconds of the slowest rank; other ranks may have begun earlier."""
     ended: float
 
 
 class Timeline:
-    """Records in the order in which the driver saw them end."""
+    """Records of calls, in the order in which the driver saw them end."""
 
     def __init__(self) -> None:
         self.records: deque[Record] = deque(maxlen=_MAX_RECORDS)
@@ -46,7 +47,7 @@ class Timeline:
         self.records.append(Record(name, ranks, label, issued, max(issued, ended - seconds), ended))
 
     def chrome_trace(self) -> dict:
-        """A line per rank and one for the driver; times in microseconds since the first call."""
+        """Return the trace: a line per rank and one for the driver, in microseconds since the first call."""
         start = min((r.issued for r in self.records), default=0.0)
         ranks = sorted({rank for r in self.records for rank in r.ranks})
         lines = [(rank, f"rank {rank}") for rank in ranks] + [(len(ranks) and ranks[-1] + 1, "driver")]

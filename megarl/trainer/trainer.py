@@ -1,10 +1,10 @@
-"""Training jobs in Python: the loop of `megarl train`, and loops of your own, are written with this.
+"""Run training jobs in Python: the loop of `megarl train`, and loops of your own.
 
 config = megarl.load_config("@configs/quickstart_ppo.args", train_iters=5)
 with megarl.PPOTrainer(config) as trainer:
     for step in trainer.steps():
-        batch = trainer.rollout()            prompts -> responses -> rewards
-        metrics = trainer.update(batch)      -> log-probs, values -> advantages -> updates -> new weights
+        batch = trainer.rollout()            # prompts -> responses -> rewards
+        metrics = trainer.update(batch)      # log-probs, values -> advantages -> updates -> new weights
         print(metrics["reward/mean"])
     print(trainer.evaluate())
     trainer.roles.actor.export_hf("out").result()
@@ -45,22 +45,22 @@ from megarl.trainer.weights import sync_weights
 class Trainer:
     """A training job whose driver is this process.
 
-    Creating it starts the ranks, sets the roles up, restores what --load names and brings the first weights
-    into the engines. Leaving the `with` block, or `close`, ends all ranks; so do an exception, Ctrl-C, and the
-    end of this process, whatever ends it. After a failure (RemoteError, a rank's death) no call works any
-    more.
+    The constructor starts the ranks, sets the roles up, restores the checkpoint of --load and brings the
+    first weights into the engines. Leaving the `with` block ends all ranks, as do `close`, an exception,
+    Ctrl-C, and any end of this process. After a failure (RemoteError, a rank's death) every further call
+    fails.
 
     Args:
-        config: see `load_config`. --nproc-per-node ranks are started on this machine; with --executor inline
-            there are none, and calls on roles are calls in this process, for pdb. The run folder --save is
-            written as by `megarl train`.
+        config: see `load_config`. The job starts --nproc-per-node ranks on this machine. With --executor
+            inline it starts none, and calls on roles run in this process, for pdb. The job writes the run
+            folder --save as `megarl train` does.
         progress: print a line per step, as `megarl train` does.
-        started: ranks that run already; default: they are started here.
+        started: ranks that are already running; by default the trainer starts them.
     Raises: ConfigError for errors of the job, before a model is built; RemoteError if a rank fails.
     """
 
     algorithm: type[Algorithm] = Algorithm
-    """The algorithm class that the configuration must choose."""
+    """The algorithm class that this trainer requires."""
 
     def __init__(self, config: TrainConfig, progress: bool = False, started: Started | None = None) -> None:
         self.config = config
@@ -84,13 +84,13 @@ class Trainer:
         raise ConfigError([f"--algorithm ({type(config).__name__.lower()}): {rule}"])
 
     def _open(self, started: Started) -> None:
-        """Create the parts of the job. The run folder is created here."""
+        """Create the parts of the job, including the run folder."""
         config, self.executor = self.config, started.executor
         self.meshes = role_meshes(config, started.world_size)
         self.run_folder = self._contexts.enter_context(Run(config, write_args(config), started.progress))
         self.state = TrainState(config, started.inputs)
         self.stop = StopRequest()
-        """The request to shut the job down; a SIGTERM makes it, see `graceful_stop`."""
+        """The request to shut the job down. A SIGTERM sets it, see `graceful_stop`."""
         self.executor.check_interrupt = self.stop.check
         self.roles = Roles(self.executor, self.executor.ranks)
         self.gate = LogProbGate(self.executor, self.state)
@@ -100,11 +100,11 @@ class Trainer:
         )
         self._contexts.push(self._shut_down_roles)
         self.flow = flow_of_actors(config, self.meshes)
-        """What depends on what in a step, as the algorithms of all actors say."""
+        """Flow of a step, combined from the algorithms of all actors."""
         self._validate(self.flow)
         self.stops_gracefully = False
-        """A SIGTERM ends the job with a checkpoint of the last completed step, see `graceful_stop`."""
-        self._metrics: dict[str, float] = {}  # of the last step
+        """Whether a SIGTERM ends the job with a checkpoint, see `graceful_stop`."""
+        self._metrics: dict[str, float] = {}  # metrics of the last step
         self._set_up()
 
     def _shut_down_roles(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
@@ -133,26 +133,26 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The step that runs; between two steps the last one done, 0 before the first."""
+        """Number of the running step; between two steps the last completed one, 0 before the first."""
         return self.state.step
 
     @property
     def results(self) -> dict[str, NodeResult]:
-        """Node of the step's flow -> its future."""
+        """Future of each node of the step's flow, by node name."""
         return self.runner.results
 
     @property
     def is_done(self) -> bool:
-        """Whether the job has made --train-iters steps, or its loss fell below --exit-loss."""
+        """Whether the job has completed --train-iters steps, or its loss fell below --exit-loss."""
         metrics = self._metrics or self.checkpointer.restored_metrics
         exit_loss = self.config.run.exit_loss
         has_converged = exit_loss is not None and metrics.get("policy/loss", math.inf) < exit_loss
         return has_converged or self.state.completed >= self.config.batch.train_iters
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left. Each ends with a checkpoint if one is due (--save-interval).
+        """Yield the remaining steps. Each step ends with a checkpoint if one is due (--save-interval).
 
-        What is called in a step is that step's in errors and records."""
+        Errors and records of calls within a step name this step."""
         while not self.is_done:
             self._begin_step()
             yield self.step
@@ -161,19 +161,19 @@ class Trainer:
     def rollout(
         self, flow: Flow | None = None, rows: Sequence[int] | Mapping[str, Sequence[int]] | None = None
     ) -> RolloutBatch:
-        """Sample responses and score them: run the step's flow until the rewards are here.
+        """Sample responses and score them: run the step's flow until the driver has the rewards.
 
-        Whatever else is ready is computed meanwhile. Begins a step unless one has begun (see `steps`). Called
-        again before `update`, it discards what the step has sampled and samples anew. In supervised
-        fine-tuning the batch is the next rows of the data.
+        Other nodes that are ready run meanwhile. The call begins a step unless one has begun (see `steps`). A
+        second call before `update` discards the step's samples and samples again. In supervised fine-tuning
+        the batch is the next rows of the data.
 
         Args:
-            flow: of the whole step, if not the algorithm's.
-            rows: rows of the training data; default: the next --num-prompts. With several actors the same for
-                all of them that sample, or by name: {"actor": [...], "actor_2": [...]}.
-        Returns: the first actor's batch, which has those of the others.
+            flow: flow of the whole step, if not the algorithm's.
+            rows: rows of the training data; default: the next --num-prompts. With several actors the rows
+                apply to all actors that sample, or are given by name: {"actor": [...], "actor_2": [...]}.
+        Returns: the first actor's batch, which holds the other actors' batches.
         Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank
-            fails."""
+        fails."""
         if not self.state.in_step:
             self._begin_step()
         flow = self.flow if flow is None else flow
@@ -184,23 +184,24 @@ class Trainer:
         """Run the rest of the step: log-probs, values, advantages, updates, new weights into the engines.
 
         Compares trainer and engine before the first update. Returns the step's metrics, which are recorded.
+
         Raises: GateError if trainer and engine disagree; ValueError for a batch that is not the last
-            rollout's; RemoteError."""
+        rollout's; RemoteError."""
         self._check_current(batch)
         self.checkpointer.poll()
         return self._record(self.runner.finish())
 
     def run(self, flow: Flow) -> dict[str, float]:
-        """Run a whole step by a flow of your own. Returns and raises like `update`."""
+        """Run a whole step with a custom flow. Returns and raises like `update`."""
         return self.update(self.rollout(flow))
 
     def finish(self, batch: RolloutBatch, *reports: Future) -> dict[str, float]:
         """Record a step whose calls the loop made itself, instead of `update`. Returns its metrics.
 
         Args:
-            reports: the calls whose answers are metrics.
-        Raises: GateError if log-probs are among them and disagree with the engine's; ValueError as
-            `update`."""
+            reports: the calls whose results are metrics.
+        Raises: GateError if the reports include log-probs that disagree with the engine's; ValueError as
+        `update`."""
         self._check_current(batch)
         return self._record(reports)
 
@@ -214,7 +215,7 @@ class Trainer:
         self.run_folder.begin_step()
 
     def _record(self, reports: Iterable[Future]) -> dict[str, float]:
-        """Record the metrics of these calls as those of the step, then judge them."""
+        """Record the metrics of these calls as those of the step, then check them."""
         state, batches = self.state, self.runner.batches
         of_actors = self.runner.metrics(reports)
         metrics = {
@@ -231,12 +232,12 @@ class Trainer:
         self._metrics = metrics
         return metrics
 
-    # Calls of a loop of one's own.
+    # Calls for a user's own loop.
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future | None:
-        """Bring token columns from the ranks of one role to those of another.
+        """Send token columns from the ranks of one role to those of another.
 
-        Returns None if they are there, as both roles work on the same batch shard."""
+        Returns: None if both roles work on the same batch shard, so that no call is needed."""
         if unknown := sorted({*columns} - {*COMPUTED_COLUMNS}):
             raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(COMPUTED_COLUMNS)}.")
         for role in (source, destination):
@@ -248,10 +249,10 @@ class Trainer:
         return self.runner.move(columns, source, node)
 
     def check_gate(self, log_probs: Future) -> None:
-        """Wait for `roles.actor.log_probs()` and judge it, before an update by hand.
+        """Wait for `roles.actor.log_probs()` and check them against the engine, before an update by hand.
 
         Raises: GateError if trainer and engine disagree. ValueError for an actor that works on another's
-            samples."""
+        samples."""
         if not self.runner.batches.is_on_policy(log_probs.role):
             raise ValueError(
                 f"log_probs (of {log_probs.role}): the gate compares an actor with its own engines, "
@@ -265,7 +266,7 @@ class Trainer:
 
     @property
     def kl_coef(self) -> float:
-        """Factor of the first actor's KL. Of other actors: `batch.actors["actor_2"].kl_coef`."""
+        """KL coefficient of the first actor. Other actors: `batch.actors["actor_2"].kl_coef`."""
         return self.state.first.kl.coef
 
     # Between two steps.
@@ -285,7 +286,9 @@ class Trainer:
             self.evaluate()
 
     def save_checkpoint(self) -> None:
-        """Begin a checkpoint of the state after this step, in --save; `wait`, or the next one, ends it.
+        """Begin a checkpoint of the state after this step, in --save.
+
+        `wait` or the next checkpoint completes it.
 
         Raises: ValueError within a step."""
         if self.state.in_step:
@@ -296,7 +299,7 @@ class Trainer:
         self.checkpointer.save()
 
     def checkpoint_if_due(self) -> None:
-        """Begin a checkpoint every --save-interval steps and at the end, unless there is one of this step."""
+        """Begin a checkpoint every --save-interval steps and at the end, unless this step has one."""
         interval = self.config.checkpoint.save_interval
         if not interval or self.state.in_step or self.step == self.checkpointer.last_step:
             return
@@ -306,7 +309,7 @@ class Trainer:
     def export_if_due(self) -> None:
         """Write hf/, and with a critic hf_critic/, every --export-interval steps and at the end.
 
-        Those of the second actor are hf_2/ and hf_critic_2/."""
+        The folders of the second actor are hf_2/ and hf_critic_2/."""
         interval = self.config.run.export_interval
         if not self.is_done and not (interval and self.step % interval == 0):
             return
@@ -318,17 +321,17 @@ class Trainer:
                 self.roles[role].export_hf(str(path)).result()
 
     def wait(self) -> None:
-        """Wait for everything in flight, in the background too. Then timeline.json says when each call ran."""
+        """Wait for all calls in flight, also in the background. Then write timeline.json."""
         self.runner.close()
         self.checkpointer.wait()
         self.runner.timeline.write(self.run_folder.folder / "timeline.json")
 
-    # The end.
+    # Shutdown.
 
     def close(self) -> None:
-        """Wait for everything in flight and shut the ranks down. Does nothing the second time.
+        """Wait for all calls in flight and shut the ranks down. A second call does nothing.
 
-        After a failure it is raised once more, with the ranks gone."""
+        After a failure the call ends the ranks and raises the error again."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -352,8 +355,7 @@ class Trainer:
     # Checks.
 
     def _validate(self, flow: Flow) -> None:
-        """Raise FlowError for a flow that this job cannot run, or without a column that an algorithm
-        needs."""
+        """Raise FlowError for a flow that this job cannot run, or that lacks a column an algorithm needs."""
         needs = {}
         for actor in self.state.actors.values():
             needs[actor.actor, "advantages"] = actor.config.algorithm.advantage_reads
@@ -363,7 +365,7 @@ class Trainer:
     def _rows_of_actors(
         self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
     ) -> dict[str, Sequence[int] | None]:
-        """Suffix of each actor that takes part in sampling -> rows that it admits; None: the next ones."""
+        """Return suffix of each sampling actor -> the rows to admit; None takes the next rows."""
         by_suffix = {}
         if isinstance(rows, Mapping):
             by_suffix = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}

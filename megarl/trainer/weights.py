@@ -1,4 +1,4 @@
-"""Weights from an actor into its engines, as two calls where they are on different ranks."""
+"""Send weights from an actor into its engines, as two calls if they are on different ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from megarl.flow import Actor, Rollout
 
 
 def send_weights(executor: Executor, meshes: dict[str, MeshSpec], version: int, suffix: str) -> None:
-    """Call the ranks that hold the weights and have no engine; those with one do their part in `sync`.
-    suffix: of the actor."""
+    """Call the ranks that hold the weights and have no engine. Ranks with an engine do their part in `sync`.
+
+    Args:
+        suffix: suffix of the actor."""
     if set(meshes[f"actor{suffix}"].ranks) - set(meshes[f"rollout{suffix}"].ranks):
         Actor(executor, f"actor{suffix}").send_weights(version)
 

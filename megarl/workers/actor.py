@@ -1,4 +1,4 @@
-"""The actor on one rank: the policy that is trained."""
+"""Implement the actor on one rank: the policy that is trained."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class ActorRole(PolicyRole):
     def log_probs(self) -> dict[str, float]:
         """Write the column old_log_probs and compare it with the engine's log-probs.
 
-        Returns: this rank's part of the metrics mismatch/*, which megarl/config/gate_limits.py judges. Among
-            them is kl, the estimate k3 of KL(engine || trainer)."""
+        Returns: this rank's part of the metrics mismatch/*, whose limits are in megarl/config/gate_limits.py.
+        The metric kl is the estimate k3 of KL(engine || trainer)."""
         self.write_log_probs("old_log_probs")
         if not self.model.reports:
             return {}
@@ -141,13 +141,13 @@ class ActorRole(PolicyRole):
         reward failed.
 
         Args:
-            sample_ids, group_ids, rewards: of the whole step, so that group statistics do not depend on the
-                split. Groups may have any sizes. None is a reward that failed.
+            sample_ids, group_ids, rewards: of all samples of the step, so that group statistics do not depend
+                on the split. Groups may have any sizes. None is a reward that failed.
             kl_coef: coefficient of the KL penalty in this step.
             digests: `digest_of_reward` of each sample; None leaves the rewards unchecked.
         Raises: InvariantError for an advantage that is not finite, for a reward of another sample, and for
-            advantages that the algorithm's reference does not make of the sample's reward. ValueError for a
-            reward that is not finite in float32."""
+        advantages that differ from the algorithm's reference. ValueError for a reward that is not finite in
+        float32."""
         check_reward_sizes(dict(zip(sample_ids, rewards, strict=True)))
         if not self.model.is_last_stage:
             return {}
@@ -159,7 +159,7 @@ class ActorRole(PolicyRole):
         if digests is not None:
             check_reward_digests(sample_ids, group_ids, rewards, digests, tokens)
         row_of = {sample: row for row, sample in enumerate(sample_ids)}
-        # The dtype is for a rank without samples, where it would be a float's.
+        # A rank without samples would otherwise get a float tensor.
         rows = torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64)
         columns, metrics = self.algorithm.compute_advantages(
             AdvantageInputs(
@@ -188,7 +188,7 @@ class ActorRole(PolicyRole):
             f"{self.config.batch.seed}/{self.rank}/{sorted(tokens.values())}",
             self._sum_over_replicas,
         )
-        if None in rewards:  # NaN says on every mesh that a token is not learnt from
+        if None in rewards:  # NaN marks a token on every mesh as excluded from training
             failed = torch.tensor([reward is None for reward in rewards])[rows]
             shard.set_column(
                 "advantages", batch.advantages.masked_fill(batch.spread(failed).bool(), math.nan)
@@ -241,7 +241,7 @@ class ActorRole(PolicyRole):
     def check_inputs(
         self, check: LossCheck, micro: MicroBatch, rows: torch.Tensor, inputs: LossInputs
     ) -> None:
-        """Tell a check what the loss is called with, and try once whether the loss is a sum over tokens."""
+        """Pass the inputs of the loss to a check, and test once whether the loss is a sum over tokens."""
         if self.algorithm.token_level and not self._is_token_level:
             is_whole = len(rows) == len(micro.response_positions)
             self._is_token_level = check_token_level(self.algorithm, inputs, is_whole)

@@ -1,4 +1,4 @@
-"""Write checkpoints of a role while it trains: a call copies this rank's part, a thread writes it."""
+"""Write checkpoints of a role while it trains: a call copies this rank's part, and a thread writes it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """One rank's part of a role's checkpoints, of which one at a time is being written.
+    """One rank's part of a role's checkpoints, which are written one at a time.
 
     Args:
-        group: a gloo process group of the role's ranks, used by the writing threads only, as they communicate
-            while training goes on."""
+        group: a gloo process group of the role's ranks. Only the writing threads use it, because they
+            communicate while training continues."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -36,10 +36,10 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def begin(self, folder: Path, model: TrainedModel, atlas: Atlas, state: dict[str, object]) -> None:
-        """Copy what this rank writes into host memory, and start to write it.
+        """Copy this rank's part of a checkpoint into host memory, and start to write it.
 
-        Collective, after `written` has reported the checkpoint before as complete. The model may change as soon
-        as this returns. `folder` appears when the checkpoint is complete.
+        Collective, after `written` has reported the previous checkpoint as complete. The model may change as
+        soon as this returns. `folder` appears when the checkpoint is complete.
 
         Args:
             state: further values to save as JSON; the first rank's are saved."""

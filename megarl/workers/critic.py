@@ -1,4 +1,4 @@
-"""The critic on one rank: a value for every response token, and its updates."""
+"""Implement the critic on one rank: a value for every response token, and its updates."""
 
 from __future__ import annotations
 

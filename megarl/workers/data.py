@@ -1,6 +1,6 @@
-"""The role `data` brings samples to the meshes that train on them, and columns from mesh to mesh.
+"""Bring samples to the meshes that train on them, and columns from mesh to mesh.
 
-It is on every rank of a job that samples.
+The role `data` is on every rank of a job that samples.
 
     distribute("actor", samples, plan_a)      every rank       rollouts -> batch shard of mesh "actor"
     distribute("critic", samples, plan_c)     every rank       rollouts -> batch shard of mesh "critic"
@@ -63,18 +63,19 @@ class DataRole(RandomStateOfRank):
     ) -> dict[str, float]:
         """Bring the samples of `mini_batches` from their owners to all ranks of a mesh, as its next batch.
 
-        The samples that the mesh had before are released. Called by the owners, the ranks of the mesh, and the ranks that will exchange columns with it; every rank
-        of the job may.
+        The mesh's previous samples are released. The owners, the ranks of the mesh, and the ranks that will
+        exchange columns with it must call this. Every other rank of the job may call it.
 
         Args:
             key: shard key of the mesh.
             samples: at least those of `mini_batches`, with their owners.
             mini_batches: as planned for the mesh.
             source: the rollout source of the samples.
-        Returns: what this rank received: batch/samples_moved, batch/bytes_moved.
-        Raises: ValueError, before anything is sent, for a sample that nobody owns or that this rank should own,
-            and for a plan that does not fit the mesh. InvariantError if what arrives is not what the engines
-            made, or if the driver's record of a sample is not that of the rank that owns it."""
+        Returns: batch/samples_moved and batch/bytes_moved, which count the data that this rank received.
+        Raises: ValueError, before anything is sent, for a sample without an owner and for a plan that does
+        not fit the mesh. ValueError also for a sample that this rank should own but does not hold.
+        InvariantError if the received samples are not those of the engines, or if the driver's record of a
+        sample differs from its owner's."""
         mesh = self._mesh(key)
         destinations = self._ranks_of_samples(key, mini_batches, last_stage=False)
         owners = {s.sample_id: s.owners for s in samples}
@@ -85,7 +86,7 @@ class DataRole(RandomStateOfRank):
                     f"[data rank {self.rank}] sample {sample} is wanted by {self._name(key)}, but {known}."
                 )
         self.store.check_records(source, samples)
-        self.store.release_batch(key)  # before there are two
+        self.store.release_batch(key)  # release the old batch before the new one takes memory
         layout = BatchLayout(source, mini_batches, {s.sample_id: s for s in samples})
         self.store.layouts[key] = layout
         wanted: list[int] = []
@@ -112,16 +113,16 @@ class DataRole(RandomStateOfRank):
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> dict[str, float]:
         """Bring token columns from the mesh `source` to the mesh `destination`.
 
-        They come from the last pipeline stage of each sample's replica, and go to the last stage. Called by the
-        ranks of these stages; others may call, and do nothing.
+        Columns go from the last pipeline stage of each sample's replica to the last stage of the destination.
+        The ranks of these stages must call this. Other ranks may call it, and do nothing.
 
         Args:
             source, destination: shard keys.
         Returns: batch/bytes_exchanged that this rank received.
-        Raises: ValueError, before anything is sent, for an unknown column, for a column that this rank should
-            give and does not have, for a mesh without a batch here, and for batches of different samples.
-            InvariantError if a sample gets other values than were written for it, or values of other
-            tokens."""
+        Raises: ValueError, before anything is sent, for an unknown column and for a column that this rank
+        should send but does not have. ValueError also for a mesh without a batch on this rank, and for
+        batches of different samples. InvariantError if a sample gets other values than were written for it,
+        or values of other tokens."""
         check_column_names(columns)
         if source == destination or not columns:
             return {}
@@ -159,9 +160,9 @@ class DataRole(RandomStateOfRank):
         return {"batch/bytes_exchanged": float(bytes_per_token(columns) * received)}
 
     def release(self, sample_ids: Sequence[int], source: str = "train") -> None:
-        """Forget samples that were trained on: the rollouts, and what meshes have computed for them.
+        """Forget the rollouts and computed columns of samples that were trained on.
 
-        Called by any rank; samples that it does not hold are passed over."""
+        Any rank may call this. Samples that the rank does not hold are ignored."""
         rollouts = self.store.source(source)
         rollouts.release([sample for sample in sample_ids if sample in rollouts])
         for key, layout in self.store.layouts.items():

@@ -1,10 +1,15 @@
 """Move rows of token columns between ranks, with one message per pair of ranks.
 
-message    for each sample its id and the digests of what it carries; then column after column, widest first, each with its
-           samples in the order of the route
-order      every rank posts all its sends and receives at once, then waits, so no order of ranks can make a deadlock
-own rows   a rank copies the rows that it holds itself while the messages travel
-digests    are made where a column is written; the receiver compares them with the rows that it has put in place"""
+message
+    A message has the id of each sample and the digests of its columns. Then it has column after column,
+    widest first, each with its samples in the order of the route.
+order
+    Every rank posts all its sends and receives at once, then waits, so no order of ranks can deadlock.
+own rows
+    A rank copies the rows that it already holds while the messages travel.
+digests
+    Digests are computed where a column is written. The receiver compares them with the rows that it has put
+    in place."""
 
 from __future__ import annotations
 
@@ -26,11 +31,11 @@ from megarl.workers.store import PackedSamples
 _BOUND_BY_TOKENS = ("tokens", "response_mask")  # one digest covers both
 
 Formats = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Column -> dtype and shape of a token's row, of columns that have more than one number per token."""
+"""Column -> dtype and shape of a token's row, for columns with more than one number per token."""
 
 
 class MissingRowsError(ValueError):
-    """This rank does not have the rows that it should send or keep. Nothing was sent."""
+    """This rank lacks rows that it should send or keep. Nothing was sent."""
 
 
 def bytes_per_token(columns: Iterable[str], formats: Formats | None = None) -> int:
@@ -39,12 +44,13 @@ def bytes_per_token(columns: Iterable[str], formats: Formats | None = None) -> i
 
 
 class Moved(NamedTuple):
-    """The columns that `move_rows` brought."""
+    """The columns that `move_rows` brought, and their digests."""
 
     columns: dict[str, torch.Tensor]
     digests: Digests
-    """Digests as the sender had them: of the tokens, and of every column but tokens and response_mask. They are
-    not yet compared with `columns`."""
+    """The sender's digests of the tokens, and of every column but tokens and response_mask.
+
+    They are not yet compared with `columns`."""
 
 
 def move_rows(
@@ -57,17 +63,18 @@ def move_rows(
 ) -> Moved:
     """Bring the named columns of the `wanted` samples to this rank, packed in that order.
 
-    Every rank that a route names must call it.
+    Every rank that a route names must call this.
 
     Args:
-        held: what this rank has of the samples in `route.reads(wanted)`. Columns on another device travel
+        held: this rank's blocks with the samples in `route.reads(wanted)`. Columns on another device travel
             through the CPU.
         columns: the same on every rank.
         route: this rank's messages. A wanted sample that is not incoming is copied from `held`.
-        lengths: sample id -> number of tokens, of at least the samples that this rank sends, receives or wants.
+        lengths: sample id -> number of tokens, for at least the samples that this rank sends, receives or
+            wants.
         formats: the same on every rank.
     Raises: MissingRowsError for a column that `held` should have, or a sample of another length, before
-        anything is sent. InvariantError for a message of other samples than planned."""
+    anything is sent. InvariantError for a message of other samples than planned."""
     message_format = _MessageFormat.of(columns, formats, lengths)
     digests: Digests = {name: {} for name in message_format.bound}
     for samples in held:
@@ -89,7 +96,7 @@ def move_rows(
             messages[peer] = torch.empty(message_format.num_bytes(ids), dtype=torch.uint8)
             operations.append(dist.P2POp(dist.irecv, messages[peer], peer))
     requests = dist.batch_isend_irecv(operations) if operations else []
-    # Own rows find their place while the messages travel; those of the messages once they are here.
+    # Own rows are copied while the messages travel, received rows after the messages have arrived.
     moved, places = message_format.empty(wanted)
     received = {sample for ids in route.incoming.values() for sample in ids}
     own = [sample for sample in wanted if sample not in received]
@@ -107,12 +114,12 @@ def move_rows(
 
 @dataclass(frozen=True)
 class _MessageFormat:
-    """What a message between two ranks looks like, the same at both ends."""
+    """Layout of a message between two ranks, the same at both ends."""
 
     columns: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Dtype and shape of a token's row, widest first, so that every column is aligned when viewed in place."""
+    """Dtype and shape of a token's row, widest first, so that every column is aligned."""
     bound: list[str]
-    """The columns whose digests travel with them."""
+    """Columns whose digests travel with them."""
     lengths: Mapping[int, int]
 
     @staticmethod
@@ -133,7 +140,7 @@ class _MessageFormat:
         return [num_tokens * dtype.itemsize * math.prod(row) for dtype, row in self.columns.values()]
 
     def empty(self, wanted: Sequence[int]) -> tuple[Moved, dict[str, dict[int, torch.Tensor]]]:
-        """Return columns to be filled, and column -> sample -> the place of its rows."""
+        """Return empty columns, and column -> sample -> the view for its rows."""
         num_tokens = [self.lengths[sample] for sample in wanted]
         total = sum(num_tokens)
         out = {name: torch.empty(total, *row, dtype=dtype) for name, (dtype, row) in self.columns.items()}
@@ -212,8 +219,8 @@ def collect_samples(
 ) -> tuple[Batch, Digests]:
     """Bring the `wanted` samples to this rank as the engines made them, packed in that order.
 
-    They come with all columns of `formats`. Arguments and errors are those of `move_rows`. Returns the batch, and
-    the digests as the senders had them."""
+    The samples come with all columns of `formats`. Arguments and errors are those of `move_rows`. Returns the
+    batch, and the senders' digests."""
     columns, digests = move_rows(held, (*SAMPLED_COLUMNS, *(formats or ())), route, wanted, lengths, formats)
     cu_seqlens = torch.tensor([0, *(lengths[sample] for sample in wanted)], dtype=torch.int64).cumsum(0)
     return Batch(

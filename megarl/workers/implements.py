@@ -1,4 +1,4 @@
-"""Binds the classes of this package to the roles that they implement (megarl/flow/job_roles.py)."""
+"""Bind the classes of this package to the roles that they implement (megarl/flow/job_roles.py)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ IMPLEMENTATIONS: dict[type, type[Role]] = {}
 
 
 def implements(role: type[Role]) -> Callable[[C], C]:
-    """Class decorator: bind an implementation to the role class that declares its methods.
+    """Bind the decorated implementation to the role class that declares its methods.
 
     Example:
         @implements(Critic)
         class CriticRole: ...
-
     Raises: TypeError, when the class is defined, for a method that is missing or has another signature than
-        its declaration.
+    its declaration.
     """
 
     def bind(cls: C) -> C:

@@ -1,7 +1,7 @@
-"""What a loss does to its tokens, found by calling it with numbers of our own.
+"""Measure how a loss uses its tokens, by calling the loss with chosen numbers.
 
-policy_weight, value_weight    the sum of the weights that it gives its tokens
-check_token_level              whether it is a sum over tokens, as `token_level` says"""
+policy_weight, value_weight    the sum of the weights that the loss gives its tokens
+check_token_level              whether the loss is a sum over tokens, as `token_level` says"""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import torch
 from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs
 
 _TOKEN_LEVEL_TOLERANCE = 1e-4
-"""Of sums of fp32 numbers in another order. A loss of whole sequences is off by a good part of itself."""
+"""Relative tolerance for sums of fp32 numbers in another order.
+
+The error of a loss of whole sequences is far larger."""
 
 
 def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
-    """The sum of the token weights of `loss`, a float64 scalar: its slope where all log-probs are equal, all
-    advantages -1, and there is no KL."""
+    """Return the sum of the token weights of `loss`, a float64 scalar.
+
+    The sum is the slope of the loss where all log-probs are equal, all advantages are -1, and there is no KL.
+    """
     zeros = torch.zeros_like(inputs.log_probs)
     others = {name: None if getattr(inputs, name) is None else zeros for name in _OTHER_COLUMNS}
     others["advantages"] = zeros - 1
@@ -28,7 +32,9 @@ def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
 
 
 def value_weight(algorithm: Algorithm, inputs: ValueLossInputs) -> torch.Tensor:
-    """The same of `value_loss`: its slope where all values are as before and 1 above the returns."""
+    """Return the sum of the token weights of `value_loss`, a float64 scalar.
+
+    The sum is the slope of the loss where all values are as before and 1 above the returns."""
     zeros = torch.zeros_like(inputs.values)
     return _slope(
         lambda values: algorithm.value_loss(
@@ -46,19 +52,21 @@ def _slope(loss, at: torch.Tensor) -> torch.Tensor:
 
 
 def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) -> bool:
-    """Whether the tokens were enough to find out that the loss is a sum over tokens.
+    """Check that the loss is a sum over tokens. Returns whether there were enough tokens to decide.
 
-    The loss of all tokens must be that of two parts together, and so must its gradient, wherever the cut is.
+    The loss of all tokens must equal the sum of the losses of two parts. The same must hold for its gradient,
+    wherever the cut is.
 
     Args:
-        inputs: shapes, lengths and counts; the numbers in it do not matter.
-        is_whole: they are of a whole micro-batch, for which the loss must work in any case.
-    Raises: ValueError saying what to set if the loss is no sum over tokens."""
+        inputs: shapes, lengths and counts; the other numbers do not matter.
+        is_whole: whether the tokens are a whole micro-batch, for which the loss must work in any case.
+    Raises: ValueError naming the setting to change, if the loss is no sum over tokens."""
     count = len(inputs.log_probs)
-    if count < 2 or inputs.response_lengths[0] < 2:  # a cut behind the first token is then within a response
+    # with more tokens a cut behind the first token lies within a response
+    if count < 2 or inputs.response_lengths[0] < 2:
         return False
     position = torch.arange(count, dtype=torch.float64, device=inputs.log_probs.device)
-    # Numbers that look random and are far from on policy, where losses of sequences and of tokens are alike.
+    # These numbers look random and are far from on-policy, where losses of sequences and of tokens are alike.
     noise = {name: ((position + 1) * step % 1).to(inputs.log_probs.dtype) for name, step in _STEPS.items()}
     columns = {
         name: -0.1 - 2 * noise[name]
@@ -110,7 +118,7 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
 
 
 class _NotTokenLevel(ValueError):
-    """A loss that sees whole sequences, in an algorithm that says it does not."""
+    """The loss depends on whole sequences, but its algorithm declares a sum over tokens."""
 
 
 def _not_token_level(algorithm: Algorithm, what: str) -> _NotTokenLevel:

@@ -1,4 +1,4 @@
-"""The base class of all roles with a Megatron model: the model, its weights, its batch shard and its updates."""
+"""Define the base class of all roles with a Megatron model: model, weights, batch shard and updates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> dict[int, Atlas]:
-    """Return the atlas of every rank of a mesh: which parts of the weights the rank holds."""
+    """Return the atlas (sharding spec) of every rank of a mesh: its parts of the weights."""
     from megarl.megatron.transformer_engine import uses_transformer_engine
 
     return megatron_atlas.megatron_atlases(
@@ -50,23 +50,23 @@ def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig
 
 
 class MegatronRole:
-    """A role with a Megatron model. Subclasses build the model and say what it computes.
+    """A role with a Megatron model. Subclasses build the model and define its computations.
 
     Args:
         name: name of the role; its mesh is meshes[name].
         config: configuration of the role's actor.
-        folder: Hugging Face folder with the weights that it starts from.
+        folder: Hugging Face folder with the initial weights.
         shape: shape of that model.
         store: samples of this rank.
-        offload_manager: of this rank's models.
+        offload_manager: offload manager of this rank's models.
         optimizer: None if the model is frozen.
         lora: options of its adapters, if it may have some."""
 
     model: TrainedModel
     writer: CheckpointWriter
-    """Only a trained role has one."""
+    """Writer of the role's checkpoints; only a trained role has one."""
     objective: Objective
-    """Only a trained role has one."""
+    """Loss of the role and its inputs; only a trained role has one."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class MegatronRole:
         self.shard_key, self.suffix = shard_keys(meshes)[name], actor_suffix(name, meshes)
         self.rank, self.updates = dist.get_rank(), Updates(name, config.run.on_nonfinite)
         self.has_failed_samples = False
-        """Whether the loss of this step's updates has to leave tokens out."""
+        """Whether the loss of this step's updates must exclude tokens of failed samples."""
         self.own_columns: dict[str, tuple[BatchShard, torch.Tensor | None]] = {}
-        """The columns that this role has written since its last update, and in which batch shard."""
+        """Columns that this role has written since its last update, with their batch shard."""
 
     @property
     def algorithm(self) -> Algorithm:
@@ -126,7 +126,9 @@ class MegatronRole:
 
     @property
     def shard(self) -> BatchShard:
-        """This rank's part of the training batch. Raises: MissingSampleError if samples of it were released."""
+        """This rank's part of the training batch.
+
+        Raises: MissingSampleError if some of its samples were released."""
         return self.store.batch(self.shard_key)
 
     def micro_batches(self, mini_batches: list[MiniBatch]) -> list[MicroBatch]:
@@ -141,8 +143,9 @@ class MegatronRole:
     ) -> None:
         """Write a token column from the values of the response tokens, in the order of the micro-batches.
 
-        None, as before the last pipeline stage, writes nothing. Raises: InvariantError if a value is not finite
-        or above `largest`."""
+        None, as before the last pipeline stage, writes nothing.
+
+        Raises: InvariantError if a value is not finite or above `largest`."""
         shard = self.shard
         if per_micro_batch is not None:
             shard.set_column(name, shard.batch.scatter(torch.cat(per_micro_batch)))
@@ -168,9 +171,9 @@ class MegatronRole:
             raise FlowError([f"{text}{'' if source == self.name else bring}."])
 
     def has_own(self, name: str) -> bool:
-        """Return whether this role itself wrote the column, with the weights that it still has.
+        """Return whether this role itself wrote the column, with its current weights.
 
-        The answer is the same on every pipeline stage."""
+        The result is the same on every pipeline stage."""
         shard, column = self.own_columns.get(name, (None, None))
         return shard is self.shard and column is getattr(shard.batch, name)
 
@@ -180,7 +183,7 @@ class MegatronRole:
         """Make all optimizer updates of the step. Returns and raises as `Updates.over_epochs`.
 
         Args:
-            update: makes one update. It gets a check in the first update of the step."""
+            update: makes one update. The first update of the step gets a check."""
         self.model.advance_schedule()
         has_rewards = self.algorithm.needs_rollout
         mini_batches = self.scored_mini_batches() if has_rewards else self.shard.mini_batches
@@ -189,7 +192,7 @@ class MegatronRole:
         def checked(mini_batch: MiniBatch) -> dict[str, float]:
             nonlocal is_first
             metrics = update(mini_batch, self.loss_check(mini_batch) if is_first else None)
-            is_first = False  # after the update: one that was skipped has changed no weight
+            is_first = False  # after the update, because a skipped update has changed no weight
             return metrics
 
         try:
@@ -207,19 +210,19 @@ class MegatronRole:
         return LossCheck(self.name, self.objective.what, promised, *counts, self.pass_limit())
 
     def pass_limit(self) -> PassLimit | None:
-        """Return how far the first update may be from the pass before it; None if they are not compared."""
+        """Return the largest distance of the first update from the previous pass; None for no check."""
         raise NotImplementedError
 
     def loss_of_update(
         self, mini_batch: MiniBatch, check: LossCheck | None, **constants: float
     ) -> Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """Return the loss of one update as a function of a micro-batch and of what the model computed for it.
+        """Return the loss of one update as a function of a micro-batch and of the model's outputs for it.
 
         Args:
-            check: is told what the loss is called with.
+            check: records the inputs of the loss.
             constants: further fields of the inputs of the loss.
-        Returns: loss(micro_batch, rows, **outputs), where `rows` are the response tokens that the outputs are
-            of. It returns what the algorithm's loss does."""
+        Returns: loss(micro_batch, rows, **outputs), where `rows` are the response tokens of the outputs. It
+        returns the result of the algorithm's loss."""
         objective = self.objective
 
         def loss(micro: MicroBatch, rows: slice, **outputs: torch.Tensor | None):
@@ -252,7 +255,10 @@ class MegatronRole:
         rows: torch.Tensor,
         inputs: LossInputs | ValueLossInputs,
     ) -> None:
-        """Tell a check what the loss is called with. rows: indices into the micro-batch's response tokens."""
+        """Pass the inputs of the loss to a check.
+
+        Args:
+            rows: indices into the micro-batch's response tokens."""
         objective = self.objective
         weight = None if check.promised is None else objective.token_weight(self.algorithm, inputs)
         check.add_tokens(inputs.response_lengths, weight)
@@ -266,7 +272,7 @@ class MegatronRole:
 
         These counts are the denominators of the loss. Collective over the mesh.
 
-        Raises: InvariantError if the ranks hold another number of tokens than was planned."""
+        Raises: InvariantError if the ranks hold another number of tokens than planned."""
         mini_batches, batch = self.shard.mini_batches, self.shard.batch
         # Per mini-batch: response tokens, response tokens with a target, samples with a target.
         counts = torch.zeros(len(mini_batches), 3, dtype=torch.int64)
@@ -292,7 +298,9 @@ class MegatronRole:
         return amended
 
     def memory_metrics(self) -> dict[str, float]:
-        """Return this rank's metrics of `OffloadManager.take_metrics`; the time on the mesh's first rank only."""
+        """Return this rank's metrics of `OffloadManager.take_metrics`.
+
+        Only the mesh's first rank reports the time."""
         return self.offload_manager.take_metrics(self.name, with_time=self.rank == self.mesh.ranks[0])
 
     @needs("parameters")
@@ -311,17 +319,17 @@ class MegatronRole:
     def save_checkpoint(self, folder: str, state: dict[str, object] | None = None) -> None:
         """Write the model, its optimizer, its schedule and a state for JSON. Collective over the mesh.
 
-        Raises: CheckpointError, on every rank, if `folder` exists or cannot be written; it is then not
-        there."""
+        Raises: CheckpointError, on every rank, if `folder` exists or cannot be written. No new folder is left
+        in that case."""
         from megarl.megatron.training_state import save_checkpoint
 
         save_checkpoint(folder, self.model, self.atlases[self.rank], state)
 
     @needs("parameters", "optimizer")
     def begin_checkpoint(self, folder: str) -> None:
-        """Copy what `save_checkpoint` would write, and let a thread write it while training goes on.
+        """Copy the data of `save_checkpoint`, and let a thread write the copy while training continues.
 
-        `checkpoint_written` reports when it is complete. Collective over the mesh."""
+        `checkpoint_written` reports when the checkpoint is complete. Collective over the mesh."""
         self.writer.begin(
             Path(folder),
             self.model,
@@ -330,14 +338,14 @@ class MegatronRole:
         )
 
     def checkpoint_written(self, wait: bool = False) -> str | None:
-        """Return the SHA-256 of the manifest once the checkpoint that was begun is complete, else None.
+        """Return the SHA-256 of the manifest once the current checkpoint is complete, else None.
 
         Raises: CheckpointError if a rank failed."""
         return self.writer.written(wait)
 
     @needs("parameters", "optimizer")
     def damage_of_checkpoint(self, folder: str) -> str | None:
-        """Return why `load_checkpoint` would fail, the same on every rank, or None if it would not.
+        """Return why `load_checkpoint` would fail, the same on every rank, or None if it would succeed.
 
         Collective over the mesh."""
         from megarl.megatron.training_state import verify_checkpoint
@@ -352,13 +360,15 @@ class MegatronRole:
     def load_checkpoint(
         self, folder: str, weights_only: bool = False, digests: bool = True
     ) -> dict[str, object]:
-        """Load a checkpoint of any layout, or its weights only. Collective over the mesh. After `setup`.
+        """Load a checkpoint of any layout, or its weights only.
+
+        Collective over the mesh. Call this after `setup`.
 
         Args:
             digests: False if `damage_of_checkpoint` has just found no damage.
-        Returns: the state that was saved with it.
-        Raises: CheckpointError, on every rank, naming what is damaged or does not fit; the model is then as
-        it was."""
+        Returns: the state that was saved with the checkpoint.
+        Raises: CheckpointError, on every rank, naming the damaged or unsuitable part. The model then stays
+        unchanged."""
         from megarl.megatron.training_state import load_checkpoint
 
         state = load_checkpoint(folder, self.model, self.atlases[self.rank], weights_only, digests=digests)
@@ -375,5 +385,5 @@ def with_target(
 
 
 def peak_memory_bytes() -> int:
-    """Return the most memory that this process has held: on the GPU if there is one, else resident."""
+    """Return the peak memory of this process in bytes: on the GPU if there is one, else resident."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_rss_bytes()

@@ -1,4 +1,4 @@
-"""An objective names the loss that a trained role minimizes, and what the loss is computed from."""
+"""Define the objective of a trained role: its loss, and the inputs of the loss."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a trained role: what differs between an actor's updates and a critic's.
+    """The loss of a trained role, in which the updates of an actor and of a critic differ.
 
     Example, of a critic:
         Objective(
             loss="value_loss", inputs=ValueLossInputs, columns={"old_values": "values", "returns": "returns"},
-            target="returns", output="values", before="old_values", what="value", token_weight=value_weight)"""
+            target="returns", output="values", before="old_values", what="value", token_weight=value_weight)
+    """
 
     loss: str
-    """Method of the algorithm that computes it."""
+    """Method of the algorithm that computes the loss."""
     inputs: type[LossInputs] | type[ValueLossInputs]
-    """The type of its argument."""
+    """Type of the method's argument."""
     columns: Mapping[str, str]
-    """Field of the inputs -> token column that fills it; None where the batch has no such column."""
+    """Field of the inputs -> token column that fills it.
+
+    The field is None if the batch has no such column."""
     target: str
-    """The column that is learnt. It is NaN on the tokens of a sample whose reward failed."""
+    """Column of the training target. It is NaN on the tokens of a sample whose reward failed."""
     output: str
-    """Field of the inputs with what the model computes in the update."""
+    """Field of the inputs with the model's output in the update."""
     before: str
-    """Field of the inputs with what the model computed before the updates of the step."""
+    """Field of the inputs with the model's output before the updates of the step."""
     what: str
     """Word for one number of the output, for error messages."""
     token_weight: Callable[[Algorithm, LossInputs | ValueLossInputs], torch.Tensor]
-    """Measures the sum of the weights that the loss gives its tokens, see `loss_probes`."""
+    """Function that measures the sum of the weights that the loss gives its tokens, see `loss_probes`."""

@@ -1,15 +1,18 @@
-"""The offload manager decides which parts of this rank's models are on its device during which call.
+"""Decide which parts of this rank's models are on its device during which call.
 
-    during a call    the device has the parts that the call needs, and starts to load what the next call needs, as far as
-                     --offload-ahead-bytes allows. All other parts that may be offloaded (--offload) are in host memory
-    between calls    everything stays where it is
+during a call
+    The device has the parts that the call needs. It starts to load the parts that the next call needs, as far
+    as --offload-ahead-bytes allows. All other parts that may be offloaded (--offload) are in host memory.
+between calls
+    Everything stays where it is.
 
 A part is offloaded when a call begins that does not need it. Consecutive calls that need the same parts move
-nothing, so each part is copied out and back once per phase of its role. Calls that declare nothing (exchanges,
-rewards, advantages) leave all parts where they are.
+nothing, so each part is copied out and back once per phase of its role. Calls that declare nothing
+(exchanges, rewards, advantages) leave all parts where they are.
 
-The manager expects the call that followed the last two calls, or else the last one, before: every step runs the
-same flow. A wrong guess, as at an evaluation, costs copies only."""
+The manager predicts the next call from earlier calls, because every step runs the same flow. It expects the
+call that followed the last two calls before, or else the call that followed the last one. A wrong guess, as
+at an evaluation, costs copies only."""
 
 from __future__ import annotations
 
@@ -33,22 +36,23 @@ _Call = tuple[str | None, frozenset[str]]
 class _Model:
     memory: ModelMemory
     offloaded_parts: frozenset[str]
-    """The parts that may be offloaded."""
+    """Parts that may be offloaded."""
     least_bytes: int
 
 
 class OffloadManager:
-    """The models of one process, and where their parts are."""
+    """The models of one process and the locations of their parts."""
 
     def __init__(self, ahead_bytes: int = 0) -> None:
-        """Start without models. ahead_bytes: limit of what is loaded before the call that needs it."""
+        """Start without models. `ahead_bytes` limits the bytes loaded before the call that needs them."""
         self._models: dict[str, _Model] = {}
         self._ahead_bytes = ahead_bytes
         self._recent: tuple[_Call, ...] = ()
         self._followed: dict[tuple[_Call, ...], _Call] = {}
         self.peak_bytes = 0
-        """The most bytes that the parts of all models had on the device together. Activations and engines are
-        not counted."""
+        """Largest number of bytes that the parts of all models had on the device together.
+
+        Activations and engines are not counted."""
 
     def add(self, role: str, memory: ModelMemory, offloaded_parts: Collection[str]) -> None:
         """Manage a model that was just built, with all of its parts on the device."""
@@ -72,9 +76,9 @@ class OffloadManager:
         self.note_peak()
 
     def _ahead(self, call: _Call) -> tuple[str | None, list[str]]:
-        """Return the role of the next call and the parts of it to load ahead.
+        """Return the role of the next call and its parts to load ahead.
 
-        Gradients are never loaded ahead: they come back as zeros, in no time."""
+        Gradients are never loaded ahead: they come back as zeros, at no cost."""
         role, parts = self._followed.get(self._recent) or self._followed.get(self._recent[-1:], (None, ()))
         if role not in self._models:
             return None, []
@@ -99,10 +103,10 @@ class OffloadManager:
         return sum(model.memory.resident_bytes() for model in self._models.values())
 
     def take_metrics(self, role: str, with_time: bool) -> dict[str, float]:
-        """Return this rank's metrics since the last time they were taken; {} in a job without offload.
+        """Return this rank's metrics since the last call; {} in a job without offload.
 
-        memory/<kind>_resident_bytes is the least of this role that was on the device: what it kept there while
-        other roles worked. time/offload_s, if `with_time`, is of all roles of the rank."""
+        memory/<kind>_resident_bytes is the least number of bytes that this role had on the device, while
+        other roles worked. time/offload_s, if `with_time`, covers all roles of the rank."""
         if not any(model.offloaded_parts for model in self._models.values()):
             return {}
         model = self._models[role]
@@ -121,12 +125,12 @@ def needs(*parts: str, of: str | None = None) -> Callable[[Callable], Callable]:
         @needs("parameters")
         def log_probs(self): ...
 
-    A method that needs nothing but room says `@needs()`. The role has an attribute `offload_manager`, and a name
-    if it has a model.
+    A method that needs only free memory declares `@needs()`. The role has an attribute `offload_manager`, and
+    a name if it has a model.
 
     Args:
-        of: attribute that holds another role, whose model is meant. The role may be None; then nothing is
-            needed."""
+        of: attribute that holds another role, whose model is meant. If that role is None, the call needs no
+            parts."""
 
     def declare(method: Callable) -> Callable:
         @functools.wraps(method)

@@ -1,5 +1,4 @@
-"""How far the first update of a step may be from the pass before it, which had the same weights and
-samples."""
+"""Limit the distance of a step's first update from the previous pass, with the same weights and samples."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ def log_prob_limit(config: TrainConfig, shape: ModelShape, device: torch.device)
     """Return how much a log-prob may differ between the pass before the updates and the first update.
 
     On a CPU both passes are the same matrix products of the same micro-batches, to the last bit. On a GPU
-    Transformer Engine and cuBLAS may choose other kernels where gradients are recorded, so what the log-prob
-    gate takes for rounding is allowed there: of the mean in bf16, of the largest difference in fp32."""
+    Transformer Engine and cuBLAS may choose other kernels where gradients are recorded. The limit there is
+    the rounding that the log-prob gate accepts: of the mean in bf16, of the largest difference in fp32."""
     if device.type == "cpu":
         return SAME_KERNELS
     of_mean = config.model.bf16
@@ -33,5 +32,7 @@ def log_prob_limit(config: TrainConfig, shape: ModelShape, device: torch.device)
 
 
 def value_limit(device: torch.device) -> PassLimit | None:
-    """The same of a critic's values. None on a GPU, as nobody knows their size."""
+    """Return how much a critic's value may differ between the two passes.
+
+    Returns: None on a GPU, because the scale of the values is unknown."""
     return SAME_KERNELS if device.type == "cpu" else None

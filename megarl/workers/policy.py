@@ -1,4 +1,4 @@
-"""The base class of roles whose model is a policy: a language model that gives log-probs."""
+"""Define the base class of roles whose model is a policy: a language model that gives log-probs."""
 
 from __future__ import annotations
 

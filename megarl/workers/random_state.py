@@ -1,4 +1,4 @@
-"""The random number generators of a rank, as the driver asks for them."""
+"""Save and restore the random number generators of a rank for the driver."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 
 class RandomStateOfRank:
-    """For the role that is on every rank of a job: data, or of supervised fine-tuning the actor."""
+    """Base class of the role that is on every rank of a job.
+
+    That role is data or, in supervised fine-tuning, the actor."""
 
     def random_state(self) -> dict[str, str]:
-        """Of this process; see `megatron.random_state`."""
+        """Return the random state of this process; see `megatron.random_state`."""
         from megarl.megatron.random_state import random_state
 
         return random_state()

@@ -1,8 +1,8 @@
 """Recompute the advantages of some samples by the algorithm's reference, at every step and on every rank.
 
 Digests cannot find a fault inside the computation: advantages in reversed order are written and moved as
-faithfully as right ones. So each rank draws samples of its own, looks everything up by their ids, and compares
-the numbers with those in the columns."""
+faithfully as right ones. Each rank therefore draws its own samples, looks everything up by their ids, and
+compares the numbers with those in the columns."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from megarl.batch import Batch
 from megarl.invariants import InvariantError
 
 NUM_TOKENS = 256
-"""A rank begins no further group after this many numbers: it recomputes all groups of a small step, and one group
-of a large step."""
+"""Number of values after which a rank begins no further group.
+
+A rank recomputes all groups of a small step, and one group of a large step."""
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""Allowed difference relative to the size of the terms of a sum: some ten operations in fp32, and a scan in
-another order than the reference's."""
+"""Allowed difference relative to the size of the terms of a sum.
+
+It covers some ten operations in fp32, and a scan in another order than the reference's."""
 
 
 def check_advantages(
@@ -34,14 +36,15 @@ def check_advantages(
     seed: str,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Check the columns that the algorithm has just written. Collective over the ranks of `sum_over_ranks`,
-    if the algorithm needs sums.
+    """Check the columns that the algorithm has just written.
+
+    Collective over the ranks of `sum_over_ranks`, if the algorithm needs sums.
 
     Args:
         rewards, group_of: sample id -> reward and group, of all samples of the step in the same order on
             every rank. Groups may have any sizes.
         seed: the same seed chooses the same samples.
-    Raises: InvariantError with sample, expected and found."""
+    Raises: InvariantError with sample, expected and found value."""
     groups: dict[int, list[int]] = {}
     for sample, group in group_of.items():
         groups.setdefault(group, []).append(sample)
@@ -96,7 +99,8 @@ def _compare(
         zip(found, reference.values, reference.magnitudes, strict=True)
     ):
         both_are_nan = math.isnan(value) and math.isnan(wanted)
-        if not both_are_nan and not abs(value - wanted) <= _ROUNDING * magnitude:  # true of one NaN, too
+        # also raises if only one is NaN
+        if not both_are_nan and not abs(value - wanted) <= _ROUNDING * magnitude:
             raise InvariantError(
                 f"{name} of sample {sample} (reward {reward:g}) is {value:.7g} at response token "
                 f"{position}, and its reference says "

@@ -1,4 +1,4 @@
-"""The reference on one rank: a frozen copy of the policy that training starts from."""
+"""Implement the reference on one rank: a frozen copy of the initial policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.workers.policy import PolicyRole
 
 @implements(Reference)
 class ReferenceRole(PolicyRole):
-    """A policy that keeps the weights that training starts from."""
+    """A policy that keeps the initial weights of the training."""
 
     @needs("parameters")
     def log_probs(self) -> dict[str, float]:
@@ -25,7 +25,7 @@ class ReferenceRole(PolicyRole):
 class AdapterlessReferenceRole:
     """The reference of an actor that trains adapters on the same ranks.
 
-    It is the actor's model with the adapters switched off, and has no weights of its own."""
+    The reference is the actor's model with the adapters switched off, and has no separate weights."""
 
     def __init__(self, actor: ActorRole) -> None:
         self.actor, self.offload_manager = actor, actor.offload_manager

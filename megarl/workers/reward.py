@@ -1,4 +1,4 @@
-"""The reward role on one rank: it scores the samples of this rank's engine by a rule."""
+"""Implement the reward role on one rank, which scores the samples of this rank's engine by a rule."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from megarl.workers.store import RolloutSample, SampleStore
 
 @implements(Reward)
 class RewardRole:
-    """The rule's verdicts on the samples of one engine."""
+    """Scores the samples of one engine by a rule."""
 
     pool: RewardPool | None = None
-    """None if the job has no rule, or if another rank of this engine calls it."""
+    """Processes that run the rule; None if the job has no rule, or if another rank calls the rule."""
 
     def __init__(self, config: TrainConfig, mesh: MeshSpec, store: SampleStore, rollout: RolloutRole) -> None:
         self.config, self.mesh, self.store, self.rollout = config, mesh, store, rollout
@@ -45,9 +45,9 @@ class RewardRole:
         Args:
             num_logged: number of samples of the step, counted from its first, whose records carry their texts
                 for the rollouts/ files. Default: --num-rollouts-to-log.
-        Returns: records with sample_id, digest and reward. The reward is None if it failed, and `failure` says
-            why; or if the job has no rule.
-        Raises: InvariantError if the pool gave a sample the verdict on another one."""
+        Returns: records with sample_id, digest and reward. The reward is None if the job has no rule or if
+        the reward failed. In the second case `failure` holds the reason.
+        Raises: InvariantError if the pool returned the verdict of another sample."""
         if self.mesh.coordinates(dist.get_rank())["tp"] != 0:
             return []
         rollouts = self.store.rollouts(purpose + self.rollout.suffix)
@@ -73,7 +73,7 @@ class RewardRole:
     def _verdicts(
         self, rollouts: Sequence[RolloutSample], texts: Sequence[str], dataset: PromptDataset
     ) -> list[Verdict]:
-        """Ask the pool for the verdict on each rollout; without a pool there are none."""
+        """Return the pool's verdict on each rollout; empty verdicts without a pool."""
         if self.pool is None:
             return [Verdict(None)] * len(rollouts)
         samples = []
@@ -109,7 +109,7 @@ def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, obje
 def num_workers(asked: int | None) -> int:
     """Return the number of processes of one rank's pool.
 
-    It is --reward-num-workers if given, else the node's cores divided by its ranks, at most 8."""
+    The number is --reward-num-workers if given, else the node's cores divided by its ranks, at most 8."""
     return (
         asked
         if asked is not None

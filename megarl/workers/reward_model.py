@@ -1,11 +1,12 @@
-"""A reward model on one rank scores the samples of this rank's batch shard.
+"""Score the samples of this rank's batch shard by a reward model.
 
     transformers   the whole classifier on each rank; each rank scores its own samples
-    megatron       a value model split as the mesh says
-    judge          a vLLM engine of tp ranks in processes of its own, which the first of those ranks asks
+    megatron       a value model split over the mesh
+    judge          a vLLM engine of tp ranks in separate processes; the first of these ranks calls it
 
-A model reads the actor's token ids if it can (`same_tokenizer`). Every other classifier, and every judge, gets
-text: the dataset's messages, and the response decoded with the actor's tokenizer, without special tokens."""
+A model reads the actor's token ids if possible (`same_tokenizer`). Every other classifier, and every judge,
+gets text: the dataset's messages, and the response decoded with the actor's tokenizer, without special
+tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ Records = list[Record]
 
 @implements(RewardModel)
 class RewardModelRole:
-    """A classifier, a value model or a judge."""
+    """A reward model: a classifier, a value model or a judge."""
 
     def __init__(
         self,
@@ -57,13 +58,13 @@ class RewardModelRole:
         Args:
             config: configuration of its actor, whose suffix is `suffix`.
             name: name of the role, see `reward_models`.
-            shard_key: which batch shard of this rank it scores, see `config.mesh.shard_keys`."""
+            shard_key: key of the batch shard that the model scores, see `config.mesh.shard_keys`."""
         self.config, self.name, self.mesh, self.shard_key = config, name, mesh, shard_key
         self.store, self.offload_manager = store, offload_manager
         self.spec = next(spec for spec in reward_models(config) if spec.name + suffix == name)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.judge: Judge | None = None
-        """The judge that this rank asks; None also on a rank that lends its device to another rank's judge."""
+        """The judge that this rank calls. None also if the rank lends its device to another rank's judge."""
 
     @property
     def where(self) -> str:
@@ -92,8 +93,9 @@ class RewardModelRole:
 
         Args:
             rows: sample id -> dataset row, of all samples of the step.
-        Returns: records with sample_id and the unweighted score. The score is None if it failed, and `failure`
-            says why. A judge's records of the first --num-rollouts-to-log samples also have its answer.
+        Returns: records with sample_id and the unweighted score. The score is None if it failed, and
+        `failure` holds the reason. A judge's records of the first --num-rollouts-to-log samples also have its
+        answer.
         Raises: EngineDied as soon as a judge's process is gone."""
         batch = self.store.batch(self.shard_key).batch
         by_backend = {
@@ -192,7 +194,7 @@ class RewardModelRole:
     def _own_micro_batches(self, batch: Batch, rows: Mapping[int, int]) -> list[MicroBatch]:
         """Pack the model's own token ids, which have other lengths than the actor's.
 
-        Empty micro-batches are added until all data-parallel ranks have as many."""
+        Empty micro-batches are added until all data-parallel ranks have equally many."""
         packed: list[Batch] = []
         room = 0
         for sample_id, ids in zip(batch.sample_ids.tolist(), self._token_ids(batch, rows), strict=True):
@@ -267,7 +269,7 @@ class RewardModelRole:
         sizes = [
             read_model_config(path).get("vocab_size", 0) for path in (self.spec.path, self.config.model.model)
         ]
-        # A padded vocabulary can be sampled beyond the tokenizer's words.
+        # A padded vocabulary lets the actor sample ids beyond the tokenizer's words.
         self.retokenizes = sizes[0] < sizes[1] or not same_tokenizer(self.actor_tokenizer, own_tokenizer)
         if self.retokenizes:
             logger.info(
@@ -301,7 +303,7 @@ class RewardModelRole:
 def same_tokenizer(actor, own) -> bool:
     """Return whether a reward model can read the token ids of the actor.
 
-    It can if it has all words of the actor at the same ids, and the same chat template.
+    The model must have all words of the actor at the same ids, and the same chat template.
 
     Args:
         actor: a megarl Tokenizer; one that is no Hugging Face tokenizer is never the same.
@@ -315,5 +317,5 @@ def same_tokenizer(actor, own) -> bool:
 
 
 def _record(sample_id: int, score: float | None, failure: str) -> dict[str, object]:
-    """Return the record of a sample; `failure` is in it only if there is no score."""
+    """Return the record of a sample, with `failure` only if there is no score."""
     return {"sample_id": sample_id, "score": score} | ({"failure": failure} if score is None else {})

@@ -1,4 +1,4 @@
-"""The rollout role on one rank: a vLLM engine that samples with the actor's weights."""
+"""Implement the rollout role on one rank: a vLLM engine that samples with the actor's weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @implements(Rollout)
 class RolloutRole:
-    """One engine, or this rank's part of it, and the prompts that it answers."""
+    """One engine, or this rank's part of it, and the datasets of its prompts."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class RolloutRole:
 
         Args:
             actor: the actor in this process, if there is one.
-            mode: how the engine runs, see `engine_mode`.
-            suffix: number of role and actor, "_2" of rollout_2."""
+            mode: mode of the engine, see `engine_mode`.
+            suffix: number of role and actor, for example "_2" for rollout_2."""
         self.config, self.shape, self.mesh = config, shape, mesh
         self.store, self.offload_manager = store, offload_manager
         self.actor, self.actor_mesh = actor, actor_mesh
         self.rank, self.mode, self.suffix = dist.get_rank(), mode, suffix
         self.engine: Engine | None = None
-        """None on those ranks of an out-of-process engine that only lend it their device."""
+        """The engine. None on ranks that only lend their device to an out-of-process engine."""
 
     @needs("parameters", of="actor")
     def setup(self) -> None:
@@ -128,12 +128,12 @@ class RolloutRole:
         """Sample responses to dataset rows ('train': num_samples_per_prompt each, 'eval': one each).
 
         The samples of the last call for this purpose are released. Prompts are spread over the engines in
-        contiguous blocks. Every sample draws by a key of its own (run seed, purpose, visit, index), so what it
-        draws does not depend on layout, batch or step.
+        contiguous blocks. Every sample draws by a unique key (run seed, purpose, visit, index). Its draws
+        therefore do not depend on layout, batch or step.
 
         Args:
             visits: visit of each prompt -> its row. The visit is the group of its samples. A held-out row is
-                its own visit, so it draws the same at every evaluation.
+                its own visit, so it draws the same noise at every evaluation.
 
         Returns: the samples of this engine, on its first rank only."""
         rollouts = self.store.source(purpose + self.suffix)

@@ -1,4 +1,4 @@
-"""The actor of supervised fine-tuning: the same updates, on responses from the dataset."""
+"""Implement the actor of supervised fine-tuning: the same updates, on responses from the dataset."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
         return [(len(p) + len(r), len(r)) for p, r in zip(self.prompts, self.responses, strict=True)]
 
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
-        """Pack this rank's rows of a step. visits: visit -> dataset row; the visit is the sample id."""
+        """Pack this rank's rows of a step.
+
+        Args:
+            visits: visit -> dataset row; the visit is the sample id."""
         dp_rank = self.model.groups.dp.rank()
         samples = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
         rows = [visits[sample] for sample in samples]

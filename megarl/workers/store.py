@@ -1,14 +1,15 @@
-"""The sample store of a rank: samples and their columns lie here by id until they are released.
+"""Store the samples of a rank and their columns by id until they are released.
 
-    store.source("train")    rollouts: what the engine of this rank made, with row, group and weight version
-    store.mesh("actor")      batch shards: what a mesh of this rank trains on, with the columns that its roles compute
+    store.source("train")    rollouts: samples of this rank's engine, with row, group and weight version
+    store.mesh("actor")      batch shards: samples that a mesh of this rank trains on, with the columns that
+                             its roles compute
 
-A rollout source is named by its purpose and the suffix of its role: "train", "eval", "train_2" of rollout_2. A
-mesh is named by its shard key, see `config.mesh.shard_keys`. Sample ids are unique within a source and within a
-mesh. Roles of one process share the store; nothing in it passes through the driver.
+A rollout source is named by its purpose and the suffix of its role: "train", "eval", "train_2" of rollout_2.
+A mesh is named by its shard key, see `config.mesh.shard_keys`. Sample ids are unique within a source and
+within a mesh. Roles of one process share the store; none of its content passes through the driver.
 
-Samples that come together stay together: a block is packed once, and whoever reads it by id gets views. The
-memory of a block is free when its last sample is released."""
+Samples that come together stay together. A block is packed once, and readers get views by id. The memory of a
+block is free when its last sample is released."""
 
 from __future__ import annotations
 
@@ -38,20 +39,22 @@ class RolloutSample:
     """Row of the prompt in the data set."""
     group: int
     version: int
-    """Number of the weight sync whose weights sampled it."""
+    """Version of the weights that sampled the response: the number of their weight sync."""
     prompt: list[int]
     response: list[int]
     log_probs: list[float]
-    """Log-probs of the response tokens, under the distribution that they were sampled from."""
+    """Log-probs of the response tokens, under the sampling distribution."""
     experts: torch.Tensor | None = None
-    """[tokens, layers, topk]: the experts that the engine sent each token to (--moe-routing-replay engine)."""
+    """Experts of each token in the engine, [tokens, layers, topk] (--moe-routing-replay engine)."""
     digest: int | None = None
     """Digest of the tokens, see `megarl.invariants.digest`."""
     position: int = 0
-    """Place among the samples of the same call on all engines. The first ones are logged with their texts."""
+    """Place among the samples of the same call on all engines.
+
+    The first samples are logged with their texts."""
 
     def record(self, owners: tuple[int, ...], truncated: bool = False) -> Sample:
-        """Return what the driver knows of this sample."""
+        """Return the driver's record of this sample."""
         num_response = len(self.response)
         return Sample(
             self.sample_id,
@@ -70,14 +73,14 @@ class PackedSamples:
 
     batch: Batch
     digests: Digests
-    """Made when a column was written, and compared by whoever reads the column."""
+    """Digests, computed when a column is written and compared when the column is read."""
 
     @property
     def sample_ids(self) -> list[int]:
         return self.batch.sample_ids.tolist()
 
     def digests_for(self, columns: Iterable[str]) -> Digests:
-        """Return the digests of the tokens and of those of these columns that are there."""
+        """Return the digests of the tokens and of the named columns that exist."""
         names = ["tokens", *(name for name in columns if name in self.batch.columns)]
         self.digests |= digests_of(self.batch, [name for name in names if name not in self.digests])
         return {name: self.digests[name] for name in names}
@@ -99,7 +102,7 @@ class RolloutBlock(PackedSamples):
 
     @cached_property
     def batch(self) -> Batch:
-        """The rollouts with the column rollout_log_probs, and with routed_experts if the engine reports them."""
+        """Packed rollouts with the column rollout_log_probs, and routed_experts if the engine has them."""
         rollouts = list(self.rollouts.values())
         batch = Batch.from_samples(
             [r.sample_id for r in rollouts],
@@ -122,10 +125,10 @@ class BatchShard(PackedSamples):
 
     batch: Batch
     mini_batches: list[MiniBatch]
-    """The updates of all ranks of the mesh."""
+    """Updates of all ranks of the mesh."""
     digests: Digests = field(default_factory=dict)
     released: int | None = None
-    """The first sample of the batch that was released. From then on the batch cannot be trained on."""
+    """The first released sample of the batch. From then on the batch cannot be trained on."""
 
     def __post_init__(self) -> None:
         self.digests |= digests_of(self.batch, {"tokens", *self.batch.columns} - self.digests.keys())
@@ -139,7 +142,7 @@ class BatchShard(PackedSamples):
         """Store columns that come from another mesh, with the digests that they had there.
 
         Raises: InvariantError if the values are not those that were written there, or were computed for other
-            tokens than are here."""
+        tokens than the ones here."""
         check_digests(self.batch, {"tokens": digests["tokens"]}, "that the columns were made of")
         for name, column in columns.items():
             self.batch.set_column(name, column)
@@ -162,13 +165,13 @@ class BatchShard(PackedSamples):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The plan of a mesh's batch, known to every rank that sends samples or columns to the mesh or gets them."""
+    """The plan of a mesh's batch, known to every rank that exchanges samples or columns with the mesh."""
 
     source: str
-    """The rollout source of its samples."""
+    """Rollout source of the samples."""
     mini_batches: list[MiniBatch]
     samples: dict[int, Sample]
-    """The driver's records, by sample id."""
+    """Driver's records, by sample id."""
 
     @cached_property
     def lengths(self) -> dict[int, int]:
@@ -183,12 +186,12 @@ class SampleTable(Generic[Block]):
     """Samples by id, in the blocks that they came in.
 
     Example:
-        table.add(RolloutBlock(rollouts))     what an engine has made
+        table.add(RolloutBlock(rollouts))     add samples of an engine
         table.blocks([7, 9])                  the blocks with samples 7 and 9, to read or send them
         table.release([7])                    sample 7 cannot be read any more"""
 
     def __init__(self, name: str) -> None:
-        """Start empty. name: what errors call the table."""
+        """Start empty. `name` is the table's name in errors."""
         self.name = name
         self._block_of: dict[int, Block] = {}
 
@@ -203,7 +206,7 @@ class SampleTable(Generic[Block]):
         return sample_id in self._block_of
 
     def add(self, block: Block) -> None:
-        """Hold the samples of a block. Raises: InvariantError for a sample that is held already."""
+        """Hold the samples of a block. Raises: InvariantError for a sample that is already held."""
         ids = block.sample_ids
         for sample in ids:
             if sample in self._block_of:
@@ -227,7 +230,7 @@ class SampleTable(Generic[Block]):
     def release(self, sample_ids: Iterable[int] | None = None) -> None:
         """Forget these samples, or all of them (None).
 
-        Raises: MissingSampleError for a sample that is not held; then none is forgotten."""
+        Raises: MissingSampleError for a sample that is not held; in that case no sample is forgotten."""
         ids = list(self if sample_ids is None else sample_ids)
         ids_of: dict[int, list[int]] = {}
         blocks = [self.block(sample) for sample in ids]
@@ -246,7 +249,7 @@ class SampleStore:
         self._meshes: dict[str, SampleTable[BatchShard]] = {}
         self._batches: dict[str, BatchShard] = {}
         self.layouts: dict[str, BatchLayout] = {}
-        """The last batch of every mesh that this rank exchanges samples or columns with, by shard key."""
+        """Last batch of every mesh that this rank exchanges samples or columns with, by shard key."""
 
     def source(self, name: str) -> SampleTable[RolloutBlock]:
         """Return the table of a rollout source; it is empty on a rank without engine."""
@@ -255,7 +258,7 @@ class SampleStore:
         return self._sources[name]
 
     def rollouts(self, source: str, sample_ids: Iterable[int] | None = None) -> list[RolloutSample]:
-        """Return rollouts by id, or all of the source in the order in which they came.
+        """Return rollouts by id, or all rollouts of the source in the order of arrival.
 
         Raises: MissingSampleError for a sample that is not held."""
         table = self.source(source)
@@ -264,7 +267,7 @@ class SampleStore:
     def check_records(self, source: str, samples: Iterable[Sample]) -> None:
         """Check the driver's records of the samples that an engine of this rank made.
 
-        Raises: InvariantError for a sample whose group, version or digest the driver has wrong."""
+        Raises: InvariantError for a sample whose group, version or digest is wrong in the driver's record."""
         table = self.source(source)
         for sample in samples:
             if sample.sample_id not in table:

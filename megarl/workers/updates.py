@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_SKIPPED_IN_A_ROW = 10
-"""A skipped update leaves the weights as they are, so more retries would hardly end differently."""
+"""Limit of consecutive skipped updates.
+
+A skipped update leaves the weights as they are, so further retries would hardly end differently."""
 
 
 class Updates:
-    """The updates of one role on one rank. Args: on_nonfinite: see --on-nonfinite."""
+    """Makes the updates of one role on one rank.
+
+    Args:
+        on_nonfinite: see --on-nonfinite."""
 
     def __init__(self, role: str, on_nonfinite: Literal["stop", "skip"]) -> None:
         self.role, self.skips = role, on_nonfinite == "skip"
@@ -36,10 +41,10 @@ class Updates:
 
         Args:
             update: makes one update, and raises NonFiniteUpdate as `model` does.
-        Returns: the mean over the updates of this rank's part of every metric; the number of skipped updates, and
-            of updates without a scored sample, if there are some.
-        Raises: NonFiniteUpdate, on all ranks: for the first one with --on-nonfinite stop, for one more than
-            MAX_SKIPPED_IN_A_ROW consecutive ones with skip."""
+        Returns: the mean over the updates of this rank's part of every metric. The result also has the number
+        of skipped updates, and of updates without a scored sample, if there are some.
+        Raises: NonFiniteUpdate, on all ranks. With --on-nonfinite stop the first such update raises. With
+        skip an update raises after MAX_SKIPPED_IN_A_ROW consecutive skipped ones."""
         made, num_unscored = [], 0
         for epoch in range(num_epochs):
             for number, mini_batch in enumerate(mini_batches):

@@ -38,18 +38,21 @@ from megarl.workers.reward_model import RewardModelRole
 from megarl.workers.store import SampleStore
 
 _WRITE_TIMEOUT = timedelta(days=1)
-"""One rank may write for long while the others wait in their threads. A rank that dies is noticed at once."""
+"""Timeout of checkpoint writers: one rank may write for long while the others wait in their threads.
+
+A rank that dies is noticed at once."""
 
 
 def join_world(timeout_s: float) -> None:
     """Initialize torch.distributed from torchrun's environment: gloo for CPU tensors, NCCL for CUDA tensors.
 
-    It does nothing in a process that has joined already, as jobs of one rank may follow each other in a process.
+    The function does nothing in a process that has already joined, because jobs of one rank may follow each
+    other in a process.
 
     Args:
-        timeout_s: how long a call may take. Ranks wait for each other a little longer (`group_timeout`).
-    Raises: RuntimeError if there are more ranks on this machine than GPUs, or if some ranks have no usable
-        Transformer Engine and others have."""
+        timeout_s: seconds that a call may take. Ranks wait for each other a little longer (`group_timeout`).
+    Raises: RuntimeError if there are more ranks on this machine than GPUs, or if Transformer Engine is usable
+    on some ranks only."""
     if dist.is_initialized():
         return
     torch.set_num_threads(
@@ -64,9 +67,9 @@ def join_world(timeout_s: float) -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     _check_that_ranks_agree()
-    # NCCL makes the world's communicator in its first operation, which all ranks must take part in. The first
-    # batch of sends and receives is between a few of them (the weights of one mesh), and would wait for the
-    # others for ever: torch/distributed/distributed_c10d.py, `batch_isend_irecv`.
+    # NCCL makes the world's communicator in its first operation, which needs all ranks. The first batch of
+    # sends and receives runs between a few ranks (the weights of one mesh), and would wait for the other
+    # ranks for ever: torch/distributed/distributed_c10d.py, `batch_isend_irecv`.
     dist.all_reduce(torch.zeros(1, device=device))
 
 
@@ -88,7 +91,7 @@ def _take_device() -> torch.device:
 def _check_that_ranks_agree() -> None:
     """Raise RuntimeError if some ranks would build Transformer Engine's layers and others Megatron's own.
 
-    Names of parameters differ between them, and rounding does."""
+    The two differ in parameter names and rounding."""
     version = transformer_engine_version()
     where = f"on {socket.gethostname()}: {version or transformer_engine_problem()}"
     told = all_gather_messages((version is not None, where), tuple[bool, str])
@@ -177,8 +180,8 @@ def _roles_of_actor(
     """Return the roles of one actor that are on this rank.
 
     Args:
-        suffix, config: of the actor.
-        mode: how its engines run, see `engine_mode`."""
+        suffix, config: suffix and configuration of the actor.
+        mode: mode of its engines, see `engine_mode`."""
     from megarl.workers.reward import RewardRole
     from megarl.workers.rollout import RolloutRole
 
@@ -190,7 +193,8 @@ def _roles_of_actor(
     if actor in here:
         roles[actor] = ActorRole(actor, config, shape, meshes, store, offload_manager, config.optimizer)
     if reference in here:
-        # The routers of a mixture keep their choices for the actor's updates: they cannot serve the reference too.
+        # The routers of a mixture of experts keep their choices for the actor's updates, so they cannot serve
+        # the reference too.
         as_the_actor = (
             shape.is_dense and meshes[reference] == meshes[actor] and config.reference == config.actor
         )

@@ -1,4 +1,4 @@
-"""Which transport a pair of processes takes."""
+"""Choose the transport of a pair of processes."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from megarl.config.role_sections import TRANSPORTS
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process is and what its weights lie in."""
+    """Location of a process, and the device of its weights."""
 
     node: str
-    """Equal for two processes that can see each other's memory: same kernel, same pid namespace."""
+    """Node name, equal for processes that see each other's memory: same kernel, same pid namespace."""
     rank: int
-    """Of the world; the one that speaks for it, if the process is an engine's own."""
+    """Rank in the world. For an engine's own process, the rank that speaks for it."""
     process: str
     device: str
-    """'cpu' or 'cuda'."""
+    """Device of the weights: 'cpu' or 'cuda'."""
 
 
 def place_here(rank: int, device: str, process: str | None = None) -> Place:
-    """This process, or the engine's `process` beside it."""
+    """Return the place of this process, or of the engine's `process` beside it."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Place(f"{boot}/{os.readlink('/proc/self/ns/pid')}", rank, process or str(os.getpid()), device)
 
 
 def ranks_per_node() -> int | None:
-    """How many consecutive ranks share a node, as torchrun says; None if there was no torchrun, or nodes have
-    unequal numbers."""
+    """Return how many consecutive ranks share a node, by torchrun's variables.
+
+    Returns: None without torchrun, or if nodes have unequal numbers of ranks."""
     local, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
     return local if local and local * nodes == int(os.environ.get("WORLD_SIZE", "-1")) else None
 
 
 def choose(source: Place, destination: Place, wanted: str = "auto") -> tuple[str, str]:
-    """(transport, why) of a pair. Both ends get the same answer.
+    """Return the transport of a pair and the reason. Both ends get the same result.
 
     Args:
-        wanted: --reshard-transport. It is about pairs of processes: within one, copies are always direct.
-    Raises: ValueError for one that cannot work: why not, and what does."""
+        wanted: --reshard-transport. It applies to pairs of processes. Within one process copies are always
+            direct.
+    Raises: ValueError for a transport that cannot work, with the reason and the alternatives."""
     best, why = _best(source, destination)
     if wanted == "auto" or best == "direct":
         return best, why
@@ -67,7 +69,7 @@ def _best(source: Place, destination: Place) -> tuple[str, str]:
 
 
 def _why_not(transport: str, source: Place, destination: Place) -> str | None:
-    """None: it works."""
+    """Return the reason why a transport cannot work for a pair; None if it works."""
     if transport == "direct":
         return None if _same_process(source, destination) else "they are two processes"
     if transport == "messages":

@@ -1,9 +1,9 @@
 """Share a CUDA storage as an IPC handle that other processes of the node open.
 
-PyTorch's own handle names the allocation and the place in it, keeps the memory while a peer has it open, and
-works for the caching allocator's blocks (and for expandable segments). Handles are made once per storage; a
-new address is a new export, so after an offload the next sync exports anew. Reads go over NVLink or PCIe peer
-access, on the reader's stream."""
+PyTorch's own handle names the allocation and the place in it. The handle keeps the memory while a peer has it
+open, and works for the caching allocator's blocks (and for expandable segments). Handles are made once per
+storage. A new address needs a new export, so the first sync after an offload exports again. Reads go over
+NVLink or PCIe peer access, on the reader's stream."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 
 class CudaMemory(msgspec.Struct, frozen=True, tag=True):
-    """Where a CUDA storage of another process is."""
+    """Location of a CUDA storage of another process."""
 
     device_uuid: str
-    """Device numbers differ between processes that see other devices."""
+    """UUID of the device. Device numbers differ between processes with other visible devices."""
     handle: tuple[bytes | None, int, int, bytes | None, int, bytes | None, bool | None]
-    """Arguments of UntypedStorage._new_shared_cuda after the device; None in those of an empty storage."""
+    """Arguments of UntypedStorage._new_shared_cuda after the device; some are None for an empty storage."""
     num_bytes: int
 
 
 def share(storage: torch.UntypedStorage) -> CudaMemory:
-    """Describe a CUDA storage. It must not be freed while a peer reads it."""
+    """Describe a CUDA storage, which must not be freed while a peer reads it."""
     device, *handle = storage._share_cuda_()
     return CudaMemory(device_uuid(device), tuple(handle), storage.nbytes())
 
@@ -31,10 +31,10 @@ def share(storage: torch.UntypedStorage) -> CudaMemory:
 def open_shared(segment: CudaMemory) -> Tensor:
     """Open the storage as uint8 [num_bytes] for kernels of the current device, wherever the memory is.
 
-    The handle is opened on the current device. CUDA maps it there, and enables peer access if the memory is
-    another device's (cudaIpcMemLazyEnablePeerAccess in c10/cuda/CUDACachingAllocator.cpp). An address that
-    was opened on the memory's own device is of no use to a kernel on this one. PyTorch says that the tensor
-    is on the current device.
+    The handle is opened on the current device. CUDA maps the memory there, and enables peer access if the
+    memory belongs to another device (cudaIpcMemLazyEnablePeerAccess in c10/cuda/CUDACachingAllocator.cpp). A
+    kernel on this device cannot use an address that was opened on the memory's own device. PyTorch reports
+    the current device as the tensor's device.
 
     Raises: RuntimeError if this process cannot see or read the device that has the memory."""
     owner, here = device_index(segment.device_uuid), torch.cuda.current_device()
@@ -51,7 +51,9 @@ def device_uuid(device: int) -> str:
 
 
 def device_index(uuid: str) -> int:
-    """Return this process's number of a device. Raises: RuntimeError if it sees no such device."""
+    """Return this process's number of a device.
+
+    Raises: RuntimeError if the process sees no such device."""
     for device in range(torch.cuda.device_count()):
         if device_uuid(device) == uuid:
             return device

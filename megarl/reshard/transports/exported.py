@@ -1,5 +1,7 @@
-"""Describe tensors so that another process can open them: the storages that hold them, and where in a storage
-each tensor lies. A source tells its destinations once."""
+"""Describe tensors so that another process can open them.
+
+The description has the storages that hold the tensors, and each tensor's place in its storage. A source sends
+the description to its destinations once."""
 
 from __future__ import annotations
 
@@ -17,29 +19,28 @@ class Placed:
 
     segment: int
     offset: int
-    """Bytes."""
+    """Offset in the storage, in bytes."""
     rows: int
     cols: int
     row_stride: int
-    """Elements."""
+    """Stride of a row, in elements."""
     dtype: str
-    """As in torch.<dtype>."""
+    """Name of the dtype, as in torch.<dtype>."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """Tensors of one process, as a message. After a move of any tensor it compares unequal."""
+    """Tensors of one process, as a message. After a move of any tensor the message compares unequal."""
 
     segments: tuple[shared_memory.SharedMemory | cuda_ipc.CudaMemory, ...]
     tensors: dict[str, Placed]
 
 
 def export(tensors: dict[str, Tensor]) -> Exported:
-    """Share the storages of these [rows, cols] tensors and describe them. CPU storages move, so build no
-    CopyPlan before.
+    """Share the storages of these [rows, cols] tensors and describe them.
 
-    Megatron's parameters lie in a few contiguous buffers, so there are few storages however many tensors
-    there are."""
+    CPU storages move, so build no CopyPlan before. Megatron's parameters lie in a few contiguous buffers, so
+    the number of storages is small for any number of tensors."""
     number_of: dict[int, int] = {}
     segments, placed = [], {}
     for name, tensor in tensors.items():
@@ -62,7 +63,7 @@ def export(tensors: dict[str, Tensor]) -> Exported:
 def open_exported(exported: Exported) -> dict[str, Tensor]:
     """Open the tensors as views of the other process's memory.
 
-    They may only be read, and only while a sync is under way."""
+    The views may only be read, and only during a sync."""
     opened = [
         (cuda_ipc if isinstance(s, cuda_ipc.CudaMemory) else shared_memory).open_shared(s)
         for s in exported.segments

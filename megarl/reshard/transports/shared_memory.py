@@ -1,8 +1,8 @@
 """Share a CPU storage as memory that other processes of the node map.
 
-PyTorch moves the storage itself, so every view of it follows: parameters, DDP buckets, the optimizer's
-shards. It keeps an open file that has no name any more; peers reach it as /proc/<pid>/fd/<fd>. So nothing is
-ever left in /dev/shm, however the job ends."""
+PyTorch moves the storage itself, so every view follows: parameters, DDP buckets, the optimizer's shards.
+PyTorch keeps an open file without a name, which peers reach as /proc/<pid>/fd/<fd>. Nothing is therefore left
+in /dev/shm, however the job ends."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _FOLDER = "/dev/shm"
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag=True):
-    """Where a CPU storage of another process is."""
+    """Location of a CPU storage of another process."""
 
     pid: int
     started: int
-    """When the process started, in the kernel's ticks: another process may get its pid."""
+    """Start time of the process in the kernel's ticks, because another process may get the same pid."""
     fd: int
     inode: int
-    """Of its file: the same number may come to mean another file."""
+    """Inode of the file, because the same file descriptor may come to mean another file."""
     num_bytes: int
 
 
 def share(storage: torch.UntypedStorage) -> SharedMemory:
-    """Move `storage` into shared memory in place, or describe it if it is there already.
+    """Move `storage` into shared memory in place, or describe it if it is already there.
 
-    It stays there as long as it lives.
+    The storage stays there for its lifetime.
 
-    Raises: OSError if the node has not enough shared memory (a write into missing pages would kill the
+    Raises: OSError if the node has too little shared memory (a write into missing pages would kill the
     process)."""
     if not storage.is_shared():
         free = os.statvfs(_FOLDER)
@@ -49,14 +49,14 @@ def share(storage: torch.UntypedStorage) -> SharedMemory:
             )
     fd, num_bytes = (
         storage._share_fd_cpu_()
-    )  # what Tensor.share_memory_() does, whatever the process-wide sharing strategy is
+    )  # the call of Tensor.share_memory_(), whatever the process-wide sharing strategy
     return SharedMemory(os.getpid(), process_start(os.getpid()), fd, os.fstat(fd).st_ino, num_bytes)
 
 
 def open_shared(segment: SharedMemory) -> Tensor:
     """Map the storage read-only as uint8 [num_bytes]. The mapping lives as long as the tensor.
 
-    Raises: ProcessLookupError if its process or the storage is gone."""
+    Raises: ProcessLookupError if the storage or its process is gone."""
     if process_start(segment.pid) != segment.started:
         raise ProcessLookupError(f"process {segment.pid}, which holds the weights, has ended")
     fd = os.open(f"/proc/{segment.pid}/fd/{segment.fd}", os.O_RDONLY)
@@ -69,7 +69,7 @@ def open_shared(segment: SharedMemory) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", UserWarning
-        )  # that a read-only buffer becomes a tensor: it is only read
+        )  # PyTorch warns about a tensor of a read-only buffer, but this tensor is only read
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
