@@ -1,6 +1,6 @@
 """What of a flow may be issued now, step by step and without a clock. `pytest tests/flow/test_schedule.py`
 
-With a simulated machine: tests/driver/test_scheduler.py.
+With a simulated machine: tests/trainer/test_scheduler.py.
 """
 
 from types import SimpleNamespace
