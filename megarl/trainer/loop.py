@@ -24,3 +24,4 @@ def train(trainer: Trainer) -> None:
         trainer.evaluate_if_due()
         trainer.checkpoint_if_due()
         trainer.export_if_due()
+    trainer.wait()
