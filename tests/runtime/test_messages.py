@@ -33,7 +33,7 @@ def test_every_declared_method_has_types_that_messages_hold(cls, name):
 def test_a_result_has_the_declared_type():
     data = encode([Sample(1, 20, 8, owners=(0, 1))])
     assert decode_result(role_classes()["rollout"], "generate", data) == [Sample(1, 20, 8, owners=(0, 1))]
-    assert decode_result(None, "generate", data)[0]["holders"] == [0, 1]
+    assert decode_result(None, "generate", data)[0]["owners"] == [0, 1]
     assert decode_result(role_classes()["rollout"], "of_its_own", data)[0]["sample_id"] == 1
     with pytest.raises(TypeError, match=r"^its result is not of the declared type: .*float"):
         decode_result(role_classes()["rollout"], "sync", encode({"sync/bytes": "many"}))
