@@ -56,7 +56,7 @@ def join_world(timeout_s: float) -> None:
     if dist.is_initialized():
         return
     torch.set_num_threads(
-        int(os.environ.get("OMP_NUM_THREADS", "1"))
+        int(os.environ.get("OMP_NUM_THREADS") or 1)
     )  # before vLLM replaces this function by a no-op
     device, timeout = _take_device(), group_timeout(timeout_s)
     dist.init_process_group(
