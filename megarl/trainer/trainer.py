@@ -143,11 +143,14 @@ class Trainer:
 
     @property
     def is_done(self) -> bool:
-        """Whether the job has completed --train-iters steps, or its loss fell below --exit-loss."""
+        """Whether the job has completed --train-iters steps, or its fine-tuning loss fell below --exit-loss."""
         metrics = self._metrics or self.checkpointer.restored_metrics
         exit_loss = self.config.run.exit_loss
-        has_converged = exit_loss is not None and metrics.get("policy/loss", math.inf) < exit_loss
-        return has_converged or self.state.completed >= self.config.batch.train_iters
+        if self.state.completed >= self.config.batch.train_iters:
+            return True
+        # The loss of a policy gradient says nothing of progress: it is about 0 on policy, and may be negative.
+        is_fine_tuning = not self.config.algorithm.needs_rollout
+        return is_fine_tuning and exit_loss is not None and metrics.get("policy/loss", math.inf) < exit_loss
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps. Each step ends with a checkpoint if one is due (--save-interval).

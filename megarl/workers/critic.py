@@ -63,18 +63,7 @@ class CriticRole(MegatronRole):
     def build(self):
         from megarl.megatron.value_model import ValueModel
 
-        config = self.config
-        return ValueModel(
-            self.shape,
-            self.mesh,
-            config.model,
-            self.parallel,
-            self.optimizer,
-            config.batch.train_iters,
-            config.transformer,
-            config.experts,
-            self.lora,
-        )
+        return self.build_as(ValueModel)
 
     @needs("parameters")
     def values(self) -> None:

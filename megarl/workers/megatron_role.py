@@ -100,6 +100,21 @@ class MegatronRole:
         """Return the model with undefined weights."""
         raise NotImplementedError
 
+    def build_as(self, model: Callable[..., TrainedModel]) -> TrainedModel:
+        """Build a model of this class from the role's shape, mesh and configuration."""
+        config = self.config
+        return model(
+            self.shape,
+            self.mesh,
+            config.model,
+            self.parallel,
+            self.optimizer,
+            config.batch.train_iters,
+            config.transformer,
+            config.experts,
+            self.lora,
+        )
+
     @needs()
     def setup(self) -> None:
         """Build the model and load its weights. Collective over the mesh."""

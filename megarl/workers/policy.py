@@ -33,18 +33,7 @@ class PolicyRole(MegatronRole):
     def build(self):
         from megarl.megatron.policy import Policy
 
-        config = self.config
-        return Policy(
-            self.shape,
-            self.mesh,
-            config.model,
-            self.parallel,
-            self.optimizer,
-            config.batch.train_iters,
-            config.transformer,
-            config.experts,
-            self.lora,
-        )
+        return self.build_as(Policy)
 
     def write_log_probs(self, column: str) -> None:
         """Write the log-probs of the response tokens under this policy as a token column."""

@@ -117,7 +117,7 @@ def open_trainer(folder: Path, save: str) -> tuple[Trainer, Data, Actor]:
         job,
         algorithm=REGISTRY["grpo"](),
         batch=replace(job.batch, train_iters=6, num_prompts=4, global_batch_size=8),
-        run=replace(job.run, save=str(folder / save)),
+        run=replace(job.run, save=str(folder / save), exit_loss=0.5),  # of fine-tuning alone
     )
     rollout, data, actor = LateRollout(), Data(), Actor()
     roles = {"actor": actor, "rollout": rollout, "reward": Rewards(rollout), "data": data}
