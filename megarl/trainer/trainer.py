@@ -159,6 +159,8 @@ class Trainer:
         while not self.is_done:
             self._begin_step()
             yield self.step
+            if self.state.in_step:  # the loop has left the step out: the next one has another number
+                self._complete_step()
             self.checkpoint_if_due()
 
     def rollout(
@@ -217,6 +219,10 @@ class Trainer:
         self.executor.take_seconds()
         self.run_folder.begin_step()
 
+    def _complete_step(self) -> None:
+        self.state.complete_step()
+        self.stop.step_completed()
+
     def _record(self, reports: Iterable[Future]) -> dict[str, float]:
         """Record the metrics of these calls as those of the step, then check them."""
         state, batches = self.state, self.runner.batches
@@ -230,8 +236,7 @@ class Trainer:
         self.run_folder.record_step(state.step, metrics, batches.num_tokens)
         for note in self.runner.judge(of_actors):
             self.run_folder.progress.note(note)
-        state.complete_step()
-        self.stop.step_completed()
+        self._complete_step()
         self._metrics = metrics
         return metrics
 

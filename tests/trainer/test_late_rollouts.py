@@ -184,6 +184,17 @@ def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path)
         )
 
 
+def test_a_loop_may_leave_steps_out(tmp_path):
+    with open_trainer(tmp_path, "run")[0] as trainer:
+        seen = []
+        for step in trainer.steps():
+            seen.append(step)
+            assert len(seen) <= 6, seen
+            if step % 2:
+                trainer.update(trainer.rollout())
+        assert seen == [1, 2, 3, 4, 5, 6] and trainer.step == 6
+
+
 def test_synchronous_training_refuses_a_late_group(tmp_path):
     trainer = open_trainer(tmp_path, "run")[0]
     trainer.state.first.buffer.staleness = 0
