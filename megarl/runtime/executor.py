@@ -33,7 +33,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,7 +174,7 @@ class Executor(ABC):
         self._interfaces = interfaces or {}
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
-        self._seconds: Counter[tuple[str, str]] = Counter()
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     # Calls.
 
@@ -222,7 +222,7 @@ class Executor(ABC):
 
         Each call counts as in `Future.seconds`."""
         with self._changed:
-            taken, self._seconds = self._seconds, Counter()
+            taken, self._seconds = self._seconds, defaultdict(float)
         return taken
 
     # Waiting.

@@ -85,20 +85,18 @@ def undisturbed(is_interrupt: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    found = {int(signum): signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {signum: handler for signum, handler in found.items() if callable(handler)}
     came: list[int] = []
-    for signum, handler in handlers.items():
-        if callable(handler):
-            signal.signal(signum, lambda signum, frame: came.append(signum))
+    for signum in handlers:
+        signal.signal(signum, lambda signum, frame: came.append(signum))
     try:
         yield
     finally:
         for signum, handler in handlers.items():
-            if callable(handler):
-                signal.signal(signum, handler)
-        for signum in came[:1]:
-            if not (is_interrupt and signum == signal.SIGINT):
-                handlers[signum](signum, None)
+            signal.signal(signum, handler)
+        if came and not (is_interrupt and came[0] == signal.SIGINT):
+            handlers[came[0]](came[0], None)
 
 
 class RankDied(RuntimeError):
@@ -168,7 +166,7 @@ class LocalRanks:
         self._ending, self._lock = False, threading.Lock()
         self._deaths: list[RankDied] = []
         self._report: Callable[[RankDied], None] = self._deaths.append
-        self._processes: dict[int, subprocess.Popen] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._not_started: list[OSError] = []
         self._threads: list[threading.Thread] = []
         self.on_signal: Callable[[int], bool] = lambda signum: False
@@ -295,7 +293,7 @@ class LocalRanks:
                     process.kill()
 
 
-def _kill_group(process: subprocess.Popen) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

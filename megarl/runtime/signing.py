@@ -21,7 +21,8 @@ import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Protocol
+
+from megarl.runtime.key_value_store import KeyValueStore
 
 JOB_SECRET = "MEGARL_JOB_SECRET"
 _MAC_BYTES, _SECRET_BYTES, _SHORTEST_SECRET = hashlib.sha256().digest_size, 32, 32
@@ -34,14 +35,6 @@ class ForgedMessage(RuntimeError):
 
 class SecretError(ValueError):
     """The job's secret is missing, too short, or in a folder that others can read. The user must fix it."""
-
-
-class Store(Protocol):
-    """The part of torch.distributed.Store that this module uses."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
 
 
 def sign(data: bytes, name: str) -> bytes:
@@ -106,7 +99,7 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
+def agree(store: KeyValueStore, env: MutableMapping[str, str] = os.environ) -> None:
     """Agree on the secret of all ranks before the first message. Collective over the world.
 
     The secret is the one in the environment, else rank 0's. It is removed from the environment, which

@@ -9,8 +9,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
-
 from megarl.runtime.executor import (
     CallFuture,
     CallTimeout,
@@ -19,6 +17,7 @@ from megarl.runtime.executor import (
     ProcessExecutor,
     RemoteError,
 )
+from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.mailbox import Mailbox, connect
 from megarl.runtime.messages import Call, Command, Event, Failure, Reply, Shutdown, Terminated
 from megarl.runtime.process import has_died, process_name, world_size_from_env
@@ -53,8 +52,8 @@ class StoreExecutor(ProcessExecutor):
         ranks: Mapping[str, Sequence[int]],
         world_size: int,
         call_timeout_s: float,
-        writer: dist.Store,
-        reader: dist.Store,
+        writer: KeyValueStore,
+        reader: KeyValueStore,
         interfaces: Mapping[str, type] | None = None,
     ) -> None:
         _check_ranks(ranks, world_size)
@@ -133,7 +132,8 @@ class StoreExecutor(ProcessExecutor):
 
     def dead_ranks(self) -> list[int]:
         missing = self._outbox.ask_all(PING, self._world, _SOON_S)
-        dead = [rank for rank, name in self._outbox.of_ranks(PROCESS, missing).items() if has_died(name)]
+        names = self._outbox.answers(PROCESS, missing)
+        dead = [rank for rank, name in names.items() if has_died(name.decode())]
         return dead or self._outbox.ask_all(PING, missing, _PING_S)
 
     def where(self) -> str:
