@@ -2,7 +2,7 @@
 
     train, evaluate, convert, doctor, cli -> trainer -> workers, checks -> megatron, rollout, data, rewards ->
     checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
-    config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files
+    config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("kernels", "_C", "role_names", "packing", "metrics", "messages", "files"),
+    ("kernels", "_C", "role_names", "packing", "metrics", "messages", "files", "futures"),
     ("config", "flow", "runtime", "collectives"),
     ("batch", "invariants", "loggers", "gate_limits"),
     ("batch_invariants",),
@@ -43,6 +43,7 @@ NO_TORCH = {
     "rewards",
     "role_names",
     "messages",
+    "futures",
     "checks",
     "files",
     "gate_limits",

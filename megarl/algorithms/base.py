@@ -290,6 +290,12 @@ class Algorithm(Section):
         return None
 
 
+def algorithm_of(config: TrainConfig) -> Algorithm:
+    """Return the algorithm of a job. The configuration, which is below this module, declares no type for it."""
+    assert isinstance(config.algorithm, Algorithm)
+    return config.algorithm
+
+
 def promised_weight(algorithm: Algorithm, loss: Literal["loss", "value_loss"], *counts: int) -> float | None:
     """Return the weight sum of one of the algorithm's losses, or None if a subclass has replaced the loss
     alone."""

@@ -28,35 +28,11 @@ from typing import (
     overload,
 )
 
+from megarl.futures import Future
 from megarl.role_names import kind_and_suffix
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Future(Protocol[R]):
-    """The values that a call will return, one per rank."""
-
-    @property
-    def role(self) -> str:
-        """Name of the called role."""
-
-    @property
-    def seconds(self) -> float:
-        """Duration in seconds on the slowest rank, or 0 until the call is done."""
-
-    @property
-    def ended(self) -> float:
-        """`time.time()` at which the last rank finished, or 0 until the call is done."""
-
-    def result(self) -> list[R]:
-        """Block, and return the values in the order of the role's ranks. Raises the job's first error."""
-
-    def first(self) -> R:
-        """Return the value of the role's first rank. Waits for all ranks."""
-
-    def done(self) -> bool:
-        """Return whether `result` would return at once. Raises like `result`."""
 
 
 class Caller(Protocol):

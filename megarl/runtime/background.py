@@ -32,11 +32,14 @@ class DriverCall(Future[object]):
         self._over.set()
         return self
 
+    def wait(self) -> None:
+        self._over.wait()
+
     def done(self) -> bool:
         return self._over.is_set()
 
     def result(self) -> list[object]:
-        self._over.wait()
+        self.wait()
         if self.error is not None:
             raise self.error
         return [self._value]

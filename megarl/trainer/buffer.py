@@ -124,4 +124,4 @@ class SampleBuffer:
         """Replace the content by the groups of `snapshot`, which are sampled again.
 
         A sample's draws depend only on its visit and index, so the sample gets the same tokens as before."""
-        self._groups = {group["visit"]: Group(**group) for group in groups}
+        self._groups = {g["visit"]: Group(g["visit"], g["row"], g["num_samples"], g["step"]) for g in groups}

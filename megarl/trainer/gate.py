@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 
 from megarl.gate_limits import GateLimits
-from megarl.runtime.executor import Executor, Future
-from megarl.flow import Actor
+from megarl.futures import Future
+from megarl.runtime.executor import Executor
+from megarl.flow import Actor, Metrics
 from megarl.metrics import combine
 from megarl.trainer.actor_state import ActorState
 from megarl.trainer.state import TrainState
@@ -75,7 +76,7 @@ class LogProbGate:
     def __init__(self, executor: Executor, state: TrainState) -> None:
         self._executor, self._state = executor, state
 
-    def check_first(self, log_probs: Future) -> None:
+    def check_first(self, log_probs: Future[Metrics]) -> None:
         """Wait for an actor's `log_probs` and check them, unless the actor has passed the gate in this run.
 
         Raises: GateError if trainer and engine disagree."""

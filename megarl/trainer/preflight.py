@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megarl.algorithms.base import algorithm_of
 from megarl.config.check import check_job
 from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
@@ -51,7 +52,7 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
     shape = ModelShape.load(config.model.model)
     needs = (
         "response"
-        if not config.algorithm.needs_rollout
+        if not algorithm_of(config).needs_rollout
         else "ground_truth"
         if needs_ground_truth(config)
         else None
@@ -70,7 +71,7 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
-    if config.algorithm.needs_rollout and uses_rule_reward(config):
+    if algorithm_of(config).needs_rollout and uses_rule_reward(config):
         with RewardPool(config.data, num_workers=1) as pool:
             for dataset, flag in datasets:
                 probe_reward(pool, dataset, flag)
