@@ -106,8 +106,7 @@ class CallTimeout(RuntimeError):
         others = f" (answered: {', '.join(map(str, answered))})" if answered else ""
         super().__init__(
             f"[{role}] {method} timed out{at_label(label)}: no answer from {named}{others} within "
-            f"call_timeout_s ({timeout_s:g} s). "
-            "Raise --call-timeout-s if the call is merely slow."
+            f"call_timeout_s ({timeout_s:g} s). Raise --call-timeout-s if the call is merely slow."
             + "".join(
                 f"\n[rank {rank}] does not say where it is: stopped, or in native code that keeps "
                 "Python's lock."

@@ -49,9 +49,8 @@ def verify(signed: bytes, name: str) -> memoryview:
     data = memoryview(signed)[_MAC_BYTES:]
     if not hmac.compare_digest(_mac(name, data), signed[:_MAC_BYTES]):
         raise ForgedMessage(
-            f"{name} in the job's store is not signed with the job's secret and was not read: "
-            "another process wrote it, or "
-            f"{JOB_SECRET} is not the same on all nodes."
+            f"{name} in the job's store is not signed with the job's secret and was not read: another "
+            f"process wrote it, or {JOB_SECRET} is not the same on all nodes."
         )
     return data
 
@@ -93,9 +92,8 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
     )
     if JOB_SECRET not in env and not alone and not on_one_node:
         raise SecretError(
-            f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, "
-            "on one node: it signs commands in a "
-            f"store that others can reach. {_HOW}"
+            f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, on one node: "
+            f"it signs commands in a store that others can reach. {_HOW}"
         )
 
 
@@ -152,8 +150,7 @@ def _folder() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise SecretError(
-            f"{folder} (folder for secrets): must be a folder of this user that nobody else may "
-            "open. Try TMPDIR=$HOME, or a "
-            f"{JOB_SECRET} of your own."
+            f"{folder} (folder for secrets): must be a folder of this user that nobody else may open. Try "
+            f"TMPDIR=$HOME, or a {JOB_SECRET} of your own."
         )
     return folder

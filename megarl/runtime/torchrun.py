@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from megarl.runtime.store_executor import StoreExecutor
 
 
-def start_driver(
-    argv: list[str], module: str = "megarl.trainer"
-) -> subprocess.Popen[bytes]:
+def start_driver(argv: list[str], module: str = "megarl.trainer") -> subprocess.Popen[bytes]:
     """Start the driver beside rank 0: `python -P -m module argv`.
 
     Call this on rank 0's main thread and pass the result to `serve`. The driver's environment describes the

@@ -58,9 +58,8 @@ class ActorState:
         if not limit or not self.zero_reward_steps or self.zero_reward_steps % limit:
             return None
         return (
-            f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. "
-            "Does the reward see what you think? "
-            "Look at the texts in rollouts/."
+            f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. Does the "
+            "reward see what you think? Look at the texts in rollouts/."
         )
 
     def note_unscored_updates(self, metrics: Mapping[str, float], step: int) -> str:

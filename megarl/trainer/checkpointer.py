@@ -199,9 +199,8 @@ class Checkpointer:
         if best is not None and best not in row and not self._has_noted:
             self._has_noted = True
             self._run.progress.note(
-                f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not "
-                "compared. It has "
-                f"{', '.join(row)}."
+                f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. "
+                f"It has {', '.join(row)}."
             )
         return {
             **self._state.snapshot(),

@@ -25,8 +25,7 @@ class GateError(RuntimeError):
         worst_tokens = sorted(worst_tokens, key=lambda t: -abs(t["trainer"] - t["engine"]))[:5]
         rows = [
             f"  sample {t['sample_id']}, token {t['token']} at position {t['position']}: trainer "
-            f"{t['trainer']:.9g}, "
-            f"engine {t['engine']:.9g}, difference {t['trainer'] - t['engine']:.3g}"
+            f"{t['trainer']:.9g}, engine {t['engine']:.9g}, difference {t['trainer'] - t['engine']:.3g}"
             for t in worst_tokens
         ]
         super().__init__("\n".join([finding, *rows]))
@@ -60,8 +59,7 @@ def gate_finding(mismatch: Mapping[str, float], limits: GateLimits) -> str | Non
     ]
     rule = (
         f"  accepted by the rule {limits.describe()}; mean log-prob "
-        f"-{mismatch['mismatch/log_prob_abs']:.4g}. "
-        "--gate-mean-abs and --gate-max-abs replace the rule."
+        f"-{mismatch['mismatch/log_prob_abs']:.4g}. --gate-mean-abs and --gate-max-abs replace the rule."
     )
     return "\n".join([_DISAGREE.format(mismatch["mismatch/tokens"]), *statistics, rule])
 
@@ -94,7 +92,6 @@ class LogProbGate:
 
 
 _DISAGREE = (
-    "trainer and engine disagree on {:.0f} sampled tokens by more than rounding. Training would be "
-    "silently wrong. Is dropout on, "
-    "a weight not synchronised, or an engine argument changing the distribution?"
+    "trainer and engine disagree on {:.0f} sampled tokens by more than rounding. Training would be silently "
+    "wrong. Is dropout on, a weight not synchronised, or an engine argument changing the distribution?"
 )

@@ -114,10 +114,9 @@ class RewardModelRole:
     def _set_up_classifier(self) -> None:
         if self.mesh.tp * self.mesh.pp != 1:
             raise ValueError(
-                f"--reward-model ({self.spec.path}): --reward-model-backend transformers has the "
-                "whole model on each rank, and "
-                f"its mesh splits it (tp {self.mesh.tp}, pp {self.mesh.pp}). Give it neither, or "
-                "try megatron."
+                f"--reward-model ({self.spec.path}): --reward-model-backend transformers has the whole model "
+                f"on each rank, and its mesh splits it (tp {self.mesh.tp}, pp {self.mesh.pp}). Give it "
+                "neither, or try megatron."
             )
         from megarl.megatron.offload import ModelMemory
 
@@ -220,9 +219,8 @@ class RewardModelRole:
         )
         if self.mesh.pp != 1:
             raise ValueError(
-                f"--reward-model ({self.spec.path}): a judge has no pipeline stages, and its mesh "
-                f"has {self.mesh.pp}. Use "
-                "tensor parallelism."
+                f"--reward-model ({self.spec.path}): a judge has no pipeline stages, and its mesh has "
+                f"{self.mesh.pp}. Use tensor parallelism."
             )
         if self.mesh.coordinates(self.rank)["tp"] == 0:
             from megarl.rollout.judge import Judge

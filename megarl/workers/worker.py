@@ -98,9 +98,8 @@ def _check_that_ranks_agree() -> None:
     if len({uses for uses, _ in told}) > 1:
         first = {uses: f"rank {rank} {where}" for rank, (uses, where) in reversed(list(enumerate(told)))}
         raise RuntimeError(
-            f"Transformer Engine must be usable on all ranks or on none: {first[True]}; "
-            f"{first[False]}. Install "
-            "it where it is missing (pip install 'megarl[te]'), or uninstall it everywhere."
+            f"Transformer Engine must be usable on all ranks or on none: {first[True]}; {first[False]}. "
+            "Install it where it is missing (pip install 'megarl[te]'), or uninstall it everywhere."
         )
 
 
