@@ -19,18 +19,16 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import Batch, MicroBatch
-from megarl.config.mesh import MeshSpec
 from megarl.config.reward_models import read_model_config, reward_models, value_model_shape
-from megarl.config.schema import TrainConfig
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.flow.job_roles import Record, RewardModel
 from megarl.rewards import classifier
 from megarl.rewards.judge_prompt import JudgePrompt
 from megarl.rollout.draws import draw_key
+from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
-from megarl.workers.offload_manager import OffloadManager, needs
-from megarl.workers.store import SampleStore
+from megarl.workers.offload_manager import needs
 
 if TYPE_CHECKING:
     from megarl.rollout.judge import Judge
@@ -40,29 +38,13 @@ Records = list[Record]
 
 
 @implements(RewardModel)
-class RewardModelRole:
+class RewardModelRole(HostedRole):
     """A reward model: a classifier, a value model or a judge."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        name: str,
-        mesh: MeshSpec,
-        store: SampleStore,
-        offload_manager: OffloadManager,
-        shard_key: str,
-        suffix: str = "",
-    ) -> None:
-        """Describe the model; `setup` loads it.
-
-        Args:
-            config: configuration of its actor, whose suffix is `suffix`.
-            name: name of the role, see `reward_models`.
-            shard_key: key of the batch shard that the model scores, see `config.mesh.shard_keys`."""
-        self.config, self.name, self.mesh, self.shard_key = config, name, mesh, shard_key
-        self.store, self.offload_manager = store, offload_manager
-        self.spec = next(spec for spec in reward_models(config) if spec.name + suffix == name)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        models = reward_models(self.config)
+        self.spec = next(spec for spec in models if spec.name + self.suffix == self.name)
         self.judge: Judge | None = None
         """The judge that this rank calls. None also if the rank lends its device to another rank's judge."""
 
