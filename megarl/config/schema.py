@@ -13,7 +13,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NewType
 
-from megarl.config.errors import Count, Fraction, Natural, Positive, Section, at_least, at_most
+from megarl.config.errors import (
+    Count,
+    Fraction,
+    Natural,
+    Positive,
+    Section,
+    at_least,
+    at_most,
+    did_you_mean,
+)
 from megarl.config.role_sections import (
     LoRAConfig,
     MoEConfig,
@@ -50,6 +59,10 @@ class ModelConfig(Section):
         return [(self.model != "", "model", "must name a folder.")]
 
 
+EXECUTORS = ["torchrun", "inline"]
+"""Registered values of --executor; `megarl.trainer.executors.register_executor` adds to them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementConfig(Section):
     """placement"""
@@ -58,8 +71,9 @@ class PlacementConfig(Section):
     """Ranks that `megarl train` starts on this machine, each on a GPU of its own if there are GPUs. A range,
     e.g. 1-8, takes as many of them as there are GPUs, and the most on a machine without. Under torchrun,
     torchrun's own count holds."""
-    executor: Literal["torchrun", "inline"] = "torchrun"
-    """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb."""
+    executor: str = "torchrun"
+    """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb. A program
+    can register others."""
     num_actors: Annotated[int, at_least(1), at_most(64)] = 1
     """Actors that learn side by side, each with engines, optimizer, critic and reference of its own: the
     second's roles are actor_2, critic_2 and so on. What is not said of them is as the first's; --actor-2-lr,
@@ -89,6 +103,10 @@ class PlacementConfig(Section):
     call_timeout_s: Positive = 1800.0
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer
     are named."""
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        near = did_you_mean(self.executor, EXECUTORS, prefix="")
+        return [(self.executor in EXECUTORS, "executor", f"must be one of {', '.join(EXECUTORS)}.{near}")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

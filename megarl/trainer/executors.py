@@ -15,11 +15,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.errors import ConfigError, did_you_mean
 from megarl.config.render import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import trains_in_fp32
-from megarl.config.schema import TrainConfig
+from megarl.config.schema import EXECUTORS, TrainConfig
 from megarl.flow import role_class
 from megarl.role_names import kind_and_suffix
 from megarl.runtime.process import compute_fp32_exactly, keep_checkout_off_path, quiet_libraries
@@ -37,31 +36,21 @@ The roles can be called within the context."""
 
 def open_executor(config: TrainConfig, world_size: int) -> AbstractContextManager[Executor]:
     """Start the ranks of a job from this process, which is its driver."""
-    return _factory(config)(config, world_size)
+    return _FACTORIES[config.placement.executor](config, world_size)
 
 
 def has_rank_processes(config: TrainConfig) -> bool:
     """Return whether the ranks are processes that run `megarl.train`.
 
-    Otherwise the job needs only `open_executor`.
-
-    Raises: ConfigError for an executor that is not registered."""
-    return _factory(config) is rank_processes
+    Otherwise the job needs only `open_executor`."""
+    return config.placement.executor == "torchrun"
 
 
 def register_executor(name: str, factory: ExecutorFactory) -> None:
-    """Register the factory of an executor under a name for `config.placement.executor`."""
+    """Register the factory of an executor, before a configuration names the executor."""
     _FACTORIES[name] = factory
-
-
-def _factory(config: TrainConfig) -> ExecutorFactory:
-    name = config.placement.executor
-    if name not in _FACTORIES:
-        known = ", ".join(_FACTORIES)
-        raise ConfigError(
-            [f"--executor ({name}): must be one of {known}.{did_you_mean(name, _FACTORIES, prefix='')}"]
-        )
-    return _FACTORIES[name]
+    if name not in EXECUTORS:
+        EXECUTORS.append(name)
 
 
 @contextlib.contextmanager
