@@ -227,7 +227,7 @@ class Algorithm(Section):
             .update(actor)
         )
 
-    def step_findings(self, num_samples: int) -> Iterable[str]:
+    def step_errors(self, num_samples: int) -> Iterable[str]:
         """Return one line per flag that does not fit a step of this many samples."""
         return ()
 

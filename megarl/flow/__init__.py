@@ -4,7 +4,7 @@ The package holds the roles and their methods, the columns, and the flow: how it
 drawn, and which calls may be issued next. `trainer/scheduler.py` runs the flow. Importing the package needs
 no torch."""
 
-from megarl.flow.flow import Flow
+from megarl.flow.flow import Flow, SymbolicRole, background, dataflow, symbolic_roles
 from megarl.flow.job_roles import (
     Actor,
     Critic,
@@ -23,7 +23,6 @@ from megarl.flow.job_roles import (
 )
 from megarl.flow.node import DRIVER, Node, columns
 from megarl.flow.role import Caller, Role, declaration, method, role_class
-from megarl.flow.symbolic import SymbolicRole, background, dataflow, symbolic_roles
 from megarl.flow.validate import FlowError
 from megarl.futures import Future
 

@@ -36,13 +36,9 @@ _EXIT_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 10.0, 2.0, 0.5
 
 @contextlib.contextmanager
 def local_ranks(
-    argv: list[str],
+    processes: LocalRanks,
     ranks: dict[str, list[int]],
-    world_size: int,
     call_timeout_s: float,
-    module: str = "megarl.train",
-    describe_rank: Callable[[int], str] = str,
-    tidy_up: Callable[[], object] = lambda: None,
     interfaces: Mapping[str, type] | None = None,
 ) -> Iterator[StoreExecutor]:
     """Start the ranks of a job, and yield the executor that reaches them.
@@ -52,12 +48,8 @@ def local_ranks(
     ranks are ended at once.
 
     Args:
-        argv, module: a rank is `python -m module argv`.
-        ranks: role -> its ranks.
-        call_timeout_s, interfaces: as in StoreExecutor.
-        describe_rank, tidy_up: as in LocalRanks.
-    """
-    processes, executor = LocalRanks(argv, world_size, module, describe_rank, tidy_up), None
+        ranks, call_timeout_s, interfaces: as in StoreExecutor."""
+    executor = None
     try:
         executor = processes.start(ranks, call_timeout_s, interfaces)
         executor.death_first_s = _DEATH_FIRST_S
@@ -140,7 +132,7 @@ class LocalRanks:
         self,
         argv: list[str],
         world_size: int,
-        module: str,
+        module: str = "megarl.train",
         describe_rank: Callable[[int], str] = str,
         tidy_up: Callable[[], object] = lambda: None,
         attempt: int = 0,

@@ -56,26 +56,25 @@ def register_executor(name: str, factory: ExecutorFactory) -> None:
 @contextlib.contextmanager
 def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecutor]:
     """Start every rank as a separate process on this machine."""
-    from megarl.runtime.local_ranks import local_ranks
+    from megarl.runtime.local_ranks import LocalRanks, local_ranks
 
     ranks = hosting_ranks(config, world_size)
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         arguments = Path(folder) / "job.args"
         arguments.write_text(write_args(config))
-        with local_ranks(
+        processes = LocalRanks(
             [f"@{arguments}"],
-            ranks,
             world_size,
-            config.placement.call_timeout_s,
             describe_rank=rank_description(ranks),
             tidy_up=remove_engine_memory,
-            interfaces=interfaces_of(ranks),
-        ) as executor:
+        )
+        timeout_s = config.placement.call_timeout_s
+        with local_ranks(processes, ranks, timeout_s, interfaces_of(ranks)) as executor:
             yield executor
 
 
 @contextlib.contextmanager
-def inline_ranks(config: TrainConfig, world_size: int = 1) -> Iterator[InlineExecutor]:
+def inline_ranks(config: TrainConfig, world_size: int) -> Iterator[InlineExecutor]:
     """Build the roles of a world of one rank, which is this process, and their executor."""
     quiet_libraries()
     keep_checkout_off_path()

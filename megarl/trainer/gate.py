@@ -21,14 +21,14 @@ from megarl.trainer.state import TrainState
 class GateError(RuntimeError):
     """Trainer and engine disagree on the log-probs of sampled tokens."""
 
-    def __init__(self, finding: str, worst_tokens: list[dict[str, float]]) -> None:
+    def __init__(self, error: str, worst_tokens: list[dict[str, float]]) -> None:
         worst_tokens = sorted(worst_tokens, key=lambda t: -abs(t["trainer"] - t["engine"]))[:5]
         rows = [
             f"  sample {t['sample_id']}, token {t['token']} at position {t['position']}: trainer "
             f"{t['trainer']:.9g}, engine {t['engine']:.9g}, difference {t['trainer'] - t['engine']:.3g}"
             for t in worst_tokens
         ]
-        super().__init__("\n".join([finding, *rows]))
+        super().__init__("\n".join([error, *rows]))
 
 
 def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
@@ -36,15 +36,14 @@ def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
 
     Args:
         mismatch: metrics of the step that `ActorRole.log_probs` returns, each with the prefix mismatch/."""
-    values = {name: mismatch[f"mismatch/{name}"] for name in limits.accepted(mismatch)}
     return [
         name
         for name, limit in limits.accepted(mismatch).items()
-        if not (values[name] <= limit and math.isfinite(values[name]))
+        if not (math.isfinite(value := mismatch[f"mismatch/{name}"]) and value <= limit)
     ]
 
 
-def gate_finding(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
+def gate_error(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
     """Return the error in the differences |trainer log-prob - engine log-prob| of a step, or None.
 
     Args:
@@ -85,10 +84,10 @@ class LogProbGate:
 
     def check(self, actor: ActorState, mismatch: Mapping[str, float]) -> None:
         """Raise GateError, with the worst tokens, if the differences of a step are too large."""
-        if (finding := gate_finding(mismatch, actor.gate_limits)) is not None:
+        if (error := gate_error(mismatch, actor.gate_limits)) is not None:
             answers = Actor(self._executor, actor.actor).worst_tokens(5).result()
             worst = [token for of_rank in answers for token in of_rank]
-            raise GateError(f"{actor.actor}: {finding}" if actor.suffix else finding, worst)
+            raise GateError(f"{actor.actor}: {error}" if actor.suffix else error, worst)
 
 
 _DISAGREE = (

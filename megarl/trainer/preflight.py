@@ -40,11 +40,11 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
     load = functools.cache(PromptDataset.load)  # actors mostly read the same files
     inputs = {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}
     if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
-        findings = [
+        errors = [
             rows_error(of_actor, number, len(inputs[suffix].train), found[1])
             for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1)
         ]
-        raise_errors([finding for finding in findings if finding is not None])
+        raise_errors([error for error in errors if error is not None])
     return inputs
 
 
