@@ -57,8 +57,8 @@ class ShutdownRequest(Protocol):
 
     is_armed: bool
     """Whether the loop handles a request now."""
-    requested_at: float | None
-    """Time of the first request, by `time.monotonic()`."""
+    is_requested: bool
+    """Whether the shutdown was requested."""
 
     def request(self) -> None:
         """Ask for the shutdown."""
@@ -110,7 +110,7 @@ class _Running:
     @property
     def is_requested(self) -> bool:
         """Whether a graceful shutdown was requested."""
-        return self.request is not None and self.request.requested_at is not None
+        return self.request is not None and self.request.is_requested
 
     def claim(self) -> bool:
         """Return whether the caller may end the job. Only one caller gets True."""
@@ -213,7 +213,7 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
         # an interrupt may have left the executor locked, which would block reports of deaths
         processes.expect_end()
     sys.stdout.flush()
-    explanation, code = _explain(error, job), _exit_code(error, job)
+    explanation, code = _verdict(error, job)
     job.reported = None if executor is None else executor.label, explanation.splitlines()[0]
     _print(explanation)
     _kill_workers(executor, code)
@@ -254,9 +254,9 @@ def run_job_in_process(
         _ignore_signals()
         _claim_or_wait(job)
         first = _first_stop(error)
-        stopped = first if isinstance(first, Stopped) else Stopped(signal.SIGINT)
-        _print(_explain(stopped, job))
-        return _exit_code(stopped, job)
+        text, code = _verdict(first if isinstance(first, Stopped) else Stopped(signal.SIGINT), job)
+        _print(text)
+        return code
     else:
         return 0
     finally:
@@ -271,32 +271,22 @@ def _first_stop(error: BaseException) -> BaseException:
     return error
 
 
-def _exit_code(error: BaseException, job: _Running) -> int:
-    if job.failure is None and isinstance(error, Stopped):
-        return 128 + error.signal
-    return 2 if job.failure is None and _is_about_input(error, job) else 1
-
-
-def _is_about_input(error: BaseException, job: _Running) -> bool:
-    return isinstance(error, ValueError) and (job.executor is None or job.executor.num_calls == 0)
-
-
-def _explain(error: BaseException, job: _Running) -> str:
+def _verdict(error: BaseException, job: _Running) -> tuple[str, int]:
+    """Return the message about the end of a job, and its exit code."""
     executor = job.executor
     if job.failure is not None:
-        return str(job.failure)
+        return str(job.failure), 1
     if isinstance(error, Stopped):
-        if error.text is not None:
-            return error.text
         where = "before the workers were reached" if executor is None else executor.where()
-        if error.signal == signal.SIGINT:
-            return f"[driver] interrupted {where}"
-        return f"[driver] stopped by {error.signal.name}{_reason(job)} {where}"
-    if _is_about_input(error, job):
-        return str(error)
+        text = f"[driver] interrupted {where}"
+        if error.signal != signal.SIGINT:
+            text = f"[driver] stopped by {error.signal.name}{_reason(job)} {where}"
+        return error.text or text, 128 + error.signal
+    if isinstance(error, ValueError) and (executor is None or executor.num_calls == 0):
+        return str(error), 2
     last = "".join(traceback.format_exception_only(error)).strip()
-    label = None if executor is None else executor.label
-    return f"[driver] failed{at_label(label)}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}"
+    when = "" if executor is None else at_label(executor.label)
+    return f"[driver] failed{when}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}", 1
 
 
 def _print(text: str) -> None:
@@ -437,9 +427,9 @@ def _limit_stop(job: _Running, executor: Executor, deadline: float) -> None:
 
 def _limit_unwinding(job: _Running, signum: int) -> None:
     if not job.has_ended.wait(_UNWIND_S) and job.claim():
-        stopped = Stopped(signum)
-        _print(_explain(stopped, job))
-        _exit_now(_exit_code(stopped, job), job)
+        text, code = _verdict(Stopped(signum), job)
+        _print(text)
+        _exit_now(code, job)
 
 
 def _exit_now(code: int, job: _Running) -> None:

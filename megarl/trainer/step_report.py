@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.futures import Future
 from megarl.flow import Metrics, declaration
@@ -31,7 +31,7 @@ def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
 def metrics_of_actors(
     batches: StepBatches,
     state: TrainState,
-    reports: Iterable[Future[Metrics]],
+    reports: Sequence[Future[Metrics]],
     seconds: Mapping[tuple[str, str], float],
 ) -> dict[str, dict[str, float]]:
     """Return suffix of each actor -> its metrics of the step, without the actor's number in their names.
@@ -39,7 +39,6 @@ def metrics_of_actors(
     Args:
         reports: calls of the step whose results are metrics, one dict per rank.
         seconds: (role, method) -> seconds of all calls of the step."""
-    reports = list(reports)
     metrics = {}
     for suffix, actor in state.actors.items():
         own_reports = [report for report in reports if state.actor_of(report.role) is actor]

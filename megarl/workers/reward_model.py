@@ -85,7 +85,7 @@ class RewardModelRole(HostedRole):
             "megatron": self._score_with_value_model,
             "judge": self._ask_judge,
         }
-        return by_backend[self.spec.backend](batch, rows, self.config.run.num_rollouts_to_log)
+        return by_backend[self.spec.backend](batch, rows)
 
     def shut_down(self) -> None:
         if self.judge is not None:
@@ -107,7 +107,7 @@ class RewardModelRole(HostedRole):
         self.offload_manager.add(self.name, self.memory, self.config.reward.offload)
         self._choose_ids(self.classifier.tokenizer)
 
-    def _score_with_classifier(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
+    def _score_with_classifier(self, batch: Batch, rows: Mapping[int, int]) -> Records:
         sequences = self._token_ids(batch, rows)
         self.memory.use("parameters")
         scores = self.classifier.scores(sequences, self.config.batch.max_tokens_per_micro_batch)
@@ -146,7 +146,7 @@ class RewardModelRole(HostedRole):
         self._choose_ids(classifier.load_tokenizer(self.spec.path))
         self.max_length = shape.max_position_embeddings
 
-    def _score_with_value_model(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
+    def _score_with_value_model(self, batch: Batch, rows: Mapping[int, int]) -> Records:
         micro_batches = (
             self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches()
         )
@@ -211,7 +211,7 @@ class RewardModelRole(HostedRole):
                 self.where, self.config, self.spec.path, self.mesh.tp, len(self.prompt.template)
             )
 
-    def _ask_judge(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
+    def _ask_judge(self, batch: Batch, rows: Mapping[int, int]) -> Records:
         if self.judge is None:
             return []
         sample_ids, prompts = batch.sample_ids.tolist(), self._prompts(batch, rows)
@@ -220,6 +220,7 @@ class RewardModelRole(HostedRole):
             for prompt, response in zip(prompts, self._responses(batch), strict=True)
         ]
         keys = [draw_key(self.config.batch.seed, self.name, sample_id) for sample_id in sample_ids]
+        limit = self.config.run.num_rollouts_to_log
         logged = set(rows if limit < 0 else itertools.islice(rows, limit))
         records = []
         for sample_id, answer in zip(sample_ids, self.judge.answers(questions, keys), strict=True):
