@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.jobs import COMMON, replace_flags
 from tests.faults import table
 from tests.faults.harness import Job, megarl
+from tests.launch import preloaded_python
 from tests.faults.planted.silent import PLANTS, STEP
 
 PPO_DISJOINT = (
@@ -156,7 +157,7 @@ SILENT = table.Table(
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, id=f.name, marks=[] if f.quick else [pytest.mark.slow]) for f in FAULTS]
+    "fault", [pytest.param(f, id=f.name, marks=[] if f.quick else [pytest.mark.nightly]) for f in FAULTS]
 )
 def test_a_silent_fault_ends_the_job_by_name_within_one_step(
     fault: SilentFault, sums_data, tmp_path, request
@@ -166,7 +167,7 @@ def test_a_silent_fault_ends_the_job_by_name_within_one_step(
     planted, hit = Path(__file__).parent / "planted", tmp_path / "hit"
     job = Job(
         tmp_path,
-        megarl("train", arguments),
+        [preloaded_python(), *megarl("train", arguments)[1:]],
         env={"PYTHONPATH": str(planted), "SILENT_FAULT": fault.name, "SILENT_HIT": str(hit)},
     )
     try:
