@@ -217,7 +217,7 @@ def flows(executor, folder: Path) -> None:
         scheduler, start = Scheduler(executor, meshes, host), time.monotonic()
         results = scheduler.run(flow)
         for result in results.values():
-            if not result._call.node.background:
+            if not result.node.background:
                 result.result()
         return time.monotonic() - start, scheduler, results
 
