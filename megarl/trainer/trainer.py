@@ -26,7 +26,18 @@ from megarl.config.render import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.futures import Future
-from megarl.flow import Flow, Metrics, ModelRole, Node, PlacedRole, Roles, ServiceRole, role_class
+from megarl.flow import (
+    Actor,
+    Flow,
+    Metrics,
+    ModelRole,
+    Node,
+    PlacedRole,
+    Roles,
+    Rollout,
+    ServiceRole,
+    role_class,
+)
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
 from megarl.trainer.checkpointer import Checkpointer
@@ -371,16 +382,14 @@ class Trainer:
         self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
     ) -> dict[str, Sequence[int] | None]:
         """Return suffix of each sampling actor -> the rows to admit; None takes the next rows."""
-        by_suffix = {}
+        given: dict[str, Sequence[int] | None]
         if isinstance(rows, Mapping):
-            by_suffix = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
-        admitting = {f"rollout{suffix}.generate": suffix for suffix in self.state.actors}
-        admitting |= {f"actor{suffix}.receive_rows": suffix for suffix in self.state.actors}
-        chosen = {}
-        for node in flow.nodes:
-            if (suffix := admitting.get(f"{node.role}.{node.method}")) is not None:
-                chosen[suffix] = by_suffix.get(suffix) if isinstance(rows, Mapping) else rows
-        return chosen
+            given = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
+        else:
+            given = {suffix: rows for suffix in self.state.actors}
+        admitting = (Rollout.generate, Actor.receive_rows)
+        suffixes = [node.index for node in flow.nodes if node.declaration() in admitting]
+        return {suffix: given.get(suffix) for suffix in suffixes if suffix in self.state.actors}
 
     def _check_current(self, batch: RolloutBatch) -> None:
         batches = self.runner.batches
