@@ -207,7 +207,8 @@ class Executor(ABC):
 
     def _keep_value(self, future: CallFuture, reply: Reply) -> None:
         """Store one rank's value of a call. Raises: TypeError for a value of another type."""
-        value = decode_result(self._interfaces.get(future.role), future.method, reply.value)
+        interface, is_aborted = self._interfaces.get(future.role), not reply.value
+        value = None if is_aborted else decode_result(interface, future.method, reply.value)
         with self._changed:
             future.values[reply.rank] = value
             future.seconds = max(future.seconds, reply.seconds)

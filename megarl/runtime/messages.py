@@ -72,7 +72,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, tag="reply", frozen=True):
-    """The reply of a rank to command `index`: a value, or a failure."""
+    """The reply of a rank to command `index`: a value, or a failure. An aborted call has neither."""
 
     index: int
     rank: int

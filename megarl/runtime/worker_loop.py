@@ -145,7 +145,7 @@ class _WorkerLoop:
             return hosted.run(call, index)
         except BaseException as error:  # process boundary
             if self._listener.is_aborted(index, error):
-                return Reply(index, self._rank, encode(None), time.perf_counter() - start, time.time())
+                return Reply(index, self._rank, b"", time.perf_counter() - start, time.time())
             self._fail(Failure.of(error, call.role, call.method, call.label), index)
 
     def _report(self, report: Report) -> None:

@@ -74,7 +74,7 @@ def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecut
 
 
 @contextlib.contextmanager
-def inline_ranks(config: TrainConfig, world_size: int) -> Iterator[InlineExecutor]:
+def inline_ranks(config: TrainConfig, world_size: int = 1) -> Iterator[InlineExecutor]:
     """Build the roles of a world of one rank, which is this process, and their executor."""
     quiet_libraries()
     keep_checkout_off_path()
