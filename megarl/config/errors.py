@@ -34,6 +34,17 @@ class FieldErrors(ValueError):
         super().__init__("; ".join(f"{name} ({value}): {rule}" for name, value, rule in errors))
 
 
+class Rule(typing.NamedTuple):
+    """A rule of one field, for its annotation: `save: Annotated[str, Rule(bool, "must name a folder.")]`."""
+
+    holds: Callable[[typing.Any], object]
+    words: str
+
+    def error(self, value: object, default: object) -> str | None:
+        """Return the rule if the value breaks it, else None."""
+        return None if self.holds(value) else self.words
+
+
 class Bound(typing.NamedTuple):
     """A bound of a number, for the annotation of a field: `lr: Annotated[float, at_least(0)]`."""
 
@@ -72,43 +83,35 @@ def field_types(cls: type) -> dict[str, object]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def bounds_in(hint: object) -> Iterator[Bound]:
-    """Yield the bounds of an annotation, `X | None` included."""
-    yield from (item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Bound))
+def rules_in(hint: object) -> Iterator[Rule | Bound]:
+    """Yield the rules of an annotation, `X | None` included."""
+    yield from (item for item in getattr(hint, "__metadata__", ()) if isinstance(item, (Rule, Bound)))
     for argument in typing.get_args(hint):
         if typing.get_origin(hint) is not typing.Annotated:
-            yield from bounds_in(argument)
-
-
-def require(node: object, *rules: tuple[bool, str, str]) -> None:
-    """Check the fields of a dataclass, each by the bounds in its annotation; None is within all bounds.
-
-    Args:
-        rules: (holds, field, rule) for what is not a bound.
-    Raises: FieldErrors, a ValueError, with all that is wrong.
-    """
-    errors = []
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        for bound in bounds_in(field_types(type(node))[field.name]) if value is not None else ():
-            if error := bound.error(value, field.default):
-                errors.append((field.name, value, error))
-    errors += [(name, getattr(node, name), rule) for holds, name, rule in rules if not holds]
-    if errors:
-        raise FieldErrors(errors)
+            yield from rules_in(argument)
 
 
 class Section:
-    """Base of the dataclasses of the configuration: an instance is checked when it is made."""
+    """Base of the dataclasses of the configuration.
+
+    An instance checks its fields when it is made. None keeps every rule of an annotation."""
 
     __slots__ = ()
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        """Return (holds, field, rule) of the fields' rules that are not bounds."""
+        """Return (holds, field, rule) of the rules that no annotation states."""
         return ()
 
     def __post_init__(self) -> None:
-        require(self, *self.field_rules())
+        errors = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for rule in rules_in(field_types(type(self))[field.name]) if value is not None else ():
+                if error := rule.error(value, field.default):
+                    errors.append((field.name, value, error))
+        errors += [(name, getattr(self, name), rule) for holds, name, rule in self.field_rules() if not holds]
+        if errors:
+            raise FieldErrors(errors)
 
 
 def raise_errors(errors: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ Each field is one flag, see schema.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
@@ -16,6 +15,7 @@ from megarl.config.errors import (
     NonNegative,
     Positive,
     PositiveFraction,
+    Rule,
     Section,
     at_least,
 )
@@ -66,21 +66,20 @@ class ParallelConfig(Section):
     many."""
     recompute_num_layers: Count | None = None
     """With full recompute: layers per recomputed block."""
-    recompute_modules: tuple[str, ...] | None = None
+    recompute_modules: (
+        Annotated[
+            tuple[str, ...],
+            Rule(
+                lambda modules: modules and {*modules} <= {*RECOMPUTE_MODULES},
+                f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
+            ),
+        ]
+        | None
+    ) = None
     """With selective recompute: modules to recompute, of core_attn, layernorm, mlp."""
     offload: tuple[OffloadPart, ...] = ()
     """What is in host memory while the device works for others: the parameters, the gradients (they are
     freed), the optimizer state with its fp32 master weights. A frozen model has parameters only."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [
-            (
-                self.recompute_modules is None
-                or (0 < len(self.recompute_modules) and {*RECOMPUTE_MODULES} >= {*self.recompute_modules}),
-                "recompute_modules",
-                f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
-            )
-        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,19 +156,15 @@ class LoRAConfig(Section):
     weights are trained."""
     lora_alpha: Positive = 32.0
     """What an adapter adds is multiplied by --lora-alpha / --lora-rank."""
-    lora_target_modules: tuple[LoraTarget, ...] = LORA_TARGETS
+    lora_target_modules: Annotated[
+        tuple[LoraTarget, ...],
+        Rule(
+            lambda targets: 0 < len(targets) == len({*targets}),
+            f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.",
+        ),
+    ] = LORA_TARGETS
     """Megatron's names of the layers that get one: of q, k and v, of o, of gate and up, and of down. Experts
     get none."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        targets = self.lora_target_modules or ()
-        return [
-            (
-                0 < len(targets) == len({*targets}),
-                "lora_target_modules",
-                f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.",
-            )
-        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,28 +175,22 @@ class SamplingConfig(Section):
     """Tokens of a prompt; a longer one is an error before training starts."""
     max_response_length: Count = 1024
     """Tokens of a response; a longer one is cut there (counted in response/truncated)."""
-    temperature: NonNegative = 1.0
+    temperature: Annotated[
+        NonNegative,
+        Rule(lambda t: not 0 < t < 0.01, "must be at least 0.01, to which vLLM raises it. Try 0.01."),
+    ] = 1.0
     """Sampling temperature, at least 0.01: vLLM raises a lower one to that. The trainer's log-probs use the
     same."""
     top_p: PositiveFraction = 1.0
     """Nucleus sampling. Training needs 1.0: otherwise the sampled distribution is not the policy's."""
     top_k: Natural = 0
     """Top-k sampling; 0 is off. Training needs 0, for the same reason."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Rule(all, "must hold no empty string.")] = ()
     """Strings after which generation stops (kept in the response)."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], Rule(lambda ids: min(ids, default=0) >= 0, "must not be negative.")
+    ] = ()
     """Token ids after which generation stops, besides the model's end-of-sequence ids."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [
-            (
-                not 0 < self.temperature < 0.01,
-                "temperature",
-                "must be at least 0.01, to which vLLM raises it. Try 0.01.",
-            ),
-            ("" not in (self.stop or ()), "stop", "must hold no empty string."),
-            (min(self.stop_token_ids or (0,)) >= 0, "stop_token_ids", "must not be negative."),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +246,7 @@ class ReshardConfig(Section):
 class RewardModelConfig(Section):
     """reward models"""
 
-    reward_model: tuple[str, ...] = ()
+    reward_model: Annotated[tuple[str, ...], Rule(all, "must name folders.")] = ()
     """Folders of reward models: sequence classifiers with one label, or language models that judge. Their
     scores are summed, and the rule reward is added if --reward or --reward-function is given too. Default:
     none."""
@@ -287,6 +276,3 @@ class RewardModelConfig(Section):
     what the judge can take if that is less."""
     judge_gpu_memory_utilization: PositiveFraction = 0.3
     """Share of GPU memory for weights and KV cache of a judge. Not used on CPU."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [("" not in (self.reward_model or ()), "reward_model", "must name folders.")]

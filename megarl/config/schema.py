@@ -9,11 +9,10 @@ shape of the model is never a flag: it is read from the Hugging Face config in `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NewType
 
-from megarl.config.errors import Count, Fraction, Natural, Positive, Section, at_least, at_most
+from megarl.config.errors import Count, Fraction, Natural, Positive, Rule, Section, at_least, at_most
 from megarl.config.role_sections import (
     LoRAConfig,
     MoEConfig,
@@ -33,7 +32,7 @@ RankCount = NewType("RankCount", int)
 class ModelConfig(Section):
     """model"""
 
-    model: str
+    model: Annotated[str, Rule(bool, "must name a folder.")]
     """Folder of the Hugging Face model to start from: config.json, *.safetensors, tokenizer files."""
     tokenizer_model: str | None = None
     """Folder with a Hugging Face tokenizer, or a SentencePiece *.model file. Default: the --model folder."""
@@ -45,9 +44,6 @@ class ModelConfig(Section):
     over. Default: --model."""
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights and fp32 gradients. Default: fp32."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [(self.model != "", "model", "must name a folder.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,14 +114,14 @@ class BatchConfig(Section):
 class DataConfig(Section):
     """data and rewards"""
 
-    train_data: tuple[str, ...]
+    train_data: Annotated[tuple[str, ...], Rule(bool, "must name at least one file.")]
     """Training files, *.jsonl or *.parquet, in verl's columns: prompt, data_source, reward_model.ground_truth
     (SFT: prompt and response, or messages)."""
     eval_data: tuple[str, ...] = ()
     """Held-out files in the same columns."""
     shuffle: bool = True
     """Shuffle the training rows anew in every pass over them."""
-    prompt_key: str = "prompt"
+    prompt_key: Annotated[str, Rule(bool, "must name a column.")] = "prompt"
     """Column of the prompt: a list of {role, content} messages, or a string."""
     reward_function: str | None = None
     """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=,
@@ -154,18 +150,12 @@ class DataConfig(Section):
     """With --reward code: run programs even where this machine cannot keep them from its network and
     files."""
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [
-            (self.train_data != (), "train_data", "must name at least one file."),
-            (self.prompt_key != "", "prompt_key", "must name a column."),
-        ]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig(Section):
     """run folder, evaluation and checks"""
 
-    save: str
+    save: Annotated[str, Rule(bool, "must name a folder.")]
     """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, hf/, hf_critic/,
     timeline.json. Refused if it already holds a run, unless --load says to go on there."""
     eval_interval: Natural = 0
@@ -199,9 +189,6 @@ class RunConfig(Section):
     follows the size of the log-probs; inf accepts all."""
     warn_after_zero_reward_steps: Natural = 10
     """Say so when every reward has been 0 for so many steps in a row; 0 is never."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [(self.save != "", "save", "must name a folder.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
