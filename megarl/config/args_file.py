@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.roles import KINDS
+
 _SKIP = re.compile(r"(?:[ \t\r\n]|\\\n|#[^\n]*)*")
 _WORD = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^ \t\r\n"'\\])+""", re.DOTALL)
 _PART = re.compile(
@@ -20,6 +22,21 @@ _PART = re.compile(
 _ESCAPED_IN_DOUBLE_QUOTES = re.compile(r"""\\([\\"$`\n])""")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 COMMAND_LINE = "command line"
+_NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")
+
+
+def number_and_base(name: str) -> tuple[int, str]:
+    """Return (2, "critic-lr") of critic-2-lr: the number of the actor and the rest; (1, "lr") of lr."""
+    match = _NUMBERED.fullmatch(name)
+    return (int(match[3]), f"{match[1] or ''}{match[2]}-{match[4]}") if match else (1, name)
+
+
+def numbered(name: str, number: int) -> str:
+    """Return the flag of one actor: critic-2-lr of critic-lr, actor-2-seed of seed."""
+    if number == 1:
+        return name
+    kind, _, rest = name.partition("-")
+    return f"{kind}-{number}-{rest}" if kind in KINDS and rest else f"actor-{number}-{name}"
 
 
 class Word(NamedTuple):
@@ -34,7 +51,8 @@ class Occurrence:
     """A flag as it was written.
 
     Args:
-        name: without the dashes.
+        name: without the dashes, e.g. critic-2-lr.
+        number, base: the number of the flag's actor, and the name without it: 2, critic-lr.
         place: file:line, or command line.
         level: a higher level overrides a lower one; each reading of a file is one level, the command line is
             the highest.
@@ -45,6 +63,15 @@ class Occurrence:
     place: str
     level: int = 0
     words: list[Word] = field(default_factory=list)
+    number: int = field(init=False)
+    base: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number, self.base = number_and_base(self.name)
+
+    def error(self, text: str) -> str:
+        """Return an error about the flag: the flag and its value, the text, the place."""
+        return f"{self}: {text} [{self.place}]"
 
     @property
     def value(self) -> str:

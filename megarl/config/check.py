@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megarl.config import rules_layout as layout
 from megarl.config import rules_training as training
+from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError, raise_errors
-from megarl.config.flags import OF_JOB, flag_name, numbered
+from megarl.config.flags import OF_JOB, flag_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.installed import apex_error, megatron_error, tracker_errors
 from megarl.config.mesh import engine_mode

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import re
 import shlex
 import sys
 import types
@@ -19,7 +18,6 @@ from pathlib import Path
 from megarl.config.args_file import Word
 from megarl.config.errors import field_types
 from megarl.config.installed import visible_gpus
-from megarl.config.roles import KINDS
 from megarl.config.schema import (
     CheckpointConfig,
     LoRAConfig,
@@ -64,7 +62,6 @@ OF_JOB = frozenset(
     }
 )
 """(section, field) of what all actors share."""
-_NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +190,7 @@ class Flag:
         name: without the dashes, e.g. actor-tensor-model-parallel-size.
         targets: (section, field) pairs that it sets; a flag of every role has as many as there are roles. Of
             two flags the one with fewer targets holds.
-        required: it has no default.
+        default: MISSING if it has none.
         owner: the dataclass of the field; None if the schema does not know it.
     """
 
@@ -201,13 +198,21 @@ class Flag:
     targets: tuple[tuple[str, str], ...]
     kind: Kind
     default: object = None
-    required: bool = False
     owner: type | None = None
+
+    @property
+    def field(self) -> str:
+        """The name of the field, the same in all sections."""
+        return self.targets[0][1]
+
+    @property
+    def required(self) -> bool:
+        return self.default is MISSING
 
     @property
     def help(self) -> str:
         """The string under the field, on one line. Sources are read only here, as reading takes long."""
-        return field_docs(self.owner).get(self.targets[0][1], "") if self.owner is not None else ""
+        return field_docs(self.owner).get(self.field, "") if self.owner is not None else ""
 
     @property
     def is_of_job(self) -> bool:
@@ -218,20 +223,6 @@ class Flag:
 def flag_name(field: str, prefix: str = "") -> str:
     """Return the flag of a field, without the dashes."""
     return prefix + field.replace("_", "-")
-
-
-def number_and_name(name: str) -> tuple[int, str]:
-    """Return (2, "critic-lr") of critic-2-lr: the number of the actor and the rest; (1, "lr") of lr."""
-    match = _NUMBERED.fullmatch(name)
-    return (int(match[3]), f"{match[1] or ''}{match[2]}-{match[4]}") if match else (1, name)
-
-
-def numbered(name: str, number: int) -> str:
-    """Return the flag of one actor: critic-2-lr of critic-lr, actor-2-seed of seed."""
-    if number == 1:
-        return name
-    kind, _, rest = name.partition("-")
-    return f"{kind}-{number}-{rest}" if kind in KINDS and rest else f"actor-{number}-{name}"
 
 
 def build_flags(algorithm: type | None) -> dict[str, Flag]:
@@ -267,41 +258,25 @@ def _all_flags(algorithm: type | None) -> Iterator[Flag]:
 
 def _with_targets(cls: type, prefix: str, sections: tuple[str, ...]) -> Iterator[Flag]:
     for flag in section_flags("", cls):
-        field = flag.targets[0][1]
-        targets = tuple((section, field) for section in sections)
-        yield replace(flag, name=flag_name(field, prefix), targets=targets)
+        targets = tuple((section, flag.field) for section in sections)
+        yield replace(flag, name=prefix + flag.name, targets=targets)
 
 
 @functools.cache
 def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
     """Return the flags of one dataclass. Its dicts hold flags that the schema does not know."""
     hints = field_types(cls)
-    flags = []
-    for field in dataclasses.fields(cls):
-        if typing.get_origin(hints[field.name]) is dict:
-            continue
-        flags.append(
-            Flag(
-                name=flag_name(field.name, PREFIXES.get(section, "")),
-                targets=((section, field.name),),
-                kind=kind_of_hint(hints[field.name]),
-                default=_default(field),
-                required=is_required(field),
-                owner=cls,
-            )
+    return tuple(
+        Flag(
+            name=flag_name(field.name, PREFIXES.get(section, "")),
+            targets=((section, field.name),),
+            kind=kind_of_hint(hints[field.name]),
+            default=field.default if field.default_factory is MISSING else field.default_factory(),
+            owner=cls,
         )
-    return tuple(flags)
-
-
-def is_required(field: dataclasses.Field) -> bool:
-    """Whether a field has no default."""
-    return field.default is MISSING and field.default_factory is MISSING
-
-
-def _default(field: dataclasses.Field) -> object:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return None if field.default is MISSING else field.default
+        for field in dataclasses.fields(cls)
+        if typing.get_origin(hints[field.name]) is not dict
+    )
 
 
 def algorithm_name(cls: type) -> str:

@@ -6,6 +6,7 @@ import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
+from megarl.config.args_file import numbered
 from megarl.config.flags import (
     OF_ROLES,
     SECTIONS,
@@ -13,7 +14,6 @@ from megarl.config.flags import (
     algorithm_name,
     flag_name,
     format_flag,
-    numbered,
     section_flags,
 )
 from megarl.config.schema import TrainConfig
@@ -72,7 +72,7 @@ def _first_sections() -> Iterator[tuple[str, type]]:
 
 
 def _lines(node: object, flags: Sequence[Flag]) -> list[str]:
-    values = [(flag, getattr(node, flag.targets[0][1])) for flag in flags]
+    values = [(flag, getattr(node, flag.field)) for flag in flags]
     return [
         format_flag(flag.name, value)
         for flag, value in values
@@ -86,7 +86,7 @@ def _role_lines(config: TrainConfig, cls: type) -> list[str]:
     nodes = {role: node for role, node in nodes.items() if node is not None}
     lines = []
     for flag in section_flags("", cls):
-        field = flag.targets[0][1]
+        field = flag.field
         values = {role: getattr(node, field) for role, node in nodes.items()}
         first, *others = values.values()
         if all(value == first for value in others):
@@ -130,7 +130,7 @@ def _other_values(flag: Flag, nodes: Mapping[str, tuple[object, object]], number
 
     Args:
         nodes: prefix of the flag -> (the first actor's node of the tree, this actor's)."""
-    field = flag.targets[0][1]
+    field = flag.field
     values = {
         prefix: (getattr(theirs, field, ...), getattr(mine, field))
         for prefix, (theirs, mine) in nodes.items()

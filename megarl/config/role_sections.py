@@ -20,12 +20,26 @@ from megarl.config.errors import (
     at_least,
 )
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+_RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+RecomputeModules = Annotated[
+    tuple[str, ...],
+    Rule(
+        lambda modules: modules and {*modules} <= {*_RECOMPUTE_MODULES},
+        f"must be one or more of {', '.join(_RECOMPUTE_MODULES)}. Try {' '.join(_RECOMPUTE_MODULES)}.",
+    ),
+]
 OffloadPart = Literal["parameters", "gradients", "optimizer"]
 OFFLOAD_PARTS: tuple[str, ...] = get_args(OffloadPart)
 """In the order in which an update uses them."""
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 LORA_TARGETS: tuple[str, ...] = get_args(LoraTarget)
+LoraTargets = Annotated[
+    tuple[LoraTarget, ...],
+    Rule(
+        lambda targets: 0 < len(targets) == len({*targets}),
+        f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.",
+    ),
+]
 Transport = Literal["auto", "direct", "shared-memory", "cuda-ipc", "messages"]
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
@@ -66,16 +80,7 @@ class ParallelConfig(Section):
     many."""
     recompute_num_layers: Count | None = None
     """With full recompute: layers per recomputed block."""
-    recompute_modules: (
-        Annotated[
-            tuple[str, ...],
-            Rule(
-                lambda modules: modules and {*modules} <= {*RECOMPUTE_MODULES},
-                f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
-            ),
-        ]
-        | None
-    ) = None
+    recompute_modules: RecomputeModules | None = None
     """With selective recompute: modules to recompute, of core_attn, layernorm, mlp."""
     offload: tuple[OffloadPart, ...] = ()
     """What is in host memory while the device works for others: the parameters, the gradients (they are
@@ -156,13 +161,7 @@ class LoRAConfig(Section):
     weights are trained."""
     lora_alpha: Positive = 32.0
     """What an adapter adds is multiplied by --lora-alpha / --lora-rank."""
-    lora_target_modules: Annotated[
-        tuple[LoraTarget, ...],
-        Rule(
-            lambda targets: 0 < len(targets) == len({*targets}),
-            f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.",
-        ),
-    ] = LORA_TARGETS
+    lora_target_modules: LoraTargets = LORA_TARGETS
     """Megatron's names of the layers that get one: of q, k and v, of o, of gate and up, and of down. Experts
     get none."""
 

@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megarl.config.args_file import numbered
 from megarl.config.errors import nearest_path, try_path
-from megarl.config.flags import numbered
 from megarl.config.hf_config import ModelShape, differences, function_fields, not_compared
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
