@@ -165,13 +165,16 @@ def kind_of_hint(hint: object) -> Kind:
     if origin is typing.Annotated:
         return kind_of_hint(arguments[0])
     if origin in (typing.Union, types.UnionType):
-        members = [argument for argument in arguments if argument is not type(None)]
-        if len(members) == 1:
-            return replace(kind_of_hint(members[0]), optional=len(members) < len(arguments))
+        members = [argument for argument in arguments if argument not in (type(None), typing.Never)]
+        if members:
+            kind = functools.reduce(_either, map(kind_of_hint, members))
+            return replace(kind, optional=type(None) in arguments)
     elif origin is typing.Literal:
         return Kind(choices=arguments)
-    elif origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return replace(kind_of_hint(arguments[0]), many=tuple)
+    elif (container := origin or hint) in (tuple, list, set):
+        return replace(kind_of_hint(arguments[0] if arguments else str), many=container)
+    elif container is dict:
+        return Kind(bases=("json",))
     elif hint is RankCount:
         return Kind(bases=("int", "low-high"))
     elif hint in (bool, int, float, str):
@@ -179,6 +182,17 @@ def kind_of_hint(hint: object) -> Kind:
     raise TypeError(
         f"no flag can carry {hint}; use bool, int, float, str, Literal, tuple[X, ...], or one of "
         "these or None"
+    )
+
+
+def _either(left: Kind, right: Kind) -> Kind:
+    """Return the kind of a value of either kind; text is tried last, as it accepts everything."""
+    many = left.many or right.many
+    return Kind(
+        bases=tuple(sorted({*left.bases, *right.bases}, key=[*_PARSERS].index)),
+        choices=left.choices + right.choices if left.choices and right.choices else (),
+        many=many,
+        one_or_many=many is not None and (left.many is None or right.many is None),
     )
 
 

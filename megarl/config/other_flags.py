@@ -6,13 +6,15 @@ installed class. A field that megarl itself decides is refused, with the flag th
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+import typing
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from megarl.config.flags import Flag, Kind, flag_name
+from megarl.config.flags import Flag, Kind, flag_name, kind_of_hint
 from megarl.config.installed import InstalledClass, engine_args, syntax_tree, transformer_config
 
 # Why an engine argument cannot be set -> the arguments, * for anything. The first match counts.
@@ -239,9 +241,11 @@ _NOT_NEEDED = {
 }
 FLAG_OF = {name: ours for ours, names in _SYNONYMS.items() for name in names.split()}
 REASON_OF = {name: reason for reason, names in _NOT_NEEDED.items() for name in names.split()}
-_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "sequence": list}
-_UNPARSABLE = """Callable type Type ContextManager torch.dtype PipelineParallelLayerLayout RecipeConfig
-    AttnBackend""".split()
+_OBJECTS = re.compile(
+    r"\b(?:(?:[Tt]ype|Callable|ContextManager)\b(?:\[[^\[\]]*\])?"
+    r"|torch\.dtype|PipelineParallelLayerLayout|RecipeConfig|AttnBackend\b)"
+)
+"""Python objects in annotations, which no flag can carry."""
 
 
 def find_engine_flag(name: str) -> Flag | str | None:
@@ -303,83 +307,42 @@ def our_name(name: str) -> str:
 def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind | None:
     """Return the kind of a field by its annotation; None if no flag can carry it.
 
-    A name that is neither builtin nor typing nor a Literal alias is an enumeration (text) or, if it ends in
-    Config, a dataclass (JSON)."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        node = ast.parse(node.value, mode="eval").body
-    members = _members(node)
-    kinds = [_kind_of_member(member, aliases) for member in members if not _is_none(member)]
-    kinds = [kind for kind in kinds if kind is not None]
-    return replace(functools.reduce(_either, kinds), optional=any(map(_is_none, members))) if kinds else None
+    The annotation is evaluated with stand-ins for the library's classes, which are not imported.
 
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def _members(node: ast.expr) -> list[ast.expr]:
-    """Return the alternatives of X | Y, Union[X, Y] and Optional[X]."""
-    match node:
-        case ast.BinOp(left=left, right=right):
-            return _members(left) + _members(right)
-        case ast.Subscript(value=head, slice=ast.Tuple(elts=elements)) if ast.unparse(head) == "Union":
-            return [member for element in elements for member in _members(element)]
-        case ast.Subscript(value=head, slice=inner) if ast.unparse(head) == "Optional":
-            return [*_members(inner), ast.Constant(None)]
-    return [node]
-
-
-def _kind_of_member(node: ast.expr, aliases: Mapping[str, Path]) -> Kind | None:
-    head = ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
-    if head == "Literal":
-        return Kind(choices=_choices(node, None) or ())
-    if head in aliases and (choices := _literal_alias(head, aliases[head])) is not None:
-        return Kind(choices=choices)
-    if head.lower() in _CONTAINERS:
-        element = node.slice if isinstance(node, ast.Subscript) else ast.Name("str")
-        inner = kind_of_annotation(element.elts[0] if isinstance(element, ast.Tuple) else element, aliases)
-        return None if inner is None else replace(inner, many=_CONTAINERS[head.lower()])
-    if head in _UNPARSABLE:
+    Args:
+        aliases: names that may stand for Literal[...] -> the file that defines them."""
+    text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
+    names = _Names(lambda name: aliases.get(name))
+    try:
+        return kind_of_hint(eval(_OBJECTS.sub("Never", text), {"__builtins__": {}}, names))
+    except TypeError:
         return None
-    if head in ("bool", "int", "float", "str"):
-        return Kind(bases=(head,))
-    is_dataclass = head in ("dict", "Dict") or head.endswith(("Config", "Overrides", "Args"))
-    return Kind(bases=("json",)) if is_dataclass else Kind()
 
 
-def _literal_alias(name: str, path: Path) -> tuple[object, ...] | None:
-    """Return the choices of `name = Literal[...]` in a file."""
+class _Names(dict):
+    """Names of annotations -> types; what is neither Python's nor typing's stands for a class or a Literal.
+
+    A class is text, as an enumeration's value is written, or JSON if its name is that of a dataclass."""
+
+    def __init__(self, file_of: Callable[[str], Path | None]) -> None:
+        super().__init__(vars(builtins) | vars(typing))
+        self.file_of = file_of
+
+    def __missing__(self, name: str) -> object:
+        file = self.file_of(name)
+        if file is not None and (literal := _literal(name, file)) is not None:
+            return literal
+        return dict if name.endswith(("Config", "Overrides", "Args")) else str
+
+
+def _literal(name: str, path: Path) -> object | None:
+    """Return what `name = Literal[...]` in a file stands for, which may name others of the file."""
     for node in syntax_tree(path).body:
         match node:
             case (
-                ast.Assign(targets=[ast.Name(id=found)], value=ast.Subscript() as value)
-                | ast.AnnAssign(target=ast.Name(id=found), value=ast.Subscript() as value)
+                ast.Assign(targets=[ast.Name(id=found)], value=ast.Subscript(value=ast.Name(id="Literal")))
+                | ast.AnnAssign(target=ast.Name(id=found), value=ast.Subscript(value=ast.Name(id="Literal")))
             ) if found == name:
-                return _choices(value, path) if ast.unparse(value.value) == "Literal" else None
+                literal = eval(ast.unparse(node.value), {"__builtins__": {}}, _Names(lambda _: path))
+                return None if any(isinstance(choice, type) for choice in literal.__args__) else literal
     return None
-
-
-def _choices(node: ast.Subscript, path: Path | None) -> tuple[object, ...] | None:
-    """Return the values of Literal[...], which may name aliases of its file; None if one is unknown."""
-    choices: tuple[object, ...] = ()
-    for element in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
-        found = None
-        if isinstance(element, ast.Constant):
-            found = (element.value,)
-        elif isinstance(element, ast.Name) and path is not None:
-            found = _literal_alias(element.id, path)
-        if found is None:
-            return None
-        choices += found
-    return choices
-
-
-def _either(left: Kind, right: Kind) -> Kind:
-    """Return the kind of a value of either kind; text is tried last, as it accepts everything."""
-    many = left.many or right.many
-    return Kind(
-        bases=tuple(sorted({*left.bases, *right.bases}, key=("bool", "int", "float", "json", "str").index)),
-        choices=left.choices + right.choices if left.choices and right.choices else (),
-        many=many,
-        one_or_many=many is not None and (left.many is None or right.many is None),
-    )
