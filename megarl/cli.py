@@ -164,12 +164,11 @@ def reshard_plan(argv: list[str]) -> int:
             ["--algorithm (sft): has no rollout engine, so no weights are synced. Try --algorithm grpo."]
         )
     for suffix, of_actor in configs_of_actors(config).items():
-        train = "bfloat16" if of_actor.model.bf16 else "float32"
-        rollout = train if of_actor.rollout.dtype == "auto" else of_actor.rollout.dtype
+        dtypes = of_actor.model.dtype, of_actor.engine_dtype
         shape = ModelShape.load(of_actor.model.model)
         sys.stdout.write(f"actor{suffix}\n" if suffix else "")
         actor, engines = meshes[f"actor{suffix}"], meshes[f"rollout{suffix}"]
-        sys.stdout.write(report(shape, actor, engines, train, rollout, of_actor.actor.qkv_layout, options))
+        sys.stdout.write(report(shape, actor, engines, *dtypes, of_actor.actor.qkv_layout, options))
     return 0
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import re
@@ -28,17 +27,21 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.flags import flag_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, megatron_mesh
 from megarl.config.rules_files import free_name
 from megarl.config.rules_layout import MegatronRole, parallel_errors
 from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.files.checkpoints import MANIFEST
 from megarl.files.writing import obstacle
+from megarl.reshard.hf_folder import is_sequence_classifier
 
 if TYPE_CHECKING:
     import torch
 
     from megarl.checkpoint.sources import WeightSource
+    from megarl.megatron.trained_model import TrainedModel
 
 SIZES = (
     "tensor_model_parallel_size",
@@ -58,14 +61,12 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    through_megatron = any(getattr(arguments, name) is not None for name in SIZES)
-    if "RANK" in os.environ and through_megatron:
+    if "RANK" in os.environ and arguments.sizes:
         return convert_on_ranks(arguments)
-    problems = find_problems(arguments)
-    if problems:
+    if problems := find_problems(arguments):
         sys.stderr.write("\n".join(problems) + "\n")
         return 2
-    if through_megatron:
+    if arguments.sizes:
         from megarl.trainer.launch import launch_ranks
 
         return launch_ranks(argv, len(mesh_of(arguments).ranks), "megarl.convert")
@@ -105,7 +106,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-shard-size", default="5GB", help="of a file, such as 500MB; default: 5GB")
     for name in SIZES:
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
+            f"--{flag_name(name)}",
             type=int,
             help="go through Megatron's shards on ranks, at this layout",
         )
@@ -116,7 +117,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="with a parallel size: do not compare Megatron's log-probs with those of transformers, "
         "which needs the whole model in fp32 on rank 0",
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.sizes = {name: size for name in SIZES if (size := getattr(arguments, name)) is not None}
+    return arguments
 
 
 def find_problems(arguments: argparse.Namespace) -> list[str]:
@@ -133,11 +136,7 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
         )
     if arguments.load is not None and not Path(arguments.load).is_dir():
         problems.append(f"--load ({arguments.load}): there is no such folder.")
-    if (
-        arguments.to == "checkpoint"
-        and arguments.dtype == "float16"
-        and any(getattr(arguments, name) is not None for name in SIZES)
-    ):
+    if arguments.to == "checkpoint" and arguments.dtype == "float16" and arguments.sizes:
         problems.append(
             "--dtype (float16): Megatron's shards are float32 or bfloat16 here. Leave the parallel "
             "sizes out, or try --dtype bfloat16."
@@ -146,10 +145,9 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
         problems.append(
             f"--max-shard-size ({arguments.max_shard_size}): must be a number and KB, MB or GB. Try 5GB."
         )
-    for name in SIZES:
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            problems.append(f"--{name.replace('_', '-')} ({getattr(arguments, name)}): must be at least 1.")
-    if all((getattr(arguments, name) or 1) >= 1 for name in SIZES):
+    below_1 = {name: size for name, size in arguments.sizes.items() if size < 1}
+    problems += [f"--{flag_name(name)} ({size}): must be at least 1." for name, size in below_1.items()]
+    if not below_1:
         shared = frozenset(field.name for field in fields(ParallelConfig))
         problems += parallel_errors(MegatronRole("model", parallel_of(arguments), None, shape, shared))
     return problems
@@ -157,20 +155,16 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
 
 def load_shape(arguments: argparse.Namespace) -> ModelShape:
     """Of --model; with a value head if the weights have one."""
-    config = Path(arguments.model) / "config.json"
-    try:
-        names = json.loads(config.read_text()).get("architectures") or [] if arguments.load is None else []
-    except (OSError, ValueError, AttributeError):
-        names = []  # ModelShape.load says it better
-    if arguments.load is not None and (manifest := Path(arguments.load) / "checkpoint.json").is_file():
-        names = (
-            ["ForSequenceClassification"]
-            if '"score.weight"' in manifest.read_text(encoding="utf-8", errors="replace")
-            else []
-        )
-    return ModelShape.load(
-        arguments.model, value_head=any(name.endswith("ForSequenceClassification") for name in names)
-    )
+    if arguments.load is not None:
+        manifest = Path(arguments.load) / MANIFEST
+        text = manifest.read_text(encoding="utf-8", errors="replace") if manifest.is_file() else ""
+        value_head = '"score.weight"' in text
+    else:
+        try:
+            value_head = is_sequence_classifier(arguments.model)
+        except (OSError, ValueError, AttributeError, TypeError):
+            value_head = False  # ModelShape.load says it better
+    return ModelShape.load(arguments.model, value_head=value_head)
 
 
 def shard_bytes(text: str) -> int | None:
@@ -180,7 +174,7 @@ def shard_bytes(text: str) -> int | None:
 
 
 def parallel_of(arguments: argparse.Namespace) -> ParallelConfig:
-    sizes = {name: size for name in SIZES if (size := getattr(arguments, name)) is not None}
+    sizes = arguments.sizes
     return ParallelConfig(**sizes, sequence_parallel=sizes.get("tensor_model_parallel_size", 1) > 1)
 
 
@@ -201,13 +195,11 @@ def convert(arguments: argparse.Namespace) -> int:
     if save.exists():
         save.rmdir()  # it is empty; a folder appears when it is whole
     limit = shard_bytes(arguments.max_shard_size)
+    exit_code = 2
     try:
         source = open_weights(Path(arguments.load or arguments.model), shape)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"megarl convert: {error}\n")
-        return 2
-    dtype = wanted_dtype(arguments, source)
-    try:
+        exit_code = 1
+        dtype = wanted_dtype(arguments, source)
         source.check()
         if arguments.to == "checkpoint":
             write_checkpoint(save, source, shape, dtype, limit)
@@ -215,7 +207,7 @@ def convert(arguments: argparse.Namespace) -> int:
             write_hf(save, source, shape, Path(arguments.model), dtype, limit)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"megarl convert: {error}\n")
-        return 1
+        return exit_code
     dtypes = sorted({str(dtype or stored) for stored, _ in source.tensors.values()})
     sys.stdout.write(f"{len(source.tensors)} tensors in {' and '.join(dtypes)}: {save}\n")
     return 0
@@ -243,9 +235,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     from megarl.checkpoint.sources import CheckpointWeights, HFWeights, open_weights
     from megarl.config.mesh import group_timeout
     from megarl.megatron.mesh import create_groups
-    from megarl.megatron.policy import Policy
     from megarl.megatron.training_state import load_checkpoint, save_checkpoint
-    from megarl.megatron.value_model import ValueModel
     from megarl.reshard.transfer import load_hf, save_hf
     from megarl.workers.megatron_role import megatron_atlases
     from megarl.workers.worker import join_world
@@ -263,9 +253,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     dtype = wanted_dtype(arguments, source) or (stored.pop() if len(stored) == 1 else torch.float32)
     create_groups(mesh, group_timeout(_RANKS_WAIT_S))
     bf16 = dtype == torch.bfloat16  # else fp32, which holds every value of fp16
-    model = (ValueModel if shape.value_head else Policy)(
-        shape, mesh, ModelConfig(model=arguments.model, bf16=bf16), parallel
-    )
+    model = model_of(shape, mesh, ModelConfig(model=arguments.model, bf16=bf16), parallel)
     atlases = megatron_atlases(shape, mesh, parallel)
     atlas = atlases[dist.get_rank()]
     if isinstance(source, HFWeights):
@@ -298,6 +286,14 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def model_of(shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig) -> TrainedModel:
+    """Build this rank's part of a policy, or of a value model if the shape has a value head."""
+    from megarl.megatron.policy import Policy
+    from megarl.megatron.value_model import ValueModel
+
+    return (ValueModel if shape.value_head else Policy)(shape, mesh, model, parallel)
+
+
 @contextlib.contextmanager
 def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: ModelShape) -> Iterator[Path]:
     """A Hugging Face folder of the converted weights, the same on all ranks: what was written or read, else
@@ -310,17 +306,11 @@ def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: Mod
     if arguments.to == "hf" or isinstance(source, HFWeights):
         yield Path(arguments.save if arguments.to == "hf" else arguments.load or arguments.model)
         return
-    made = Path(arguments.save).with_name(f".{Path(arguments.save).name}.compared")
+    save, model = Path(arguments.save), Path(arguments.model)
+    made = save.with_name(f".{save.name}.compared")
     try:
         if dist.get_rank() == 0:
-            write_hf(
-                made,
-                open_weights(Path(arguments.save), shape),
-                shape,
-                Path(arguments.model),
-                None,
-                shard_bytes("5GB"),
-            )
+            write_hf(made, open_weights(save, shape), shape, model, None, shard_bytes("5GB"))
         dist.barrier()
         yield made
     finally:
@@ -341,8 +331,6 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
 
     from megarl.batch import Batch, MicroBatch
     from megarl.collectives import all_gather_messages
-    from megarl.megatron.policy import Policy
-    from megarl.megatron.value_model import ValueModel
     from megarl.reshard.transfer import load_hf
     from megarl.workers.megatron_role import megatron_atlases
 
@@ -350,15 +338,10 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
     length = min(COMPARED_TOKENS, shape.max_position_embeddings)
     tokens = torch.randint(0, shape.vocab_size, (COMPARED_SEQUENCES, length), generator=generator)
     batch = Batch.from_samples(list(range(len(tokens))), tokens[:, :1].tolist(), tokens[:, 1:].tolist())
-    model = (ValueModel if shape.value_head else Policy)(
-        shape, mesh, ModelConfig(model=str(folder)), parallel
-    )
+    model = model_of(shape, mesh, ModelConfig(model=str(folder)), parallel)
     load_hf(folder, megatron_atlases(shape, mesh, parallel)[dist.get_rank()], model.parameters, shape)
-    ours = (
-        model.values([MicroBatch.of(batch)])
-        if shape.value_head
-        else model.log_probs([MicroBatch.of(batch)], temperature=1.0)
-    )
+    micro_batches = [MicroBatch.of(batch)]
+    ours = model.values(micro_batches) if shape.value_head else model.log_probs(micro_batches, 1.0)
     del model
     of_ranks = all_gather_messages(None if ours is None else ours[0].tolist(), list[float] | None)
     if dist.get_rank() == 0:
@@ -366,10 +349,8 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
         errors = torch.stack(
             [(torch.tensor(found) - expected).abs() for found in of_ranks if found is not None]
         )
-        share, what = (
-            float((errors > FORWARD_LIMIT).float().mean()),
-            "values" if shape.value_head else "log-probs",
-        )
+        share = float((errors > FORWARD_LIMIT).float().mean())
+        what = "values" if shape.value_head else "log-probs"
         told = (
             f"{what} of {expected.numel()} tokens by Megatron and by transformers differ by up "
             f"to {float(errors.max()):.2g}"

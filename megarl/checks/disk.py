@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.checks.fits import gb
 from megarl.checks.memory import MASTER_BYTES, MOMENT_BYTES
 from megarl.checks.sizes import canonical_elements, megatron_held
+from megarl.config.errors import Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, actor_meshes
 from megarl.config.roles import configs_of_actors
 from megarl.config.rules_files import free_name
 from megarl.config.schema import LoRAConfig, TrainConfig
 from megarl.files.writing import obstacle
+from megarl.reshard.report import ITEMSIZE
 
 
-def save_findings(config: TrainConfig) -> Iterator[str]:
+def save_findings(config: TrainConfig) -> Errors:
     """Yield an error if this machine cannot create or write the run folder, with a folder that works."""
     folder = Path(config.run.save)
     if (why := obstacle(folder)) is not None:
@@ -27,7 +28,7 @@ def save_findings(config: TrainConfig) -> Iterator[str]:
         yield f"--save ({folder}): cannot be written: {why}. {advice}"
 
 
-def disk_findings(config: TrainConfig, free: int | None) -> Iterator[str]:
+def disk_findings(config: TrainConfig, free: int | None) -> Errors:
     """Yield an error if the run folder's file system lacks room for checkpoints and exports.
 
     The checkpoints are those that exist at the same time."""
@@ -83,19 +84,18 @@ def _of_role(config: TrainConfig, folder: str, lora: LoRAConfig, is_critic: bool
     """Return the checkpoint size of one role: fp32 weights (master weights under bf16) and moments.
 
     With adapters these are the adapters' weights and moments, plus the frozen weights."""
-    shape = ModelShape.load(folder, value_head=is_critic)
+    shape, state_bytes = ModelShape.load(folder, value_head=is_critic), MASTER_BYTES + MOMENT_BYTES
+    elements = canonical_elements(shape)
     if not lora.lora_rank:
-        return canonical_elements(shape) * (MASTER_BYTES + MOMENT_BYTES)
+        return elements * state_bytes
     adapters = megatron_held(shape, MeshSpec((0,)), "grouped", lora)[0].adapters
-    return canonical_elements(shape) * (2 if config.model.bf16 else 4) + adapters * (
-        MASTER_BYTES + MOMENT_BYTES
-    )
+    return elements * ITEMSIZE[config.model.dtype] + adapters * state_bytes
 
 
 def export_bytes(config: TrainConfig) -> int:
     """Return the size of the exports: hf/, hf_critic/, and those of further actors."""
     return sum(
-        canonical_elements(ModelShape.load(folder, value_head=is_critic)) * (2 if of_actor.model.bf16 else 4)
+        canonical_elements(ModelShape.load(folder, value_head=is_critic)) * ITEMSIZE[of_actor.model.dtype]
         for of_actor in configs_of_actors(config).values()
         for folder, _, is_critic in _trained(of_actor)
     )
@@ -104,8 +104,5 @@ def export_bytes(config: TrainConfig) -> int:
 def _trained(config: TrainConfig) -> list[tuple[str, LoRAConfig, bool]]:
     """Return (folder, adapters, whether it is the critic) of each trained role."""
     actor = (config.model.model, config.lora, False)
-    return (
-        [actor]
-        if config.critic is None
-        else [actor, (config.model.critic_model or config.model.model, config.critic_lora, True)]
-    )
+    critic = (config.model.critic_folder, config.critic_lora, True)
+    return [actor] if config.critic is None else [actor, critic]

@@ -19,7 +19,7 @@ from megarl.checks.memory import (
     roles_of,
 )
 from megarl.config.check import job_errors
-from megarl.config.errors import divisors
+from megarl.config.errors import Errors, divisors
 from megarl.config.schema import TrainConfig
 
 _SPLIT = ("actor", "critic", "reference", "reward")
@@ -34,7 +34,7 @@ _PHASE_NAMES = {
 
 def memory_findings(
     config: TrainConfig, parts: Parts, machine: Machine, ranks_per_node: int, new_run: bool = True
-) -> Iterator[str]:
+) -> Errors:
     """Yield errors if a step needs more memory than the machine has, or an engine cannot hold one sequence.
 
     The first error names the smallest change of flags that was computed to fit."""
@@ -147,11 +147,8 @@ def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, Tra
         }
         flags, config = f"{flags} {_RECOMPUTE}".strip(), replace(config, **roles)
         yield flags, config
-    longest, tokens = (
-        config.sampling.max_prompt_length + config.sampling.max_response_length,
-        config.batch.max_tokens_per_micro_batch,
-    )
-    while tokens // 2 >= longest:
+    tokens = config.batch.max_tokens_per_micro_batch
+    while tokens // 2 >= config.sampling.max_length:
         tokens //= 2
         shorter = replace(config.batch, max_tokens_per_micro_batch=tokens)
         yield f"{flags} --max-tokens-per-micro-batch {tokens}".strip(), replace(config, batch=shorter)
@@ -181,7 +178,7 @@ def _smaller_cache(
     return None
 
 
-def _cache_findings(config: TrainConfig, parts: Parts, machine: Machine) -> Iterator[str]:
+def _cache_findings(config: TrainConfig, parts: Parts, machine: Machine) -> Errors:
     """Yield an error if an engine's KV cache cannot hold one sequence of full length.
 
     vLLM refuses to start in that case."""
@@ -196,10 +193,9 @@ def _cache_findings(config: TrainConfig, parts: Parts, machine: Machine) -> Iter
 
 
 def _no_room_for_a_sequence(config: TrainConfig, rank: int, cache: int, one: int, machine: Machine) -> str:
-    longest = config.sampling.max_prompt_length + config.sampling.max_response_length
     said = (
-        f"leaves {gb(cache)} GB of KV cache on rank {rank}, and one sequence of {longest} tokens "
-        f"needs {gb(one)} GB"
+        f"leaves {gb(cache)} GB of KV cache on rank {rank}, and one sequence of "
+        f"{config.sampling.max_length} tokens needs {gb(one)} GB"
     )
     given, share = config.rollout.kv_cache_memory_bytes, config.rollout.gpu_memory_utilization
     if given is not None:

@@ -16,7 +16,7 @@ from megarl.checks.preview import preview
 from megarl.checks.syncs import sync_findings, unplanned
 from megarl.checks.weights import weight_findings
 from megarl.config.check import job_errors, of_all_actors
-from megarl.config.errors import raise_errors
+from megarl.config.errors import Errors, raise_errors
 from megarl.config.installed import version_notes
 from megarl.config.mesh import role_meshes
 from megarl.config.roles import configs_of_actors
@@ -113,7 +113,7 @@ def _without_activations(parts: Parts) -> Parts:
 
 def _gpu_findings(
     config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine
-) -> Iterator[str]:
+) -> Errors:
     """Yield an error if there are more ranks than GPUs on this machine. On a CPU ranks share the cores."""
     if machine.num_gpus is None or ranks <= machine.num_gpus:
         return

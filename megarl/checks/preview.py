@@ -4,11 +4,11 @@ All rows are read when the job starts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.config.errors import ConfigError, did_you_mean
+from megarl.config.errors import ConfigError, Errors, did_you_mean
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 from megarl.config.rules_files import DATA_SUFFIXES
@@ -132,7 +132,7 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
     return tokenizer
 
 
-def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -> Iterator[str]:
+def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -> Errors:
     """Yield an error if the end-of-sequence ids of model and tokenizer disagree.
 
     Engines stop at the model's ids, and fine-tuning ends its responses with the tokenizer's id."""
@@ -156,7 +156,7 @@ def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -
         )
 
 
-def _reward_findings(config: TrainConfig, dataset: PromptDataset, flag: str) -> Iterator[str]:
+def _reward_findings(config: TrainConfig, dataset: PromptDataset, flag: str) -> Errors:
     """Yield an error for each data source that --reward auto has no rule for."""
     if (
         not config.algorithm.needs_rollout

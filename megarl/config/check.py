@@ -6,12 +6,12 @@ Try ...`. A rule of a single field stands beside the field in the schema."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megarl.config import rules_layout as layout
 from megarl.config import rules_training as training
 from megarl.config.args_file import numbered
-from megarl.config.errors import ConfigError, raise_errors
+from megarl.config.errors import ConfigError, Errors, raise_errors
 from megarl.config.flags import OF_JOB, flag_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.installed import apex_error, megatron_error, tracker_errors
@@ -122,9 +122,8 @@ def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | N
     shape, errors = _load_shape(config.model.model)
     if config.critic is None:
         return shape, None, errors
-    own = config.model.critic_model
-    critic_shape, of_critic = _load_shape(own or config.model.model, value_head=True)
-    if own:  # of one folder the actor's errors say it
+    critic_shape, of_critic = _load_shape(config.model.critic_folder, value_head=True)
+    if config.model.critic_model:  # of one folder the actor's errors say it
         errors = errors + [error.replace("--model ", "--critic-model ", 1) for error in of_critic]
     return shape, critic_shape, errors
 
@@ -164,7 +163,7 @@ def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) ->
     return list(_several_actors(config, world_size, new_run))
 
 
-def _several_actors(config: TrainConfig, world_size: int, new_run: bool) -> Iterator[str]:
+def _several_actors(config: TrainConfig, world_size: int, new_run: bool) -> Errors:
     head, actors = f"--num-actors ({config.placement.num_actors})", configs_of_actors(config)
     if config.placement.num_actors != len(actors):
         yield f"{head}: must be the number of actors that are configured ({len(actors)})."

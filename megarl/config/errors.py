@@ -13,8 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+T = typing.TypeVar("T")
 _MOST_LOOKED_AT = 1000
 """Names in a folder among which a similar one is looked for."""
+
+
+Errors = Iterator[str]
+"""Errors of a configuration, one line each: flag (value): rule. Try another value."""
 
 
 class ConfigError(ValueError):
@@ -91,6 +96,12 @@ def rules_in(hint: object) -> Iterator[Rule | Bound]:
             yield from rules_in(argument)
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def section(cls: type[T]) -> type[T]:
+    """Make a class a dataclass, as all sections of the configuration are."""
+    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
+
+
 class Section:
     """Base of the dataclasses of the configuration.
 
@@ -133,6 +144,16 @@ def try_numbers(values: Iterable[int], near: int) -> str:
     """Return ' Try 64 or 128.' with the two values nearest to the refused one, or '' if there are none."""
     nearest = sorted(sorted(set(values), key=lambda value: abs(value - near))[:2])
     return f" Try {' or '.join(map(str, nearest))}." if nearest else ""
+
+
+def must_divide(flag: str, number: int, what: str, size: int, fits: Iterable[int] | None = None) -> Errors:
+    """Yield an error if the value of a flag does not divide a size.
+
+    Args:
+        fits: the numbers to propose. Default: the divisors of the size."""
+    if size % number:
+        advice = try_numbers(divisors(size) if fits is None else fits, number)
+        yield f"{flag} ({number}): must divide {what} ({size}).{advice}"
 
 
 def divisors(number: int) -> list[int]:

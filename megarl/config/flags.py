@@ -11,12 +11,12 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from megarl.config.args_file import Word
-from megarl.config.errors import field_types
+from megarl.config.errors import Errors, field_types
 from megarl.config.installed import visible_gpus
 from megarl.config.schema import (
     CheckpointConfig,
@@ -291,6 +291,26 @@ def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
         for field in dataclasses.fields(cls)
         if typing.get_origin(hints[field.name]) is not dict
     )
+
+
+def refuse_set(
+    node: object,
+    names: Iterable[str],
+    reason: str,
+    flag_of: Callable[[str], str] = lambda field: f"--{flag_name(field)}",
+) -> Errors:
+    """Yield an error with this reason for each of the fields whose value is not the default."""
+    for flag in section_flags("", type(node)):
+        value = getattr(node, flag.field)
+        if flag.field in names and value != flag.default:
+            yield f"{flag_of(flag.field)} ({words_of(value)}): {reason}"
+
+
+def words_of(value: object) -> str:
+    """Return a value as errors show it, which is how one would type it."""
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def algorithm_name(cls: type) -> str:

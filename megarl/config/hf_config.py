@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from megarl.config.errors import ConfigError, did_you_mean, raise_errors, try_pa
 from megarl.config.hf_families import (
     FAMILIES,
     Family,
+    Json,
     kind_errors,
     missing_keys,
     rope_errors,
@@ -100,7 +101,7 @@ class ModelShape:
     qk_layernorm: bool
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, object] | None
+    rope_scaling: Json | None
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
@@ -250,7 +251,7 @@ def _raise(errors: Iterable[str], path: Path) -> None:
     raise_errors([f"{error} [{path}]" for error in errors])
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _read_json(path: Path) -> Json:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -277,7 +278,7 @@ def _unknown_family(name: str) -> str:
     return rule + did_you_mean(name.lower(), same_version, "", cutoff=0.8)
 
 
-def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
+def _shape(config: Json, family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
     heads = config["num_attention_heads"]
     fields = gemma_fields(config) if family.is_gemma else _plain_fields(config, family)
     shape = ModelShape(
@@ -305,7 +306,7 @@ def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, 
     return replace(shape, **fields)
 
 
-def _plain_fields(config: dict[str, object], family: Family) -> dict[str, object]:
+def _plain_fields(config: Json, family: Family) -> Json:
     """Return fields of a model whose layers have one rotary embedding, and all of them a window or none."""
     rope = rope_parameters(config, family.rope_theta)
     window = config.get("sliding_window", family.sliding_window) if family.sliding_window else None
@@ -317,7 +318,7 @@ def _plain_fields(config: dict[str, object], family: Family) -> dict[str, object
     }
 
 
-def _eos_token_ids(config: dict[str, object], family: Family, generation_config: Path) -> tuple[int, ...]:
+def _eos_token_ids(config: Json, family: Family, generation_config: Path) -> tuple[int, ...]:
     sources = [config.get("eos_token_id", family.eos_token_id)]
     if generation_config.is_file():
         generation = _read_json(generation_config)
@@ -329,7 +330,7 @@ def _eos_token_ids(config: dict[str, object], family: Family, generation_config:
     return tuple(dict.fromkeys(ids))
 
 
-def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> dict[str, object]:
+def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> Json:
     """Return the fields that decide which function the weights compute, as JSON gives them back.
 
     They are stored in checkpoints and compared before weights are loaded. Adapters count with rank and
@@ -344,7 +345,7 @@ def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> dict[s
     return json.loads(json.dumps(fields))
 
 
-def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+def differences(saved: Json, now: Json) -> list[str]:
     """Return 'rope_theta 10000.0, not 1000000.0' for every field that was saved and is another now."""
     return [
         f"{name} {saved[name]}, not {now.get(name, 'none')}"
@@ -353,7 +354,7 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
     ]
 
 
-def not_compared(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+def not_compared(saved: Json, now: Json) -> list[str]:
     """Return the fields that a checkpoint of an earlier version does not have.
 
     Values that mean nothing there (0, null, false) are left out."""

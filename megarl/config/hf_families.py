@@ -5,8 +5,14 @@ and vLLM compute alike; `megatron/rope.py` has the formulas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from megarl.config.errors import Errors
+
+
+Json = dict[str, object]
+"""A JSON object, such as the content of config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +181,7 @@ right."""
 _OF_ROPE = ("rope_theta", "original_max_position_embeddings")
 
 
-def kind_errors(config: Mapping[str, object]) -> Iterator[str]:
+def kind_errors(config: Json) -> Errors:
     """Yield a line per key whose value is of another kind. null is the same as absent."""
     for rule, (holds, keys) in KINDS.items():
         for key in keys.split():
@@ -188,12 +194,12 @@ def kind_errors(config: Mapping[str, object]) -> Iterator[str]:
                 yield from kind_errors({key: inner.get(key) for key in _OF_ROPE})
 
 
-def value_of(config: Mapping[str, object], key: str, default: object) -> object:
+def value_of(config: Json, key: str, default: object) -> object:
     """Return the value of a key; null is the same as absent."""
     return default if config.get(key) is None else config[key]
 
 
-def missing_keys(config: dict[str, object], family: Family) -> Iterator[str]:
+def missing_keys(config: Json, family: Family) -> Errors:
     """Yield a line per size that is missing or no size."""
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
         if not isinstance(config.get(key), int) or config[key] < 1:
@@ -205,7 +211,7 @@ def missing_keys(config: dict[str, object], family: Family) -> Iterator[str]:
             yield f"num_key_value_heads ({groups}): must divide num_attention_heads ({heads})."
 
 
-def unsupported_keys(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
+def unsupported_keys(config: Json, family: Family, value_head: bool) -> Errors:
     """Yield a line per key whose value the training model would ignore, whatever the kinds of its layers."""
     for key, (accepted, reason) in (ONLY | family.only).items():
         if config.get(key) is not None and config[key] not in accepted:
@@ -231,7 +237,7 @@ def unsupported_keys(config: dict[str, object], family: Family, value_head: bool
         yield f"architectures ({', '.join(map(str, architectures))}): {rule}."
 
 
-def unsupported_windows(config: dict[str, object], family: Family) -> Iterator[str]:
+def unsupported_windows(config: Json, family: Family) -> Errors:
     """Yield what is wrong with sliding windows of a family whose layers are all alike."""
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if sliding:
@@ -274,7 +280,7 @@ _KEYS = {
 }
 
 
-def rope_parameters(config: dict[str, object], theta: float = 10000.0) -> dict[str, object]:
+def rope_parameters(config: Json, theta: float = 10000.0) -> Json:
     """Return the rotary parameters of config.json in the form of transformers 5.
 
     Older folders have rope_theta and rope_scaling beside each other.
@@ -284,7 +290,7 @@ def rope_parameters(config: dict[str, object], theta: float = 10000.0) -> dict[s
     return standard(config.get("rope_scaling") or config.get("rope_parameters") or {}, config, theta)
 
 
-def standard(parameters: dict[str, object], config: dict[str, object], theta: float) -> dict[str, object]:
+def standard(parameters: Json, config: Json, theta: float) -> Json:
     """Return `parameters` with the keys that may be beside them in config.json or left out."""
     rope = dict(parameters)
     rope.setdefault("rope_theta", theta if config.get("rope_theta") is None else config["rope_theta"])
@@ -296,13 +302,13 @@ def standard(parameters: dict[str, object], config: dict[str, object], theta: fl
     return rope
 
 
-def scaling(rope: dict[str, object]) -> dict[str, object] | None:
+def scaling(rope: Json) -> Json | None:
     """Return the keys of `rope_parameters` that scale, with rope_type; None if nothing does."""
     needed, optional = TYPES[rope["rope_type"]]
     return {key: rope[key] for key in ("rope_type", *needed, *optional) if key in rope} if needed else None
 
 
-def rope_errors(rope: dict[str, object]) -> Iterator[str]:
+def rope_errors(rope: Json) -> Errors:
     """Yield why rotary parameters cannot be used."""
     kind = str(rope["rope_type"])
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
@@ -332,7 +338,7 @@ def rope_errors(rope: dict[str, object]) -> Iterator[str]:
     yield from _scaling_errors(kind, rope)
 
 
-def _scaling_errors(kind: str, rope: dict[str, object]) -> Iterator[str]:
+def _scaling_errors(kind: str, rope: Json) -> Errors:
     needed, optional = TYPES[kind]
     if missing := [key for key in needed if not _is_number(rope.get(key))]:
         yield f"rope_type ({kind}): needs {' and '.join(missing)}."

@@ -8,11 +8,10 @@ transformers and not here, or in vLLM and not in transformers, is refused by nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from megarl.config.errors import Errors
+from megarl.config.hf_families import Json, rope_errors, rope_parameters, scaling, standard, value_of
 
-from megarl.config.hf_families import rope_errors, rope_parameters, scaling, standard, value_of
-
-_QWEN: dict[str, object] = dict(
+_QWEN: Json = dict(
     num_experts=128,
     num_experts_per_tok=8,
     moe_intermediate_size=768,
@@ -20,7 +19,7 @@ _QWEN: dict[str, object] = dict(
     decoder_sparse_step=1,
     mlp_only_layers=(),
 )
-_DEEPSEEK: dict[str, object] = dict(
+_DEEPSEEK: Json = dict(
     num_experts=64,
     num_experts_per_tok=None,
     moe_intermediate_size=1407,
@@ -34,7 +33,7 @@ _DEEPSEEK: dict[str, object] = dict(
     topk_method="greedy",
     scoring_func="softmax",
 )
-KEYS: dict[str, dict[str, object]] = {
+KEYS: dict[str, Json] = {
     "mixtral": dict(
         num_experts=8,
         num_experts_per_tok=2,
@@ -113,7 +112,7 @@ _COUNTS = (
 )
 
 
-def expert_values(model_type: str, config: dict[str, object]) -> dict[str, object]:
+def expert_values(model_type: str, config: Json) -> Json:
     """Return the values of the keys of `KEYS`. null is the same as absent."""
     values = {}
     for key, default in KEYS[model_type].items():
@@ -122,7 +121,7 @@ def expert_values(model_type: str, config: dict[str, object]) -> dict[str, objec
     return values
 
 
-def unsupported_experts(model_type: str, config: dict[str, object]) -> Iterator[str]:
+def unsupported_experts(model_type: str, config: Json) -> Errors:
     """Yield what is wrong with the keys of experts, or would be ignored."""
     values = expert_values(model_type, config)
 
@@ -157,7 +156,7 @@ def _is_count(value: object, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
-def _unsupported_dense_layers(values: dict[str, object], num_layers: object) -> Iterator[str]:
+def _unsupported_dense_layers(values: Json, num_layers: object) -> Errors:
     wrong = [
         key
         for key in ("first_k_dense_replace", "shared_expert_intermediate_size")
@@ -181,7 +180,7 @@ def _unsupported_dense_layers(values: dict[str, object], num_layers: object) -> 
 _DENSE = ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
 
 
-def _dense_layers(values: dict[str, object], num_layers: int) -> tuple[int, ...]:
+def _dense_layers(values: Json, num_layers: int) -> tuple[int, ...]:
     """Return the numbers of the layers without experts."""
     first, step, dense = (values.get(key, default) for key, default in zip(_DENSE, (0, 1, ()), strict=True))
     return tuple(
@@ -189,7 +188,7 @@ def _dense_layers(values: dict[str, object], num_layers: int) -> tuple[int, ...]
     )
 
 
-def _unsupported_groups(model_type: str, values: dict[str, object]) -> Iterator[str]:
+def _unsupported_groups(model_type: str, values: Json) -> Errors:
     """Check the limit of a token's experts to topk_group of n_group groups."""
     if "n_group" not in values:
         return
@@ -219,7 +218,7 @@ def group_best(model_type: str) -> int:
     return 2 if model_type == "deepseek_v3" else 1
 
 
-def expert_fields(model_type: str, config: dict[str, object]) -> dict[str, object]:
+def expert_fields(model_type: str, config: Json) -> Json:
     """Return the fields of ModelShape that `KEYS` decide."""
     values = expert_values(model_type, config)
     size = values["moe_intermediate_size"]
@@ -250,13 +249,13 @@ Q_LORA_RANK = 1536
 LATENT_NORM_EPS = 1e-6
 
 
-def latent_values(config: dict[str, object]) -> dict[str, int]:
+def latent_values(config: Json) -> dict[str, int]:
     """Return the values of the keys of `DEFAULTS`, and q_lora_rank, 0 where there is none."""
     found = {key: value_of(config, key, default) for key, default in DEFAULTS.items()}
     return found | {"q_lora_rank": config.get("q_lora_rank", Q_LORA_RANK) or 0}
 
 
-def unsupported_latents(config: dict[str, object]) -> Iterator[str]:
+def unsupported_latents(config: Json) -> Errors:
     """Yield what is wrong with the keys of multi-head latent attention, or would be ignored."""
     values = latent_values(config)
     for key, value in values.items():
@@ -299,7 +298,7 @@ def unsupported_latents(config: dict[str, object]) -> Iterator[str]:
         )
 
 
-def latent_fields(config: dict[str, object]) -> dict[str, object]:
+def latent_fields(config: Json) -> Json:
     """Return the fields of ModelShape that the keys of latents decide.
 
     They take precedence over those of other kinds of attention."""
@@ -319,7 +318,7 @@ _KINDS = ("sliding_attention", "full_attention")
 _WINDOW, _EVERY, _SCALAR = 4096, 6, 256
 
 
-def gemma_fields(config: dict[str, object]) -> dict[str, object]:
+def gemma_fields(config: Json) -> Json:
     """Return the fields of ModelShape that the keys of Gemma 3 decide."""
     rope, local = _rope(config, "full_attention"), _rope(config, "sliding_attention")
     return dict(
@@ -336,7 +335,7 @@ def gemma_fields(config: dict[str, object]) -> dict[str, object]:
     )
 
 
-def unsupported_gemma(config: dict[str, object]) -> Iterator[str]:
+def unsupported_gemma(config: Json) -> Errors:
     """Yield what is wrong with the keys of Gemma 3, or would be ignored."""
     window = config.get("sliding_window", _WINDOW)
     scalar = value_of(config, "query_pre_attn_scalar", _SCALAR)
@@ -361,7 +360,7 @@ def unsupported_gemma(config: dict[str, object]) -> Iterator[str]:
     yield from rope_errors(_rope(config, "full_attention"))
 
 
-def _rope(config: dict[str, object], kind: str) -> dict[str, object]:
+def _rope(config: Json, kind: str) -> Json:
     """Return the rotary parameters of a kind of layer.
 
     Older folders have rope_theta, rope_scaling and rope_local_base_freq beside each other."""
@@ -371,7 +370,7 @@ def _rope(config: dict[str, object], kind: str) -> dict[str, object]:
     return standard(rope, {"rope_theta": config.get("rope_local_base_freq")}, 1e4)
 
 
-def _layer_types(config: dict[str, object]) -> list[str]:
+def _layer_types(config: Json) -> list[str]:
     """Return the kind of every layer; every sixth attends to all tokens, unless the key says otherwise."""
     every = value_of(config, "sliding_window_pattern", _EVERY)
     pattern = [_KINDS[(layer + 1) % every == 0] for layer in range(value_of(config, "num_hidden_layers", 0))]

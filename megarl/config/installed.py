@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.errors import Errors
+
 SUPPORTED_MEGATRON = "0.16.1"
 """The only version whose lines megarl.megatron.fixes knows."""
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "vllm")
@@ -77,7 +79,7 @@ def apex_error() -> str | None:
     )
 
 
-def tracker_errors(names: Sequence[str]) -> Iterator[str]:
+def tracker_errors(names: Sequence[str]) -> Errors:
     """Yield what is wrong with --log-with: a tracker whose package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:

@@ -4,18 +4,18 @@ Read are the --reward-model flags, the folders' config.json and the judge's temp
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.errors import ConfigError
-from megarl.config.flags import flag_name
+from megarl.config.errors import ConfigError, Errors
+from megarl.config.flags import refuse_set, words_of
 from megarl.config.hf_config import FAMILIES, ModelShape
-from megarl.config.schema import DataConfig, RewardModelConfig, TrainConfig
+from megarl.config.hf_families import Json
+from megarl.config.schema import RewardModelConfig, TrainConfig
 from megarl.role_names import suffix_of
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -85,7 +85,7 @@ def find_backend(path: str) -> str:
     raise ConfigError([text])
 
 
-def read_model_config(path: str) -> dict[str, object]:
+def read_model_config(path: str) -> Json:
     """Return the config.json of a reward model. Raises: ConfigError naming the flag."""
     head = f"--reward-model ({path}):"
     try:
@@ -105,13 +105,13 @@ def value_model_shape(path: str) -> ModelShape:
     return ModelShape.load(path, value_head=True)
 
 
-def num_labels(config: dict[str, object]) -> int:
+def num_labels(config: Json) -> int:
     """Return the number of labels as transformers counts: names of labels if config.json has any, else 2."""
     names = config.get("id2label")
     return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
 
 
-def _is_trainable(config: dict[str, object], path: str) -> bool:
+def _is_trainable(config: Json, path: str) -> bool:
     if config.get("model_type") not in FAMILIES:
         return False
     try:
@@ -121,20 +121,14 @@ def _is_trainable(config: dict[str, object], path: str) -> bool:
     return True
 
 
-def reward_errors(config: TrainConfig) -> Iterator[str]:
+def reward_errors(config: TrainConfig) -> Errors:
     """Yield a line per rule that the rewards and reward models break."""
     if config.data.reward != "code":
-        unset = DataConfig(train_data=config.data.train_data)
         names = ("code_timeout_s", "code_memory_limit_bytes", "allow_unsandboxed_code")
-        yield from _without_effect(config.data, unset, names, "--reward code")
-    yield from _reward_models(config)
-
-
-def _reward_models(config: TrainConfig) -> Iterator[str]:
-    given, default = config.reward_models, RewardModelConfig()
-    names = [field.name for field in dataclasses.fields(default)]
+        yield from _refuse_without("--reward code", config.data, names)
+    given, names = config.reward_models, RewardModelConfig.__slots__
     if not given.reward_model:
-        yield from _without_effect(given, default, names, "--reward-model")
+        yield from _refuse_without("--reward-model", given, names)
         return
     if not config.algorithm.needs_rollout:
         yield (
@@ -158,37 +152,34 @@ def _reward_models(config: TrainConfig) -> Iterator[str]:
         yield from _judge(given)
     else:
         of_judge = [name for name in names if name.startswith("judge_")]
-        yield from _without_effect(given, default, of_judge, "a --reward-model that is a judge")
+        yield from _refuse_without("a --reward-model that is a judge", given, of_judge)
 
 
-def _without_effect(given: object, default: object, names: Iterable[str], need: str) -> Iterator[str]:
-    """Yield a line per field that was set and means nothing without another flag."""
-    for name in names:
-        if (value := getattr(given, name)) != getattr(default, name):
-            yield f"--{flag_name(name)} ({_words(value)}): has no effect without {need}. Leave it out."
+def _refuse_without(need: str, given: object, names: Iterable[str]) -> Errors:
+    return refuse_set(given, names, f"has no effect without {need}. Leave it out.")
 
 
-def _counts(given: RewardModelConfig) -> Iterator[str]:
+def _counts(given: RewardModelConfig) -> Errors:
     count, weights = len(given.reward_model), given.reward_model_weights
     if weights is not None and len(weights) != count:
         yield (
-            f"--reward-model-weights ({_words(weights)}): must be one number per --reward-model "
-            f"({count}). Try {_words([1.0] * count)}."
+            f"--reward-model-weights ({words_of(weights)}): must be one number per --reward-model "
+            f"({count}). Try {words_of([1.0] * count)}."
         )
     if weights is not None and not all(map(math.isfinite, weights)):
         yield (
-            f"--reward-model-weights ({_words(weights)}): must be finite numbers. Try "
-            f"{_words([1.0] * count)}."
+            f"--reward-model-weights ({words_of(weights)}): must be finite numbers. Try "
+            f"{words_of([1.0] * count)}."
         )
     if len(given.reward_model_backend) not in (1, count):
         yield (
-            f"--reward-model-backend ({_words(given.reward_model_backend)}): must be one word, or "
+            f"--reward-model-backend ({words_of(given.reward_model_backend)}): must be one word, or "
             f"one per --reward-model ({count}). "
             "Try auto."
         )
 
 
-def _model(path: str, backend: str, model: dict[str, object], config: TrainConfig) -> Iterator[str]:
+def _model(path: str, backend: str, model: Json, config: TrainConfig) -> Errors:
     if not any(Path(path).glob("*.safetensors")):
         yield (
             f"--reward-model ({path}): holds no *.safetensors. Other formats can run code when "
@@ -203,7 +194,7 @@ def _model(path: str, backend: str, model: dict[str, object], config: TrainConfi
         yield from _shape_errors(path, config)
 
 
-def _shape_errors(path: str, config: TrainConfig) -> Iterator[str]:
+def _shape_errors(path: str, config: TrainConfig) -> Errors:
     try:
         shape = value_model_shape(path)
     except ConfigError as error:
@@ -211,10 +202,7 @@ def _shape_errors(path: str, config: TrainConfig) -> Iterator[str]:
             f"--reward-model ({path}), --reward-model-backend megatron: {reason}" for reason in error.errors
         )
         return
-    longest, limit = (
-        config.sampling.max_prompt_length + config.sampling.max_response_length,
-        shape.max_position_embeddings,
-    )
+    longest, limit = config.sampling.max_length, shape.max_position_embeddings
     if longest > limit:
         yield (
             f"--reward-model ({path}): takes {limit} tokens (max_position_embeddings), and "
@@ -225,7 +213,7 @@ def _shape_errors(path: str, config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _judge_length(path: str, given: RewardModelConfig) -> Iterator[str]:
+def _judge_length(path: str, given: RewardModelConfig) -> Errors:
     limit = read_model_config(path).get("max_position_embeddings")
     if isinstance(limit, int) and given.judge_max_tokens >= limit:
         yield (
@@ -235,7 +223,7 @@ def _judge_length(path: str, given: RewardModelConfig) -> Iterator[str]:
         )
 
 
-def _judge(given: RewardModelConfig) -> Iterator[str]:
+def _judge(given: RewardModelConfig) -> Errors:
     template, pattern = given.judge_template, given.judge_score_pattern
     if template is not None:
         yield from _template(Path(template))
@@ -251,7 +239,7 @@ def _judge(given: RewardModelConfig) -> Iterator[str]:
             )
     bounds = given.judge_score_range
     if len(bounds) != 2 or not all(map(math.isfinite, bounds)) or bounds[0] >= bounds[1]:
-        yield f"--judge-score-range ({_words(bounds)}): must be two numbers, the lower one first. Try 0 10."
+        yield f"--judge-score-range ({words_of(bounds)}): must be two numbers, the lower one first. Try 0 10."
     if given.judge_max_model_len is not None and given.judge_max_model_len <= given.judge_max_tokens:
         yield (
             f"--judge-max-model-len ({given.judge_max_model_len}): must be above --judge-max-tokens "
@@ -260,7 +248,7 @@ def _judge(given: RewardModelConfig) -> Iterator[str]:
         )
 
 
-def _template(file: Path) -> Iterator[str]:
+def _template(file: Path) -> Errors:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -268,7 +256,3 @@ def _template(file: Path) -> Iterator[str]:
         return
     if "{response}" not in text:
         yield f"--judge-template ({file}): must hold {{response}}, which the response takes the place of."
-
-
-def _words(values: object) -> str:
-    return " ".join(map(str, values)) if isinstance(values, (tuple, list)) else str(values)

@@ -4,7 +4,7 @@ Each field is one flag, see schema.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal, get_args
 
 from megarl.config.errors import (
@@ -18,6 +18,7 @@ from megarl.config.errors import (
     Rule,
     Section,
     at_least,
+    section,
 )
 
 _RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
@@ -44,7 +45,7 @@ Transport = Literal["auto", "direct", "shared-memory", "cuda-ipc", "messages"]
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class ParallelConfig(Section):
     """parallelism (of every Megatron role; of one with its name in front:
     --critic-tensor-model-parallel-size)"""
@@ -87,7 +88,7 @@ class ParallelConfig(Section):
     freed), the optimizer state with its fp32 master weights. A frozen model has parameters only."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class MoEConfig(Section):
     """mixtures of experts (of every role that is trained)"""
 
@@ -108,7 +109,7 @@ class MoEConfig(Section):
     (needs one on a GPU with its prefix cache; not run yet). Their weights are always the router's of now."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class OptimizerConfig(Section):
     """optimizer (of actor and critic; for one: --actor-lr, --critic-lr and so on)"""
 
@@ -152,7 +153,7 @@ class OptimizerConfig(Section):
     """With --optimizer-cpu-offload: share of the parameters whose states are in host memory."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class LoRAConfig(Section):
     """LoRA (of actor and critic; for one: --actor-lora-rank, --critic-lora-rank and so on)"""
 
@@ -166,7 +167,7 @@ class LoRAConfig(Section):
     get none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class SamplingConfig(Section):
     """sampling"""
 
@@ -191,8 +192,13 @@ class SamplingConfig(Section):
     ] = ()
     """Token ids after which generation stops, besides the model's end-of-sequence ids."""
 
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and response together, at most."""
+        return self.max_prompt_length + self.max_response_length
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@section
 class RolloutConfig(Section):
     """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the
     same way)"""
@@ -220,7 +226,7 @@ class RolloutConfig(Section):
     """Every other --rollout-<name>: vLLM engine arguments by their own names."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class ReshardConfig(Section):
     """weight sync (from the actor's layout into the engines')"""
 
@@ -241,7 +247,7 @@ class ReshardConfig(Section):
     """Compare every byte of every sync by checksum, not only samples of every tensor."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class RewardModelConfig(Section):
     """reward models"""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import itertools
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megarl.config.args_file import numbered
-from megarl.config.errors import nearest_path, try_path
+from megarl.config.errors import Errors, nearest_path, try_path
 from megarl.config.hf_config import ModelShape, differences, function_fields, not_compared
+from megarl.config.hf_families import Json
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.files.checkpoints import (
@@ -33,7 +33,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN_FILES = ("resolved.args", "metrics.jsonl")
 
 
-def unreachable_paths(config: TrainConfig) -> Iterator[str]:
+def unreachable_paths(config: TrainConfig) -> Errors:
     """Yield a line per path that cannot be looked at: its name is too long, or its folder is closed."""
     seen = set()
     for number, of_actor in enumerate((config, *config.others), 1):
@@ -63,7 +63,7 @@ def unreachable_paths(config: TrainConfig) -> Iterator[str]:
                 yield f"--{numbered(flag, number)} ({path}): {reason}. Give another path."
 
 
-def path_errors(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
+def path_errors(config: TrainConfig, new_run: bool = True) -> Errors:
     """Yield a line per missing or unfit file, and for a new run one if --save holds a run."""
     yield from _model(config)
     for flag, files in (("--train-data", config.data.train_data), ("--eval-data", config.data.eval_data)):
@@ -73,7 +73,7 @@ def path_errors(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
         yield from _save(Path(config.run.save))
 
 
-def _model(config: TrainConfig) -> Iterator[str]:
+def _model(config: TrainConfig) -> Errors:
     folder, tokenizer = Path(config.model.model), config.model.tokenizer_model
     has_weights = config.model.random_init or any(folder.glob("*.safetensors"))
     if (folder / "config.json").is_file() and not has_weights:
@@ -86,7 +86,7 @@ def _model(config: TrainConfig) -> Iterator[str]:
         yield f"--tokenizer-model ({tokenizer}): does not exist. {advice}"
 
 
-def _data(flag: str, files: tuple[str, ...]) -> Iterator[str]:
+def _data(flag: str, files: tuple[str, ...]) -> Errors:
     for name in files:
         if not Path(name).is_file():
             yield f"{flag} ({name}): there is no such file.{_other_data(Path(name))}"
@@ -102,7 +102,7 @@ def _other_data(path: Path) -> str:
     )
 
 
-def _reward_function(name: str | None) -> Iterator[str]:
+def _reward_function(name: str | None) -> Errors:
     if name is None:
         return
     text, _, function = name.rpartition(":")
@@ -135,7 +135,7 @@ def _functions(tree: ast.Module) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
-def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
+def _function_in_file(name: str, path: Path, function: str) -> Errors:
     """Refuse a function that the file does not bind. The file is read, not run.
 
     A file that binds names in ways that only running shows (star imports) is left to the run."""
@@ -158,7 +158,7 @@ def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
         yield f"--reward-function ({name}): {path} defines no {function}, but {defined}.{advice}"
 
 
-def _save(folder: Path) -> Iterator[str]:
+def _save(folder: Path) -> Errors:
     taken = next((name for name in RUN_FILES if (folder / name).exists()), None)
     advice = f"Try --save {free_name(folder)}."
     if taken is not None:
@@ -182,7 +182,7 @@ def goes_on(config: TrainConfig) -> bool:
     return save == load or load.parent.name == CHECKPOINTS and save == load.parent.parent
 
 
-def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
+def described_models(config: TrainConfig) -> dict[str, Json]:
     """Return trained role -> the fields of its model that change the function of its weights.
 
     Raises: ConfigError for a config.json that is wrong."""
@@ -190,14 +190,12 @@ def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
     for suffix, of_actor in configs_of_actors(config).items():
         models[f"actor{suffix}"] = function_fields(ModelShape.load(of_actor.model.model), of_actor.lora)
         if of_actor.critic is not None:
-            folder = of_actor.model.critic_model or of_actor.model.model
-            models[f"critic{suffix}"] = function_fields(
-                ModelShape.load(folder, value_head=True), of_actor.critic_lora
-            )
+            shape = ModelShape.load(of_actor.model.critic_folder, value_head=True)
+            models[f"critic{suffix}"] = function_fields(shape, of_actor.critic_lora)
     return models
 
 
-def uncompared_models(config: TrainConfig, saved: Mapping[str, object]) -> list[str]:
+def uncompared_models(config: TrainConfig, saved: Json) -> list[str]:
     """Return a line per role whose model an older checkpoint does not describe fully.
 
     Args:
@@ -246,7 +244,7 @@ def is_savable(config: TrainConfig) -> bool:
     )
 
 
-def _unsavable(config: TrainConfig) -> Iterator[str]:
+def _unsavable(config: TrainConfig) -> Errors:
     given = {"save-interval": 0, "load": None, "max-restarts": 0}
     values = {name: getattr(config.checkpoint, name.replace("-", "_")) for name in given}
     flags = [f"--{name} ({value})" for name, value in values.items() if value != given[name]]
@@ -257,7 +255,7 @@ def _unsavable(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _unclear_restart(config: TrainConfig) -> Iterator[str]:
+def _unclear_restart(config: TrainConfig) -> Errors:
     """Refuse restarts if the newest checkpoint of --save is newer than the one that --load names.
 
     A restart takes the newest one, and the first attempt may fail before it has removed those after
@@ -274,7 +272,7 @@ def _unclear_restart(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def newest_job(config: TrainConfig) -> tuple[Path, dict[str, object]] | None:
+def newest_job(config: TrainConfig) -> tuple[Path, Json] | None:
     """Return the checkpoint that is tried first, and its job.json; None: the run begins in an empty folder.
 
     Raises: JobFileError if --load names none."""
@@ -309,7 +307,7 @@ def _why_none(load: Path) -> str:
     return "holds no checkpoints/step_*. Name a run folder, or leave it out for a new run."
 
 
-def _disagreements(config: TrainConfig, folder: Path, saved: Mapping[str, object]) -> Iterator[str]:
+def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
     head, step = f"--load ({config.checkpoint.load}): {folder.name}", saved["step"]
     if config.batch.train_iters < step:
         yield (
@@ -333,7 +331,7 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Mapping[str, object
             yield from _order_errors(of_actor, number, saved["actors"][suffix]["cursor"])
 
 
-def _order_errors(config: TrainConfig, number: int, cursor: Mapping[str, object]) -> Iterator[str]:
+def _order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:
     seed, shuffle = numbered("seed", number), numbered("shuffle", number)
     if config.batch.seed != cursor["seed"]:
         yield (
@@ -347,7 +345,7 @@ def _order_errors(config: TrainConfig, number: int, cursor: Mapping[str, object]
         yield f"{given}: the run that --load continues had {wanted}. Try {wanted}."
 
 
-def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Mapping[str, object]) -> str | None:
+def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Json) -> str | None:
     """Return what is wrong with the number of training rows of an actor, or None.
 
     Args:

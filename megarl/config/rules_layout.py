@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from megarl.config.errors import divisors, try_numbers
-from megarl.config.flags import OF_ROLES, ROLES, flag_name
+from megarl.config.errors import Errors, divisors, must_divide, try_numbers
+from megarl.config.flags import OF_ROLES, ROLES, flag_name, refuse_set
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import engine_mode, experts_fit, parallel_of, replicas_fit
 from megarl.config.reward_models import reward_models, value_model_shape
@@ -133,7 +133,7 @@ def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str
     return frozenset(shared)
 
 
-def executor(job: Job) -> Iterator[str]:
+def executor(job: Job) -> Errors:
     """Refuse --executor inline with several ranks."""
     placement = job.config.placement
     if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):
@@ -141,7 +141,7 @@ def executor(job: Job) -> Iterator[str]:
         yield f"--executor (inline): has one rank, not {ranks}. Try --nproc-per-node 1."
 
 
-def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) -> Iterator[str]:
+def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) -> Errors:
     """Refuse a rank that no role is on; None: a list that is wrong."""
     if not all(ranks_of.values()):
         return
@@ -156,7 +156,7 @@ def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) ->
     yield f"{' and '.join(flags)}: leave rank {idle[0]} of {world_size} ranks without work. Try {advice}."
 
 
-def idle_ranks_of_actor(job: Job) -> Iterator[str]:
+def idle_ranks_of_actor(job: Job) -> Errors:
     """Refuse a rank that no role of the only actor is on."""
     if job.config.placement.num_actors == 1:
         yield from idle_ranks(job.ranks, job.world_size)
@@ -168,40 +168,34 @@ def _ranks_flag(role: str) -> str:
     return "--reward-ranks" if kind == "reward_model" else f"--{kind}{suffix.replace('_', '-')}-ranks"
 
 
-def megatron_roles(job: Job) -> Iterator[str]:
+def megatron_roles(job: Job) -> Errors:
     """Check the split of every role that Megatron runs."""
     for role in job.megatron_roles:
         yield from parallel_errors(role)
 
 
-def parallel_errors(role: MegatronRole) -> Iterator[str]:
+def parallel_errors(role: MegatronRole) -> Errors:
     """Yield every rule about its split that one role breaks."""
     for rule in (recompute, role_ranks, virtual_pipeline, dense_split, expert_split, qkv_layout):
         yield from rule(role)
 
 
-def recompute(role: MegatronRole) -> Iterator[str]:
+def recompute(role: MegatronRole) -> Errors:
     """Refuse what TransformerConfig and TransformerBlock refuse, and what they would silently ignore."""
     parallel, flag = role.parallel, role.flag
     granularity, layers = parallel.recompute_granularity, parallel.recompute_num_layers
     granularity_flag, layers_flag = flag("recompute_granularity"), flag("recompute_num_layers")
-    for field in ("recompute_method", "recompute_num_layers"):
-        value = getattr(parallel, field)
-        if granularity == "full" and value is None:
+    of_full = ("recompute_method", "recompute_num_layers")
+    for needed, names in {"full": of_full, "selective": ("recompute_modules",)}.items():
+        if granularity != needed:
+            reason = f"has no effect without {granularity_flag} {needed}. Leave it out, or set that."
+            yield from refuse_set(parallel, names, reason, flag)
+    for field in of_full:
+        if granularity == "full" and getattr(parallel, field) is None:
             yield (
                 f"{granularity_flag} (full): needs {flag(field)}. Try {flag('recompute_method')} uniform "
                 f"{layers_flag} 1."
             )
-        if granularity != "full" and value is not None:
-            yield (
-                f"{flag(field)} ({value}): has no effect without {granularity_flag} full. Leave it out, or "
-                "set that."
-            )
-    if parallel.recompute_modules is not None and granularity != "selective":
-        yield (
-            f"{flag('recompute_modules')} ({' '.join(parallel.recompute_modules)}): has no effect without "
-            f"{granularity_flag} selective. Leave it out, or set that."
-        )
     if role.shape is not None and granularity == "full" and layers is not None:
         held = max(1, role.shape.num_layers // (role.pp * role.vpp))
         what = "model chunk" if role.vpp > 1 else "pipeline stage"
@@ -212,7 +206,7 @@ def recompute(role: MegatronRole) -> Iterator[str]:
             )
 
 
-def role_ranks(role: MegatronRole) -> Iterator[str]:
+def role_ranks(role: MegatronRole) -> Errors:
     """Refuse parallel sizes that do not divide the role's ranks, and sequence parallelism alone."""
     tp_flag = role.flag("tensor_model_parallel_size")
     if role.parallel.sequence_parallel and role.tp == 1:
@@ -237,7 +231,7 @@ def role_ranks(role: MegatronRole) -> Iterator[str]:
         )
 
 
-def virtual_pipeline(role: MegatronRole) -> Iterator[str]:
+def virtual_pipeline(role: MegatronRole) -> Errors:
     """Refuse model chunks that do not divide a pipeline stage's layers, or without a pipeline."""
     flag = role.flag("virtual_pipeline_model_parallel_size")
     pp_flag = role.flag("pipeline_model_parallel_size")
@@ -245,15 +239,12 @@ def virtual_pipeline(role: MegatronRole) -> Iterator[str]:
     if role.vpp > 1 and role.pp == 1:
         advice = f", or try {pp_flag} 2" if layers % (2 * role.vpp) == 0 else ""
         yield f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it out{advice}."
-    elif layers % role.pp == 0 and layers // role.pp % role.vpp:
-        stage = layers // role.pp
-        yield (
-            f"{flag} ({role.vpp}): must divide the {role.name}'s layers per pipeline stage "
-            f"({stage}).{try_numbers(divisors(stage), role.vpp)}"
-        )
+    elif layers % role.pp == 0:
+        what = f"the {role.name}'s layers per pipeline stage"
+        yield from must_divide(flag, role.vpp, what, layers // role.pp)
 
 
-def dense_split(role: MegatronRole) -> Iterator[str]:
+def dense_split(role: MegatronRole) -> Errors:
     """Refuse sizes by which Megatron cannot split the dense part of the model."""
     shape, num_ranks = role.shape, len(role.ranks or ()) // role.cp
     if shape is None:
@@ -261,13 +252,10 @@ def dense_split(role: MegatronRole) -> Iterator[str]:
     fits = tensor_sizes(shape, split_dimensions(shape))
     fits = [n for n in fits if num_ranks % (n * role.pp) == 0] or fits
     yield from _tensor_split(role.flag("tensor_model_parallel_size"), role.tp, shape, fits)
-    if shape.num_layers % role.pp:
-        stages = divisors(shape.num_layers)
-        stages = [n for n in stages if num_ranks % (n * role.tp) == 0] or stages
-        yield (
-            f"{role.flag('pipeline_model_parallel_size')} ({role.pp}): must divide the model's layers "
-            f"({shape.num_layers}).{try_numbers(stages, role.pp)}"
-        )
+    stages = divisors(shape.num_layers)
+    stages = [n for n in stages if num_ranks % (n * role.tp) == 0] or stages
+    pp_flag = role.flag("pipeline_model_parallel_size")
+    yield from must_divide(pp_flag, role.pp, "the model's layers", shape.num_layers, stages)
 
 
 def split_dimensions(shape: ModelShape) -> dict[str, int]:
@@ -294,20 +282,17 @@ def _shares_heads(shape: ModelShape, tp: int) -> bool:
 
 def _tensor_split(
     flag: str, tp: int, shape: ModelShape, fits: Sequence[int], experts: Mapping[str, int] = {}
-) -> Iterator[str]:
-    advice = try_numbers(fits, tp)
+) -> Errors:
     for name, size in (split_dimensions(shape) | dict(experts)).items():
-        if size % tp:
-            yield f"{flag} ({tp}): must divide the model's {name} ({size}).{advice}"
+        yield from must_divide(flag, tp, f"the model's {name}", size, fits)
     if not _shares_heads(shape, tp):
-        groups = shape.num_query_groups
         yield (
-            f"{flag} ({tp}): must divide the model's key-value heads ({groups}), or be a multiple of "
-            f"them.{advice}"
+            f"{flag} ({tp}): must divide the model's key-value heads ({shape.num_query_groups}), or be a "
+            f"multiple of them.{try_numbers(fits, tp)}"
         )
 
 
-def expert_split(role: MegatronRole) -> Iterator[str]:
+def expert_split(role: MegatronRole) -> Errors:
     """Refuse sizes by which a mixture's experts cannot be split, and any for a dense model."""
     shape, flag, tp, ep = role.shape, role.flag, role.tp, role.parallel.expert_model_parallel_size
     if shape is None:
@@ -322,16 +307,8 @@ def expert_split(role: MegatronRole) -> Iterator[str]:
         return
     etp, experts = role.parallel.expert_tensor_parallel_size or tp, shape.num_moe_experts
     ep_flag, etp_flag = flag("expert_model_parallel_size"), flag("expert_tensor_parallel_size")
-    if experts % ep:
-        yield (
-            f"{ep_flag} ({ep}): must divide the model's num_experts "
-            f"({experts}).{try_numbers(divisors(experts), ep)}"
-        )
-    if (size := shape.moe_ffn_hidden_size) % etp:
-        yield (
-            f"{etp_flag} ({etp}): must divide the model's moe_intermediate_size "
-            f"({size}).{try_numbers(divisors(size), etp)}"
-        )
+    yield from must_divide(ep_flag, ep, "the model's num_experts", experts)
+    yield from must_divide(etp_flag, etp, "the model's moe_intermediate_size", shape.moe_ffn_hidden_size)
     count = len(role.ranks or ())
     stage = count // role.pp
     if role.ranks and replicas_fit(count, tp, role.cp, role.pp) and not experts_fit(stage, ep, etp):
@@ -347,7 +324,7 @@ def expert_split(role: MegatronRole) -> Iterator[str]:
         )
 
 
-def qkv_layout(role: MegatronRole) -> Iterator[str]:
+def qkv_layout(role: MegatronRole) -> Errors:
     """Refuse --qkv-layout stacked where ranks share key-value heads, or there is no linear_qkv."""
     if role.shape is None or role.parallel.qkv_layout != "stacked":
         return
@@ -365,16 +342,14 @@ def qkv_layout(role: MegatronRole) -> Iterator[str]:
         )
 
 
-def engine_ranks(job: Job) -> Iterator[str]:
+def engine_ranks(job: Job) -> Errors:
     """Refuse engines that do not fit their ranks, and modes of engines that do not go together."""
     tp, ranks, placement = job.config.rollout.tensor_parallel_size, job.ranks["rollout"], job.config.placement
     if not ranks:
         return
-    if not replicas_fit(len(ranks), tp):
-        yield (
-            f"--rollout-tensor-parallel-size ({tp}): must divide the ranks of the rollout engines "
-            f"({len(ranks)}).{try_numbers(divisors(len(ranks)), tp)}"
-        )
+    yield from must_divide(
+        "--rollout-tensor-parallel-size", tp, "the ranks of the rollout engines", len(ranks)
+    )
     if placement.rollout_engine == "in-process" and len(ranks) < job.world_size:
         yield (
             f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and "
@@ -388,7 +363,7 @@ def engine_ranks(job: Job) -> Iterator[str]:
         )
 
 
-def engine_split(job: Job) -> Iterator[str]:
+def engine_split(job: Job) -> Errors:
     """Refuse tensor-parallel sizes by which vLLM cannot split the model."""
     shape, tp = job.shape, job.config.rollout.tensor_parallel_size
     if shape is not None:

@@ -4,16 +4,13 @@ Each rule is a function of the job, named by its subject, and yields a line per 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
-
-from megarl.config.errors import divisors, try_numbers
-from megarl.config.flags import flag_name
+from megarl.config.errors import Errors, divisors, try_numbers
+from megarl.config.flags import refuse_set
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.role_sections import LORA_TARGETS
 from megarl.config.rules_layout import Job, MegatronRole
-from megarl.config.schema import LoRAConfig, MoEConfig, OptimizerConfig
+from megarl.config.schema import LoRAConfig, MoEConfig
 
 _UNPROVEN_SHARDING = {
     "optim_grads_params": (
@@ -23,7 +20,7 @@ _UNPROVEN_SHARDING = {
 }
 
 
-def batch(job: Job) -> Iterator[str]:
+def batch(job: Job) -> Errors:
     """Refuse a batch that does not divide the samples of a step, or that ranks cannot share equally."""
     sizes, dp = job.config.batch, job.data_parallel_size
     size, samples = sizes.global_batch_size, sizes.num_prompts * sizes.num_samples_per_prompt
@@ -49,7 +46,7 @@ def batch(job: Job) -> Iterator[str]:
         )
 
 
-def optimizer(job: Job) -> Iterator[str]:
+def optimizer(job: Job) -> Errors:
     """Refuse schedules of the learning rate that contradict themselves."""
     for role in job.trained_roles:
         values, flag = role.optimizer, role.flag
@@ -65,7 +62,7 @@ def optimizer(job: Job) -> Iterator[str]:
             )
 
 
-def critic(job: Job) -> Iterator[str]:
+def critic(job: Job) -> Errors:
     """Refuse a critic's model that does not read the actor's token ids, or not as many of them."""
     shape, name = job.critic_shape, job.config.model.critic_model
     if shape is None:
@@ -75,8 +72,7 @@ def critic(job: Job) -> Iterator[str]:
             f"--critic-model ({name}): has {shape.vocab_size} words, and --model has {job.shape.vocab_size}; "
             "it must read the same tokens. Name a model of the same family, or leave it out."
         )
-    sampling = job.config.sampling
-    longest = sampling.max_prompt_length + sampling.max_response_length
+    longest = job.config.sampling.max_length
     if name and longest > shape.max_position_embeddings:
         yield (
             f"--critic-model ({name}): takes {shape.max_position_embeddings} tokens "
@@ -85,7 +81,7 @@ def critic(job: Job) -> Iterator[str]:
         )
 
 
-def fp8(job: Job) -> Iterator[str]:
+def fp8(job: Job) -> Errors:
     """Refuse what does not go with fp8.
 
     Where the model is built, it is checked that there is a GPU and Transformer Engine: the driver may have
@@ -100,23 +96,17 @@ def fp8(job: Job) -> Iterator[str]:
         )
 
 
-def experts_of_dense_model(job: Job) -> Iterator[str]:
+def experts_of_dense_model(job: Job) -> Errors:
     """Refuse flags about experts for models without any."""
     shapes = [job.shape] if job.config.critic is None else [job.shape, job.critic_shape]
     shapes = [shape for shape in shapes if shape is not None]
     if not shapes or any(shape.is_moe for shape in shapes):
         return
-    default = MoEConfig()
-    for field in fields(default):
-        value = getattr(job.config.experts, field.name)
-        if value != getattr(default, field.name):
-            yield (
-                f"--{flag_name(field.name)} ({value}): needs a mixture of experts, and "
-                f"{shapes[0].model_type} is none. Leave it out."
-            )
+    reason = f"needs a mixture of experts, and {shapes[0].model_type} is none. Leave it out."
+    yield from refuse_set(job.config.experts, MoEConfig.__slots__, reason)
 
 
-def expert_balance(job: Job) -> Iterator[str]:
+def expert_balance(job: Job) -> Errors:
     """Refuse a balancing loss without its factor, and a factor without its loss."""
     experts = job.config.experts
     kind, coeff = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
@@ -132,7 +122,7 @@ def expert_balance(job: Job) -> Iterator[str]:
         )
 
 
-def routing_replay(job: Job) -> Iterator[str]:
+def routing_replay(job: Job) -> Errors:
     """Refuse to replay routing that nobody records."""
     source = job.config.experts.moe_routing_replay
     if source == "engine" and not job.config.rollout.enable_prefix_caching:
@@ -147,12 +137,13 @@ def routing_replay(job: Job) -> Iterator[str]:
         )
 
 
-def lora(job: Job) -> Iterator[str]:
+def lora(job: Job) -> Errors:
     """Refuse adapters that the model's layers cannot have, and their flags without adapters."""
     for role in job.trained_roles:
         rank_flag, rank = role.flag("lora_rank"), role.lora.lora_rank
         if not rank:
-            yield from _lora_without_effect(role)
+            reason = f"has no effect without {rank_flag}. Leave it out, or try {rank_flag} 16."
+            yield from refuse_set(role.lora, LoRAConfig.__slots__, reason, role.flag)
         elif role.shape is not None:
             yield from _lora_targets(role.lora, role.shape, role.flag("lora_target_modules"))
         if rank and role.optimizer.optimizer_cpu_offload:
@@ -162,19 +153,7 @@ def lora(job: Job) -> Iterator[str]:
             )
 
 
-def _lora_without_effect(role: MegatronRole) -> Iterator[str]:
-    default, rank_flag = LoRAConfig(), role.flag("lora_rank")
-    for field in ("lora_alpha", "lora_target_modules"):
-        value = getattr(role.lora, field)
-        if value != getattr(default, field):
-            text = f"{value:g}" if isinstance(value, float) else " ".join(value)
-            yield (
-                f"{role.flag(field)} ({text}): has no effect without {rank_flag}. Leave it out, or try "
-                f"{rank_flag} 16."
-            )
-
-
-def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Iterator[str]:
+def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Errors:
     without = {"linear_qkv": "multi-head latent attention has no such layer"} if shape.is_mla else {}
     if shape.is_moe:
         of_experts = "in a mixture of experts it is the experts', which have no adapters"
@@ -187,7 +166,7 @@ def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Iterator[
         yield f"{flag} ({' '.join(wrong)}): {reasons}. Try {flag} {' '.join(fits)}."
 
 
-def fsdp(job: Job) -> Iterator[str]:
+def fsdp(job: Job) -> Errors:
     """Refuse what does not go with Megatron-FSDP, and its flags without it."""
     for role in job.trained_roles:
         flag, strategy_flag = role.flag("use_megatron_fsdp"), role.flag("data_parallel_sharding_strategy")
@@ -199,11 +178,12 @@ def fsdp(job: Job) -> Iterator[str]:
                     "optim_grads."
                 )
             yield from _fsdp_with(role, flag)
-        elif strategy != OptimizerConfig().data_parallel_sharding_strategy:
-            yield (f"{strategy_flag} ({strategy}): has no effect without {flag}. Leave it out, or set that.")
+        else:
+            reason = f"has no effect without {flag}. Leave it out, or set that."
+            yield from refuse_set(role.optimizer, ["data_parallel_sharding_strategy"], reason, role.flag)
 
 
-def _fsdp_with(role: MegatronRole, flag: str) -> Iterator[str]:
+def _fsdp_with(role: MegatronRole, flag: str) -> Errors:
     for field in ("overlap_grad_reduce", "optimizer_cpu_offload"):
         if getattr(role.optimizer, field):
             yield f"{flag}: does not go with {role.flag(field)}. Leave one of the two out."
@@ -234,7 +214,7 @@ def _fsdp_with(role: MegatronRole, flag: str) -> Iterator[str]:
         )
 
 
-def offload(job: Job) -> Iterator[str]:
+def offload(job: Job) -> Errors:
     """Refuse to offload parts that a role does not have, or that somebody else reads on the device."""
     config = job.config
     for role in job.megatron_roles:
@@ -252,16 +232,14 @@ def offload(job: Job) -> Iterator[str]:
             )
     yield from _offload_of_other_reward_models(job)
     of_roles = [role.parallel.offload for role in job.megatron_roles]
-    if config.placement.offload_ahead_bytes and not any([*of_roles, config.reward and config.reward.offload]):
-        yield (
-            f"--offload-ahead-bytes ({config.placement.offload_ahead_bytes}): has no effect without "
-            "--offload. Leave it out, or set that."
-        )
+    if not any([*of_roles, config.reward and config.reward.offload]):
+        reason = "has no effect without --offload. Leave it out, or set that."
+        yield from refuse_set(config.placement, ["offload_ahead_bytes"], reason)
     if "parameters" in config.actor.offload:
         yield from _offload_beside_engine(job, job.megatron_roles[0].flag("offload"))
 
 
-def _offload_of_other_reward_models(job: Job) -> Iterator[str]:
+def _offload_of_other_reward_models(job: Job) -> Errors:
     """Check what was said of reward models that Megatron does not run, and not of all roles."""
     parts = () if job.config.reward is None else job.config.reward.offload
     has_megatron = any(role.name == "reward" for role in job.megatron_roles)
@@ -281,7 +259,7 @@ def _offload_of_other_reward_models(job: Job) -> Iterator[str]:
         )
 
 
-def _offload_beside_engine(job: Job, flag: str) -> Iterator[str]:
+def _offload_beside_engine(job: Job, flag: str) -> Errors:
     """Refuse to move the actor's weights away from an engine that reads them where they are."""
     reshard = job.config.reshard
     if job.engine == "in-process" and reshard.reshard_alias:
@@ -297,33 +275,32 @@ def _offload_beside_engine(job: Job, flag: str) -> Iterator[str]:
         )
 
 
-def hybrid_optimizer(job: Job) -> Iterator[str]:
+def hybrid_optimizer(job: Job) -> Errors:
     """Refuse what Megatron's precision-aware path refuses, and what has no sense together."""
     for role in job.trained_roles:
         flag, values = role.flag("optimizer_cpu_offload"), role.optimizer
-        if values.optimizer_cpu_offload and not values.use_distributed_optimizer:
+        if not values.optimizer_cpu_offload:
+            reason = f"has no effect without {flag}. Leave it out, or set that."
+            yield from refuse_set(values, ["optimizer_offload_fraction"], reason, role.flag)
+            continue
+        if not values.use_distributed_optimizer:
             yield (
                 f"{flag}: Megatron has it with {role.flag('use_distributed_optimizer')} only. Leave one of "
                 "the two flags out."
             )
-        if values.optimizer_cpu_offload and "optimizer" in role.parallel.offload:
+        if "optimizer" in role.parallel.offload:
             yield (
                 f"{flag}: the optimizer state is in host memory for good, and {role.flag('offload')} "
                 "(optimizer) would move it for a while. Leave one of the two out."
             )
-        if (fraction := values.optimizer_offload_fraction) != 1 and not values.optimizer_cpu_offload:
-            yield (
-                f"{role.flag('optimizer_offload_fraction')} ({fraction:g}): has no effect without {flag}. "
-                "Leave it out, or set that."
-            )
 
 
-def sequence_length(job: Job) -> Iterator[str]:
+def sequence_length(job: Job) -> Errors:
     """Refuse samples that are longer than the model can take."""
     if job.shape is None:
         return
     sampling, limit = job.config.sampling, job.shape.max_position_embeddings
-    total = sampling.max_prompt_length + sampling.max_response_length
+    total = sampling.max_length
     if total > limit:
         rest = limit - sampling.max_prompt_length
         advice = f"Try --max-response-length {rest}." if rest > 0 else "Make both shorter."
@@ -334,7 +311,7 @@ def sequence_length(job: Job) -> Iterator[str]:
         )
 
 
-def sampling(job: Job) -> Iterator[str]:
+def sampling(job: Job) -> Errors:
     """Refuse to sample from another distribution than the policy's."""
     values = job.config.sampling
     if values.temperature == 0:
@@ -349,7 +326,7 @@ def sampling(job: Job) -> Iterator[str]:
         yield f"--top-k ({values.top_k}): must be 0 (off) {truncated}"
 
 
-def algorithm(job: Job) -> Iterator[str]:
+def algorithm(job: Job) -> Errors:
     """Check the algorithm's own flags against the steps and their samples."""
     chosen, sizes = job.config.algorithm, job.config.batch
     if chosen.critic_warmup_iters >= sizes.train_iters:
@@ -360,7 +337,7 @@ def algorithm(job: Job) -> Iterator[str]:
     yield from chosen.step_findings(sizes.num_prompts * sizes.num_samples_per_prompt)
 
 
-def evaluation_in_training(job: Job) -> Iterator[str]:
+def evaluation_in_training(job: Job) -> Errors:
     """Refuse --eval-interval without held-out data, or without a rule that scores it."""
     interval = job.config.run.eval_interval
     if interval and job.uses_rollout and not uses_rule_reward(job.config):
@@ -372,7 +349,7 @@ def evaluation_in_training(job: Job) -> Iterator[str]:
         yield f"--eval-interval ({interval}): needs --eval-data. Leave it out, or name held-out files."
 
 
-def evaluation_alone(job: Job) -> Iterator[str]:
+def evaluation_alone(job: Job) -> Errors:
     """Refuse `megarl eval` without held-out data, or without a rule that scores it."""
     config = job.config
     # with an interval `evaluation_in_training` says it

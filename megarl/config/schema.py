@@ -9,10 +9,10 @@ shape of the model is never a flag: it is read from the Hugging Face config in `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal, NewType
 
-from megarl.config.errors import Count, Fraction, Natural, Positive, Rule, Section, at_least, at_most
+from megarl.config.errors import Count, Fraction, Natural, Positive, Rule, Section, at_least, at_most, section
 from megarl.config.role_sections import (
     LoRAConfig,
     MoEConfig,
@@ -28,7 +28,7 @@ RankCount = NewType("RankCount", int)
 """Ranks on a machine. `1-8` means as many of them as the machine has GPUs, and 8 where it has none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class ModelConfig(Section):
     """model"""
 
@@ -45,8 +45,18 @@ class ModelConfig(Section):
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights and fp32 gradients. Default: fp32."""
 
+    @property
+    def critic_folder(self) -> str:
+        """The folder that the critic starts from."""
+        return self.critic_model or self.model
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+    @property
+    def dtype(self) -> str:
+        """The dtype of the trained weights."""
+        return "bfloat16" if self.bf16 else "float32"
+
+
+@section
 class PlacementConfig(Section):
     """placement"""
 
@@ -87,7 +97,7 @@ class PlacementConfig(Section):
     are named."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class BatchConfig(Section):
     """batch"""
 
@@ -110,7 +120,7 @@ class BatchConfig(Section):
     """Seed of everything random: initial weights, data order, sampling, mini-batches."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class DataConfig(Section):
     """data and rewards"""
 
@@ -151,7 +161,7 @@ class DataConfig(Section):
     files."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class RunConfig(Section):
     """run folder, evaluation and checks"""
 
@@ -191,7 +201,7 @@ class RunConfig(Section):
     """Say so when every reward has been 0 for so many steps in a row; 0 is never."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class CheckpointConfig(Section):
     """checkpoints and restarts"""
 
@@ -217,7 +227,7 @@ class CheckpointConfig(Section):
     step. Below what your scheduler leaves between SIGTERM and SIGKILL (Slurm and Kubernetes: 30)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class TrainConfig:
     """Everything one job needs. `algorithm` is the dataclass of the chosen algorithm (megarl/algorithms)."""
 
@@ -250,3 +260,8 @@ class TrainConfig:
     others: tuple[TrainConfig, ...] = ()
     """Of the second actor, the third, ...: the whole configuration as each of them sees it, its number left
     out."""
+
+    @property
+    def engine_dtype(self) -> str:
+        """The dtype of the engines' weights."""
+        return self.model.dtype if self.rollout.dtype == "auto" else self.rollout.dtype
