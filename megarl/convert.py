@@ -357,9 +357,8 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
         )
         if not errors.isfinite().all() or share > (MOST_REROUTED if shape.is_moe else 0):
             raise RuntimeError(
-                f"{told}, and rounding explains {FORWARD_LIMIT:g}: a tensor is not where the model "
-                "reads it; this is a bug in megarl, "
-                f"please report it. Do not use {folder}."
+                f"{told}, and rounding explains {FORWARD_LIMIT:g}: a tensor is not where the model reads "
+                f"it; this is a bug in megarl, please report it. Do not use {folder}."
             )
         sys.stdout.write(f"{told}\n")
     dist.barrier()

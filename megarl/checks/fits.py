@@ -20,9 +20,9 @@ from megarl.checks.memory import (
 )
 from megarl.config.check import job_errors
 from megarl.config.errors import Errors, divisors
-from megarl.config.schema import TrainConfig
+from megarl.config.flags import ROLES
+from megarl.config.schema import ParallelConfig, TrainConfig
 
-_SPLIT = ("actor", "critic", "reference", "reward")
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _PHASE_NAMES = {
     "rollout": "the rollout",
@@ -32,7 +32,7 @@ _PHASE_NAMES = {
 }
 
 
-def memory_findings(
+def memory_errors(
     config: TrainConfig, parts: Parts, machine: Machine, ranks_per_node: int, new_run: bool = True
 ) -> Errors:
     """Yield errors if a step needs more memory than the machine has, or an engine cannot hold one sequence.
@@ -40,7 +40,7 @@ def memory_findings(
     The first error names the smallest change of flags that was computed to fit."""
     found = _shortage(parts, machine, ranks_per_node)
     if found is None:
-        yield from _cache_findings(config, parts, machine)
+        yield from _cache_errors(config, parts, machine)
         return
     advice = "Use a smaller model, or more or larger machines."
     for flags, changed in _changes(config, len(parts)):
@@ -70,7 +70,7 @@ def _made_to_fit(
         flags, config = f"{smaller[0]} {flags}".strip(), smaller[1]
         parts = estimate(config, world_size, machine, new_run)
     fits = _shortage(parts, machine, ranks_per_node) is None and not list(
-        _cache_findings(config, parts, machine)
+        _cache_errors(config, parts, machine)
     )
     return flags if fits and not job_errors(config, world_size, new_run) else None
 
@@ -119,12 +119,8 @@ def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainC
     if config.others:
         return
     for tp in [tp for tp in divisors(world_size) if tp > config.actor.tensor_model_parallel_size]:
-        split = {
-            role: replace(getattr(config, role), tensor_model_parallel_size=tp)
-            for role in _SPLIT
-            if getattr(config, role) is not None
-        }
-        split["rollout"] = replace(config.rollout, tensor_parallel_size=tp)
+        rollout = replace(config.rollout, tensor_parallel_size=tp)
+        split = _megatron_roles(config, tensor_model_parallel_size=tp) | {"rollout": rollout}
         flags = f"--tensor-model-parallel-size {tp} --rollout-tensor-parallel-size {tp}"
         yield from _cheaper_updates(flags, replace(config, **split))
         if not config.model.bf16:
@@ -135,16 +131,9 @@ def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, Tra
     """Yield the configuration, then with recomputed activations, then also with shorter micro-batches."""
     yield flags, config
     if config.actor.recompute_granularity is None:
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-        roles = {
-            role: replace(getattr(config, role), **recompute)
-            for role in _SPLIT
-            if getattr(config, role) is not None
-        }
+        roles = _megatron_roles(
+            config, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
         flags, config = f"{flags} {_RECOMPUTE}".strip(), replace(config, **roles)
         yield flags, config
     tokens = config.batch.max_tokens_per_micro_batch
@@ -152,6 +141,12 @@ def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, Tra
         tokens //= 2
         shorter = replace(config.batch, max_tokens_per_micro_batch=tokens)
         yield f"{flags} --max-tokens-per-micro-batch {tokens}".strip(), replace(config, batch=shorter)
+
+
+def _megatron_roles(config: TrainConfig, **changes: object) -> dict[str, ParallelConfig]:
+    """Return section -> its content with these changes, for the roles that Megatron runs."""
+    roles = {role: getattr(config, role) for role in ROLES}
+    return {role: replace(parallel, **changes) for role, parallel in roles.items() if parallel is not None}
 
 
 def _smaller_cache(
@@ -178,7 +173,7 @@ def _smaller_cache(
     return None
 
 
-def _cache_findings(config: TrainConfig, parts: Parts, machine: Machine) -> Errors:
+def _cache_errors(config: TrainConfig, parts: Parts, machine: Machine) -> Errors:
     """Yield an error if an engine's KV cache cannot hold one sequence of full length.
 
     vLLM refuses to start in that case."""

@@ -14,7 +14,7 @@ from megarl.checks.sizes import aliased_elements, engine_held, megatron_held
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import actor_meshes, engine_mode, parallel_of
 from megarl.config.reward_models import reward_models, value_model_shape
-from megarl.config.roles import configs_of_actors
+from megarl.config.roles import configs_of_actors, trained_models
 from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 from megarl.reshard.report import ITEMSIZE
 from megarl.rollout.kv_cache import (
@@ -109,14 +109,12 @@ class _ActorParts:
 
     def __iter__(self) -> Iterator[tuple[int, Part]]:
         config, meshes = self.config, self.meshes
-        yield from self._megatron("actor", self.shape, config.optimizer, config.lora)
+        for role, model in trained_models(config).items():
+            yield from self._megatron(role, model.shape, model.optimizer, model.lora)
         # the actor's model without its adapters may serve as the reference, as in build_roles
         actor_serves = meshes.get("reference") == meshes["actor"] and config.reference == config.actor
         if "reference" in meshes and not (config.lora.lora_rank and self.shape.is_dense and actor_serves):
             yield from self._megatron("reference", self.shape)
-        if "critic" in meshes:
-            shape = ModelShape.load(config.model.critic_folder, value_head=True)
-            yield from self._megatron("critic", shape, config.critic_optimizer, config.critic_lora)
         for model in reward_models(config):  # a judge runs in separate processes and is not counted
             if model.backend == "megatron":
                 yield from self._megatron(model.name, value_model_shape(model.path))

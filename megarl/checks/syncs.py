@@ -16,7 +16,7 @@ from megarl.reshard.plan import make_plan
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 
 
-def sync_findings(config: TrainConfig, world_size: int) -> Errors:
+def sync_errors(config: TrainConfig, world_size: int) -> Errors:
     """Yield an error for each weight sync that cannot be planned, for a configuration without other errors.
 
     Layers of a kind are alike, so one layer of each kind is planned per model chunk."""

@@ -14,7 +14,7 @@ from megarl.reshard.hf_folder import folder_problem
 _ADVICE = "Copy or convert the folder again, or give another one."
 
 
-def weight_findings(config: TrainConfig, trains: bool = True) -> list[str]:
+def weight_errors(config: TrainConfig, trains: bool = True) -> list[str]:
     """Return one error per folder with missing or damaged files, or with tensors of another model.
 
     The configuration must have no other errors. `trains` is False for `megarl eval`, which loads only the

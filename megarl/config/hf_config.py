@@ -145,7 +145,7 @@ class ModelShape:
         Raises: ConfigError listing every key that is missing, wrong or not supported, with the file's name.
         """
         path = Path(folder) / "config.json"
-        config = _read_json(path)
+        config = read_json(path)
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             name = str(config.get("model_type", "missing"))
@@ -251,19 +251,20 @@ def _raise(errors: Iterable[str], path: Path) -> None:
     raise_errors([f"{error} [{path}]" for error in errors])
 
 
-def _read_json(path: Path) -> Json:
+def read_json(path: Path, flag: str = "--model") -> Json:
+    """Return the JSON object in a file of a model folder. Raises: ConfigError naming the folder's flag."""
+    head = f"{flag} ({path.parent}):"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         otherwise = "Give a folder with config.json and *.safetensors."
         advice = try_path(path.parent, lambda one: (one / path.name).is_file(), otherwise)
-        reason = f"{path.name} cannot be read: {error.strerror}.{advice}"
-        text = f"--model ({path.parent}): must be a Hugging Face model folder, but {reason}"
-        raise ConfigError([text]) from error
+        reason = f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}."
+        raise ConfigError([f"{head} {reason}{advice}"]) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON; brackets in brackets
-        raise ConfigError([f"--model ({path.parent}): {path.name} is not JSON: {error}."]) from error
+        raise ConfigError([f"{head} {path.name} is not JSON: {error}."]) from error
     if not isinstance(value, dict):
-        raise ConfigError([f"--model ({path.parent}): {path.name} must hold a JSON object."])
+        raise ConfigError([f"{head} {path.name} must hold a JSON object."])
     return value
 
 
@@ -321,7 +322,7 @@ def _plain_fields(config: Json, family: Family) -> Json:
 def _eos_token_ids(config: Json, family: Family, generation_config: Path) -> tuple[int, ...]:
     sources = [config.get("eos_token_id", family.eos_token_id)]
     if generation_config.is_file():
-        generation = _read_json(generation_config)
+        generation = read_json(generation_config)
         _raise(kind_errors({"eos_token_id": generation.get("eos_token_id")}), generation_config)
         sources.append(generation.get("eos_token_id"))
     ids = []

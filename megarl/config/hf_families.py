@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from megarl.config.errors import Errors
 
-
 Json = dict[str, object]
 """A JSON object, such as the content of config.json."""
 
@@ -135,7 +134,7 @@ ONLY = {
 _MOST_LAYERS = 10_000
 
 
-def _is_whole(value: object, at_least: int = 0, at_most: int = 2**31 - 1) -> bool:
+def is_whole(value: object, at_least: int = 0, at_most: int = 2**31 - 1) -> bool:
     return type(value) is int and at_least <= value <= at_most  # a bool is an int to isinstance
 
 
@@ -144,7 +143,7 @@ def _is_number(value: object, above: float = 0) -> bool:
 
 
 def _are_tokens(value: object) -> bool:
-    return all(map(_is_whole, value if isinstance(value, list) else [value]))
+    return all(map(is_whole, value if isinstance(value, list) else [value]))
 
 
 def _are_texts(value: object) -> bool:
@@ -153,14 +152,14 @@ def _are_texts(value: object) -> bool:
 
 KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "must be a positive whole number": (
-        _is_whole,
+        is_whole,
         """hidden_size intermediate_size num_attention_heads vocab_size head_dim max_position_embeddings
         original_max_position_embeddings sliding_window num_labels max_window_layers
         num_nextn_predict_layers""",
     ),
-    "must be a whole number above 0": (lambda value: _is_whole(value, at_least=1), "sliding_window_pattern"),
+    "must be a whole number above 0": (lambda value: is_whole(value, at_least=1), "sliding_window_pattern"),
     f"must be a positive whole number, at most {_MOST_LAYERS}": (
-        lambda value: _is_whole(value, at_most=_MOST_LAYERS),
+        lambda value: is_whole(value, at_most=_MOST_LAYERS),
         "num_hidden_layers",
     ),
     "must be a number": (lambda value: _is_number(value, -1e300), "query_pre_attn_scalar"),
@@ -199,6 +198,11 @@ def value_of(config: Json, key: str, default: object) -> object:
     return default if config.get(key) is None else config[key]
 
 
+def num_labels(config: Json) -> int:
+    """Return the number of labels as transformers counts: their names if there are any, else 2."""
+    return len(config.get("id2label") or ()) or value_of(config, "num_labels", 2)
+
+
 def missing_keys(config: Json, family: Family) -> Errors:
     """Yield a line per size that is missing or no size."""
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
@@ -225,8 +229,7 @@ def unsupported_keys(config: Json, family: Family, value_head: bool) -> Errors:
     architectures = config.get("architectures") or [family.architecture]
     classifier = family.sequence_classifier
     if value_head and architectures == [classifier]:
-        labels = len(config["id2label"]) if config.get("id2label") else value_of(config, "num_labels", 2)
-        if labels != 1:  # without a key they are 2 in transformers
+        if (labels := num_labels(config)) != 1:
             yield (
                 f"num_labels ({labels}): must be 1, the value. Use a {classifier} with num_labels=1, or a "
                 f"{family.architecture}."

@@ -9,7 +9,15 @@ transformers and not here, or in vLLM and not in transformers, is refused by nam
 from __future__ import annotations
 
 from megarl.config.errors import Errors
-from megarl.config.hf_families import Json, rope_errors, rope_parameters, scaling, standard, value_of
+from megarl.config.hf_families import (
+    Json,
+    is_whole,
+    rope_errors,
+    rope_parameters,
+    scaling,
+    standard,
+    value_of,
+)
 
 _QWEN: Json = dict(
     num_experts=128,
@@ -133,7 +141,7 @@ def unsupported_experts(model_type: str, config: Json) -> Errors:
     for key, (accepted, reason) in ONLY[model_type].items():
         if values[key] not in accepted:
             yield f"{said(key)}: must be {' or '.join(map(str, accepted))}; {reason}."
-    wrong = [key for key in _COUNTS if key in values and not _is_count(values[key], at_least=1)]
+    wrong = [key for key in _COUNTS if not is_whole(values.get(key, 1), at_least=1)]
     yield from (f"{said(key)}: must be a positive whole number." for key in wrong)
     if not isinstance(values["norm_topk_prob"], bool):
         yield f"{said('norm_topk_prob')}: must be true or false."
@@ -152,23 +160,16 @@ def unsupported_experts(model_type: str, config: Json) -> Errors:
     yield from _unsupported_groups(model_type, values)
 
 
-def _is_count(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-
 def _unsupported_dense_layers(values: Json, num_layers: object) -> Errors:
-    wrong = [
-        key
-        for key in ("first_k_dense_replace", "shared_expert_intermediate_size")
-        if key in values and not _is_count(values[key], at_least=0)
-    ]
+    counts = ("first_k_dense_replace", "shared_expert_intermediate_size")
+    wrong = [key for key in counts if not is_whole(values.get(key, 0))]
     yield from (f"{key} ({values[key]}): must be a whole number from 0 on." for key in wrong)
     layers = values.get("mlp_only_layers", ())
-    if not isinstance(layers, (list, tuple)) or not all(_is_count(layer, at_least=0) for layer in layers):
+    if not isinstance(layers, (list, tuple)) or not all(is_whole(layer) for layer in layers):
         yield f"mlp_only_layers ({layers}): must be a list of layer numbers."
     elif (
         not wrong
-        and _is_count(num_layers, at_least=1)
+        and is_whole(num_layers, at_least=1)
         and len(_dense_layers(values, num_layers)) == num_layers
     ):
         yield (
@@ -201,13 +202,12 @@ def _unsupported_groups(model_type: str, values: Json) -> Errors:
         return
     groups, chosen = values["n_group"], values["topk_group"]
     experts, per_token, best = values["num_experts"], values["num_experts_per_tok"], group_best(model_type)
-    if not _is_count(groups, at_least=1) or experts % groups or experts // groups < best:
+    if not is_whole(groups, at_least=1) or experts % groups or experts // groups < best:
         yield f"n_group ({groups}): must divide n_routed_experts ({experts}) into groups of at least {best}."
-    elif not _is_count(chosen, at_least=1) or chosen > groups or chosen * (experts // groups) < per_token:
+    elif not is_whole(chosen, at_least=1) or chosen > groups or chosen * (experts // groups) < per_token:
         yield (
-            f"topk_group ({chosen}): must be at most n_group ({groups}), and its groups must have "
-            "at least num_experts_per_tok "
-            f"({per_token}) of the {experts} experts."
+            f"topk_group ({chosen}): must be at most n_group ({groups}), and its groups must have at least "
+            f"num_experts_per_tok ({per_token}) of the {experts} experts."
         )
 
 
@@ -274,9 +274,8 @@ def unsupported_latents(config: Json) -> Errors:
         )
     if config.get("rms_norm_eps") not in (None, LATENT_NORM_EPS):
         yield (
-            f"rms_norm_eps ({config['rms_norm_eps']}): must be {LATENT_NORM_EPS:g}. transformers "
-            f"normalizes the latents with {LATENT_NORM_EPS:g} "
-            "whatever it is, vLLM and Megatron with this."
+            f"rms_norm_eps ({config['rms_norm_eps']}): must be {LATENT_NORM_EPS:g}. transformers normalizes "
+            f"the latents with {LATENT_NORM_EPS:g} whatever it is, vLLM and Megatron with this."
         )
     if config.get("rope_interleave") is False:
         yield (

@@ -15,7 +15,6 @@ from megarl.config.roles import configs_of_actors, role_ranks
 from megarl.config.schema import ParallelConfig, TrainConfig
 from megarl.role_names import actor_suffix, kind_and_suffix
 
-
 _DRIVER_FIRST_S = 60.0
 """A rank waits this much longer than a call may take. The driver, which may have started later, then speaks
 first: it knows who hangs."""

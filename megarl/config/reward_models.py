@@ -4,7 +4,6 @@ Read are the --reward-model flags, the folders' config.json and the judge's temp
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -13,8 +12,8 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError, Errors
 from megarl.config.flags import refuse_set, words_of
-from megarl.config.hf_config import FAMILIES, ModelShape
-from megarl.config.hf_families import Json
+from megarl.config.hf_config import ModelShape, read_json
+from megarl.config.hf_families import Json, num_labels
 from megarl.config.schema import RewardModelConfig, TrainConfig
 from megarl.role_names import suffix_of
 
@@ -71,10 +70,13 @@ def find_backend(path: str) -> str:
 
     Raises: ConfigError for a folder without a usable config.json, or whose architecture is neither a
     classifier nor a language model."""
-    config = read_model_config(path)
-    architecture = str((config.get("architectures") or ["missing"])[0])
+    architecture = str((read_model_config(path).get("architectures") or ["missing"])[0])
     if architecture.endswith(_CLASSIFIER):
-        return "megatron" if _is_trainable(config, path) else "transformers"
+        try:
+            value_model_shape(path)
+        except ConfigError:  # a family or a key that Megatron's model does not know; transformers does
+            return "transformers"
+        return "megatron"
     if architecture.endswith(_LANGUAGE_MODEL):
         return "judge"
     text = (
@@ -87,38 +89,12 @@ def find_backend(path: str) -> str:
 
 def read_model_config(path: str) -> Json:
     """Return the config.json of a reward model. Raises: ConfigError naming the flag."""
-    head = f"--reward-model ({path}):"
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = f"must be a Hugging Face model folder, but config.json cannot be read: {error.strerror}."
-        raise ConfigError([f"{head} {reason}"]) from error
-    except ValueError as error:
-        raise ConfigError([f"{head} config.json is not JSON: {error}."]) from error
-    if not isinstance(config, dict):
-        raise ConfigError([f"{head} config.json must hold a JSON object."])
-    return config
+    return read_json(Path(path) / "config.json", "--reward-model")
 
 
 def value_model_shape(path: str) -> ModelShape:
     """Return the shape of a reward model. Raises: ConfigError if Megatron cannot run it."""
     return ModelShape.load(path, value_head=True)
-
-
-def num_labels(config: Json) -> int:
-    """Return the number of labels as transformers counts: names of labels if config.json has any, else 2."""
-    names = config.get("id2label")
-    return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
-
-
-def _is_trainable(config: Json, path: str) -> bool:
-    if config.get("model_type") not in FAMILIES:
-        return False
-    try:
-        value_model_shape(path)
-    except ConfigError:  # a key that Megatron's model would ignore; transformers does not
-        return False
-    return True
 
 
 def reward_errors(config: TrainConfig) -> Errors:
@@ -173,9 +149,8 @@ def _counts(given: RewardModelConfig) -> Errors:
         )
     if len(given.reward_model_backend) not in (1, count):
         yield (
-            f"--reward-model-backend ({words_of(given.reward_model_backend)}): must be one word, or "
-            f"one per --reward-model ({count}). "
-            "Try auto."
+            f"--reward-model-backend ({words_of(given.reward_model_backend)}): must be one word, or one per "
+            f"--reward-model ({count}). Try auto."
         )
 
 
@@ -206,10 +181,8 @@ def _shape_errors(path: str, config: TrainConfig) -> Errors:
     if longest > limit:
         yield (
             f"--reward-model ({path}): takes {limit} tokens (max_position_embeddings), and "
-            "--max-prompt-length "
-            f"({config.sampling.max_prompt_length}) + --max-response-length "
-            f"({config.sampling.max_response_length}) = {longest}. "
-            "Make them shorter."
+            f"--max-prompt-length ({config.sampling.max_prompt_length}) + --max-response-length "
+            f"({config.sampling.max_response_length}) = {longest}. Make them shorter."
         )
 
 
@@ -217,9 +190,8 @@ def _judge_length(path: str, given: RewardModelConfig) -> Errors:
     limit = read_model_config(path).get("max_position_embeddings")
     if isinstance(limit, int) and given.judge_max_tokens >= limit:
         yield (
-            f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the "
-            f"{limit} tokens that {path} can take. "
-            f"Try {limit // 4}."
+            f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the {limit} "
+            f"tokens that {path} can take. Try {limit // 4}."
         )
 
 
@@ -243,8 +215,7 @@ def _judge(given: RewardModelConfig) -> Errors:
     if given.judge_max_model_len is not None and given.judge_max_model_len <= given.judge_max_tokens:
         yield (
             f"--judge-max-model-len ({given.judge_max_model_len}): must be above --judge-max-tokens "
-            f"({given.judge_max_tokens}), which "
-            "is a part of it. Leave it out."
+            f"({given.judge_max_tokens}), which is a part of it. Leave it out."
         )
 
 

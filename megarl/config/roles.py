@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from megarl.config.schema import TrainConfig
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 from megarl.role_names import kind_and_suffix, suffix_of
-
-if TYPE_CHECKING:
-    from megarl.config.hf_config import ModelShape
 
 KINDS = ("actor", "reference", "critic", "reward", "rollout")
 """As flags call them, in the order in which they are set up. `reward` stands for all reward models."""
@@ -19,6 +17,28 @@ KINDS = ("actor", "reference", "critic", "reward", "rollout")
 def tells_experts(config: TrainConfig, shape: ModelShape) -> bool:
     """Whether engines of a model of this shape report to which experts they sent each token."""
     return shape.is_moe and config.experts.moe_routing_replay == "engine"
+
+
+class TrainedModel(NamedTuple):
+    """The model of a role that is trained."""
+
+    folder: str
+    optimizer: OptimizerConfig
+    lora: LoRAConfig
+    value_head: bool = False
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape.load(self.folder, self.value_head)
+
+
+def trained_models(config: TrainConfig) -> dict[str, TrainedModel]:
+    """Return role -> its model, of one actor and its critic."""
+    models = {"actor": TrainedModel(config.model.model, config.optimizer, config.lora)}
+    if config.critic is not None:
+        critic = config.model.critic_folder, config.critic_optimizer, config.critic_lora
+        models["critic"] = TrainedModel(*critic, value_head=True)
+    return models
 
 
 def absent_roles(algorithm: object, reward_models: tuple[str, ...]) -> dict[str, str]:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from megarl.config.args_file import numbered
 from megarl.config.errors import Errors, nearest_path, try_path
-from megarl.config.hf_config import ModelShape, differences, function_fields, not_compared
+from megarl.config.hf_config import differences, function_fields, not_compared
 from megarl.config.hf_families import Json
-from megarl.config.roles import configs_of_actors
+from megarl.config.roles import configs_of_actors, trained_models
 from megarl.config.schema import TrainConfig
 from megarl.files.checkpoints import (
     CHECKPOINTS,
@@ -186,13 +186,11 @@ def described_models(config: TrainConfig) -> dict[str, Json]:
     """Return trained role -> the fields of its model that change the function of its weights.
 
     Raises: ConfigError for a config.json that is wrong."""
-    models = {}
-    for suffix, of_actor in configs_of_actors(config).items():
-        models[f"actor{suffix}"] = function_fields(ModelShape.load(of_actor.model.model), of_actor.lora)
-        if of_actor.critic is not None:
-            shape = ModelShape.load(of_actor.model.critic_folder, value_head=True)
-            models[f"critic{suffix}"] = function_fields(shape, of_actor.critic_lora)
-    return models
+    return {
+        f"{role}{suffix}": function_fields(model.shape, model.lora)
+        for suffix, of_actor in configs_of_actors(config).items()
+        for role, model in trained_models(of_actor).items()
+    }
 
 
 def uncompared_models(config: TrainConfig, saved: Json) -> list[str]:
@@ -207,8 +205,7 @@ def uncompared_models(config: TrainConfig, saved: Json) -> list[str]:
     }
     return [
         f"--load ({config.checkpoint.load}): an earlier version saved it and did not store "
-        f"{', '.join(names)} of its {role}, so they could not be "
-        "compared with --model"
+        f"{', '.join(names)} of its {role}, so they could not be compared with --model"
         for role, names in missing.items()
         if names
     ]
@@ -238,9 +235,9 @@ def checkpoint_errors(config: TrainConfig) -> list[str]:
 def is_savable(config: TrainConfig) -> bool:
     """Whether the job can be saved: not with --optimizer-cpu-offload."""
     return not any(
-        of_role is not None and of_role.optimizer_cpu_offload
+        model.optimizer.optimizer_cpu_offload
         for of_actor in configs_of_actors(config).values()
-        for of_role in (of_actor.optimizer, of_actor.critic_optimizer)
+        for model in trained_models(of_actor).values()
     )
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from megarl.config.errors import Errors, divisors, must_divide, try_numbers
-from megarl.config.flags import OF_ROLES, ROLES, flag_name, refuse_set
+from megarl.config.flags import ROLES, flag_name, refuse_set
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import engine_mode, experts_fit, parallel_of, replicas_fit
 from megarl.config.reward_models import reward_models, value_model_shape
+from megarl.config.roles import trained_models
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.role_names import kind_and_suffix
 
@@ -95,16 +96,13 @@ class Job:
         """The roles that Megatron runs, the actor first."""
         config, roles, of_model = self.config, [], self._reward_shapes()
         present = [role for role in ROLES if getattr(config, role) is not None]
-        shared = _shared_fields(config, present)
+        shared, models = _shared_fields(config, present), trained_models(config)
         for name, ranks in self.ranks.items():
             role = kind_and_suffix(name)[0].removesuffix("_model")
             if role not in present or (role == "reward" and name not in of_model):
                 continue
             shape = {"critic": self.critic_shape, "reward": of_model.get(name)}.get(role, self.shape)
-            trained = [
-                getattr(config, OF_ROLES[cls][role]) if role in OF_ROLES[cls] else None
-                for cls in (OptimizerConfig, LoRAConfig)
-            ]
+            trained = models[role][1:3] if role in models else ()
             roles.append(MegatronRole(role, parallel_of(config, name), ranks, shape, shared, *trained))
         return roles
 

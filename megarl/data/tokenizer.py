@@ -53,9 +53,8 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int, model: str) ->
     """
     if tokenizer.vocab_size > model_vocab_size:
         raise ValueError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1} ({tokenizer.name}), but the "
-            "model's vocab_size is "
-            f"{model_vocab_size} ({os.path.join(model, 'config.json')}), so it has no embedding for "
-            f"{tokenizer.vocab_size - model_vocab_size} of them. Give --tokenizer-model the "
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1} ({tokenizer.name}), but the model's "
+            f"vocab_size is {model_vocab_size} ({os.path.join(model, 'config.json')}), so it has no "
+            f"embedding for {tokenizer.vocab_size - model_vocab_size} of them. Give --tokenizer-model the "
             "tokenizer the model was trained with."
         )

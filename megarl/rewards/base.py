@@ -70,9 +70,8 @@ def judge(fn: RewardFunction, row: RewardSample) -> float:
         )
     if abs(number) > LARGEST_FLOAT32:
         raise ValueError(
-            f"{describe(_name(fn), row)} returned {number:g}, and advantages are computed in "
-            "float32, which ends at "
-            f"{LARGEST_FLOAT32:.2g}; wanted a smaller number, e.g. 0.0 or 1.0."
+            f"{describe(_name(fn), row)} returned {number:g}, and advantages are computed in float32, which "
+            f"ends at {LARGEST_FLOAT32:.2g}; wanted a smaller number, e.g. 0.0 or 1.0."
         )
     return number
 

@@ -189,10 +189,9 @@ def _text(file) -> str:
 
 def refusal(lacking: tuple[str, ...]) -> str:
     return (
-        f"--reward code: this machine cannot confine programs: {' and '.join(lacking)} missing. Run "
-        "where they are allowed (a container "
-        "may need other seccomp settings), or, if nothing within reach of this user matters, add "
-        "--allow-unsandboxed-code."
+        f"--reward code: this machine cannot confine programs: {' and '.join(lacking)} missing. Run where "
+        "they are allowed (a container may need other seccomp settings), or, if nothing within reach of "
+        "this user matters, add --allow-unsandboxed-code."
     )
 
 
