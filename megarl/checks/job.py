@@ -111,9 +111,7 @@ def _without_activations(parts: Parts) -> Parts:
     }
 
 
-def _gpu_errors(
-    config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine
-) -> Errors:
+def _gpu_errors(config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine) -> Errors:
     """Yield an error if there are more ranks than GPUs on this machine. On a CPU ranks share the cores."""
     if machine.num_gpus is None or ranks <= machine.num_gpus:
         return

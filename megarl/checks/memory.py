@@ -108,13 +108,15 @@ class _ActorParts:
         self.shape = ModelShape.load(config.model.model)
 
     def __iter__(self) -> Iterator[tuple[int, Part]]:
-        config, meshes = self.config, self.meshes
-        for role, model in trained_models(config).items():
-            yield from self._megatron(role, model.shape, model.optimizer, model.lora)
+        config, meshes, trained = self.config, self.meshes, trained_models(self.config)
         # the actor's model without its adapters may serve as the reference, as in build_roles
-        actor_serves = meshes.get("reference") == meshes["actor"] and config.reference == config.actor
-        if "reference" in meshes and not (config.lora.lora_rank and self.shape.is_dense and actor_serves):
-            yield from self._megatron("reference", self.shape)
+        actor_serves = config.lora.lora_rank and self.shape.is_dense and config.reference == config.actor
+        for role, mesh in meshes.items():
+            if role in trained:
+                model = trained[role]
+                yield from self._megatron(role, model.shape, model.optimizer, model.lora)
+            elif role == "reference" and not (actor_serves and mesh == meshes["actor"]):
+                yield from self._megatron(role, self.shape)
         for model in reward_models(config):  # a judge runs in separate processes and is not counted
             if model.backend == "megatron":
                 yield from self._megatron(model.name, value_model_shape(model.path))

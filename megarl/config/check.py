@@ -17,7 +17,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.installed import apex_error, megatron_error, tracker_errors
 from megarl.config.mesh import engine_mode
 from megarl.config.reward_models import reward_errors
-from megarl.config.roles import configs_of_actors, place
+from megarl.config.roles import configs_of_actors, place, trained_models
 from megarl.config.rules_files import checkpoint_errors, path_errors
 from megarl.config.rules_layout import Job
 from megarl.config.schema import TrainConfig
@@ -79,7 +79,7 @@ def _broken(
     critic_shape: ModelShape | None,
     world_size: int,
 ) -> list[str]:
-    """Return what is wrong with the lists of ranks, and the rules that one actor breaks, each once."""
+    """Return the errors in the lists of ranks, and the rules that one actor breaks, each once."""
     ranks, errors = place(config, world_size)
     job = Job(config, shape, critic_shape or shape, world_size, ranks)
     return list(dict.fromkeys([*errors, *(error for rule in rules for error in rule(job))]))
@@ -91,11 +91,11 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
     Raises: ConfigError with all errors."""
 
     def errors_of(of_actor: TrainConfig) -> list[str]:
-        shape, critic_shape, errors = _load_shapes(of_actor)
+        *shapes, errors = _load_shapes(of_actor)
         rules = LAYOUT + (ENGINE_LAYOUT if of_actor.algorithm.needs_rollout else [])
-        return errors or _broken(rules, of_actor, shape, critic_shape, world_size)
+        return errors or _broken(rules, of_actor, *shapes, world_size)
 
-    raise_errors(of_all_actors(config, errors_of) + actors_errors(config, world_size))
+    raise_errors([*of_all_actors(config, errors_of), *actors_errors(config, world_size)])
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
@@ -104,35 +104,32 @@ def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> Mod
     return ModelShape.load(config.model.model)
 
 
-def job_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
-    """Return what `check` finds of every actor, together with what is wrong in the models' config.json.
+def job_errors(config: TrainConfig, world_size: int, new_run: bool) -> list[str]:
+    """Return the errors of every actor, those in the models' config.json included.
 
-    If nothing is, what is wrong with --load."""
+    If there are none, return the errors of --load."""
 
     def errors_of(of_actor: TrainConfig) -> list[str]:
         shape, critic_shape, errors = _load_shapes(of_actor)
         return errors + check(of_actor, shape, world_size, new_run, critic_shape)
 
-    errors = of_all_actors(config, errors_of) + actors_errors(config, world_size, new_run)
+    errors = [*of_all_actors(config, errors_of), *actors_errors(config, world_size, new_run)]
     return errors or (checkpoint_errors(config) if new_run else [])
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:
-    """Return the shapes of actor and critic, if there is one, and what is wrong in their config.json."""
-    shape, errors = _load_shape(config.model.model)
-    if config.critic is None:
-        return shape, None, errors
-    critic_shape, of_critic = _load_shape(config.model.critic_folder, value_head=True)
-    if config.model.critic_model:  # of one folder the actor's errors say it
-        errors = errors + [error.replace("--model ", "--critic-model ", 1) for error in of_critic]
-    return shape, critic_shape, errors
-
-
-def _load_shape(folder: str, value_head: bool = False) -> tuple[ModelShape | None, list[str]]:
-    try:
-        return ModelShape.load(folder, value_head=value_head), []
-    except ConfigError as error:
-        return None, list(error.errors)
+    """Return the shapes of actor and critic, if there is one, and the errors in their config.json."""
+    shapes: dict[str, ModelShape] = {}
+    errors: list[str] = []
+    for role, model in trained_models(config).items():
+        try:
+            shapes[role] = model.shape
+        except ConfigError as error:
+            if role == "actor":
+                errors += error.errors
+            elif config.model.critic_model:  # of one folder the actor's errors say it
+                errors += [line.replace("--model ", "--critic-model ", 1) for line in error.errors]
+    return shapes.get("actor"), shapes.get("critic"), errors
 
 
 def of_all_actors(config: TrainConfig, errors_of: Callable[[TrainConfig], Iterable[str]]) -> list[str]:
@@ -156,14 +153,10 @@ def _with_number(line: str, number: int) -> str:
     return re.sub(r"--(no-)?([a-z][a-z0-9-]*)", flag, line)
 
 
-def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
-    """Return the rules that are broken because there are several actors; [] for one actor."""
+def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> Errors:
+    """Yield the rules that are broken because there are several actors."""
     if config.placement.num_actors == 1 and not config.others:
-        return []
-    return list(_several_actors(config, world_size, new_run))
-
-
-def _several_actors(config: TrainConfig, world_size: int, new_run: bool) -> Errors:
+        return
     head, actors = f"--num-actors ({config.placement.num_actors})", configs_of_actors(config)
     if config.placement.num_actors != len(actors):
         yield f"{head}: must be the number of actors that are configured ({len(actors)})."
