@@ -186,12 +186,8 @@ def graph(argv: list[str]) -> int:
         try:
             Path(options.svg).write_text(flow.svg(meshes))
         except OSError as error:
-            raise ConfigError(
-                [
-                    f"--svg ({options.svg}): cannot be written: {error.strerror}. Name a file in a "
-                    "folder that exists."
-                ]
-            ) from error
+            text = f"--svg ({options.svg}): cannot be written: {error.strerror}."
+            raise ConfigError([f"{text} Name a file in a folder that exists."]) from error
     sys.stdout.write(flow.text(meshes))
     return 0
 
@@ -211,9 +207,8 @@ def _load_layout(
     from megarl.config.loader import load_config
     from megarl.config.mesh import role_meshes
 
-    with tempfile.NamedTemporaryFile(
-        "w", suffix=".args"
-    ) as unneeded:  # a file that comes first is overridden by all that follow
+    with tempfile.NamedTemporaryFile("w", suffix=".args") as unneeded:
+        # A file that comes first is overridden by all that follow.
         unneeded.write("--save unneeded --train-data unneeded --train-iters 1")
         unneeded.flush()
         config = load_config([f"@{unneeded.name}", *argv], _registry(), prog)

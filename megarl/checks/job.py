@@ -70,21 +70,19 @@ def examine(
     errors += of_all_actors(config, lambda _: next(of_data).errors)
     if errors:
         return Report(tuple(errors), ())  # the checks below assume that the layouts are right
-    machine = machine or this_machine()
+    machine, ranks_per_node = machine or this_machine(), ranks_per_node or world_size
     free = free_bytes(Path(config.run.save)) if new_run else None
     of_disk = [*(save_errors(config) if new_run else ()), *disk_errors(config, free)]
     parts = estimate(config, world_size, machine, new_run)
     errors = [
         *weight_errors(config, new_run),
         *engine_errors(config, machine),
-        *_gpu_errors(config, world_size, new_run, ranks_per_node or world_size, machine),
+        *_gpu_errors(config, world_size, new_run, ranks_per_node, machine),
         *sync_errors(config, world_size),
         *(of_disk if machine.is_this else ()),
     ]
-    of_memory = tuple(memory_errors(config, parts, machine, ranks_per_node or world_size, new_run))
-    is_certain = any(
-        memory_errors(config, _without_activations(parts), machine, ranks_per_node or world_size, new_run)
-    )
+    of_memory = tuple(memory_errors(config, parts, machine, ranks_per_node, new_run))
+    is_certain = any(memory_errors(config, _without_activations(parts), machine, ranks_per_node, new_run))
     errors += of_memory if is_certain else ()
     estimates = () if is_certain else of_memory
     notes = [

@@ -75,9 +75,7 @@ KEYS: dict[str, Json] = {
 }
 """model_type -> key -> its default; None: there is none."""
 
-_QWEN_NAMES = {
-    "num_experts": ("num_experts", "num_local_experts")
-}  # transformers 5 writes the second as well
+_QWEN_NAMES = {"num_experts": ("num_experts", "num_local_experts")}  # transformers 5 writes both
 _DEEPSEEK_NAMES = {"num_experts": ("n_routed_experts",)}
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "mixtral": {"num_experts": ("num_local_experts",), "moe_intermediate_size": ("intermediate_size",)},

@@ -29,8 +29,7 @@ from megarl.config.flags import (
 from megarl.config.other_flags import (
     FLAG_OF,
     REASON_OF,
-    find_engine_flag,
-    find_transformer_flag,
+    find_library_flag,
     our_name,
     passthrough_names,
 )
@@ -211,7 +210,7 @@ class _Loader:
         if name in self.owners:
             owners = " and ".join(self.owners[name])
             return f"is a flag of {owners}, which --algorithm does not choose. Leave it out."
-        return find_engine_flag(name) if name.startswith("rollout-") else find_transformer_flag(name)
+        return find_library_flag(name)
 
     def _unknown(self, given: Occurrence) -> str:
         """Return what a flag that does not exist was probably meant to be."""

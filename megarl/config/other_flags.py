@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.config.flags import Flag, Kind, flag_name, kind_of_hint
 from megarl.config.installed import InstalledClass, engine_args, syntax_tree, transformer_config
@@ -248,52 +249,54 @@ _OBJECTS = re.compile(
 """Python objects in annotations, which no flag can carry."""
 
 
-def find_engine_flag(name: str) -> Flag | str | None:
-    """Return the flag --rollout-<name>, why it is refused, or None if vLLM has no such engine argument."""
-    return _find(name, "rollout-", "engine_args", engine_args(), ENGINE_REFUSED, "vLLM")
+class Library(NamedTuple):
+    """A library that takes flags by the names of its own fields."""
+
+    name: str
+    prefix: str
+    section: str
+    installed: Callable[[], InstalledClass | None]
+    refused: dict[str, str]
 
 
-def find_transformer_flag(name: str) -> Flag | str | None:
-    """Return the flag of a TransformerConfig field, why it is refused, or None if there is no such field."""
-    return _find(name, "", "transformer", transformer_config(), TRANSFORMER_REFUSED, "Megatron-Core")
+LIBRARIES = (
+    Library("vLLM", "rollout-", "engine_args", engine_args, ENGINE_REFUSED),
+    Library("Megatron-Core", "", "transformer", transformer_config, TRANSFORMER_REFUSED),
+)
 
 
-def _find(
-    name: str,
-    prefix: str,
-    section: str,
-    installed: InstalledClass | None,
-    refused: dict[str, str],
-    library: str,
-) -> Flag | str | None:
+def find_library_flag(name: str) -> Flag | str | None:
+    """Return the flag of an engine argument (--rollout-<name>) or of a field of TransformerConfig.
+
+    Return the reason if it is refused, and None if there is no such field."""
     if "_" in name:  # --num_layers is an unknown flag; the nearest name is suggested
         return None
-    field = name.removeprefix(prefix).replace("-", "_")
+    library = next(library for library in LIBRARIES if name.startswith(library.prefix))
+    field = name.removeprefix(library.prefix).replace("-", "_")
     field = ALIASES.get(field, field)
-    for reason, patterns in refused.items():
+    for reason, patterns in library.refused.items():
         if any(fnmatchcase(field, pattern) for pattern in patterns.split()):
             return reason
-    if installed is None:
-        return f"cannot be checked, as {library} is not installed." if prefix else None
+    if (installed := library.installed()) is None:
+        return f"cannot be checked, as {library.name} is not installed." if library.prefix else None
     if field not in installed.annotations:
         return None
     kind = kind_of_annotation(installed.annotations[field], installed.aliases)
     if kind is None:
-        return f"takes a Python object of {library}, which no flag can carry."
-    return Flag(name=flag_name(field, prefix), targets=((section, field),), kind=kind)
+        return f"takes a Python object of {library.name}, which no flag can carry."
+    return Flag(name=flag_name(field, library.prefix), targets=((library.section, field),), kind=kind)
 
 
 @functools.cache
 def passthrough_names() -> list[str]:
     """Return all flags beyond the schema's that are not refused, for suggestions."""
-    names = []
-    for installed, prefix, find in (
-        (engine_args(), "rollout-", find_engine_flag),
-        (transformer_config(), "", find_transformer_flag),
-    ):
-        flags = [flag_name(field, prefix) for field in (installed.annotations if installed else ())]
-        names += [name for name in flags if isinstance(find(name), Flag)]
-    return names
+    names = [
+        flag_name(field, library.prefix)
+        for library in LIBRARIES
+        if (installed := library.installed()) is not None
+        for field in installed.annotations
+    ]
+    return [name for name in names if isinstance(find_library_flag(name), Flag)]
 
 
 def our_name(name: str) -> str:

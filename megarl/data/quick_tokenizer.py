@@ -24,15 +24,11 @@ def load_quickly(path: str | os.PathLike[str], flag: str = "--tokenizer-model") 
     Such a folder has no tokenizer.json.
 
     Raises: ValueError as `load_tokenizer`, or for a malformed tokenizer.json."""
-    path = os.fspath(path)
-    if os.path.isfile(os.path.join(path, "tokenizer.json")):
-        return QuickTokenizer(path, flag)
-    files = set(os.listdir(path)) if os.path.isdir(path) else set()
-    needs_transformers = files and any(
-        name.startswith(("tokenizer_config", "vocab", "spiece")) or name.endswith(".tiktoken")
-        for name in files
-    )
-    return None if needs_transformers else load_tokenizer(path, flag)
+    return load_tokenizer(path, flag, _load_folder)
+
+
+def _load_folder(path: str, flag: str) -> Tokenizer | None:
+    return QuickTokenizer(path, flag) if os.path.isfile(os.path.join(path, "tokenizer.json")) else None
 
 
 class QuickTokenizer(Tokenizer):

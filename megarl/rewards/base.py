@@ -54,10 +54,7 @@ def judge(fn: RewardFunction, row: RewardSample) -> float:
             ground_truth=row.ground_truth,
             extra_info=dict(row.extra_info),
         )
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the user's code may raise anything, and the run must end with one message
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         # from None: the message holds the traceback, once is enough
         raise ValueError(
             f"{describe(_name(fn), row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
