@@ -1,7 +1,7 @@
-"""All rules across fields: what one flag, the model's shape and the number of ranks mean for each other.
+"""Check a configuration by all rules that concern several fields, the model's shape or the number of ranks.
 
-They run before any device is touched. Every rule that is broken is reported at once, as `flag (value): rule.
-Try ...`. A rule of a single field stands beside the field in the schema."""
+The rules run before any device is touched. All broken rules are reported at once, each as `flag (value):
+rule. Try ...`. A rule of a single field stands beside the field in the schema."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def check(
     new_run: bool = True,
     critic_shape: ModelShape | None = None,
 ) -> list[str]:
-    """Return all rules that one actor with its roles breaks; [] if none.
+    """Return the errors of one actor and its roles.
 
     Args:
-        shape: of config.model.model. None leaves the rules about it out, for when config.json itself is
-            wrong.
-        world_size: ranks of the job.
-        new_run: --save is going to be written, so it must not hold a run. False: the model is only evaluated.
-        critic_shape: of the critic's model, with its value head. Default: `shape`.
+        shape: shape of config.model.model. None skips the rules about the shape, because config.json itself
+            has errors.
+        world_size: number of ranks of the job.
+        new_run: whether --save is going to be written, so it must not hold a run. False for an evaluation.
+        critic_shape: shape of the critic's model, with its value head. Default: `shape`.
     """
     rules = LAYOUT + TRAINING + ([] if new_run else EVALUATION)
     rules += ENGINE_LAYOUT + SAMPLING if config.algorithm.needs_rollout else []
@@ -127,15 +127,15 @@ def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | N
         except ConfigError as error:
             if role == "actor":
                 errors += error.errors
-            elif config.model.critic_model:  # of one folder the actor's errors say it
+            elif config.model.critic_model:  # one folder for both has the actor's errors
                 errors += [line.replace("--model ", "--critic-model ", 1) for line in error.errors]
     return shapes.get("actor"), shapes.get("critic"), errors
 
 
 def of_all_actors(config: TrainConfig, errors_of: Callable[[TrainConfig], Iterable[str]]) -> list[str]:
-    """Return the errors of every actor, with its name before them from the second actor on.
+    """Return the errors of every actor. From the second actor on they begin with the actor's name.
 
-    What is wrong with the first actor too is said of that alone."""
+    An error that the first actor has too is reported for the first actor only."""
     found: list[str] = []
     for suffix, of_actor in configs_of_actors(config).items():
         new = [error for error in errors_of(of_actor) if error not in found]
@@ -144,7 +144,7 @@ def of_all_actors(config: TrainConfig, errors_of: Callable[[TrainConfig], Iterab
 
 
 def _with_number(line: str, number: int) -> str:
-    """Return an error with its flags as this actor's are written: --actor-2-seed of --seed."""
+    """Return an error with an actor's forms of its flags, e.g. --actor-2-seed in place of --seed."""
 
     def flag(match: re.Match) -> str:
         name = match[2] if match[2] in _FLAGS_OF_JOB else numbered(match[2], number)
@@ -154,7 +154,7 @@ def _with_number(line: str, number: int) -> str:
 
 
 def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> Errors:
-    """Yield the rules that are broken because there are several actors."""
+    """Yield an error per rule about several actors in one job."""
     if config.placement.num_actors == 1 and not config.others:
         return
     head, actors = f"--num-actors ({config.placement.num_actors})", configs_of_actors(config)
@@ -181,7 +181,7 @@ def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) ->
         if not errors and engine_mode(of_actor, world_size) == "in-process":
             inside.append(suffix)
     if broken:
-        return  # what is wrong with the lists is said of the actor
+        return  # the actor's own errors report the lists
     yield from layout.idle_ranks(ranks, world_size)
     if len(inside) > 1:
         flag = numbered("rollout-engine", int(inside[1][1:]))

@@ -1,4 +1,4 @@
-"""Errors of a configuration, which are reported all at once, and the rules of single fields."""
+"""Report all errors of a configuration at once, and check the rules of single fields."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from typing import Annotated
 
 T = typing.TypeVar("T")
 _MOST_LOOKED_AT = 1000
-"""Names in a folder among which a similar one is looked for."""
+"""Number of names in a folder that are compared with a wrong name."""
 
 
 Errors = Iterator[str]
-"""Errors of a configuration, one line each: flag (value): rule. Try another value."""
+"""Errors of a configuration, one line each: `flag (value): rule. Try another value.`"""
 
 
 class ConfigError(ValueError):
-    """A configuration that breaks rules; `errors` holds one line per error: flag (value): rule [place]."""
+    """Error of a configuration that breaks rules.
+
+    `errors` holds one line per broken rule: `flag (value): rule [place]`."""
 
     def __init__(self, errors: Sequence[str]) -> None:
         self.errors = tuple(errors)
@@ -32,7 +34,7 @@ class ConfigError(ValueError):
 
 
 class FieldErrors(ValueError):
-    """Fields of one dataclass that break their own rules; `errors` holds (field, value, rule) of each."""
+    """Error of a dataclass whose fields break their rules. `errors` holds (field, value, rule) of each."""
 
     def __init__(self, errors: Sequence[tuple[str, object, str]]) -> None:
         self.errors = tuple(errors)
@@ -46,7 +48,7 @@ class Rule(typing.NamedTuple):
     words: str
 
     def error(self, value: object, default: object) -> str | None:
-        """Return the rule if the value breaks it, else None."""
+        """Return the text of the rule if the value breaks it, else None."""
         return None if self.holds(value) else self.words
 
 
@@ -58,7 +60,7 @@ class Bound(typing.NamedTuple):
     limit: float
 
     def error(self, value: float, default: object) -> str | None:
-        """Return the rule that the value breaks, with advice: the default or the limit. None if it holds."""
+        """Return the rule and a value that works if `value` is out of bounds, else None."""
         if self.holds(value, self.limit):
             return None
         has_number = isinstance(default, (int, float)) and not isinstance(default, bool)
@@ -89,7 +91,7 @@ def field_types(cls: type) -> dict[str, object]:
 
 
 def rules_in(hint: object) -> Iterator[Rule | Bound]:
-    """Yield the rules of an annotation, `X | None` included."""
+    """Yield the rules of an annotation and of its alternatives, e.g. of X in `X | None`."""
     yield from (item for item in getattr(hint, "__metadata__", ()) if isinstance(item, (Rule, Bound)))
     for argument in typing.get_args(hint):
         if typing.get_origin(hint) is not typing.Annotated:
@@ -103,14 +105,14 @@ def section(cls: type[T]) -> type[T]:
 
 
 class Section:
-    """Base of the dataclasses of the configuration.
+    """Base of the dataclasses of the configuration. An instance checks its fields when it is created.
 
-    An instance checks its fields when it is made. None keeps every rule of an annotation."""
+    The rules of an annotation do not apply to None."""
 
     __slots__ = ()
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        """Return (holds, field, rule) of the rules that no annotation states."""
+        """Return (holds, field, rule) of the rules that no annotation can state."""
         return ()
 
     def __post_init__(self) -> None:
@@ -135,13 +137,13 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "--", cutoff: fl
     """Return ' Did you mean --lr?', or '' if no name is similar.
 
     Args:
-        cutoff: how alike the names must be, from 0 to 1."""
+        cutoff: required similarity of the names, from 0 to 1."""
     near = difflib.get_close_matches(name.replace("_", "-"), list(names), n=1, cutoff=cutoff)
     return f" Did you mean {prefix}{near[0]}?" if near else ""
 
 
 def try_numbers(values: Iterable[int], near: int) -> str:
-    """Return ' Try 64 or 128.' with the two values nearest to the refused one, or '' if there are none."""
+    """Return ' Try 64 or 128.' with the two values nearest to the refused one, or '' without values."""
     nearest = sorted(sorted(set(values), key=lambda value: abs(value - near))[:2])
     return f" Try {' or '.join(map(str, nearest))}." if nearest else ""
 
@@ -175,6 +177,6 @@ def nearest_path(path: Path, fits: Callable[[Path], bool]) -> Path | None:
 
 
 def try_path(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
-    """Return ' Try data/train.jsonl.' with the nearest path that fits, or what else to do."""
+    """Return ' Try data/train.jsonl.' with the nearest path that fits, or `otherwise` if none fits."""
     found = nearest_path(path, fits)
     return f" Try {found}." if found is not None else f" {otherwise}"

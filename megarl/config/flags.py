@@ -1,4 +1,4 @@
-"""The configuration tree as flags: a table of name -> Flag, and the way from words to a value and back."""
+"""Make flags from the configuration tree, parse their words into values, and format values as flags."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ OF_ROLES: dict[type, dict[str, str]] = {
     OptimizerConfig: {"actor": "optimizer", "critic": "critic_optimizer"},
     LoRAConfig: {"actor": "lora", "critic": "critic_lora"},
 }
-"""Dataclass -> role -> the section that holds the role's. Their flags set every role, and with the role's
-name in front that one."""
+"""Dataclass -> role -> section of the role. A flag of such a dataclass sets every role; with a role's name
+in front it sets that role."""
 ROLES = tuple(OF_ROLES[ParallelConfig])
 FOLLOWERS = {"actor": ("reference",)}
-"""Roles that a role's own flags set too: the reference is the actor as it was."""
+"""Role -> roles that its flags set too. The reference is a copy of the actor, so it is split alike."""
 _PLACEMENT_OF_JOB = "nproc_per_node executor num_actors pools offload_ahead_bytes call_timeout_s".split()
 OF_JOB = frozenset(
     {
@@ -61,7 +61,7 @@ OF_JOB = frozenset(
         *(("run", f.name) for f in dataclasses.fields(RunConfig) if not f.name.startswith("gate_")),
     }
 )
-"""(section, field) of what all actors share."""
+"""(section, field) pairs whose value all actors share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,11 +69,11 @@ class Kind:
     """The type of a flag.
 
     Args:
-        bases: of bool, int, low-high, float, json, str: tried in this order.
-        choices: the accepted values, if there are only a few.
-        many: the container of a flag that takes several words.
-        one_or_many: a single word gives the bare value, several give the container.
-        optional: the unquoted word `none` gives None.
+        bases: names in `_PARSERS`, tried in that order.
+        choices: accepted values. Empty: any value of the bases.
+        many: container of the values if the flag takes several words.
+        one_or_many: whether a single word gives the bare value and not a container.
+        optional: whether the unquoted word `none` gives None.
     """
 
     bases: tuple[str, ...] = ("str",)
@@ -95,7 +95,7 @@ class Kind:
         return f"{one} ..." if self.many else one
 
     def parse(self, words: Sequence[Word]) -> object:
-        """Return the value of the words after a flag. Raises: ValueError(rule) without the flag's name."""
+        """Return the value of the words after a flag. Raises: ValueError with the broken rule."""
         if self.optional and len(words) == 1 and words[0] == Word("none"):
             return None
         if self.many and not (self.one_or_many and len(words) == 1):
@@ -156,11 +156,11 @@ _PARSERS = {
     "json": ("a JSON object", _parse_json),
     "str": ("text", str),
 }
-"""Base of a Kind -> (what errors call it, its parser)."""
+"""Base of a Kind -> (its name in errors, its parser)."""
 
 
 def kind_of_hint(hint: object) -> Kind:
-    """Return the kind of a resolved annotation. Raises: TypeError for what no flag can carry."""
+    """Return the kind of a resolved annotation. Raises: TypeError for a type that no flag can carry."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return kind_of_hint(arguments[0])
@@ -198,14 +198,14 @@ def _either(left: Kind, right: Kind) -> Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """One flag and where its value goes.
+    """One flag and the fields that it sets.
 
     Args:
         name: without the dashes, e.g. actor-tensor-model-parallel-size.
-        targets: (section, field) pairs that it sets; a flag of every role has as many as there are roles. Of
-            two flags the one with fewer targets holds.
-        default: MISSING if it has none.
-        owner: the dataclass of the field; None if the schema does not know it.
+        targets: (section, field) pairs that the flag sets, one per role for a flag of all roles. If two flags
+            set a field, the flag with fewer targets wins.
+        default: default of the field, or MISSING.
+        owner: dataclass of the field. None for a flag that the schema does not define.
     """
 
     name: str
@@ -225,7 +225,7 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """The string under the field, on one line. Sources are read only here, as reading takes long."""
+        """The string under the field, on one line. The source is read on first use, as this takes long."""
         return field_docs(self.owner).get(self.field, "") if self.owner is not None else ""
 
     @property
@@ -243,9 +243,9 @@ def build_flags(algorithm: type | None) -> dict[str, Flag]:
     """Return all flags by name, in the order of the schema.
 
     Args:
-        algorithm: the chosen algorithm's dataclass; None leaves its flags out.
-    Raises: TypeError if two fields claim one flag or a field's type fits no flag: mistakes of the author of a
-        dataclass, not of its user.
+        algorithm: dataclass of the chosen algorithm. None: no flags of an algorithm.
+    Raises: TypeError if two fields have the same flag, or no flag can carry a field's type. The author of the
+        dataclass must correct this, not the user.
     """
     flags: dict[str, Flag] = {}
     for flag in _all_flags(algorithm):
@@ -278,7 +278,7 @@ def _with_targets(cls: type, prefix: str, sections: tuple[str, ...]) -> Iterator
 
 @functools.cache
 def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
-    """Return the flags of one dataclass. Its dicts hold flags that the schema does not know."""
+    """Return the flags of one dataclass. Dict fields have none: they hold flags outside the schema."""
     hints = field_types(cls)
     return tuple(
         Flag(
@@ -307,19 +307,19 @@ def refuse_set(
 
 
 def words_of(value: object) -> str:
-    """Return a value as errors show it, which is how one would type it."""
+    """Format a value for an error, as one would type it after the flag."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def algorithm_name(cls: type) -> str:
-    """Return the value of --algorithm that chooses a class: its `name`, or the class's in lower case."""
+    """Return the value of --algorithm for a class: its `name`, else the class name in lower case."""
     return getattr(cls, "name", cls.__name__.lower())
 
 
 def algorithm_flags(algorithms: Mapping[str, type]) -> dict[str, list[str]]:
-    """Return flag name -> names of the algorithms that have it."""
+    """Return flag name -> names of the algorithms that have the flag."""
     owners: dict[str, list[str]] = {}
     for name, cls in algorithms.items():
         for field in dataclasses.fields(cls):

@@ -1,7 +1,7 @@
-"""The shape of a model, read from the config.json of a Hugging Face folder. No torch.
+"""Read the shape of a model from the config.json of a Hugging Face folder. Imports no torch.
 
-What the training model would silently ignore is refused here by name: a key that changes the numbers must be
-understood or stop the job. Missing keys have the defaults of transformers' own config classes."""
+A key that changes the numbers and that the training model would ignore is an error. A missing key has the
+default of transformers' config class."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ _CHANGE_NOTHING = (
     "num_nextn_predict_layers",
     "value_head",
 )
-"""Fields of ModelShape that no forward pass reads, or that another name of the role says already. Every other
-field counts, also one that is added later."""
+"""Fields of ModelShape that do not change what the weights compute, or that the name of the role implies.
+
+Every other field is compared with a checkpoint's, and so is a field that is added later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,11 +138,11 @@ class ModelShape:
 
     @classmethod
     def load(cls, folder: str | Path, value_head: bool = False) -> ModelShape:
-        """Read config.json and, if there, generation_config.json.
+        """Read config.json and, if it exists, generation_config.json.
 
         Args:
-            value_head: of the model with a value head, from the folder of a causal language model or of a
-                sequence classifier with one label.
+            value_head: whether to return the shape with a value head. The folder holds a causal language
+                model or a sequence classifier with one label.
         Raises: ConfigError listing every key that is missing, wrong or not supported, with the file's name.
         """
         path = Path(folder) / "config.json"
@@ -247,7 +248,7 @@ class ModelShape:
 
 
 def _raise(errors: Iterable[str], path: Path) -> None:
-    """Raise ConfigError that lists errors of a file, if there are any."""
+    """Raise a ConfigError with the errors of a file, if there are any."""
     raise_errors([f"{error} [{path}]" for error in errors])
 
 
@@ -269,9 +270,9 @@ def read_json(path: Path, flag: str = "--model") -> Json:
 
 
 def _unknown_family(name: str) -> str:
-    """Return why a model_type is refused.
+    """Return the rule that a model_type breaks.
 
-    A similar name is proposed for a typing error only: neither qwen3_next nor qwen4 is qwen3."""
+    A similar name is proposed for a typing error only: qwen3_next and qwen4 are other models than qwen3."""
     rule = f"must be one of {', '.join(FAMILIES)}."
     if is_transformers_model(name):
         return f"is another architecture, which is not supported; it {rule}"
@@ -308,7 +309,7 @@ def _shape(config: Json, family: Family, eos_token_ids: tuple[int, ...]) -> Mode
 
 
 def _plain_fields(config: Json, family: Family) -> Json:
-    """Return fields of a model whose layers have one rotary embedding, and all of them a window or none."""
+    """Return the rotary and window fields of a model whose layers are all alike."""
     rope = rope_parameters(config, family.rope_theta)
     window = config.get("sliding_window", family.sliding_window) if family.sliding_window else None
     return {
@@ -332,10 +333,10 @@ def _eos_token_ids(config: Json, family: Family, generation_config: Path) -> tup
 
 
 def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> Json:
-    """Return the fields that decide which function the weights compute, as JSON gives them back.
+    """Return the fields that decide what the weights compute, with the types that JSON has.
 
-    They are stored in checkpoints and compared before weights are loaded. Adapters count with rank and
-    scale."""
+    Checkpoints store these fields, and they are compared before weights are loaded. Adapters are described by
+    rank and scale."""
     fields = {
         field.name: getattr(shape, field.name)
         for field in dataclasses.fields(shape)
@@ -347,7 +348,7 @@ def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> Json:
 
 
 def differences(saved: Json, now: Json) -> list[str]:
-    """Return 'rope_theta 10000.0, not 1000000.0' for every field that was saved and is another now."""
+    """Return 'rope_theta 10000.0, not 1000000.0' for every saved field that differs now."""
     return [
         f"{name} {saved[name]}, not {now.get(name, 'none')}"
         for name in {**now, **saved}
@@ -356,7 +357,7 @@ def differences(saved: Json, now: Json) -> list[str]:
 
 
 def not_compared(saved: Json, now: Json) -> list[str]:
-    """Return the fields that a checkpoint of an earlier version does not have.
+    """Return the fields that a checkpoint of an earlier version did not store.
 
-    Values that mean nothing there (0, null, false) are left out."""
+    Fields whose value now has no effect (0, null, false) are left out."""
     return [name for name, value in now.items() if name not in saved and value]

@@ -1,7 +1,7 @@
-"""Families of models, and what the values of a Hugging Face config.json must be. No torch.
+"""List the supported families of models, and check the values of a Hugging Face config.json.
 
-Rotary embeddings are read in the spellings of every version of transformers. Admitted is what transformers
-and vLLM compute alike; `megatron/rope.py` has the formulas."""
+Rotary embeddings are read in the spellings of all versions of transformers. A value is accepted if
+transformers and vLLM compute the same with it; `megatron/rope.py` has the formulas. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Defaults and kinds of layers of a model_type, where config.json does not say them."""
+    """Properties of a model_type, and the defaults of keys that its config.json may leave out."""
 
     architecture: str
     qkv_bias: bool = False
@@ -175,13 +175,12 @@ KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "must be an object": (lambda value: isinstance(value, dict), "rope_scaling rope_parameters id2label"),
     "must be a token id, or a list of them": (_are_tokens, "eos_token_id"),
 }
-"""Rule -> (whether a value is of the kind, the keys that it is for). The rules of each key say whether 0 is
-right."""
+"""Rule -> (test of a value, the keys that the rule is for). Whether a key may be 0 is checked elsewhere."""
 _OF_ROPE = ("rope_theta", "original_max_position_embeddings")
 
 
 def kind_errors(config: Json) -> Errors:
-    """Yield a line per key whose value is of another kind. null is the same as absent."""
+    """Yield an error per key whose value has the wrong type. null is the same as absent."""
     for rule, (holds, keys) in KINDS.items():
         for key in keys.split():
             if config.get(key) is not None and not holds(config[key]):
@@ -199,12 +198,12 @@ def value_of(config: Json, key: str, default: object) -> object:
 
 
 def num_labels(config: Json) -> int:
-    """Return the number of labels as transformers counts: their names if there are any, else 2."""
+    """Return the number of labels as in transformers: the number of their names, else num_labels, else 2."""
     return len(config.get("id2label") or ()) or value_of(config, "num_labels", 2)
 
 
 def missing_keys(config: Json, family: Family) -> Errors:
-    """Yield a line per size that is missing or no size."""
+    """Yield an error per required size that is missing or not positive."""
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
         if not isinstance(config.get(key), int) or config[key] < 1:
             yield f"{key} ({config.get(key, 'missing')}): must be a positive whole number."
@@ -216,7 +215,7 @@ def missing_keys(config: Json, family: Family) -> Errors:
 
 
 def unsupported_keys(config: Json, family: Family, value_head: bool) -> Errors:
-    """Yield a line per key whose value the training model would ignore, whatever the kinds of its layers."""
+    """Yield an error per key of any family whose value the training model would ignore."""
     for key, (accepted, reason) in (ONLY | family.only).items():
         if config.get(key) is not None and config[key] not in accepted:
             yield f"{key} ({config[key]}): {reason}."
@@ -241,7 +240,7 @@ def unsupported_keys(config: Json, family: Family, value_head: bool) -> Errors:
 
 
 def unsupported_windows(config: Json, family: Family) -> Errors:
-    """Yield what is wrong with sliding windows of a family whose layers are all alike."""
+    """Yield the errors in sliding windows of a family whose layers are all alike."""
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if sliding:
         yield f"layer_types ({sliding[0]}): only full_attention is supported."
@@ -286,15 +285,15 @@ _KEYS = {
 def rope_parameters(config: Json, theta: float = 10000.0) -> Json:
     """Return the rotary parameters of config.json in the form of transformers 5.
 
-    Older folders have rope_theta and rope_scaling beside each other.
+    Older versions write rope_theta and rope_scaling as two keys.
 
     Args:
-        theta: of a config.json without rope_theta."""
+        theta: default of rope_theta."""
     return standard(config.get("rope_scaling") or config.get("rope_parameters") or {}, config, theta)
 
 
 def standard(parameters: Json, config: Json, theta: float) -> Json:
-    """Return `parameters` with the keys that may be beside them in config.json or left out."""
+    """Return `parameters` with the keys that config.json may have outside of them, and with defaults."""
     rope = dict(parameters)
     rope.setdefault("rope_theta", theta if config.get("rope_theta") is None else config["rope_theta"])
     rope.setdefault("rope_type", rope.get("type", "default"))
@@ -306,13 +305,13 @@ def standard(parameters: Json, config: Json, theta: float) -> Json:
 
 
 def scaling(rope: Json) -> Json | None:
-    """Return the keys of `rope_parameters` that scale, with rope_type; None if nothing does."""
+    """Return rope_type and the keys of `rope_parameters` that scale; None without scaling."""
     needed, optional = TYPES[rope["rope_type"]]
     return {key: rope[key] for key in ("rope_type", *needed, *optional) if key in rope} if needed else None
 
 
 def rope_errors(rope: Json) -> Errors:
-    """Yield why rotary parameters cannot be used."""
+    """Yield an error per rotary parameter that is not supported."""
     kind = str(rope["rope_type"])
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         yield (

@@ -1,10 +1,10 @@
-"""Kinds of layers that only some families have, as config.json describes them. No torch.
+"""Read the keys of config.json for layers that only some families have. Imports no torch.
 
-Experts: which layers have them, how many, and how tokens are sent to them. Multi-head latent attention:
+Experts: which layers have them, their number, and the routing of tokens. Multi-head latent attention:
 DeepSeek-V2 and V3 (arXiv:2405.04434). Gemma 3: windows, norms and scales.
 
-Keys and their defaults are those of transformers' config classes. A key that changes the numbers in
-transformers and not here, or in vLLM and not in transformers, is refused by name."""
+Keys and defaults are those of transformers' config classes. A key that changes the numbers in transformers
+and not here, or in vLLM and not in transformers, is an error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ KEYS: dict[str, Json] = {
         scoring_func=None,
     ),
 }
-"""model_type -> key -> its default; None: there is none."""
+"""model_type -> key -> its default, None if the key has no default."""
 
 _QWEN_NAMES = {"num_experts": ("num_experts", "num_local_experts")}  # transformers 5 writes both
 _DEEPSEEK_NAMES = {"num_experts": ("n_routed_experts",)}
@@ -84,7 +84,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "deepseek_v2": _DEEPSEEK_NAMES,
     "deepseek_v3": _DEEPSEEK_NAMES,
 }
-"""model_type -> key of `KEYS` -> what its config.json calls it, where that is not the key itself."""
+"""model_type -> key of `KEYS` -> names of the key in config.json, if they differ from the key."""
 
 _IGNORED = "transformers ignores the key for this model, vLLM would not"
 _WRITTEN = "transformers takes it to be this, and vLLM does only where it is written"
@@ -107,7 +107,7 @@ ONLY: dict[str, dict[str, tuple[tuple[object, ...], str]]] = {
         "moe_layer_freq": ((1,), _IGNORED),
     },
 }
-"""model_type -> key -> (the values that it may have, why others are refused)."""
+"""model_type -> key -> (accepted values, reason why others are refused)."""
 
 _COUNTS = (
     "num_experts",
@@ -128,11 +128,11 @@ def expert_values(model_type: str, config: Json) -> Json:
 
 
 def unsupported_experts(model_type: str, config: Json) -> Errors:
-    """Yield what is wrong with the keys of experts, or would be ignored."""
+    """Yield an error per key of experts that is malformed or would be ignored."""
     values = expert_values(model_type, config)
 
     def said(key: str) -> str:
-        """Return the key as the family calls it, and its value."""
+        """Return the family's name of the key, and its value."""
         value = values[key]
         return f"{NAMES[model_type].get(key, (key,))[0]} ({'missing' if value is None else value})"
 
@@ -188,7 +188,7 @@ def _dense_layers(values: Json, num_layers: int) -> tuple[int, ...]:
 
 
 def _unsupported_groups(model_type: str, values: Json) -> Errors:
-    """Check the limit of a token's experts to topk_group of n_group groups."""
+    """Check the keys that restrict a token's experts to topk_group of n_group groups."""
     if "n_group" not in values:
         return
     if values["topk_method"] == "greedy":
@@ -210,14 +210,14 @@ def _unsupported_groups(model_type: str, values: Json) -> Errors:
 
 
 def group_best(model_type: str) -> int:
-    """Return how many of a group's best experts add up to the group's score.
+    """Return the number of a group's best experts whose scores are summed to the group's score.
 
-    arXiv:2405.04434 takes the best one, arXiv:2412.19437 two."""
+    It is one in arXiv:2405.04434 and two in arXiv:2412.19437."""
     return 2 if model_type == "deepseek_v3" else 1
 
 
 def expert_fields(model_type: str, config: Json) -> Json:
-    """Return the fields of ModelShape that `KEYS` decide."""
+    """Return the fields of ModelShape that follow from `KEYS`."""
     values = expert_values(model_type, config)
     size = values["moe_intermediate_size"]
     has_groups = values.get("n_group") is not None and values["topk_method"] != "greedy"
@@ -243,7 +243,7 @@ def expert_fields(model_type: str, config: Json) -> Json:
 
 DEFAULTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 Q_LORA_RANK = 1536
-"""null, not absent, means that queries have no latent."""
+"""Default of q_lora_rank. null, in contrast to a missing key, means that queries have no latent."""
 LATENT_NORM_EPS = 1e-6
 
 
@@ -254,7 +254,7 @@ def latent_values(config: Json) -> dict[str, int]:
 
 
 def unsupported_latents(config: Json) -> Errors:
-    """Yield what is wrong with the keys of multi-head latent attention, or would be ignored."""
+    """Yield an error per key of multi-head latent attention that is malformed or would be ignored."""
     values = latent_values(config)
     for key, value in values.items():
         if not isinstance(value, int) or value < (key != "q_lora_rank"):
@@ -296,9 +296,9 @@ def unsupported_latents(config: Json) -> Errors:
 
 
 def latent_fields(config: Json) -> Json:
-    """Return the fields of ModelShape that the keys of latents decide.
+    """Return the fields of ModelShape for multi-head latent attention.
 
-    They take precedence over those of other kinds of attention."""
+    They replace the fields of other kinds of attention."""
     values = latent_values(config)
     return dict(
         num_query_groups=config["num_attention_heads"],
@@ -316,7 +316,7 @@ _WINDOW, _EVERY, _SCALAR = 4096, 6, 256
 
 
 def gemma_fields(config: Json) -> Json:
-    """Return the fields of ModelShape that the keys of Gemma 3 decide."""
+    """Return the fields of ModelShape that only Gemma 3 has."""
     rope, local = _rope(config, "full_attention"), _rope(config, "sliding_attention")
     return dict(
         activation="gelu_tanh",
@@ -333,7 +333,7 @@ def gemma_fields(config: Json) -> Json:
 
 
 def unsupported_gemma(config: Json) -> Errors:
-    """Yield what is wrong with the keys of Gemma 3, or would be ignored."""
+    """Yield an error per key of Gemma 3 that is malformed or would be ignored."""
     window = config.get("sliding_window", _WINDOW)
     scalar = value_of(config, "query_pre_attn_scalar", _SCALAR)
     types = _layer_types(config)
@@ -360,7 +360,7 @@ def unsupported_gemma(config: Json) -> Errors:
 def _rope(config: Json, kind: str) -> Json:
     """Return the rotary parameters of a kind of layer.
 
-    Older folders have rope_theta, rope_scaling and rope_local_base_freq beside each other."""
+    Older versions write rope_theta, rope_scaling and rope_local_base_freq as separate keys."""
     rope = {"rope_type": "default"} | dict((config.get("rope_parameters") or {}).get(kind) or {})
     if kind == "full_attention":
         return standard(rope | dict(config.get("rope_scaling") or {}), config, 1e6)
@@ -368,7 +368,7 @@ def _rope(config: Json, kind: str) -> Json:
 
 
 def _layer_types(config: Json) -> list[str]:
-    """Return the kind of every layer; every sixth attends to all tokens, unless the key says otherwise."""
+    """Return the kind of every layer. By default every sixth layer attends to all tokens."""
     every = value_of(config, "sliding_window_pattern", _EVERY)
     pattern = [_KINDS[(layer + 1) % every == 0] for layer in range(value_of(config, "num_hidden_layers", 0))]
     return value_of(config, "layer_types", pattern)

@@ -1,4 +1,4 @@
-"""From the command line to TrainConfig; all errors are reported at once.
+"""Make a TrainConfig from the command line, and report all errors at once.
 
 Precedence: defaults < args files < command line.
 
@@ -40,7 +40,7 @@ from megarl.config.schema import TrainConfig
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A field's value and the flag that set it; not `valid` if the words had no value of the flag's type."""
+    """The value of a field and the flag that set it. Not `valid` if the flag's words do not parse."""
 
     value: object
     given: Occurrence
@@ -54,11 +54,11 @@ def load_config(
 
     Args:
         argv: flags and @files, without the program's name.
-        algorithms: name -> frozen dataclass; --algorithm chooses one, its fields are flags.
-        prog: for the usage line of --help.
-    Raises: ConfigError listing every error, then every path that the system does not look at; SystemExit(0)
-        after printing the help text, for --help or -h; TypeError if the registry calls an algorithm otherwise
-        than it calls itself, as write_args could then not name it.
+        algorithms: name -> frozen dataclass. --algorithm chooses one, whose fields are flags.
+        prog: program in the usage line of --help.
+    Raises: ConfigError with all errors, or else with all paths that cannot be looked at; SystemExit(0) after
+        --help or -h has printed the help text; TypeError if an algorithm has another name in the registry
+        than in its class, because write_args could then not name it.
     """
     for name, cls in algorithms.items():
         if algorithm_name(cls) != name:
@@ -67,7 +67,7 @@ def load_config(
                 f"ClassVar[str] = {name!r}"
             )
     if not {"--help", "-h"}.isdisjoint(argv):
-        from megarl.config.render import help_text  # only a reader needs it
+        from megarl.config.render import help_text  # imported for --help only
 
         sys.stdout.write(help_text(algorithms, prog))
         raise SystemExit(0)
@@ -92,9 +92,9 @@ def load_config(
 
 
 class _Loader:
-    """Makes the configuration of one actor from flags without a number, and those with its number.
+    """Makes the configuration of one actor from the flags without a number and those with its number.
 
-    Errors of flags without a number are reported by the first actor's loader alone."""
+    Only the first actor's loader reports errors of flags without a number."""
 
     def __init__(self, given: Sequence[Occurrence], algorithms: Mapping[str, type], number: int = 1) -> None:
         self.algorithms, self.number = algorithms, number
@@ -116,16 +116,16 @@ class _Loader:
         return min(max(setting.value, 1), 64) if setting is not None and setting.valid else 1
 
     def sections(self) -> dict[str, object | None]:
-        """Return the fields of TrainConfig; what is wrong with them is in `errors`."""
+        """Return the fields of TrainConfig. Their errors are added to `errors`."""
         sections = {"algorithm": self._build("algorithm", self.algorithm)} if self.algorithm else {}
         sections |= {name: self._build(name, cls) for name, cls in SECTIONS.items()}
         self._leave_out_absent_roles(sections)
         return sections | {"transformer": self._passed_through("transformer")}
 
     def _leave_out_absent_roles(self, sections: dict[str, object | None]) -> None:
-        """Set the sections of roles that the actor has not to None; a flag of such a role is an error."""
+        """Set the sections of absent roles to None. A flag of an absent role is an error."""
         if sections.get("algorithm") is None or sections.get("reward_models") is None:
-            return  # what is wrong with them is reported
+            return  # their errors are reported
         reward_models = sections["reward_models"].reward_model
         for role, reason in absent_roles(sections["algorithm"], reward_models).items():
             own = [section_of[role] for section_of in OF_ROLES.values() if role in section_of]
@@ -157,10 +157,10 @@ class _Loader:
         return self.algorithms.get(name)
 
     def _set_all(self, given: list[Occurrence]) -> None:
-        """Set the fields of all flags, in an order in which the last value holds.
+        """Set the fields of all flags. A later value replaces an earlier one.
 
-        Lower levels come first; within a level, flags of all actors before this one's, and flags of more
-        roles before flags of fewer."""
+        Lower levels come first. Within a level, flags of all actors come before this actor's flags, and flags
+        of several roles before flags of one."""
         found = [(*pair, one) for one in given if (pair := self._find(one)) is not None]
         found.sort(key=lambda item: (item[2].level, item[2].number, -len(item[0].targets)))
         seen: dict[tuple[int, int, str], tuple[bool, Occurrence]] = {}
@@ -177,7 +177,7 @@ class _Loader:
             self.settings |= {target: setting for target in flag.targets}
 
     def _find(self, given: Occurrence) -> tuple[Flag, bool] | None:
-        """Return the flag and whether it was negated (--no-flag), or None: it is wrong, and reported."""
+        """Return the flag and whether it was negated (--no-flag), or None after reporting an error."""
         number, name = given.number, given.base
         found, is_negated = self._resolve(name)
         if number > 1 and not isinstance(found, Flag) and name.removeprefix("no-").startswith("actor-"):
@@ -195,7 +195,7 @@ class _Loader:
         return None
 
     def _resolve(self, name: str) -> tuple[Flag | str | None, bool]:
-        """Return the flag of a name, why it is refused, or None; and whether the name negates it."""
+        """Return the flag of a name, or why it is refused, or None; and whether the name negates the flag."""
         found = self._lookup(name)
         if not isinstance(found, Flag) and name.startswith("no-"):
             positive = self._lookup(name.removeprefix("no-"))
@@ -213,7 +213,7 @@ class _Loader:
         return find_library_flag(name)
 
     def _unknown(self, given: Occurrence) -> str:
-        """Return what a flag that does not exist was probably meant to be."""
+        """Return the error of a flag that does not exist, with the flag that was probably meant."""
         name, value = given.base, given.value
         role = next((role for role in ROLES if name.startswith(f"{role}-")), None)
         if role and self._lookup(name.removeprefix(f"{role}-")) is not None:
@@ -228,7 +228,7 @@ class _Loader:
         return f"no such flag.{near or ' Leave it out; --help lists all.'}"
 
     def _elsewhere(self, name: str, value: str) -> str | None:
-        """Return what a flag of another framework is called here."""
+        """Return the error of another framework's flag, with the name of the flag here."""
         name = our_name(name)
         if name in REASON_OF:
             return f"no such flag: {REASON_OF[name]}. Leave it out."
@@ -240,7 +240,8 @@ class _Loader:
         return f"no such flag. Try --{numbered(first, self.number)}{space}{rest} instead."
 
     def _names(self) -> list[str]:
-        """Return every flag that could be meant, the schema's first: the nearest of equals is the first."""
+        """Return all names that could be meant. The schema's come first, because the first of two equally
+        similar names is proposed."""
         names = [*self.flags, "algorithm", *self.owners, *passthrough_names()]
         negated = [name for name, flag in self.flags.items() if flag.kind.is_bool]
         return [numbered(name, self.number) for name in names] + [
@@ -260,9 +261,9 @@ class _Loader:
             return Setting(None, given, valid=False)
 
     def _build(self, section: str, cls: type) -> object | None:
-        """Return one node of the tree; None if a rule is broken.
+        """Return one section; None if a rule is broken.
 
-        A missing or invalid field is None there, so that the other rules of the node still report."""
+        A missing or invalid field is set to None, so that the rules of the other fields still report."""
         values, complete = {}, True
         for flag in section_flags(section, cls):
             setting = self.settings.get((section, flag.field))
@@ -294,7 +295,7 @@ class _Loader:
         if (setting := self.settings.get((section, field))) is not None:
             return setting.given.error(rule)
         flag = self._flag_of(section, field)
-        # if no flag of the section has the actor's number, the first actor's loader says the same
+        # without a flag of this actor in the section, the first actor's loader reports the same error
         mine = any(
             of == section and setting.given.number == self.number
             for (of, _), setting in self.settings.items()
@@ -306,18 +307,18 @@ class _Loader:
         return next(found, Flag(name=field, targets=((section, field),), kind=Kind()))
 
     def _name(self, flag: Flag) -> str:
-        """Return the flag's name as it is written for this actor."""
+        """Return the name that the flag has for this actor."""
         return flag.name if flag.is_of_job else numbered(flag.name, self.number)
 
 
 def _try(flag: Flag, occurrence: Occurrence) -> str:
-    """Return ' Try cosine.': the nearest of a few choices, else the default, else to leave the flag out."""
+    """Return ' Try cosine.' with the nearest choice, else with the default, else ' Leave it out.'"""
     choices = [str(choice) for choice in flag.kind.choices]
     near = [difflib.get_close_matches(word.text, choices, n=1) for word in occurrence.words]
     if near and all(near):
         return f" Try {' '.join(dict.fromkeys(match[0] for match in near))}."
     if flag.kind.is_bool:
-        return ""  # the rule says how to write it
+        return ""  # the rule itself shows the right form
     if flag.required:
         return " Try 100." if flag.kind.bases == ("int",) else ""
     values = flag.default if isinstance(flag.default, tuple) else (flag.default,)

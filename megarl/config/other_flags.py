@@ -1,7 +1,8 @@
-"""Flags beyond the schema: vLLM's engine arguments, Megatron's TransformerConfig, other frameworks' names.
+"""Find flags outside the schema: vLLM's engine arguments, fields of Megatron's TransformerConfig, and
+other frameworks' names.
 
-Engine arguments stand behind --rollout-. They and the fields of TransformerConfig are checked against the
-installed class. A field that megarl itself decides is refused, with the flag that decides it."""
+Engine arguments have the prefix --rollout-. They and the fields of TransformerConfig are checked against the
+installed class. A field that megarl sets itself is refused, with the flag that decides it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from megarl.config.flags import Flag, Kind, flag_name, kind_of_hint
 from megarl.config.installed import InstalledClass, engine_args, syntax_tree, transformer_config
 
-# Why an engine argument cannot be set -> the arguments, * for anything. The first match counts.
+# Reason why engine arguments cannot be set -> patterns of the arguments. The first match counts.
 ENGINE_REFUSED = {
     "the engine runs the actor's model. Set --model.": """
         model model_weights hf_config_path hf_overrides config_format model_class_overrides revision
@@ -54,8 +55,8 @@ ENGINE_REFUSED = {
         enable_expert_parallel""",
 }
 
-# Key of config.json -> the flags of Megatron that say the same. A model has one shape: not even an equal
-# value is taken from a flag.
+# Key of config.json -> the flags of Megatron with the same meaning. They are refused even with an equal
+# value, because the shape has one source.
 _SHAPE_KEYS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -73,7 +74,7 @@ _SHAPE_KEYS = {
     "sliding_window": "window_size",
 }
 
-# As ENGINE_REFUSED, for TransformerConfig, with names of Megatron's own training arguments.
+# The same for TransformerConfig, with names of Megatron's own training arguments too.
 TRANSFORMER_REFUSED = {
     f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another "
     "--model.": fields
@@ -224,7 +225,7 @@ _SYNONYMS = {
     "--call-timeout-s {}": "nccl-timeout distributed-timeout-minutes",
 }
 
-# Why there is no such flag -> its names elsewhere.
+# Reason why there is no such flag -> its names in other frameworks.
 _NOT_NEEDED = {
     "sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number": """
         per-device-train-batch-size micro-train-batch-size micro-batch-size-per-gpu
@@ -246,7 +247,7 @@ _OBJECTS = re.compile(
     r"\b(?:(?:[Tt]ype|Callable|ContextManager)\b(?:\[[^\[\]]*\])?"
     r"|torch\.dtype|PipelineParallelLayerLayout|RecipeConfig|AttnBackend\b)"
 )
-"""Python objects in annotations, which no flag can carry."""
+"""Types in annotations whose values no flag can carry."""
 
 
 class Library(NamedTuple):
@@ -300,20 +301,20 @@ def passthrough_names() -> list[str]:
 
 
 def our_name(name: str) -> str:
-    """Return a flag's name as in the tables: save-freq of trainer.save_freq.
+    """Return the form of a flag's name that the tables have, e.g. save-freq for trainer.save_freq.
 
-    data.train_batch_size keeps its section, as verl counts prompts and OpenRLHF samples."""
+    data.train_batch_size keeps its section, because verl counts prompts and OpenRLHF counts samples."""
     name = name.replace("_", "-")
     return name if name in FLAG_OF else name.rpartition(".")[2]
 
 
 def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind | None:
-    """Return the kind of a field by its annotation; None if no flag can carry it.
+    """Return the kind of a field with this annotation; None if no flag can carry its values.
 
-    The annotation is evaluated with stand-ins for the library's classes, which are not imported.
+    The annotation is evaluated with stand-ins for the library's classes, because the library is not imported.
 
     Args:
-        aliases: names that may stand for Literal[...] -> the file that defines them."""
+        aliases: name that may stand for Literal[...] -> the file that defines it."""
     text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
     names = _Names(lambda name: aliases.get(name))
     try:
@@ -323,9 +324,10 @@ def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind
 
 
 class _Names(dict):
-    """Names of annotations -> types; what is neither Python's nor typing's stands for a class or a Literal.
+    """Maps the names in an annotation to types.
 
-    A class is text, as an enumeration's value is written, or JSON if its name is that of a dataclass."""
+    A name that is neither Python's nor typing's is an alias of Literal[...] or a class. A class becomes dict
+    (JSON) if its name ends as those of dataclasses do, else str, the form of an enumeration's value."""
 
     def __init__(self, file_of: Callable[[str], Path | None]) -> None:
         super().__init__(vars(builtins) | vars(typing))
@@ -339,7 +341,9 @@ class _Names(dict):
 
 
 def _literal(name: str, path: Path) -> object | None:
-    """Return what `name = Literal[...]` in a file stands for, which may name others of the file."""
+    """Return the Literal of `name = Literal[...]` in a file, None if there is none.
+
+    The Literal may contain other names of the file."""
     for node in syntax_tree(path).body:
         match node:
             case (

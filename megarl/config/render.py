@@ -1,4 +1,4 @@
-"""Text from the configuration tree: the args file of a resolved configuration, and --help."""
+"""Write the configuration tree as text: the args file of a resolved configuration, and --help."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ and also
 """
 
 _SECTION_OF: dict[type, str] = {}
-"""Each dataclass of the tree -> the first section that has it."""
+"""Dataclass -> first section of the tree that is an instance of it."""
 for _section, _cls in SECTIONS.items():
     _SECTION_OF.setdefault(_cls, _section)
 
@@ -46,8 +46,8 @@ for _section, _cls in SECTIONS.items():
 def write_args(config: TrainConfig) -> str:
     """Return the args file that parses back to an equal configuration.
 
-    It holds every value, defaults too, so that it means the same when a default changes; None only where that
-    is not the default."""
+    The file holds every value, so that it means the same after a default has changed. A None that is the
+    default is left out."""
     cls = type(config.algorithm)
     chosen = format_flag("algorithm", algorithm_name(cls))
     groups = [("algorithm", [chosen, *_lines(config.algorithm, section_flags("algorithm", cls))])]
@@ -77,7 +77,7 @@ def _lines(node: object, flags: Sequence[Flag]) -> list[str]:
 
 
 def _role_lines(config: TrainConfig, cls: type) -> list[str]:
-    """Return a flag for every role where all agree, one per role where they do not."""
+    """Return one flag per field if all roles have the same value, else one flag per role."""
     nodes = {role: getattr(config, section) for role, section in OF_ROLES[cls].items()}
     nodes = {role: node for role, node in nodes.items() if node is not None}
     lines = []
@@ -118,12 +118,12 @@ def _differences(first: TrainConfig, other: TrainConfig, number: int) -> Iterato
 
 
 def _other_values(flag: Flag, nodes: Mapping[str, tuple[object, object]], number: int) -> Iterator[str]:
-    """Yield the flags of a field whose value is not the first actor's, for all roles if for any.
+    """Yield the flags of a field if its value differs from the first actor's in any role.
 
-    The flag of one role does not do, as the actor's flag sets the reference's value too.
+    All roles get a flag, because the actor's flag sets the reference's value too.
 
     Args:
-        nodes: prefix of the flag -> (the first actor's node of the tree, this actor's)."""
+        nodes: prefix of the flag -> (section of the first actor, section of this actor)."""
     values = {
         prefix: (getattr(theirs, flag.field, ...), getattr(mine, flag.field))
         for prefix, (theirs, mine) in nodes.items()
@@ -162,7 +162,7 @@ def _group(title: str, flags: Sequence[Flag], width: int) -> str:
 def _default(flag: Flag) -> str:
     if flag.required:
         return "Required."
-    if "Default:" in flag.help:  # the schema says it better, e.g. what None stands for
+    if "Default:" in flag.help:  # the docstring of the field explains it, e.g. the meaning of None
         return ""
     if flag.kind.is_bool and flag.default is not None:
         return f"Default: {'on' if flag.default else 'off'}."

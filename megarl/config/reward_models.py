@@ -1,6 +1,6 @@
-"""The reward models of a job, what runs each of them, and the rules about rewards.
+"""List the reward models of a job with their backends, and check the rules about rewards.
 
-Read are the --reward-model flags, the folders' config.json and the judge's template; no weights."""
+The module reads the config.json of the folders and the judge's template, but no weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RewardModelSpec:
 
 
 def reward_models(config: TrainConfig) -> list[RewardModelSpec]:
-    """Return the reward models in the order of --reward-model, for a configuration that `check` accepts."""
+    """Return the reward models in the order of --reward-model, for a configuration without errors."""
     given = config.reward_models
     weights = given.reward_model_weights or (1.0,) * len(given.reward_model)
     models = []
@@ -46,19 +46,19 @@ def reward_models(config: TrainConfig) -> list[RewardModelSpec]:
 
 
 def _backends(given: RewardModelConfig) -> tuple[str, ...]:
-    """Return the words of --reward-model-backend; one word is for all models."""
+    """Return the word of --reward-model-backend for each model. A single word is for all models."""
     backends = given.reward_model_backend
     return backends * len(given.reward_model) if len(backends) == 1 else backends
 
 
 def uses_rule_reward(config: TrainConfig) -> bool:
-    """Whether a rule scores responses: always without reward models, else if a rule is given."""
+    """Return whether a rule scores responses: if one is given, or if there are no reward models."""
     is_given = config.data.reward is not None or config.data.reward_function is not None
     return is_given or not config.reward_models.reward_model
 
 
 def needs_ground_truth(config: TrainConfig) -> bool:
-    """Whether every row of the data must have a ground truth. A user's own function may do without."""
+    """Return whether every row of the data must have a ground truth. A user's function need not have one."""
     if uses_rule_reward(config) and config.data.reward_function is None:
         return True
     template = config.reward_models.judge_template
@@ -66,7 +66,7 @@ def needs_ground_truth(config: TrainConfig) -> bool:
 
 
 def find_backend(path: str) -> str:
-    """Return what --reward-model-backend auto means for a folder.
+    """Return the backend that --reward-model-backend auto chooses for a folder.
 
     Raises: ConfigError for a folder without a usable config.json, or whose architecture is neither a
     classifier nor a language model."""
@@ -98,7 +98,7 @@ def value_model_shape(path: str) -> ModelShape:
 
 
 def reward_errors(config: TrainConfig) -> Errors:
-    """Yield a line per rule that the rewards and reward models break."""
+    """Yield an error per rule that the rewards and reward models break."""
     if config.data.reward != "code":
         names = ("code_timeout_s", "code_memory_limit_bytes", "allow_unsandboxed_code")
         yield from _refuse_without("--reward code", config.data, names)

@@ -1,7 +1,7 @@
-"""Rules about files and folders that flags name: models, data, rewards, --save and --load.
+"""Check the files and folders that flags name: models, data, rewards, --save and --load.
 
-Paths are looked at, not opened, but for the names in a reward's file and job.json of a checkpoint; the ranks
-find what is damaged in the rest. Nothing is run or created."""
+Of the files, only the reward's Python file and a checkpoint's job.json are opened; the ranks find damage in
+the others. Nothing is run or created."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN_FILES = ("resolved.args", "metrics.jsonl")
 
 
 def unreachable_paths(config: TrainConfig) -> Errors:
-    """Yield a line per path that cannot be looked at: its name is too long, or its folder is closed."""
+    """Yield an error per path that the system refuses to look up, e.g. because its name is too long."""
     seen = set()
     for number, of_actor in enumerate((config, *config.others), 1):
         model, data, rewards = of_actor.model, of_actor.data, of_actor.reward_models
@@ -57,14 +57,14 @@ def unreachable_paths(config: TrainConfig) -> Errors:
             try:
                 os.stat(path)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # other rules say whether it must be there
+                continue  # other rules decide whether the path must exist
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", error)
                 yield f"--{numbered(flag, number)} ({path}): {reason}. Give another path."
 
 
 def path_errors(config: TrainConfig, new_run: bool = True) -> Errors:
-    """Yield a line per missing or unfit file, and for a new run one if --save holds a run."""
+    """Yield an error per missing or unusable file, and for a new run an error if --save holds a run."""
     yield from _model(config)
     for flag, files in (("--train-data", config.data.train_data), ("--eval-data", config.data.eval_data)):
         yield from _data(flag, files)
@@ -117,7 +117,7 @@ def _reward_function(name: str | None) -> Errors:
 
 
 def _other_function(path: Path) -> str:
-    """Return advice: a function of the file, or of the Python file beside it with the most similar name."""
+    """Propose a function of the file, or else of the Python file in its folder with the most similar name."""
 
     def functions(one: Path) -> list[str]:
         try:
@@ -136,9 +136,9 @@ def _functions(tree: ast.Module) -> list[str]:
 
 
 def _function_in_file(name: str, path: Path, function: str) -> Errors:
-    """Refuse a function that the file does not bind. The file is read, not run.
+    """Yield an error for a function that the file does not define. The file is read, not run.
 
-    A file that binds names in ways that only running shows (star imports) is left to the run."""
+    A file with star imports is accepted, because only running it shows its names."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
@@ -168,14 +168,14 @@ def _save(folder: Path) -> Errors:
 
 
 def free_name(folder: Path) -> Path:
-    """Return `folder` with the lowest number behind it that nothing is called yet: run-2."""
+    """Return `folder` with the lowest free number appended, e.g. run-2."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(path for path in names if not path.exists())
 
 
 def goes_on(config: TrainConfig) -> bool:
-    """Whether --load is the run in --save."""
+    """Return whether the job continues the run in --save, because --load names it."""
     if config.checkpoint.load is None:
         return False
     load, save = Path(config.checkpoint.load).resolve(), Path(config.run.save).resolve()
@@ -183,9 +183,9 @@ def goes_on(config: TrainConfig) -> bool:
 
 
 def described_models(config: TrainConfig) -> dict[str, Json]:
-    """Return trained role -> the fields of its model that change the function of its weights.
+    """Return trained role -> the fields of its model that decide what its weights compute.
 
-    Raises: ConfigError for a config.json that is wrong."""
+    Raises: ConfigError for a config.json with errors."""
     return {
         f"{role}{suffix}": function_fields(model.shape, model.lora)
         for suffix, of_actor in configs_of_actors(config).items()
@@ -194,7 +194,7 @@ def described_models(config: TrainConfig) -> dict[str, Json]:
 
 
 def uncompared_models(config: TrainConfig, saved: Json) -> list[str]:
-    """Return a line per role whose model an older checkpoint does not describe fully.
+    """Return a note per role whose model an older checkpoint does not describe completely.
 
     Args:
         saved: the content of job.json."""
@@ -212,7 +212,7 @@ def uncompared_models(config: TrainConfig, saved: Json) -> list[str]:
 
 
 def checkpoint_notes(config: TrainConfig) -> list[str]:
-    """Return what is to be said about --load that is no error."""
+    """Return notes about --load that are no errors."""
     try:
         found = newest_job(config) if config.checkpoint.load is not None else None
     except JobFileError:
@@ -221,7 +221,7 @@ def checkpoint_notes(config: TrainConfig) -> list[str]:
 
 
 def checkpoint_errors(config: TrainConfig) -> list[str]:
-    """Return what is wrong with --load and restarts, for a job whose models can be read."""
+    """Return the errors of --load and of restarts, for a job whose models can be read."""
     errors = [*_unsavable(config), *_unclear_restart(config)]
     if config.checkpoint.load is None or errors:
         return errors
@@ -233,7 +233,7 @@ def checkpoint_errors(config: TrainConfig) -> list[str]:
 
 
 def is_savable(config: TrainConfig) -> bool:
-    """Whether the job can be saved: not with --optimizer-cpu-offload."""
+    """Return whether checkpoints can hold the job's state. With --optimizer-cpu-offload they cannot."""
     return not any(
         model.optimizer.optimizer_cpu_offload
         for of_actor in configs_of_actors(config).values()
@@ -255,8 +255,8 @@ def _unsavable(config: TrainConfig) -> Errors:
 def _unclear_restart(config: TrainConfig) -> Errors:
     """Refuse restarts if the newest checkpoint of --save is newer than the one that --load names.
 
-    A restart takes the newest one, and the first attempt may fail before it has removed those after
-    --load."""
+    A restart takes the newest checkpoint. The first attempt may fail before it has removed the checkpoints
+    after --load."""
     restarts, load = config.checkpoint.max_restarts, config.checkpoint.load
     if not restarts or load is None or not goes_on(config) or not is_one_checkpoint(Path(load)):
         return
@@ -270,9 +270,9 @@ def _unclear_restart(config: TrainConfig) -> Errors:
 
 
 def newest_job(config: TrainConfig) -> tuple[Path, Json] | None:
-    """Return the checkpoint that is tried first, and its job.json; None: the run begins in an empty folder.
+    """Return the checkpoint that is tried first and its job.json; None if --save is still empty.
 
-    Raises: JobFileError if --load names none."""
+    Raises: JobFileError if --load names no checkpoint."""
     problems = []
     for folder in found_by(config.checkpoint.load):
         try:
@@ -343,7 +343,7 @@ def _order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:
 
 
 def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Json) -> str | None:
-    """Return what is wrong with the number of training rows of an actor, or None.
+    """Return the error if an actor's number of training rows is not that of the run that --load names.
 
     Args:
         saved: the content of job.json."""

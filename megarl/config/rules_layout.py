@@ -1,6 +1,6 @@
-"""Rules about ranks and parallel sizes: how roles, experts and engines are split over ranks.
+"""Check how roles, experts and engines are split over ranks.
 
-`Job` and `MegatronRole` are what these rules and those of rules_training.py look at."""
+`Job` and `MegatronRole` hold the data that these rules and those of rules_training.py need."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class MegatronRole:
 
     Args:
         name: actor, critic, reference, or reward.
-        ranks: None if their flag is wrong, which is reported elsewhere.
-        shape: of its model, None if config.json could not be used.
-        shared: fields whose flag is the one of all roles, as they have one value for all.
+        ranks: None if their flag has an error, which another rule reports.
+        shape: shape of the role's model, None if config.json has errors.
+        shared: fields that have the same value in all roles. Errors name their flag of all roles.
         optimizer, lora: None for a frozen role."""
 
     name: str
@@ -38,7 +38,7 @@ class MegatronRole:
     lora: LoRAConfig | None = None
 
     def flag(self, field: str) -> str:
-        """Return --critic-tensor-model-parallel-size, or the flag without the role where all agree."""
+        """Return the flag of a field: the role's, e.g. --critic-lr, or that of all roles if they agree."""
         return f"--{flag_name(field, '' if field in self.shared else f'{self.name}-')}"
 
     @property
@@ -60,12 +60,12 @@ class MegatronRole:
 
 @dataclass(frozen=True)
 class Job:
-    """One actor with its roles, as the rules see it.
+    """One actor with its roles, in the form that the rules need.
 
     Args:
-        shape: of the actor's model; None if config.json could not be used.
-        critic_shape: of the critic's model, with its value head.
-        ranks: role -> its ranks, None if their flag is wrong."""
+        shape: shape of the actor's model, None if config.json has errors.
+        critic_shape: shape of the critic's model, with its value head.
+        ranks: role -> its ranks, None if their flag has an error."""
 
     config: TrainConfig
     shape: ModelShape | None
@@ -87,7 +87,7 @@ class Job:
 
     @property
     def engine(self) -> str | None:
-        """Mode of the engines, 'in-process' or 'out-of-process'; None: there are none, or on wrong ranks."""
+        """Mode of the engines, 'in-process' or 'out-of-process'; None without engines or with wrong ranks."""
         places_all = self.uses_rollout and all(self.ranks.values())
         return engine_mode(self.config, self.world_size) if places_all else None
 
@@ -112,7 +112,8 @@ class Job:
         return [role for role in self.megatron_roles if role.optimizer is not None]
 
     def _reward_shapes(self) -> dict[str, ModelShape]:
-        """Return the shapes of reward models that Megatron runs; none if one is wrong, which is reported."""
+        """Return reward model -> shape for those that Megatron runs; {} if one has errors, which are
+        reported elsewhere."""
         try:
             models = [model for model in reward_models(self.config) if model.backend == "megatron"]
             return {model.name: value_model_shape(model.path) for model in models}
@@ -121,7 +122,9 @@ class Job:
 
 
 def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str]:
-    """Return the fields with one value for all roles; those of optimizer or LoRA all, or none."""
+    """Return the fields with the same value in all roles.
+
+    Of the fields of optimizer or LoRA, all are returned or none."""
     nodes = [getattr(config, role) for role in present]
     shared = [f.name for f in fields(ParallelConfig) if len({getattr(node, f.name) for node in nodes}) == 1]
     if config.critic_optimizer in (None, config.optimizer):
@@ -140,7 +143,7 @@ def executor(job: Job) -> Errors:
 
 
 def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) -> Errors:
-    """Refuse a rank that no role is on; None: a list that is wrong."""
+    """Refuse a rank that no role is on. A role's ranks are None if their flag has an error."""
     if not all(ranks_of.values()):
         return
     idle = [rank for rank in range(world_size) if not any(rank in ranks for ranks in ranks_of.values())]
@@ -161,7 +164,7 @@ def idle_ranks_of_actor(job: Job) -> Errors:
 
 
 def _ranks_flag(role: str) -> str:
-    """Return --actor-2-ranks of actor_2; reward models share theirs."""
+    """Return the flag of a role's ranks, e.g. --actor-2-ranks. Reward models share one flag."""
     kind, suffix = kind_and_suffix(role)
     return "--reward-ranks" if kind == "reward_model" else f"--{kind}{suffix.replace('_', '-')}-ranks"
 
@@ -173,13 +176,13 @@ def megatron_roles(job: Job) -> Errors:
 
 
 def parallel_errors(role: MegatronRole) -> Errors:
-    """Yield every rule about its split that one role breaks."""
+    """Yield an error per rule about parallel sizes that one role breaks."""
     for rule in (recompute, role_ranks, virtual_pipeline, dense_split, expert_split, qkv_layout):
         yield from rule(role)
 
 
 def recompute(role: MegatronRole) -> Errors:
-    """Refuse what TransformerConfig and TransformerBlock refuse, and what they would silently ignore."""
+    """Refuse recompute flags that Megatron refuses, and those that it would ignore."""
     parallel, flag = role.parallel, role.flag
     granularity, layers = parallel.recompute_granularity, parallel.recompute_num_layers
     granularity_flag, layers_flag = flag("recompute_granularity"), flag("recompute_num_layers")
@@ -212,7 +215,7 @@ def role_ranks(role: MegatronRole) -> Errors:
             f"{role.flag('sequence_parallel')}: needs {tp_flag} above 1. Leave it out, or try {tp_flag} 2."
         )
     if any(dense_split(role)):
-        return  # no number of ranks would help; `dense_split` says what does
+        return  # no number of ranks would help; `dense_split` proposes what does
     sizes = {tp_flag: role.tp, role.flag("pipeline_model_parallel_size"): role.pp}
     if role.cp > 1:
         sizes = {tp_flag: role.tp, role.flag("context_parallel_size"): role.cp} | sizes
@@ -257,7 +260,7 @@ def dense_split(role: MegatronRole) -> Errors:
 
 
 def split_dimensions(shape: ModelShape) -> dict[str, int]:
-    """Return what every tensor-parallel split cuts into equal parts. Experts are split otherwise."""
+    """Return name -> size of the dimensions that tensor parallelism splits, except those of experts."""
     sizes = {"attention heads": shape.num_attention_heads}
     if shape.is_dense or shape.dense_layers:
         sizes["intermediate_size"] = shape.ffn_hidden_size
@@ -274,7 +277,7 @@ def tensor_sizes(shape: ModelShape, dimensions: Mapping[str, int]) -> list[int]:
 
 
 def _shares_heads(shape: ModelShape, tp: int) -> bool:
-    """Whether each rank has whole key-value heads, or as many ranks as any other share one."""
+    """Return whether each rank has whole key-value heads, or equally many ranks share each head."""
     return shape.num_query_groups % tp == 0 or tp % shape.num_query_groups == 0
 
 
@@ -341,7 +344,7 @@ def qkv_layout(role: MegatronRole) -> Errors:
 
 
 def engine_ranks(job: Job) -> Errors:
-    """Refuse engines that do not fit their ranks, and modes of engines that do not go together."""
+    """Refuse engines that do not fit their ranks, and combinations of modes that do not work."""
     tp, ranks, placement = job.config.rollout.tensor_parallel_size, job.ranks["rollout"], job.config.placement
     if not ranks:
         return

@@ -1,6 +1,6 @@
-"""Rules about training, sampling and memory: what one flag means for another, and for the model's shape.
+"""Check flags of training, sampling and memory against each other and against the model's shape.
 
-Each rule is a function of the job, named by its subject, and yields a line per flag that is wrong."""
+Each rule is a function of the job, named by its subject, and yields an error per wrong flag."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def batch(job: Job) -> Errors:
 
 
 def optimizer(job: Job) -> Errors:
-    """Refuse schedules of the learning rate that contradict themselves."""
+    """Refuse contradictory schedules of the learning rate."""
     for role in job.trained_roles:
         values, flag = role.optimizer, role.flag
         if values.min_lr > values.lr:
@@ -63,7 +63,7 @@ def optimizer(job: Job) -> Errors:
 
 
 def critic(job: Job) -> Errors:
-    """Refuse a critic's model that does not read the actor's token ids, or not as many of them."""
+    """Refuse a critic's model with another vocabulary than the actor's, or too few positions."""
     shape, name = job.critic_shape, job.config.model.critic_model
     if shape is None:
         return
@@ -82,10 +82,9 @@ def critic(job: Job) -> Errors:
 
 
 def fp8(job: Job) -> Errors:
-    """Refuse what does not go with fp8.
+    """Refuse combinations with fp8 that are not supported.
 
-    Where the model is built, it is checked that there is a GPU and Transformer Engine: the driver may have
-    neither."""
+    The ranks check that there is a GPU and Transformer Engine. The driver's machine may have neither."""
     value = job.config.transformer.get("fp8")
     if value is not None and not job.config.model.bf16:
         yield f"--fp8 ({value}): its weights are kept in bf16. Add --bf16."
@@ -123,7 +122,7 @@ def expert_balance(job: Job) -> Errors:
 
 
 def routing_replay(job: Job) -> Errors:
-    """Refuse to replay routing that nobody records."""
+    """Refuse to replay the routing of experts if nothing records it."""
     source = job.config.experts.moe_routing_replay
     if source == "engine" and not job.config.rollout.enable_prefix_caching:
         yield (
@@ -138,7 +137,7 @@ def routing_replay(job: Job) -> Errors:
 
 
 def lora(job: Job) -> Errors:
-    """Refuse adapters that the model's layers cannot have, and their flags without adapters."""
+    """Refuse adapters for layers that cannot have them, and flags of adapters without adapters."""
     for role in job.trained_roles:
         rank_flag, rank = role.flag("lora_rank"), role.lora.lora_rank
         if not rank:
@@ -167,7 +166,7 @@ def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Errors:
 
 
 def fsdp(job: Job) -> Errors:
-    """Refuse what does not go with Megatron-FSDP, and its flags without it."""
+    """Refuse combinations with Megatron-FSDP that are not supported, and its flags without it."""
     for role in job.trained_roles:
         flag, strategy_flag = role.flag("use_megatron_fsdp"), role.flag("data_parallel_sharding_strategy")
         strategy = role.optimizer.data_parallel_sharding_strategy
@@ -215,7 +214,7 @@ def _fsdp_with(role: MegatronRole, flag: str) -> Errors:
 
 
 def offload(job: Job) -> Errors:
-    """Refuse to offload parts that a role does not have, or that somebody else reads on the device."""
+    """Refuse to offload parts that a role does not have, or that an engine reads on the device."""
     config = job.config
     for role in job.megatron_roles:
         flag, parts = role.flag("offload"), role.parallel.offload
@@ -223,7 +222,7 @@ def offload(job: Job) -> Errors:
         if once != parts:
             yield f"{flag} ({' '.join(parts)}): names a part twice. Try {flag} {' '.join(once)}."
         surplus = [part for part in parts if part != "parameters"]
-        # a value of the flag of all roles, or of the actor's flag, means the roles that train
+        # a value that a trained role has too comes from the flag of all roles and is meant for trained roles
         is_own = all(parts != other.parallel.offload for other in job.trained_roles)
         if role.optimizer is None and surplus and is_own:
             yield (
@@ -240,14 +239,14 @@ def offload(job: Job) -> Errors:
 
 
 def _offload_of_other_reward_models(job: Job) -> Errors:
-    """Check what was said of reward models that Megatron does not run, and not of all roles."""
+    """Check --reward-offload if Megatron runs none of the reward models."""
     parts = () if job.config.reward is None else job.config.reward.offload
     has_megatron = any(role.name == "reward" for role in job.megatron_roles)
     if not parts or has_megatron or parts == job.config.actor.offload:
         return
     try:
         backends = {model.backend for model in reward_models(job.config)}
-    except ValueError:  # what is wrong with them is reported
+    except ValueError:  # another rule reports it
         return
     given = f"--reward-offload ({' '.join(parts)})"
     if backends == {"judge"}:
@@ -260,7 +259,7 @@ def _offload_of_other_reward_models(job: Job) -> Errors:
 
 
 def _offload_beside_engine(job: Job, flag: str) -> Errors:
-    """Refuse to move the actor's weights away from an engine that reads them where they are."""
+    """Refuse to offload the actor's weights if an engine reads them in place."""
     reshard = job.config.reshard
     if job.engine == "in-process" and reshard.reshard_alias:
         yield (
@@ -276,7 +275,7 @@ def _offload_beside_engine(job: Job, flag: str) -> Errors:
 
 
 def hybrid_optimizer(job: Job) -> Errors:
-    """Refuse what Megatron's precision-aware path refuses, and what has no sense together."""
+    """Refuse combinations with --optimizer-cpu-offload that Megatron does not support."""
     for role in job.trained_roles:
         flag, values = role.flag("optimizer_cpu_offload"), role.optimizer
         if not values.optimizer_cpu_offload:
@@ -352,7 +351,7 @@ def evaluation_in_training(job: Job) -> Errors:
 def evaluation_alone(job: Job) -> Errors:
     """Refuse `megarl eval` without held-out data, or without a rule that scores it."""
     config = job.config
-    # with an interval `evaluation_in_training` says it
+    # with an interval, `evaluation_in_training` reports it
     if job.uses_rollout and not uses_rule_reward(config) and not config.run.eval_interval:
         yield (
             "--reward-model: held-out answers are scored by a rule, and with it there is none. "

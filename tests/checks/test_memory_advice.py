@@ -159,9 +159,7 @@ def test_this_machines_disk_is_a_note_where_another_machine_is_planned_for(job, 
     report = examined(job, "", gpus(80))
     assert report.errors == () and f"note: on this machine {finding}" in report.lines
     (tmp_path / "run").symlink_to(tmp_path / "gone")
-    assert (
-        len(examined(job, "", Machine(10**12)).errors) == 2 and examined(job, "", gpus(80)).errors == ()
-    )
+    assert len(examined(job, "", Machine(10**12)).errors) == 2 and examined(job, "", gpus(80)).errors == ()
 
 
 def test_train_refuses_the_same(job, monkeypatch):  # noqa: F811

@@ -198,8 +198,7 @@ def test_disk(job, tmp_path):  # noqa: F811
         "Try --keep 1."
     )
     assert (
-        list(disk_errors(load(job, "--save-interval 1 --keep 1 --train-iters 100 --bf16"), 38 * n - 1))
-        == []
+        list(disk_errors(load(job, "--save-interval 1 --keep 1 --train-iters 100 --bf16"), 38 * n - 1)) == []
     )
     assert (
         list(disk_errors(load(job, "--train-iters 100"), 4 * n)) == []
