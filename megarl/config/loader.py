@@ -99,16 +99,14 @@ class _Loader:
     def __init__(self, given: Sequence[Occurrence], algorithms: Mapping[str, type], number: int = 1) -> None:
         self.algorithms, self.number = algorithms, number
         self.errors: list[str] = []
-        choosing, others = [], []
-        for one in given:
-            if one.number in (1, number):
-                (choosing if one.base in ("algorithm", "actor-algorithm") else others).append(one)
+        mine = [one for one in given if one.number in (1, number)]
+        choosing = [one for one in mine if one.base in ("algorithm", "actor-algorithm")]
         self.algorithm = self._choose_algorithm(choosing)
         self.flags = build_flags(self.algorithm)
         self.owners = algorithm_flags(algorithms)
         self.settings: dict[tuple[str, str], Setting] = {}
         self.given: dict[str, Occurrence] = {}
-        self._set_all(others)
+        self._set_all([one for one in mine if one not in choosing])
 
     @property
     def num_actors(self) -> int:

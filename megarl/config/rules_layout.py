@@ -250,9 +250,8 @@ def dense_split(role: MegatronRole) -> Errors:
     shape, num_ranks = role.shape, len(role.ranks or ()) // role.cp
     if shape is None:
         return
-    fits = tensor_sizes(shape, split_dimensions(shape))
-    fits = [n for n in fits if num_ranks % (n * role.pp) == 0] or fits
-    yield from _tensor_split(role.flag("tensor_model_parallel_size"), role.tp, shape, fits)
+    tp_flag = role.flag("tensor_model_parallel_size")
+    yield from _tensor_split(tp_flag, role.tp, shape, split_dimensions(shape), num_ranks, role.pp)
     stages = divisors(shape.num_layers)
     stages = [n for n in stages if num_ranks % (n * role.tp) == 0] or stages
     pp_flag = role.flag("pipeline_model_parallel_size")
@@ -269,27 +268,26 @@ def split_dimensions(shape: ModelShape) -> dict[str, int]:
     return sizes | {"vocabulary, padded to a multiple of 64": shape.padded_vocab_size()}
 
 
-def tensor_sizes(shape: ModelShape, dimensions: Mapping[str, int]) -> list[int]:
-    """Return the tensor-parallel sizes by which the dimensions and the heads can be split."""
-    sizes = divisors(shape.num_attention_heads)
-    sizes = [n for n in sizes if not any(size % n for size in dimensions.values())]
-    return [n for n in sizes if _shares_heads(shape, n)]
-
-
 def _shares_heads(shape: ModelShape, tp: int) -> bool:
     """Return whether each rank has whole key-value heads, or equally many ranks share each head."""
     return shape.num_query_groups % tp == 0 or tp % shape.num_query_groups == 0
 
 
 def _tensor_split(
-    flag: str, tp: int, shape: ModelShape, fits: Sequence[int], experts: Mapping[str, int] = {}
+    flag: str, tp: int, shape: ModelShape, dimensions: Mapping[str, int], num_ranks: int = 0, pp: int = 1
 ) -> Errors:
-    for name, size in (split_dimensions(shape) | dict(experts)).items():
-        yield from must_divide(flag, tp, f"the model's {name}", size, fits)
+    """Refuse a size that does not divide the dimensions or the heads.
+
+    Sizes are proposed by which `num_ranks` ranks can be split into `pp` stages, if there are any."""
+    sizes = [n for n in divisors(shape.num_attention_heads) if _shares_heads(shape, n)]
+    sizes = [n for n in sizes if not any(size % n for size in dimensions.values())]
+    sizes = [n for n in sizes if num_ranks % (n * pp) == 0] or sizes
+    for name, size in dimensions.items():
+        yield from must_divide(flag, tp, f"the model's {name}", size, sizes)
     if not _shares_heads(shape, tp):
         yield (
             f"{flag} ({tp}): must divide the model's key-value heads ({shape.num_query_groups}), or be a "
-            f"multiple of them.{try_numbers(fits, tp)}"
+            f"multiple of them.{try_numbers(sizes, tp)}"
         )
 
 
@@ -369,5 +367,5 @@ def engine_split(job: Job) -> Errors:
     shape, tp = job.shape, job.config.rollout.tensor_parallel_size
     if shape is not None:
         experts = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}
-        fits = tensor_sizes(shape, split_dimensions(shape) | experts)
-        yield from _tensor_split("--rollout-tensor-parallel-size", tp, shape, fits, experts)
+        dimensions = split_dimensions(shape) | experts
+        yield from _tensor_split("--rollout-tensor-parallel-size", tp, shape, dimensions)

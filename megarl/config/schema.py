@@ -233,28 +233,28 @@ class TrainConfig:
 
     algorithm: object
     model: ModelConfig
-    actor: ParallelConfig = field(default_factory=ParallelConfig)
+    actor: ParallelConfig = ParallelConfig()
     critic: ParallelConfig | None = None
     """None, here and in the roles below, if the job has no such role."""
     reference: ParallelConfig | None = None
     reward: ParallelConfig | None = None
     """Parallel sizes of the reward models that Megatron runs."""
-    experts: MoEConfig = field(default_factory=MoEConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    experts: MoEConfig = MoEConfig()
+    placement: PlacementConfig = PlacementConfig()
     batch: BatchConfig
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer of the actor."""
     critic_optimizer: OptimizerConfig | None = None
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    lora: LoRAConfig = LoRAConfig()
     """Adapters of the actor."""
     critic_lora: LoRAConfig | None = None
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    reshard: ReshardConfig = ReshardConfig()
     data: DataConfig
-    reward_models: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_models: RewardModelConfig = RewardModelConfig()
     run: RunConfig
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""
     others: tuple[TrainConfig, ...] = ()
