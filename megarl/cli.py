@@ -79,17 +79,14 @@ def _run(argv: Sequence[str]) -> int:
 def train(argv: list[str]) -> int:
     """Check the job (`megarl check`), then run it: here if the executor is inline, else on ranks that this
     process starts."""
-    from megarl.checks.job import check_everything
-    from megarl.config.loader import load_config
     from megarl.trainer.executors import has_rank_processes
 
-    config = load_config(argv, _registry(), "megarl train")
     if "RANK" in os.environ:
         sys.stderr.write(
             "megarl train starts the ranks itself. Under torchrun, run: torchrun ... -m megarl.train ...\n"
         )
         return 2
-    check_everything(config, config.placement.nproc_per_node)
+    config = _load_and_check(argv, "megarl train", new_run=True)
     if not has_rank_processes(config):
         from megarl.train import run_in_process
 
@@ -102,12 +99,9 @@ def train(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """As `train`, with megarl.evaluate. --save may hold the run that is evaluated."""
-    from megarl.checks.job import check_everything
-    from megarl.config.loader import load_config
     from megarl.trainer.executors import has_rank_processes
 
-    config = load_config(argv, _registry(), "megarl eval")
-    check_everything(config, config.placement.nproc_per_node, new_run=False)
+    config = _load_and_check(argv, "megarl eval", new_run=False)
     if not has_rank_processes(config):
         from megarl.evaluate import main as evaluate_here
 
@@ -128,7 +122,6 @@ def check(argv: list[str]) -> int:
     """Print what the job amounts to, under 'ok' or 'not ok', and everything that is wrong with it."""
     from megarl.checks.job import examine
     from megarl.checks.machine import Machine
-    from megarl.config.loader import load_config
 
     parser = argparse.ArgumentParser("megarl check", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu-memory", type=float)
@@ -137,7 +130,7 @@ def check(argv: list[str]) -> int:
         raise ConfigError(
             [f"--gpu-memory ({options.gpu_memory:g}): must be above 0, GB of each GPU. Try 80."]
         )
-    config = load_config(rest, _registry(), "megarl check [--gpu-memory GB]")
+    config = _load(rest, "megarl check [--gpu-memory GB]")
     machine = (
         None
         if options.gpu_memory is None
@@ -204,23 +197,31 @@ def _load_layout(
     """The configuration and the meshes of the roles, without what only a run needs: run folder, data,
     steps."""
     from megarl.config.check import check_layout
-    from megarl.config.loader import load_config
     from megarl.config.mesh import role_meshes
 
     with tempfile.NamedTemporaryFile("w", suffix=".args") as unneeded:
         # A file that comes first is overridden by all that follow.
         unneeded.write("--save unneeded --train-data unneeded --train-iters 1")
         unneeded.flush()
-        config = load_config([f"@{unneeded.name}", *argv], _registry(), prog)
+        config = _load([f"@{unneeded.name}", *argv], prog)
     world_size = world_size or config.placement.nproc_per_node
     check_layout(config, world_size)
     return config, role_meshes(config, world_size)
 
 
-def _registry() -> dict[str, type]:
-    from megarl.algorithms import REGISTRY
+def _load_and_check(argv: list[str], prog: str, new_run: bool) -> TrainConfig:
+    from megarl.checks.job import check_everything
 
-    return REGISTRY
+    config = _load(argv, prog)
+    check_everything(config, config.placement.nproc_per_node, new_run)
+    return config
+
+
+def _load(argv: list[str], prog: str) -> TrainConfig:
+    from megarl.algorithms import REGISTRY
+    from megarl.config.loader import load_config
+
+    return load_config(argv, REGISTRY, prog)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from megarl.config.reward_models import reward_models
-from megarl.config.roles import configs_of_actors, role_ranks
+from megarl.config.roles import Ranks, configs_of_actors, role_ranks
 from megarl.config.schema import ParallelConfig, TrainConfig
 from megarl.role_names import actor_suffix, kind_and_suffix
 
@@ -51,7 +51,7 @@ class MeshSpec:
         vpp: number of model chunks of each pipeline stage. It decides which layers a rank holds, and changes
             no group of ranks."""
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     tp: int = 1
     pp: int = 1
     ep: int = 1
@@ -116,15 +116,14 @@ class MeshSpec:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank in both grids, which share pp."""
-        return _coordinates(self.ranks.index(rank), self.shape) | _coordinates(
-            self.ranks.index(rank), self.expert_shape
-        )
+        index = self.ranks.index(rank)
+        return _coordinates(index, self.shape) | _coordinates(index, self.expert_shape)
 
-    def ranks_where(self, **fixed: int) -> tuple[int, ...]:
+    def ranks_where(self, **fixed: int) -> Ranks:
         """Return the ranks whose coordinates match, e.g. ranks_where(dp=0): the first replica."""
         return tuple(r for r in self.ranks if fixed.items() <= self.coordinates(r).items())
 
-    def peers(self, rank: int, *varied: str) -> tuple[int, ...]:
+    def peers(self, rank: int, *varied: str) -> Ranks:
         """Return the ranks with the coordinates of `rank`, except along the varied names of one grid."""
         grid = self.shape if self.shape.keys() >= {*varied} else self.expert_shape
         mine = self.coordinates(rank)
@@ -138,7 +137,7 @@ def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
     return out
 
 
-def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
+def megatron_mesh(ranks: Ranks, parallel: ParallelConfig) -> MeshSpec:
     """Return the mesh of a role that Megatron runs."""
     return MeshSpec(
         ranks,
@@ -168,7 +167,7 @@ def shard_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=64)
-def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...], ...]:
+def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[Ranks, ...]:
     """Return the ranks of each data-parallel replica: `mesh.ranks_where(dp=i)` for all i at once.
 
     Args:

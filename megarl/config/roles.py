@@ -10,6 +10,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 from megarl.role_names import kind_and_suffix, suffix_of
 
+Ranks = tuple[int, ...]
 KINDS = ("actor", "reference", "critic", "reward", "rollout")
 """Kinds of role as flags name them, in the order of set-up. `reward` stands for all reward models."""
 
@@ -68,7 +69,7 @@ def configs_of_actors(config: TrainConfig) -> dict[str, TrainConfig]:
     return {suffix_of(index): one for index, one in enumerate((config, *config.others))}
 
 
-def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+def parse_ranks(text: str, world_size: int) -> Ranks:
     """Return ranks in ascending order. Example: parse_ranks("0-2,6", 8) == (0, 1, 2, 6).
 
     Raises: ValueError for a malformed list, for ranks that do not ascend, and for a rank outside the world.
@@ -129,7 +130,7 @@ class DeviceMap:
         return flags
 
 
-def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ...] | None], list[str]]:
+def place(config: TrainConfig, world_size: int) -> tuple[dict[str, Ranks | None], list[str]]:
     """Return role -> ranks for the roles of one actor, and the errors of the flags.
 
     The ranks are None if the role's flag has an error. The roles are in the order of set-up: actor,
@@ -141,7 +142,7 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
         pools = None
         errors.append(f"--{error}")
 
-    def ranks_of(role: str, text: str | None) -> tuple[int, ...] | None:
+    def ranks_of(role: str, text: str | None) -> Ranks | None:
         if pools is None:
             return None
         if text is None:
@@ -183,7 +184,7 @@ def _rank_flags(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
         yield from zip([f"reward_model{suffix_of(index)}" for index in range(count)], lists)
 
 
-def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, tuple[int, ...]]:
+def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, Ranks]:
     """Return role -> ranks as `place` does. Raises: ValueError with all errors."""
     placed, errors = place(config, world_size)
     if errors:

@@ -13,7 +13,7 @@ from megarl.config.flags import ROLES, flag_name, refuse_set
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import engine_mode, experts_fit, parallel_of, replicas_fit
 from megarl.config.reward_models import reward_models, value_model_shape
-from megarl.config.roles import trained_models
+from megarl.config.roles import Ranks, trained_models
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.role_names import kind_and_suffix
 
@@ -31,7 +31,7 @@ class MegatronRole:
 
     name: str
     parallel: ParallelConfig
-    ranks: tuple[int, ...] | None
+    ranks: Ranks | None
     shape: ModelShape | None
     shared: frozenset[str]
     optimizer: OptimizerConfig | None = None
@@ -71,7 +71,7 @@ class Job:
     shape: ModelShape | None
     critic_shape: ModelShape | None
     world_size: int
-    ranks: Mapping[str, tuple[int, ...] | None]
+    ranks: Mapping[str, Ranks | None]
 
     @property
     def uses_rollout(self) -> bool:

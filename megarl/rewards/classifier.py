@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
-from megarl.rewards.judge_prompt import conversation_text
-
-Messages = Sequence[Mapping[str, Any]] | str
+from megarl.rewards.judge_prompt import Messages, conversation_text
 
 
 class Classifier:
