@@ -161,7 +161,7 @@ def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) ->
     if config.placement.num_actors != len(actors):
         yield f"{head}: must be the number of actors that are configured ({len(actors)})."
     if not new_run:
-        yield f"{head}: an evaluation is of one model. Leave it out."
+        yield f"{head}: an evaluation has one model. Leave it out."
     if not all(of_actor.algorithm.needs_rollout for of_actor in actors.values()):
         yield (
             f"{head}: each actor must learn from samples, and supervised fine-tuning does not. Start a job "

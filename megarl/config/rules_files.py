@@ -281,7 +281,7 @@ def newest_job(config: TrainConfig) -> tuple[Path, Json] | None:
             problems.append(str(error))
     if problems:
         raise JobFileError(
-            f"--load ({config.checkpoint.load}): holds no whole checkpoint. {' '.join(problems)} "
+            f"--load ({config.checkpoint.load}): holds no complete checkpoint. {' '.join(problems)} "
             "Name another run, or leave it out."
         )
     if goes_on(config) and Path(config.checkpoint.load).resolve() == Path(config.run.save).resolve():

@@ -239,7 +239,7 @@ def virtual_pipeline(role: MegatronRole) -> Errors:
     layers = role.shape.num_layers if role.shape is not None else 0
     if role.vpp > 1 and role.pp == 1:
         advice = f", or try {pp_flag} 2" if layers % (2 * role.vpp) == 0 else ""
-        yield f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it out{advice}."
+        yield f"{flag} ({role.vpp}): needs {pp_flag} above 1. Leave it out{advice}."
     elif layers % role.pp == 0:
         what = f"the {role.name}'s layers per pipeline stage"
         yield from must_divide(flag, role.vpp, what, layers // role.pp)

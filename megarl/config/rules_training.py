@@ -69,8 +69,9 @@ def critic(job: Job) -> Errors:
         return
     if job.shape is not None and shape.vocab_size != job.shape.vocab_size:
         yield (
-            f"--critic-model ({name}): has {shape.vocab_size} words, and --model has {job.shape.vocab_size}; "
-            "it must read the same tokens. Name a model of the same family, or leave it out."
+            f"--critic-model ({name}): has a vocabulary of {shape.vocab_size}, and --model of "
+            f"{job.shape.vocab_size}; they must be the same. Name a model of the same family, or leave it "
+            "out."
         )
     longest = job.config.sampling.max_length
     if name and longest > shape.max_position_embeddings:
@@ -87,7 +88,7 @@ def fp8(job: Job) -> Errors:
     The ranks check that there is a GPU and Transformer Engine. The driver's machine may have neither."""
     value = job.config.transformer.get("fp8")
     if value is not None and not job.config.model.bf16:
-        yield f"--fp8 ({value}): its weights are kept in bf16. Add --bf16."
+        yield f"--fp8 ({value}): needs weights in bf16. Add --bf16."
     if value is not None and job.shape is not None and job.shape.is_moe:
         yield (
             f"--fp8 ({value}): is not supported for a mixture of experts, whose experts get any number of "
@@ -126,8 +127,8 @@ def routing_replay(job: Job) -> Errors:
     source = job.config.experts.moe_routing_replay
     if source == "engine" and not job.config.rollout.enable_prefix_caching:
         yield (
-            "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. "
-            "Leave --no-rollout-enable-prefix-caching out, or try --moe-routing-replay policy."
+            "--moe-routing-replay (engine): vLLM reports the experts that it chose only with its prefix "
+            "cache. Leave --no-rollout-enable-prefix-caching out, or try --moe-routing-replay policy."
         )
     if source != "none" and not job.uses_rollout:
         yield (
@@ -147,7 +148,7 @@ def lora(job: Job) -> Errors:
             yield from _lora_targets(role.lora, role.shape, role.flag("lora_target_modules"))
         if rank and role.optimizer.optimizer_cpu_offload:
             yield (
-                f"--optimizer-cpu-offload: nobody has proven it with {rank_flag} ({rank}), whose optimizer "
+                f"--optimizer-cpu-offload: is not tested with {rank_flag} ({rank}), whose optimizer "
                 "state is small. Leave it out."
             )
 
@@ -188,22 +189,22 @@ def _fsdp_with(role: MegatronRole, flag: str) -> Errors:
             yield f"{flag}: does not go with {role.flag(field)}. Leave one of the two out."
     if not role.optimizer.use_distributed_optimizer:
         yield (
-            f"{flag}: Megatron has it with its distributed optimizer only. Leave "
+            f"{flag}: needs Megatron's distributed optimizer. Leave "
             f"{role.flag('use_distributed_optimizer').replace('--', '--no-', 1)} out."
         )
     if role.lora.lora_rank:
         lora_flag = flag.replace("use-megatron-fsdp", "lora-rank")  # the flag for the same roles
         yield (
-            f"{flag}: nobody has proven it with {lora_flag} ({role.lora.lora_rank}), whose optimizer state "
+            f"{flag}: is not tested with {lora_flag} ({role.lora.lora_rank}), whose optimizer state "
             "is small. Leave it out."
         )
     for field in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
         if (size := getattr(role.parallel, field)) > 1:
             other = role.flag(field)
-            yield f"{flag}: nobody has proven it with {other} ({size}). Leave it out, or try {other} 1."
+            yield f"{flag}: is not tested with {other} ({size}). Leave it out, or try {other} 1."
     if role.shape is not None and role.shape.is_moe:
         yield (
-            f"{flag}: nobody has proven it with a mixture of experts, which {role.shape.model_type} is. "
+            f"{flag}: is not tested with a mixture of experts, which {role.shape.model_type} is. "
             "Leave it out."
         )
     if role.parallel.offload:
@@ -283,14 +284,11 @@ def hybrid_optimizer(job: Job) -> Errors:
             yield from refuse_set(values, ["optimizer_offload_fraction"], reason, role.flag)
             continue
         if not values.use_distributed_optimizer:
-            yield (
-                f"{flag}: Megatron has it with {role.flag('use_distributed_optimizer')} only. Leave one of "
-                "the two flags out."
-            )
+            yield (f"{flag}: needs {role.flag('use_distributed_optimizer')}. Leave one of the two flags out.")
         if "optimizer" in role.parallel.offload:
             yield (
-                f"{flag}: the optimizer state is in host memory for good, and {role.flag('offload')} "
-                "(optimizer) would move it for a while. Leave one of the two out."
+                f"{flag}: the optimizer state is always in host memory, so {role.flag('offload')} "
+                "(optimizer) has nothing to move. Leave one of the two out."
             )
 
 
