@@ -360,7 +360,7 @@ def prepare(page: str, folder: Path) -> None:
 JOB_PAGES = [page for page in PAGES if any(is_job(c) and c.text not in NOT_RUN for c in commands_of(page))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", JOB_PAGES)
 def test_jobs_of_a_page(page, checkout):
@@ -392,7 +392,7 @@ def check_two_actors(seen: dict[str, dict[str, float] | None]) -> None:
     assert metrics["policy_2/grad_norm"] > 0 and metrics["policy_2/loss"] != metrics["policy/loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_algorithm_of_the_page_trains(checkout):
     """Both blocks as files of a copied tree, with the flags that the page promises."""

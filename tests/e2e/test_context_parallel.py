@@ -11,7 +11,7 @@ from tests.rewards.models import write_classifier
 PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--critic-lr", "1e-2")
 OFFLOAD = ("--offload", "parameters", "gradients", "optimizer", "--no-reshard-alias")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

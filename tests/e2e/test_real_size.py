@@ -17,7 +17,7 @@ import torch
 
 from tests.e2e.jobs import Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 20 * 10**9

@@ -150,7 +150,7 @@ def is_right(case: Case, plan: ReshardPlan) -> bool:
 
 @pytest.mark.parametrize(
     "block",
-    [*range(6), *(pytest.param(block, marks=(pytest.mark.slow, pytest.mark.tail)) for block in range(6, 20))],
+    [*range(6), *(pytest.param(block, marks=pytest.mark.nightly) for block in range(6, 20))],
 )
 def test_random_layouts_equal_gather_then_split(block):
     for seed in range(100 * block, 100 * block + 100):

@@ -172,7 +172,7 @@ def quickstart(tmp_path_factory) -> dict[str, Path]:
 
 
 def named(case: Case) -> pytest.param:
-    marks = [pytest.mark.slow, pytest.mark.timeout(1200)]
+    marks = [pytest.mark.nightly, pytest.mark.timeout(1200)]
     return pytest.param(case, id=f"{Path(case.script).stem} {case.arguments}"[:60], marks=marks)
 
 

@@ -82,7 +82,7 @@ def layouts(tmp_path_factory) -> list[dict]:
     return reports(tmp_path_factory, *LAYOUTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_gives_a_false_alarm(layouts, layout):
     for found in layouts:
