@@ -11,7 +11,7 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
@@ -293,17 +293,17 @@ def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
     )
 
 
-def refuse_set(
-    node: object,
-    names: Iterable[str],
-    reason: str,
-    flag_of: Callable[[str], str] = lambda field: f"--{flag_name(field)}",
-) -> Errors:
-    """Yield an error with this reason for each of the fields whose value is not the default."""
+def refuse_set(node: object, reason: str, *names: str, flag_of: Callable[[str], str] | None = None) -> Errors:
+    """Yield an error with this reason for each field whose value is not the default.
+
+    Args:
+        names: fields to check. Without names all fields are checked.
+        flag_of: returns the flag of a field. Default: the flag without a role."""
     for flag in section_flags("", type(node)):
         value = getattr(node, flag.field)
-        if flag.field in names and value != flag.default:
-            yield f"{flag_of(flag.field)} ({words_of(value)}): {reason}"
+        if value != flag.default and (not names or flag.field in names):
+            name = f"--{flag.name}" if flag_of is None else flag_of(flag.field)
+            yield f"{name} ({words_of(value)}): {reason}"
 
 
 def words_of(value: object) -> str:

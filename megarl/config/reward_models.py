@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, Errors
@@ -20,6 +19,7 @@ from megarl.role_names import suffix_of
 _CLASSIFIER = "ForSequenceClassification"
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 GROUND_TRUTH = "{ground_truth}"
+_NO_EFFECT = "has no effect without {}. Leave it out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ def reward_errors(config: TrainConfig) -> Errors:
     """Yield an error per rule that the rewards and reward models break."""
     if config.data.reward != "code":
         names = ("code_timeout_s", "code_memory_limit_bytes", "allow_unsandboxed_code")
-        yield from _refuse_without("--reward code", config.data, names)
-    given, names = config.reward_models, RewardModelConfig.__slots__
+        yield from refuse_set(config.data, _NO_EFFECT.format("--reward code"), *names)
+    given = config.reward_models
     if not given.reward_model:
-        yield from _refuse_without("--reward-model", given, names)
+        yield from refuse_set(given, _NO_EFFECT.format("--reward-model"))
         return
     if not config.algorithm.needs_rollout:
         yield (
@@ -127,12 +127,8 @@ def reward_errors(config: TrainConfig) -> Errors:
     if judged:
         yield from _judge(given)
     else:
-        of_judge = [name for name in names if name.startswith("judge_")]
-        yield from _refuse_without("a --reward-model that is a judge", given, of_judge)
-
-
-def _refuse_without(need: str, given: object, names: Iterable[str]) -> Errors:
-    return refuse_set(given, names, f"has no effect without {need}. Leave it out.")
+        of_judge = [field.name for field in fields(given) if field.name.startswith("judge_")]
+        yield from refuse_set(given, _NO_EFFECT.format("a --reward-model that is a judge"), *of_judge)
 
 
 def _counts(given: RewardModelConfig) -> Errors:

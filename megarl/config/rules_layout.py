@@ -190,7 +190,7 @@ def recompute(role: MegatronRole) -> Errors:
     for needed, names in {"full": of_full, "selective": ("recompute_modules",)}.items():
         if granularity != needed:
             reason = f"has no effect without {granularity_flag} {needed}. Leave it out, or set that."
-            yield from refuse_set(parallel, names, reason, flag)
+            yield from refuse_set(parallel, reason, *names, flag_of=flag)
     for field in of_full:
         if granularity == "full" and getattr(parallel, field) is None:
             yield (

@@ -10,7 +10,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.role_sections import LORA_TARGETS
 from megarl.config.rules_layout import Job, MegatronRole
-from megarl.config.schema import LoRAConfig, MoEConfig
+from megarl.config.schema import LoRAConfig
 
 _UNPROVEN_SHARDING = {
     "optim_grads_params": (
@@ -103,7 +103,7 @@ def experts_of_dense_model(job: Job) -> Errors:
     if not shapes or any(shape.is_moe for shape in shapes):
         return
     reason = f"needs a mixture of experts, and {shapes[0].model_type} is none. Leave it out."
-    yield from refuse_set(job.config.experts, MoEConfig.__slots__, reason)
+    yield from refuse_set(job.config.experts, reason)
 
 
 def expert_balance(job: Job) -> Errors:
@@ -143,7 +143,7 @@ def lora(job: Job) -> Errors:
         rank_flag, rank = role.flag("lora_rank"), role.lora.lora_rank
         if not rank:
             reason = f"has no effect without {rank_flag}. Leave it out, or try {rank_flag} 16."
-            yield from refuse_set(role.lora, LoRAConfig.__slots__, reason, role.flag)
+            yield from refuse_set(role.lora, reason, flag_of=role.flag)
         elif role.shape is not None:
             yield from _lora_targets(role.lora, role.shape, role.flag("lora_target_modules"))
         if rank and role.optimizer.optimizer_cpu_offload:
@@ -180,7 +180,9 @@ def fsdp(job: Job) -> Errors:
             yield from _fsdp_with(role, flag)
         else:
             reason = f"has no effect without {flag}. Leave it out, or set that."
-            yield from refuse_set(role.optimizer, ["data_parallel_sharding_strategy"], reason, role.flag)
+            yield from refuse_set(
+                role.optimizer, reason, "data_parallel_sharding_strategy", flag_of=role.flag
+            )
 
 
 def _fsdp_with(role: MegatronRole, flag: str) -> Errors:
@@ -234,7 +236,7 @@ def offload(job: Job) -> Errors:
     of_roles = [role.parallel.offload for role in job.megatron_roles]
     if not any([*of_roles, config.reward and config.reward.offload]):
         reason = "has no effect without --offload. Leave it out, or set that."
-        yield from refuse_set(config.placement, ["offload_ahead_bytes"], reason)
+        yield from refuse_set(config.placement, reason, "offload_ahead_bytes")
     if "parameters" in config.actor.offload:
         yield from _offload_beside_engine(job, job.megatron_roles[0].flag("offload"))
 
@@ -281,7 +283,7 @@ def hybrid_optimizer(job: Job) -> Errors:
         flag, values = role.flag("optimizer_cpu_offload"), role.optimizer
         if not values.optimizer_cpu_offload:
             reason = f"has no effect without {flag}. Leave it out, or set that."
-            yield from refuse_set(values, ["optimizer_offload_fraction"], reason, role.flag)
+            yield from refuse_set(values, reason, "optimizer_offload_fraction", flag_of=role.flag)
             continue
         if not values.use_distributed_optimizer:
             yield (f"{flag}: needs {role.flag('use_distributed_optimizer')}. Leave one of the two flags out.")
