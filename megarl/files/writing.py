@@ -31,6 +31,9 @@ class WriteError(OSError):
         advice = _ADVICE.get(self.errno)
         return f"{self.filename} cannot be written: {self.strerror}.{f' {advice}.' if advice else ''}"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.filename, OSError(self.errno, self.strerror))
+
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
