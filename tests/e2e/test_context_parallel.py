@@ -1,5 +1,5 @@
 """Whole jobs in which roles split their sequences over context-parallel ranks. `pytest
-tests/e2e/test_context_parallel.py -m slow`"""
+tests/e2e/test_context_parallel.py -m nightly`"""
 
 from __future__ import annotations
 

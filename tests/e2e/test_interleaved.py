@@ -1,6 +1,6 @@
 """Whole jobs whose models are interleaved pipelines: two stages of two chunks each, into engines with TP=1.
 
-pytest tests/e2e/test_interleaved.py -m slow"""
+pytest tests/e2e/test_interleaved.py -m nightly"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Resident memory does not grow with steps and checkpoints: driver, ranks and engines together, after 200
 steps and 20 checkpoints against after 10 steps and one.
 
-    pytest tests/e2e/test_memory.py -m slow -s        4 min"""
+    pytest tests/e2e/test_memory.py -m nightly -s        4 min"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A whole job in which one update is not finite on one rank: it ends and says where, or goes on without the
 update.
 
-pytest tests/e2e/test_nonfinite.py -m slow        2 min"""
+pytest tests/e2e/test_nonfinite.py -m nightly        2 min"""
 
 from __future__ import annotations
 

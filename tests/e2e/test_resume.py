@@ -2,7 +2,7 @@
 been, in another one alike.
 
 pytest tests/e2e/test_resume.py                 one job beside one that other tests have run, 20 s
-pytest tests/e2e/test_resume.py -m slow         PPO, bf16, adapters, two actors, experts, other layouts"""
+pytest tests/e2e/test_resume.py -m nightly         PPO, bf16, adapters, two actors, experts, other layouts"""
 
 from __future__ import annotations
 

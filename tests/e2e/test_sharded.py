@@ -1,5 +1,5 @@
 """Whole jobs with Megatron-FSDP beside the same ones with the distributed optimizer. `pytest
-tests/e2e/test_sharded.py -m slow`"""
+tests/e2e/test_sharded.py -m nightly`"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 one that was never stopped.
 
 pytest tests/e2e/test_stopping.py             a killed rank and --max-restarts
-pytest tests/e2e/test_stopping.py -m slow     SIGTERM, other layouts and launchers"""
+pytest tests/e2e/test_stopping.py -m nightly     SIGTERM, other layouts and launchers"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 clear ones.
 
 pytest tests/fuzz              up to 100 cases each, the same every time
-pytest tests/fuzz -m slow -rP  most of them 5,000 others each, drawn anew; -rP prints how many
+pytest tests/fuzz -m nightly -rP  most of them 5,000 others each, drawn anew; -rP prints how many
 
 A failure prints how to repeat it."""
 

@@ -4,7 +4,7 @@ mutated plans never do.
 The oracle (oracle.py) is numpy and shares no code with megarl.reshard. Exact: copies change nothing, and one
 rounding is one rounding.
 
-    pytest tests/reshard/test_resharding.py        600 of them; -m slow the others"""
+    pytest tests/reshard/test_resharding.py        600 of them; -m nightly the others"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ log-probs are those of transformers. torchrun jobs (run_layouts.py), one engine 
 processes, and in processes of its own.
 
     pytest tests/rollout/test_layouts.py            a covering set of combinations on two ranks
-    make test-slow ARGS="tests/rollout/test_layouts.py -s"    all of them, and four ranks; prints the largest errors"""
+    pytest tests/rollout/test_layouts.py -m nightly -s    all of them, and four ranks; prints the largest errors"""
 
 from __future__ import annotations
 

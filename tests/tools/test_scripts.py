@@ -3,7 +3,7 @@
 A new script belongs in a table here.
 
 pytest tests/tools                 # that none is forgotten
-pytest tests/tools -m slow         # all of them"""
+pytest tests/tools -m nightly         # all of them"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A PPO step does not depend on where its roles are. `pytest tests/trainer/test_ppo_layouts.py -m slow`"""
+"""A PPO step does not depend on where its roles are. `pytest tests/trainer/test_ppo_layouts.py -m nightly`"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ that add up to what its aggregation promises. Each fault planted here was silent
 exit code 0.
 
     pytest tests/workers/test_first_update.py             every fault, in an actor and a critic on two
-    data-parallel ranks pytest tests/workers/test_first_update.py -m slow     no false alarm in other layouts,
+    data-parallel ranks pytest tests/workers/test_first_update.py -m nightly     no false alarm in other layouts,
     where equal means to the last bit"""
 
 from __future__ import annotations
