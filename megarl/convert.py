@@ -195,10 +195,10 @@ def convert(arguments: argparse.Namespace) -> int:
     if save.exists():
         save.rmdir()  # it is empty; a folder appears when it is whole
     limit = shard_bytes(arguments.max_shard_size)
-    exit_code = 2
+    exit_code = 2  # the arguments name no weights that can be read
     try:
         source = open_weights(Path(arguments.load or arguments.model), shape)
-        exit_code = 1
+        exit_code = 1  # the conversion fails
         dtype = wanted_dtype(arguments, source)
         source.check()
         if arguments.to == "checkpoint":
