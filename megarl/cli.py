@@ -1,5 +1,7 @@
-"""The console script `megarl`. Every subcommand reads the configuration first and reports all that is wrong
-with it; torch is imported only by what trains or evaluates."""
+"""Define the console script `megarl`.
+
+Every subcommand reads the configuration first and reports all of its errors. Only training and evaluation
+import torch."""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   train      Train; starts as many ranks as --nproc-per-node says.
   eval       Evaluate a model on --eval-data.
   convert    Convert models and checkpoints: `megarl convert --help`.
-  check      Report everything that is wrong with a job, and what memory and disk it needs, without touching a device. With --gpu-memory GB
-             as on GPUs of that size, wherever it is run.
-  graph      Print the flow of a step of a configuration, or draw it: `megarl graph @file.args --svg step.svg`.
-  doctor     Show what this installation and machine have, and try the parts (about 15 s): `megarl doctor --json` for programs.
+  check      Report all errors of a job, and what memory and disk it needs, without touching a device.
+             With --gpu-memory GB as on GPUs of that size, wherever it is run.
+  graph      Print the flow of a step of a configuration, or draw it:
+             `megarl graph @file.args --svg step.svg`.
+  doctor     Show what this installation and machine have, and try the parts (about 15 s);
+             `megarl doctor --json` for programs.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
 
   megarl train --help     every flag
@@ -39,11 +43,10 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 1 if a job failed; 2 if it cannot start as it is; 130 after Ctrl-C; 143 after
-    SIGTERM.
+    """Run a command and return the exit code.
 
-    Without `argv` this process is the command: then a signal is handled from here to the end of the
-    process."""
+    The code is 0; 1 if the job failed; 2 if it cannot start; 130 after Ctrl-C; 143 after SIGTERM. Without
+    `argv` this process is the command, and signals are handled until the process ends."""
     if argv is not None:
         return _run(argv)
     exit_on_signals(signal.SIGTERM)  # until the command has something to undo
@@ -77,8 +80,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def train(argv: list[str]) -> int:
-    """Check the job (`megarl check`), then run it: here if the executor is inline, else on ranks that this
-    process starts."""
+    """Check the job as `megarl check` does, then run it in this process or on ranks that it starts."""
     from megarl.trainer.executors import has_rank_processes
 
     if "RANK" in os.environ:
@@ -98,7 +100,7 @@ def train(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """As `train`, with megarl.evaluate. --save may hold the run that is evaluated."""
+    """Check and run an evaluation. --save may hold the run that is evaluated."""
     from megarl.trainer.executors import has_rank_processes
 
     config = _load_and_check(argv, "megarl eval", new_run=False)
@@ -119,7 +121,7 @@ def convert(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    """Print what the job amounts to, under 'ok' or 'not ok', and everything that is wrong with it."""
+    """Print a summary of the job that begins with 'ok' or 'not ok', and all of its errors."""
     from megarl.checks.job import examine
     from megarl.checks.machine import Machine
 
@@ -144,8 +146,9 @@ def check(argv: list[str]) -> int:
 
 
 def reshard_plan(argv: list[str]) -> int:
-    """Plan the weight sync of a configuration and print what it moves. Needs the model's config.json only,
-    and no run folder or data."""
+    """Plan the weight sync of a configuration and print what it moves.
+
+    Only the model's config.json must exist, but no run folder or data."""
     from megarl.config.hf_config import ModelShape
     from megarl.config.roles import configs_of_actors
     from megarl.reshard.report import parse, report
@@ -194,8 +197,7 @@ def doctor(argv: list[str]) -> int:
 def _load_layout(
     argv: list[str], prog: str, world_size: int | None = None
 ) -> tuple[TrainConfig, dict[str, MeshSpec]]:
-    """The configuration and the meshes of the roles, without what only a run needs: run folder, data,
-    steps."""
+    """Return the configuration and the meshes of the roles. Run folder, data and steps need not be given."""
     from megarl.config.check import check_layout
     from megarl.config.mesh import role_meshes
 

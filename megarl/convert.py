@@ -1,17 +1,17 @@
-"""`megarl convert`: Hugging Face folders, megarl checkpoints and Megatron's checkpoints into Hugging Face
-folders or megarl checkpoints.
+"""Convert Hugging Face folders, megarl checkpoints and Megatron checkpoints (`megarl convert`).
 
-    megarl convert --model M --save OUT --dtype bfloat16                      another dtype, other shard sizes
-    megarl convert --model M --load runs/a/checkpoint --save OUT              of a megarl checkpoint, a Hugging Face folder
-    megarl convert --model M --load iter_0000100 --save OUT                   of a Megatron checkpoint (--ckpt-format torch_dist)
-    megarl convert --model M --save OUT --to checkpoint                       a checkpoint of the weights
-    megarl convert --model M --save OUT --tensor-model-parallel-size 2        through Megatron's shards: the proof that nothing is lost
+    megarl convert --model M --save OUT --dtype bfloat16            another dtype, other shard sizes
+    megarl convert --model M --load runs/a/checkpoint --save OUT    a megarl checkpoint to Hugging Face
+    megarl convert --model M --load iter_0000100 --save OUT         a Megatron checkpoint (torch_dist)
+    megarl convert --model M --save OUT --to checkpoint             a megarl checkpoint of the weights
+    megarl convert --model M --save OUT --tensor-model-parallel-size 2
+                                                                    through Megatron's shards, as a proof
 
-Rows move from file to file, without ranks; memory does not grow with the model. A checkpoint serves any
-layout, so there is none to name. With a parallel size, ranks are started that load the weights as training
-does at that layout, write them again, and compare every tensor. Then the log-probs of a few tokens by
-Megatron are compared with those by plain transformers: a fault of the mapping that loading and writing share
-changes no tensor, but it changes these. --no-compare-forward leaves that out."""
+Rows move from file to file without ranks, and memory does not grow with the model. A megarl checkpoint serves
+any layout, so no layout has to be named. With a parallel size, ranks are started that load the weights as
+training does at that layout, write them again, and compare every tensor. Then the log-probs of a few tokens by
+Megatron are compared with those by plain transformers. This finds errors of the mapping that loading and
+writing share, which change no tensor. --no-compare-forward leaves it out."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ SIZES = (
 _RANKS_WAIT_S = 1800.0
 COMPARED_SEQUENCES, COMPARED_TOKENS = 4, 24
 FORWARD_LIMIT = 1e-3
-"""Largest difference of log-probs that rounding in fp32 makes: 1e-6 a layer at the sizes that were measured,
-with room for deep models."""
+"""Largest difference of log-probs that rounding in fp32 explains. It was 1e-6 per layer at the sizes that were
+measured; the limit leaves room for deep models."""
 MOST_REROUTED = 0.1
-"""Share of the tokens of a mixture that may go to other experts because of rounding."""
+"""Share of tokens that rounding may send to other experts of a mixture."""
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -123,7 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def find_problems(arguments: argparse.Namespace) -> list[str]:
-    """Everything that is wrong with the arguments, each with a value that works. Without torch."""
+    """Return the errors of the arguments, each with a value that works. Imports no torch."""
     shape, save = load_shape(arguments), Path(arguments.save)
     problems = []
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
@@ -154,7 +154,7 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def load_shape(arguments: argparse.Namespace) -> ModelShape:
-    """Of --model; with a value head if the weights have one."""
+    """Return the shape of --model, with a value head if the weights have one."""
     if arguments.load is not None:
         manifest = Path(arguments.load) / MANIFEST
         text = manifest.read_text(encoding="utf-8", errors="replace") if manifest.is_file() else ""
@@ -168,7 +168,7 @@ def load_shape(arguments: argparse.Namespace) -> ModelShape:
 
 
 def shard_bytes(text: str) -> int | None:
-    """The size that is meant by 5GB; None if none is."""
+    """Return the bytes of a size such as 5GB; None if the text is not a size."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(KB|MB|GB)", text.upper())
     return max(1, int(float(match[1]) * UNITS[match[2]])) if match else None
 
@@ -179,7 +179,7 @@ def parallel_of(arguments: argparse.Namespace) -> ParallelConfig:
 
 
 def mesh_of(arguments: argparse.Namespace) -> MeshSpec:
-    """The fewest ranks that the sizes allow."""
+    """Return the mesh of the smallest number of ranks that the parallel sizes allow."""
     parallel = parallel_of(arguments)
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     stage = math.lcm(tp, ep * (parallel.expert_tensor_parallel_size or tp))
@@ -187,13 +187,13 @@ def mesh_of(arguments: argparse.Namespace) -> MeshSpec:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """From file to file, in this process."""
+    """Convert from file to file in this process. Returns the exit code."""
     from megarl.checkpoint.sources import open_weights
     from megarl.checkpoint.stream import write_checkpoint, write_hf
 
     shape, save = load_shape(arguments), Path(arguments.save)
     if save.exists():
-        save.rmdir()  # it is empty; a folder appears when it is whole
+        save.rmdir()  # it is empty; the folder appears when the conversion is complete
     limit = shard_bytes(arguments.max_shard_size)
     exit_code = 2  # the arguments name no weights that can be read
     try:
@@ -214,7 +214,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.dtype | None:
-    """Of the files; None: each tensor's own."""
+    """Return the dtype of all written tensors; None if each tensor keeps its dtype."""
     import torch
 
     if arguments.dtype is not None:
@@ -223,7 +223,9 @@ def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.d
 
 
 def convert_on_ranks(arguments: argparse.Namespace) -> int:
-    """One rank's part of the way through Megatron. Rank 0 compares what was written with what was read."""
+    """Convert through Megatron's shards, as one of its ranks. Rank 0 compares the result with the source.
+
+    Returns the exit code."""
     from megarl.runtime.process import DRIVER_PID, end_with_parent, quiet_libraries
 
     if launcher := os.environ.get(DRIVER_PID):
@@ -296,8 +298,9 @@ def model_of(shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: Pa
 
 @contextlib.contextmanager
 def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: ModelShape) -> Iterator[Path]:
-    """A Hugging Face folder of the converted weights, the same on all ranks: what was written or read, else
-    one that rank 0 makes for a while."""
+    """Yield a Hugging Face folder with the converted weights, the same on all ranks.
+
+    It is the folder that was written or read. If neither is one, rank 0 makes a temporary folder."""
     import torch.distributed as dist
 
     from megarl.checkpoint.sources import HFWeights, open_weights
@@ -320,12 +323,13 @@ def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: Mod
 
 
 def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> None:
-    """Compute the log-probs (of a value head: the values) of a few sequences by Megatron at this layout and
-    by plain transformers, in fp32.
+    """Compare the log-probs (or values) of a few sequences by Megatron at this layout with those by plain
+    transformers, in fp32.
 
-    Collective over the mesh. Raises: RuntimeError if they differ by more than rounding. Random tokens serve:
-    every weight takes part in what comes out. Of a mixture a few tokens may differ: two experts that the
-    router scores alike are chosen by rounding."""
+    Collective over the mesh. The tokens are random, because every weight takes part in the result. In a
+    mixture of experts a few tokens may differ: rounding decides between experts with nearly equal scores.
+
+    Raises: RuntimeError if the results differ by more than rounding."""
     import torch
     import torch.distributed as dist
 
@@ -365,8 +369,9 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
 
 
 def transformers_outputs(folder: Path, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probs, or values, of all tokens but the first of each sequence, one after the other, by
-    transformers' own model on a CPU in fp32."""
+    """Return the log-probs, or values, of all tokens but the first of each sequence, flat.
+
+    They are computed by transformers' own model on a CPU in fp32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -387,8 +392,9 @@ def transformers_outputs(folder: Path, shape: ModelShape, tokens: torch.Tensor) 
 
 
 def compare(source: WeightSource, written: WeightSource, folder: Path, save: str) -> None:
-    """Read both again and compare every tensor, in the dtype of the second. Raises RuntimeError naming those
-    that differ."""
+    """Read source and result again, and compare every tensor in the dtype of the result.
+
+    Raises: RuntimeError if tensors differ."""
     from megarl.checkpoint.stream import row_blocks
 
     different = [
