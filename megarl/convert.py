@@ -9,8 +9,8 @@
 
 Rows move from file to file without ranks, and memory does not grow with the model. A megarl checkpoint serves
 any layout, so no layout has to be named. With a parallel size, ranks are started that load the weights as
-training does at that layout, write them again, and compare every tensor. Then the log-probs of a few tokens by
-Megatron are compared with those by plain transformers. This finds errors of the mapping that loading and
+training does at that layout, write them again, and compare every tensor. Then the log-probs of a few tokens
+by Megatron are compared with those by plain transformers. This finds errors of the mapping that loading and
 writing share, which change no tensor. --no-compare-forward leaves it out."""
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SIZES = (
 _RANKS_WAIT_S = 1800.0
 COMPARED_SEQUENCES, COMPARED_TOKENS = 4, 24
 FORWARD_LIMIT = 1e-3
-"""Largest difference of log-probs that rounding in fp32 explains. It was 1e-6 per layer at the sizes that were
-measured; the limit leaves room for deep models."""
+"""Largest difference of log-probs that rounding in fp32 explains. It was 1e-6 per layer at the measured
+sizes; the limit leaves room for deep models."""
 MOST_REROUTED = 0.1
 """Share of tokens that rounding may send to other experts of a mixture."""
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
