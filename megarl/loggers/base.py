@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+Metrics = Mapping[str, float]
+Purpose = Literal["train", "eval"]
 Samples = Sequence[Mapping[str, object]]
 """Rows of rollouts/*.jsonl, one per sample: prompt, response, reward, ..."""
 
@@ -33,13 +35,13 @@ class Logger(Protocol):
     def log_config(self, arguments: str) -> None:
         """Record the resolved arguments, the text of resolved.args. Called once, first."""
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+    def log_metrics(self, step: int, metrics: Metrics, wall_time: float) -> None:
         """Record the metrics of a step, evaluation included. Values may be NaN or infinite.
 
         Args:
             wall_time: seconds since the epoch when the step ended."""
 
-    def log_rollouts(self, step: int, samples: Samples, purpose: Literal["train", "eval"]) -> None:
+    def log_rollouts(self, step: int, samples: Samples, purpose: Purpose) -> None:
         """Record sampled responses of a step: the logged ones of training, or the first held-out row's
         answers."""
 
