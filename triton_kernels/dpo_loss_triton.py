@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 from megarl.kernels.partial_sums_triton import reduce_partials
 
 _BLOCK = 1024
@@ -116,21 +116,11 @@ def dpo_loss(
     return loss, gradient, *stats
 
 
-_POINTERS = {
-    "log_probs_ptr": "*fp32",
-    "ref_log_probs_ptr": "*fp32",
+_TYPES = {
     "mask_ptr": "*i1",
     "cu_seqlens_ptr": "*i32",
-    "weights_ptr": "*fp32",
-    "gradient_ptr": "*fp32",
-    "partials_ptr": "*fp32",
+    "num_pairs": "i32",
+    "beta": "fp32",
+    "label_smoothing": "fp32",
 }
-AOT_CASES = [
-    AotCase(
-        kernel=_dpo_loss_kernel,
-        signature=_POINTERS | {"num_pairs": "i32", "beta": "fp32", "label_smoothing": "fp32"},
-        aligned=tuple(_POINTERS),
-        constants=dict(KIND=kind, BLOCK=_BLOCK),
-    )
-    for kind in ("sigmoid", "ipo")
-]
+AOT_CASES = [aot_case(_dpo_loss_kernel, dict(KIND=kind, BLOCK=_BLOCK), _TYPES) for kind in ("sigmoid", "ipo")]

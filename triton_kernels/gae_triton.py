@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 from megarl.kernels.limits import WHITEN_EPS
 
 _WHITEN_EPS = tl.constexpr(WHITEN_EPS)
@@ -122,33 +122,12 @@ def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
     return whitened
 
 
-_GAE_POINTERS = {
-    "rewards_ptr": "*fp32",
-    "values_ptr": "*fp32",
+_TYPES = {
     "mask_ptr": "*i1",
     "cu_seqlens_ptr": "*i32",
-    "bootstrap_ptr": "*fp32",
-    "advantages_ptr": "*fp32",
-    "returns_ptr": "*fp32",
     "stats_ptr": "*fp64",
+    "num_tokens": "i32",
+    "gamma": "fp32",
+    "decay": "fp32",
 }
-_WHITEN_POINTERS = {
-    "advantages_ptr": "*fp32",
-    "mask_ptr": "*i1",
-    "stats_ptr": "*fp64",
-    "whitened_ptr": "*fp32",
-}
-AOT_CASES = [
-    AotCase(
-        kernel=_gae_kernel,
-        signature=_GAE_POINTERS | {"gamma": "fp32", "decay": "fp32"},
-        aligned=tuple(_GAE_POINTERS),
-        constants=dict(BLOCK=_BLOCK),
-    ),
-    AotCase(
-        kernel=_whiten_kernel,
-        signature=_WHITEN_POINTERS | {"num_tokens": "i32"},
-        aligned=tuple(_WHITEN_POINTERS),
-        constants=dict(BLOCK=_BLOCK),
-    ),
-]
+AOT_CASES = [aot_case(kernel, dict(BLOCK=_BLOCK), _TYPES) for kernel in (_gae_kernel, _whiten_kernel)]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 from megarl.kernels.limits import MAX_EXPONENT, MAX_K3
 
 _MAX_K3, _MAX_EXPONENT = tl.constexpr(MAX_K3), tl.constexpr(MAX_EXPONENT)
@@ -99,12 +99,6 @@ def kl_and_slope(
     return value, slope
 
 
-_POINTERS = ("log_probs_ptr", "ref_log_probs_ptr", "value_ptr", "slope_ptr")
 AOT_CASES = [
-    AotCase(
-        kernel=_kl_kernel,
-        signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32"},
-        aligned=_POINTERS,
-        constants=dict(KIND="k3", STRAIGHT_THROUGH=False, BLOCK=_BLOCK),
-    ),
+    aot_case(_kl_kernel, dict(KIND="k3", STRAIGHT_THROUGH=False, BLOCK=_BLOCK), {"num_tokens": "i32"})
 ]

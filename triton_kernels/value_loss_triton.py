@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 from megarl.kernels.kl_triton import limit
 from megarl.kernels.partial_sums_triton import reduce_partials
 
@@ -77,12 +77,6 @@ def value_loss(
     return loss, gradient, *stats
 
 
-_POINTERS = ("values_ptr", "old_values_ptr", "returns_ptr", "weights_ptr", "gradient_ptr", "partials_ptr")
 AOT_CASES = [
-    AotCase(
-        kernel=_value_loss_kernel,
-        signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32", "clip_eps": "fp32"},
-        aligned=_POINTERS,
-        constants=dict(HAS_CLIP=True, BLOCK=_BLOCK),
-    ),
+    aot_case(_value_loss_kernel, dict(HAS_CLIP=True, BLOCK=_BLOCK), {"num_tokens": "i32", "clip_eps": "fp32"})
 ]
