@@ -246,7 +246,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     from megarl.megatron.policy import Policy
     from megarl.megatron.training_state import load_checkpoint, save_checkpoint
     from megarl.megatron.value_model import ValueModel
-    from megarl.reshard.transfer import load_hf, save_hf
+    from megarl.reshard.hf_weights import load_hf, save_hf
     from megarl.workers.megatron_role import megatron_atlases
     from megarl.workers.worker import join_world
 
@@ -343,7 +343,7 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
     from megarl.collectives import all_gather_messages
     from megarl.megatron.policy import Policy
     from megarl.megatron.value_model import ValueModel
-    from megarl.reshard.transfer import load_hf
+    from megarl.reshard.hf_weights import load_hf
     from megarl.workers.megatron_role import megatron_atlases
 
     generator = torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ from megarl.config.hf_config import ModelShape, function_fields
 from megarl.files.checkpoints import MANIFEST
 from megarl.reshard.atlas import hf_sizes
 from megarl.reshard.hf_folder import names_left_out, read_folder
-from megarl.reshard.transfer import note_prediction_tensors
+from megarl.reshard.hf_weights import note_prediction_tensors
 
 
 class WeightSource(Protocol):

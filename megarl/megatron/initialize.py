@@ -60,10 +60,7 @@ def _fill(
             part = values(piece.hf_name, *sizes[piece.hf_name])[
                 piece.row_start : piece.row_end, piece.col_start : piece.col_end
             ]
-            target[
-                piece.local_row : piece.local_row + part.shape[0],
-                piece.local_col : piece.local_col + part.shape[1],
-            ] = part
+            piece.inside(target).copy_(part)
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

@@ -19,11 +19,11 @@ from typing import ClassVar, Literal
 import torch
 
 from megarl.batch import MicroBatch
-from megarl.config.schema import OptimizerConfig, ParallelConfig
+from megarl.config.schema import OptimizerConfig
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.loss_check import LossCheck
-from megarl.megatron.model import PolicyModel, ResponseTokens, build_policy_model
+from megarl.megatron.model import PolicyModel, ResponseTokens
 from megarl.megatron.trained_model import TrainedModel
 
 with cpu_megatron():
@@ -42,9 +42,7 @@ class Policy(TrainedModel):
     prefix: ClassVar[str] = "policy"
     routing_prefix: ClassVar[str] = "moe"
     token_values: ClassVar[tuple[str, str]] = "log-prob", "old_log_probs"
-
-    def _build(self, parallel: ParallelConfig) -> list[PolicyModel]:
-        return build_policy_model(self.config, self.shape, self.groups, parallel.qkv_layout)
+    model_class: ClassVar[type[PolicyModel]] = PolicyModel
 
     def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
         for chunk in self.chunks:

@@ -6,7 +6,6 @@ pipeline stage. Other stages return None."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -26,12 +25,13 @@ from megarl.megatron.gradients import accumulate_in_pieces, reduction_factors
 from megarl.megatron.loss_check import LossCheck
 from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
-from megarl.megatron.model import transformer_config
+from megarl.megatron.model import build_model
 from megarl.megatron.nonfinite import NonFiniteStep, explain
 from megarl.megatron.offload import ModelMemory, local
 from megarl.megatron.optimizer import build_optimizer, build_scheduler, prepare_step, take_step
 from megarl.megatron.pipeline import run_schedule
 from megarl.megatron.routing import Routing
+from megarl.megatron.transformer_config import transformer_config
 from megarl.metrics import combine
 
 with cpu_megatron():
@@ -50,13 +50,14 @@ Request = Callable[[MicroBatch, ContextShard], Any]
 """Function that builds this rank's request to the last stage, which is passed as GPTModel's `labels`."""
 
 
-class TrainedModel(ABC):
+class TrainedModel:
     prefix: ClassVar[str]
     """Prefix of this model's metric names."""
     routing_prefix: ClassVar[str]
     """Prefix of the metric names of its routers, if the model is a mixture of experts."""
     token_values: ClassVar[tuple[str, str]]
     """Name of the compared number, for people, and the batch column with its value before the step."""
+    model_class: ClassVar[type[GPTModel]]
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class TrainedModel(ABC):
             if is_sharded := optimizer is not None and optimizer.use_megatron_fsdp:
                 # The fused kernel overwrites the gradients of earlier micro-batches (layers.py:566).
                 self.config.gradient_accumulation_fusion = False
-            self.chunks = self._build(parallel)  # one for each virtual stage
+            self.chunks = build_model(self.model_class, self.config, shape, self.groups, parallel.qkv_layout)
             self.routing = (
                 Routing(self.chunks, experts or MoEConfig(), self.groups, self.device)
                 if shape.is_moe
@@ -179,12 +180,6 @@ class TrainedModel(ABC):
     def _named_chunks(self) -> Iterator[tuple[str, GPTModel]]:
         for number, chunk in enumerate(self.chunks):
             yield f"chunks.{number}" if len(self.chunks) > 1 else "", chunk
-
-    @abstractmethod
-    def _build(self, parallel: ParallelConfig) -> list[GPTModel]:
-        """Build this rank's stage and shard as chunks, with uninitialised weights.
-
-        Collective over the mesh."""
 
     @property
     def is_last_stage(self) -> bool:

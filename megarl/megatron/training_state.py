@@ -35,7 +35,6 @@ def save_checkpoint(
     model: TrainedModel,
     atlas: Atlas,
     state: dict[str, object] | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
 
@@ -45,9 +44,8 @@ def save_checkpoint(
     Args:
         atlas: the atlas of this rank.
         state: other data to store, for JSON. `load_checkpoint` returns it.
-        group: a group of the mesh's ranks. The default is the model's group.
     Raises: CheckpointError, on every rank."""
-    group = group or model.groups.intra_dist_opt
+    group = model.groups.intra_dist_opt
     save(folder, saved_rectangles(model, atlas), model_state(model, group) | {"job": state or {}}, group)
 
 
@@ -56,7 +54,6 @@ def load_checkpoint(
     model: TrainedModel,
     atlas: Atlas,
     weights_only: bool = False,
-    group: dist.ProcessGroup | None = None,
     digests: bool = True,
 ) -> dict[str, object]:
     """Restore a checkpoint on any mesh. Collective over the mesh.
@@ -74,7 +71,7 @@ def load_checkpoint(
     state = load(
         folder,
         list(_loaded_rectangles(model, atlas, resume)),
-        group or model.groups.intra_dist_opt,
+        model.groups.intra_dist_opt,
         digests,
         _function_of(model),
     )
@@ -86,14 +83,12 @@ def load_checkpoint(
     return state["job"]
 
 
-def verify_checkpoint(
-    folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None
-) -> None:
+def verify_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas) -> None:
     """Check a checkpoint without loading it. Collective.
 
     Raises: CheckpointError, on every rank, if `load_checkpoint` would raise it."""
     rectangles = list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None))
-    verify(folder, rectangles, group or model.groups.intra_dist_opt, model=_function_of(model))
+    verify(folder, rectangles, model.groups.intra_dist_opt, model=_function_of(model))
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:

@@ -35,6 +35,19 @@ class Piece:
     local_row: int
     local_col: int
 
+    @property
+    def rows(self) -> int:
+        return self.row_end - self.row_start
+
+    @property
+    def cols(self) -> int:
+        return self.col_end - self.col_start
+
+    def inside(self, tensor):
+        """Return the view of a local [rows, cols] tensor that holds this piece."""
+        row, col = self.local_row, self.local_col
+        return tensor[row : row + self.rows, col : col + self.cols]
+
 
 @dataclass(frozen=True, slots=True)
 class LocalParam:
@@ -62,6 +75,16 @@ class HFTensor:
     needs: str | None = None
 
 
+def _gated_mlp(
+    prefix: str, size: str, needs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[HFTensor, ...]:
+    return (
+        HFTensor(f"{prefix}{gate}.weight", size, "hidden", needs),
+        HFTensor(f"{prefix}{up}.weight", size, "hidden", needs),
+        HFTensor(f"{prefix}{down}.weight", "hidden", size, needs),
+    )
+
+
 LAYER_TENSORS = (
     HFTensor("input_layernorm.weight", "hidden", "one"),
     HFTensor("self_attn.q_proj.weight", "query", "hidden", needs="has_query_projection"),
@@ -82,21 +105,15 @@ LAYER_TENSORS = (
     HFTensor("self_attn.o_proj.bias", "hidden", "one", needs="o_bias"),
     HFTensor("post_attention_layernorm.weight", "hidden", "one"),
     HFTensor("pre_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
-    HFTensor("mlp.gate_proj.weight", "ffn", "hidden", needs="is_dense"),
-    HFTensor("mlp.up_proj.weight", "ffn", "hidden", needs="is_dense"),
-    HFTensor("mlp.down_proj.weight", "hidden", "ffn", needs="is_dense"),
+    *_gated_mlp("mlp.", "ffn", "is_dense"),
     HFTensor("mlp.gate_proj.bias", "ffn", "one", needs="mlp_bias"),
     HFTensor("mlp.up_proj.bias", "ffn", "one", needs="mlp_bias"),
     HFTensor("mlp.down_proj.bias", "hidden", "one", needs="mlp_bias"),
     HFTensor("post_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
     HFTensor("mlp.gate.weight", "experts", "hidden", needs="names_experts"),
     HFTensor("mlp.gate.e_score_correction_bias", "experts", "one", needs="corrects_scores"),
-    HFTensor("mlp.shared_experts.gate_proj.weight", "shared_ffn", "hidden", needs="shares_experts"),
-    HFTensor("mlp.shared_experts.up_proj.weight", "shared_ffn", "hidden", needs="shares_experts"),
-    HFTensor("mlp.shared_experts.down_proj.weight", "hidden", "shared_ffn", needs="shares_experts"),
-    HFTensor("mlp.shared_expert.gate_proj.weight", "shared_ffn", "hidden", needs="gates_shared_expert"),
-    HFTensor("mlp.shared_expert.up_proj.weight", "shared_ffn", "hidden", needs="gates_shared_expert"),
-    HFTensor("mlp.shared_expert.down_proj.weight", "hidden", "shared_ffn", needs="gates_shared_expert"),
+    *_gated_mlp("mlp.shared_experts.", "shared_ffn", "shares_experts"),
+    *_gated_mlp("mlp.shared_expert.", "shared_ffn", "gates_shared_expert"),
     HFTensor("mlp.shared_expert_gate.weight", "one", "hidden", needs="gates_shared_expert"),
     HFTensor("block_sparse_moe.gate.weight", "experts", "hidden", needs="names_blocks_sparse"),
 )
@@ -106,18 +123,8 @@ output_norms), Llama (none, or o_bias), Mistral and Mixtral (none), DeepSeek-V2 
 `model.layers.<i>.`."""
 
 EXPERT_TENSORS = (
-    HFTensor("mlp.experts.{expert}.gate_proj.weight", "expert_ffn", "hidden", needs="names_experts"),
-    HFTensor("mlp.experts.{expert}.up_proj.weight", "expert_ffn", "hidden", needs="names_experts"),
-    HFTensor("mlp.experts.{expert}.down_proj.weight", "hidden", "expert_ffn", needs="names_experts"),
-    HFTensor(
-        "block_sparse_moe.experts.{expert}.w1.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"
-    ),
-    HFTensor(
-        "block_sparse_moe.experts.{expert}.w3.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"
-    ),
-    HFTensor(
-        "block_sparse_moe.experts.{expert}.w2.weight", "hidden", "expert_ffn", needs="names_blocks_sparse"
-    ),
+    *_gated_mlp("mlp.experts.{expert}.", "expert_ffn", "names_experts"),
+    *_gated_mlp("block_sparse_moe.experts.{expert}.", "expert_ffn", "names_blocks_sparse", "w1", "w3", "w2"),
 )
 """Tensors of each expert of a mixture; w1 is the gate, w3 up and w2 down."""
 
@@ -167,14 +174,11 @@ def hf_sizes(shape: ModelShape) -> Sizes:
     sizes = {EMBEDDING: (size["vocab"], size["hidden"])}
     for layer in range(shape.num_layers):
         kind = shape.of_layer(layer)
-        for tensor in (tensor for tensor in LAYER_TENSORS if has(kind, tensor.needs)):
-            sizes[layer_prefix(layer) + tensor.name] = (size[tensor.rows], size[tensor.cols])
+        prefix = layer_prefix(layer)
+        tensors = [(prefix + tensor.name, tensor) for tensor in LAYER_TENSORS]
         for expert in range(kind.num_moe_experts):
-            for tensor in (tensor for tensor in EXPERT_TENSORS if has(kind, tensor.needs)):
-                sizes[layer_prefix(layer) + tensor.name.format(expert=expert)] = (
-                    size[tensor.rows],
-                    size[tensor.cols],
-                )
+            tensors += [(prefix + tensor.name.format(expert=expert), tensor) for tensor in EXPERT_TENSORS]
+        sizes |= {name: (size[t.rows], size[t.cols]) for name, t in tensors if has(kind, t.needs)}
     sizes[FINAL_NORM] = (size["hidden"], 1)
     if shape.value_head:
         sizes[VALUE_HEAD] = (1, size["hidden"])
@@ -183,12 +187,14 @@ def hf_sizes(shape: ModelShape) -> Sizes:
     return sizes
 
 
+def whole(hf_name: str, rows: int, cols: int) -> LocalParam:
+    """Return the local parameter that is a complete canonical tensor."""
+    return LocalParam(rows, cols, (Piece(hf_name, 0, rows, 0, cols, 0, 0),))
+
+
 def hf_atlas(shape: ModelShape) -> Atlas:
     """Return the atlas of the complete canonical tensors, as a Hugging Face folder holds them."""
-    return {
-        name: LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
-        for name, (rows, cols) in hf_sizes(shape).items()
-    }
+    return {name: whole(name, *size) for name, size in hf_sizes(shape).items()}
 
 
 # ------------------------------------------------------------------ how a local parameter is cut out of
@@ -219,25 +225,23 @@ Layout = Callable[[Cut, Sizes, tuple[str, ...]], LocalParam]
 parameter."""
 
 
-@dataclass(frozen=True, slots=True)
 class Row:
     """One row of a side's table: local parameter, how it is cut, out of which canonical tensors, and when it
     exists."""
 
-    name: str
-    layout: Layout
-    hf_names: tuple[str, ...]
-    needs: str | None = None
+    def __init__(self, name: str, layout: Layout, *hf_names: str, needs: str | None = None) -> None:
+        self.name, self.layout, self.hf_names, self.needs = name, layout, hf_names, needs
 
-    def build(self, cut: Cut, sizes: Sizes, hf_prefix: str = "") -> LocalParam:
-        return self.layout(cut, sizes, tuple(hf_prefix + name for name in self.hf_names))
+    def build(self, cut: Cut, sizes: Sizes, hf_prefix: str = "", expert: int | None = None) -> LocalParam:
+        """Return the local parameter. `expert` is the number of the expert in the checkpoint."""
+        names = self.hf_names if expert is None else [name.format(expert=expert) for name in self.hf_names]
+        return self.layout(cut, sizes, tuple(hf_prefix + name for name in names))
 
 
 def replicated(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     """Layout with the complete tensor on every rank."""
     (name,) = hf_names
-    rows, cols = sizes[name]
-    return LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
+    return whole(name, *sizes[name])
 
 
 def column_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:

@@ -8,7 +8,7 @@ head_dim, also when t > G."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
@@ -65,108 +65,101 @@ def _gate_and_up(prefix: str) -> tuple[str, str]:
 
 
 LAYER = (
-    Row("input_layernorm.weight", replicated, ("input_layernorm.weight",)),
-    Row("self_attention.linear_qkv.weight", grouped_qkv, _attention("weight"), needs="is_gqa"),
-    Row("self_attention.linear_qkv.bias", grouped_qkv, _attention("bias"), needs="qkv_bias"),
-    Row("self_attention.q_layernorm.weight", replicated, ("self_attn.q_norm.weight",), needs="qk_layernorm"),
-    Row("self_attention.k_layernorm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
+    Row("input_layernorm.weight", replicated, "input_layernorm.weight"),
+    Row("self_attention.linear_qkv.weight", grouped_qkv, *_attention("weight"), needs="is_gqa"),
+    Row("self_attention.linear_qkv.bias", grouped_qkv, *_attention("bias"), needs="qkv_bias"),
+    Row("self_attention.q_layernorm.weight", replicated, "self_attn.q_norm.weight", needs="qk_layernorm"),
+    Row("self_attention.k_layernorm.weight", replicated, "self_attn.k_norm.weight", needs="qk_layernorm"),
     Row(
         "self_attention.linear_q_proj.weight",
         stacked_row_shards,
-        ("self_attn.q_proj.weight",),
+        "self_attn.q_proj.weight",
         needs="has_plain_query",
     ),
     Row(
         "self_attention.linear_q_down_proj.weight",
         replicated,
-        ("self_attn.q_a_proj.weight",),
+        "self_attn.q_a_proj.weight",
         needs="has_query_latent",
     ),
     Row(
         "self_attention.q_layernorm.weight",
         replicated,
-        ("self_attn.q_a_layernorm.weight",),
+        "self_attn.q_a_layernorm.weight",
         needs="has_query_latent",
     ),
     Row(
         "self_attention.linear_q_up_proj.weight",
         stacked_row_shards,
-        ("self_attn.q_b_proj.weight",),
+        "self_attn.q_b_proj.weight",
         needs="has_query_latent",
     ),
     Row(
         "self_attention.linear_kv_down_proj.weight",
         replicated,
-        ("self_attn.kv_a_proj_with_mqa.weight",),
+        "self_attn.kv_a_proj_with_mqa.weight",
         needs="is_mla",
     ),
-    Row(
-        "self_attention.kv_layernorm.weight", replicated, ("self_attn.kv_a_layernorm.weight",), needs="is_mla"
-    ),
+    Row("self_attention.kv_layernorm.weight", replicated, "self_attn.kv_a_layernorm.weight", needs="is_mla"),
     Row(
         "self_attention.linear_kv_up_proj.weight",
         stacked_row_shards,
-        ("self_attn.kv_b_proj.weight",),
+        "self_attn.kv_b_proj.weight",
         needs="is_mla",
     ),
-    Row("self_attention.linear_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
-    Row("self_attention.linear_proj.bias", replicated, ("self_attn.o_proj.bias",), needs="o_bias"),
+    Row("self_attention.linear_proj.weight", column_shard, "self_attn.o_proj.weight"),
+    Row("self_attention.linear_proj.bias", replicated, "self_attn.o_proj.bias", needs="o_bias"),
     Row(
         "self_attention.linear_proj.post_layernorm.weight",
         replicated,
-        ("post_attention_layernorm.weight",),
+        "post_attention_layernorm.weight",
         needs="output_norms",
     ),
-    Row(
-        "pre_mlp_layernorm.weight", replicated, ("post_attention_layernorm.weight",), needs="input_norms_only"
-    ),
-    Row("pre_mlp_layernorm.weight", replicated, ("pre_feedforward_layernorm.weight",), needs="output_norms"),
+    Row("pre_mlp_layernorm.weight", replicated, "post_attention_layernorm.weight", needs="input_norms_only"),
+    Row("pre_mlp_layernorm.weight", replicated, "pre_feedforward_layernorm.weight", needs="output_norms"),
     Row(
         "mlp.linear_fc2.post_layernorm.weight",
         replicated,
-        ("post_feedforward_layernorm.weight",),
+        "post_feedforward_layernorm.weight",
         needs="output_norms",
     ),
-    Row("mlp.linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp."), needs="is_dense"),
-    Row("mlp.linear_fc2.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
+    Row("mlp.linear_fc1.weight", stacked_row_shards, *_gate_and_up("mlp."), needs="is_dense"),
+    Row("mlp.linear_fc2.weight", column_shard, "mlp.down_proj.weight", needs="is_dense"),
     Row(
-        "mlp.linear_fc1.bias",
-        stacked_row_shards,
-        ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-        needs="mlp_bias",
+        "mlp.linear_fc1.bias", stacked_row_shards, "mlp.gate_proj.bias", "mlp.up_proj.bias", needs="mlp_bias"
     ),
-    Row("mlp.linear_fc2.bias", replicated, ("mlp.down_proj.bias",), needs="mlp_bias"),
-    Row("mlp.router.weight", replicated, ("mlp.gate.weight",), needs="names_experts"),
-    Row("mlp.router.weight", replicated, ("block_sparse_moe.gate.weight",), needs="names_blocks_sparse"),
-    Row("mlp.router.expert_bias", replicated, ("mlp.gate.e_score_correction_bias",), needs="corrects_scores"),
+    Row("mlp.linear_fc2.bias", replicated, "mlp.down_proj.bias", needs="mlp_bias"),
+    Row("mlp.router.weight", replicated, "mlp.gate.weight", needs="names_experts"),
+    Row("mlp.router.weight", replicated, "block_sparse_moe.gate.weight", needs="names_blocks_sparse"),
+    Row("mlp.router.expert_bias", replicated, "mlp.gate.e_score_correction_bias", needs="corrects_scores"),
     Row(
         "mlp.shared_experts.linear_fc1.weight",
         stacked_row_shards,
-        _gate_and_up("mlp.shared_experts."),
+        *_gate_and_up("mlp.shared_experts."),
         needs="shares_experts",
     ),
     Row(
         "mlp.shared_experts.linear_fc2.weight",
         column_shard,
-        ("mlp.shared_experts.down_proj.weight",),
+        "mlp.shared_experts.down_proj.weight",
         needs="shares_experts",
     ),
     Row(
         "mlp.shared_experts.linear_fc1.weight",
         stacked_row_shards,
-        _gate_and_up("mlp.shared_expert."),
+        *_gate_and_up("mlp.shared_expert."),
         needs="gates_shared_expert",
     ),
     Row(
         "mlp.shared_experts.linear_fc2.weight",
         column_shard,
-        ("mlp.shared_expert.down_proj.weight",),
+        "mlp.shared_expert.down_proj.weight",
         needs="gates_shared_expert",
     ),
     Row(
         "mlp.shared_experts.gate_weight",
         replicated,
-        ("mlp.shared_expert_gate.weight",),
+        "mlp.shared_expert_gate.weight",
         needs="gates_shared_expert",
     ),
 )
@@ -174,7 +167,8 @@ LAYER = (
 are split by heads."""
 
 STACKED_QKV_LAYER = tuple(
-    replace(row, layout=fused_qkv) if row.layout is grouped_qkv else row for row in LAYER
+    Row(row.name, fused_qkv, *row.hf_names, needs=row.needs) if row.layout is grouped_qkv else row
+    for row in LAYER
 )
 """With --qkv-layout stacked linear_qkv is [this rank's query heads; its key heads; its value heads], as in
 vLLM."""
@@ -182,24 +176,25 @@ vLLM."""
 _MIXTRAL = "block_sparse_moe.experts.{expert}."
 EXPERT = (
     Row(
-        "linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp.experts.{expert}."), needs="names_experts"
+        "linear_fc1.weight", stacked_row_shards, *_gate_and_up("mlp.experts.{expert}."), needs="names_experts"
     ),
-    Row("linear_fc2.weight", column_shard, ("mlp.experts.{expert}.down_proj.weight",), needs="names_experts"),
+    Row("linear_fc2.weight", column_shard, "mlp.experts.{expert}.down_proj.weight", needs="names_experts"),
     Row(
         "linear_fc1.weight",
         stacked_row_shards,
-        (_MIXTRAL + "w1.weight", _MIXTRAL + "w3.weight"),
+        _MIXTRAL + "w1.weight",
+        _MIXTRAL + "w3.weight",
         needs="names_blocks_sparse",
     ),
-    Row("linear_fc2.weight", column_shard, (_MIXTRAL + "w2.weight",), needs="names_blocks_sparse"),
+    Row("linear_fc2.weight", column_shard, _MIXTRAL + "w2.weight", needs="names_blocks_sparse"),
 )
 """Parameters of each local expert, cut over the expert tensor-parallel group; `{expert}` is its number in
 the checkpoint."""
 
-FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, (EMBEDDING,)),)
+FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, EMBEDDING),)
 LAST_STAGE = (
-    Row("decoder.final_layernorm.weight", replicated, (FINAL_NORM,)),
-    Row("value_head.weight", replicated, (VALUE_HEAD,), needs="value_head"),
+    Row("decoder.final_layernorm.weight", replicated, FINAL_NORM),
+    Row("value_head.weight", replicated, VALUE_HEAD, needs="value_head"),
 )
 
 
@@ -329,11 +324,8 @@ def _layer(
     held, expert_cut = kind.num_moe_experts // place.ep_size, Cut(cut.shape, *place.expert_tp)
     for local in range(held):
         for row in (row for row in EXPERT if has(kind, row.needs)):
-            names = tuple(name.format(expert=place.ep_rank * held + local) for name in row.hf_names)
-            yield (
-                _expert_name(row.name, local, te_spec),
-                replace(row, hf_names=names).build(expert_cut, sizes, layer_prefix(layer)),
-            )
+            param = row.build(expert_cut, sizes, layer_prefix(layer), expert=place.ep_rank * held + local)
+            yield _expert_name(row.name, local, te_spec), param
 
 
 def check_place(shape: ModelShape, place: MegatronPlace) -> None:

@@ -36,7 +36,7 @@ from megarl.messages import decode
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas, hf_sizes
 from megarl.reshard.copier import View
-from megarl.reshard.transfer import checkpoint_sizes
+from megarl.reshard.hf_weights import checkpoint_sizes
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
 from megarl.rollout.latents import DerivedLatents
 from megarl.rollout.plugin import check_version

@@ -34,7 +34,8 @@ from megarl.reshard.copier import CopyPlan
 from megarl.reshard.digest import Digest
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import make_plan
-from megarl.reshard.transfer import Transfer, load_hf
+from megarl.reshard.hf_weights import load_hf
+from megarl.reshard.transfer import Transfer
 from megarl.reshard.vllm_atlas import vllm_atlas
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def transfer(arguments: argparse.Namespace, dtype: torch.dtype, rank: int) -> tu
 
     def run() -> None:
         if not built:  # in the first run, so that its buffers count as extra memory
-            built.append(Transfer(plan, rank, sources, destinations))
+            built.append(Transfer(plan, rank, sources, destinations, dict.fromkeys(atlas, dtype)))
         built[0].run()
 
     return {"send/recv bf16->bf16": (run, plan.num_bytes(dtype.itemsize)[1, 0])}, weights_digest(destinations)
