@@ -205,6 +205,15 @@ Sizes = dict[str, tuple[int, int]]
 """Canonical tensor -> (rows, cols)."""
 
 
+def equal_part(length: int, count: int) -> int:
+    """Return the length of one of `count` equal parts.
+
+    Raises: ValueError if there are none. The rules of the configuration have reported this with advice."""
+    if length % count:
+        raise ValueError(f"{length} cannot be cut into {count} equal parts. `megarl check` says what works.")
+    return length // count
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """The inputs of a layout: the model and this rank's place in its tensor-parallel group (for experts:
@@ -216,7 +225,7 @@ class Cut:
 
     def share(self, length: int) -> tuple[int, int]:
         """Return [start, end) of this rank's equal part."""
-        each = length // self.tp_size
+        each = equal_part(length, self.tp_size)
         return self.tp_rank * each, (self.tp_rank + 1) * each
 
 
@@ -301,39 +310,3 @@ def layer_params(
     for row in rows:
         if has(kind, row.needs):
             yield row.name, row.build(cut, sizes, layer_prefix(layer))
-
-
-def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: int) -> None:
-    """Raise ValueError listing everything about `shape` (and every quantity in `also`) that tp_size cannot
-    divide, and sizes that can."""
-    ffn = {"ffn_hidden_size": shape.ffn_hidden_size} if shape.is_dense or shape.dense_layers else {}
-    if shape.is_moe and shape.moe_shared_expert_intermediate_size:
-        ffn["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size
-    quantities = {
-        "num_attention_heads": shape.num_attention_heads,
-        **ffn,
-        "the padded vocabulary": shape.padded_vocab_size(),
-        **also,
-    }
-
-    def problems(size: int) -> list[str]:
-        found = [
-            f"{name} ({value}) must be a multiple of it" for name, value in quantities.items() if value % size
-        ]
-        if shape.num_query_groups % size and size % shape.num_query_groups:
-            found.append(f"num_query_groups ({shape.num_query_groups}) must be a multiple or a divisor of it")
-        return found
-
-    if tp_size < 1 or (found := problems(tp_size)):
-        works = [str(size) for size in range(1, min(shape.num_attention_heads, 64) + 1) if not problems(size)]
-        why = "; ".join(found) if tp_size >= 1 else "it must be at least 1"
-        raise ValueError(f"{flag} ({tp_size}): {why}. Sizes that work: {', '.join(works)}.")
-
-
-def check_divides(flag: str, size: int, name: str, quantity: int) -> None:
-    """Raise ValueError, naming sizes that work, if `size` does not divide `quantity`."""
-    if size < 1 or quantity % size:
-        works = [str(n) for n in range(1, quantity + 1) if quantity % n == 0]
-        raise ValueError(
-            f"{flag} ({size}) must divide {name} ({quantity}). Sizes that work: {', '.join(works)}."
-        )

@@ -23,8 +23,7 @@ from megarl.reshard.atlas import (
     Piece,
     Row,
     Sizes,
-    check_divides,
-    check_tensor_parallel,
+    equal_part,
     column_shard,
     has,
     hf_sizes,
@@ -281,21 +280,9 @@ def place_atlas(
             (experts sequential).
         qkv_layout: grouped (Megatron's own) or stacked; see --qkv-layout.
     Raises: ValueError if the sizes do not divide the model."""
-    check_place(shape, place)
-    if qkv_layout == "stacked" and shape.is_mla:
-        raise ValueError(
-            f"--qkv-layout (stacked): {shape.model_type} has latent attention and no linear_qkv. "
-            "Use --qkv-layout grouped."
-        )
-    if qkv_layout == "stacked" and shape.num_query_groups % place.tp_size:
-        raise ValueError(
-            "--qkv-layout (stacked) needs whole key heads on each rank: "
-            f"--tensor-model-parallel-size ({place.tp_size}) must "
-            f"divide num_query_groups ({shape.num_query_groups}). Use --qkv-layout grouped."
-        )
     rows = STACKED_QKV_LAYER if qkv_layout == "stacked" else LAYER
     cut, sizes = Cut(shape, place.tp_size, place.tp_rank), hf_sizes(shape)
-    per_chunk = shape.num_layers // (place.pp_size * place.vpp_size)
+    per_chunk = equal_part(shape.num_layers, place.pp_size * place.vpp_size)
     atlas: Atlas = {}
     for chunk in range(place.vpp_size):
         prefix = f"chunks.{chunk}." if place.vpp_size > 1 else ""
@@ -321,30 +308,11 @@ def _layer(
     kind = cut.shape.of_layer(layer)
     for name, param in layer_params(rows, cut, sizes, layer):
         yield (_transformer_engine_name(kind, name) if te_spec else name), param
-    held, expert_cut = kind.num_moe_experts // place.ep_size, Cut(cut.shape, *place.expert_tp)
+    held, expert_cut = equal_part(kind.num_moe_experts, place.ep_size), Cut(cut.shape, *place.expert_tp)
     for local in range(held):
         for row in (row for row in EXPERT if has(kind, row.needs)):
             param = row.build(expert_cut, sizes, layer_prefix(layer), expert=place.ep_rank * held + local)
             yield _expert_name(row.name, local, te_spec), param
-
-
-def check_place(shape: ModelShape, place: MegatronPlace) -> None:
-    """Raise ValueError naming a flag whose size does not divide the model, and sizes that do."""
-    qkv_rows = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
-    check_tensor_parallel(shape, place.tp_size, "--tensor-model-parallel-size", linear_qkv_rows=qkv_rows)
-    check_divides("--pipeline-model-parallel-size", place.pp_size, "num_layers", shape.num_layers)
-    of_stage = shape.num_layers // place.pp_size
-    check_divides(
-        "--virtual-pipeline-model-parallel-size", place.vpp_size, "the layers of a pipeline stage", of_stage
-    )
-    if shape.is_moe:
-        check_divides("--expert-model-parallel-size", place.ep_size, "num_experts", shape.num_moe_experts)
-        check_divides(
-            "--expert-tensor-parallel-size",
-            place.expert_tp[0],
-            "moe_intermediate_size",
-            shape.moe_ffn_hidden_size,
-        )
 
 
 def megatron_atlases(

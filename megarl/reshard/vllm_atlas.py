@@ -16,7 +16,6 @@ from megarl.reshard.atlas import (
     Piece,
     Row,
     Sizes,
-    check_tensor_parallel,
     column_shard,
     every_expert,
     hf_sizes,
@@ -145,8 +144,6 @@ def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
             f"{', '.join(TABLES)}. An engine reads "
             "it off vLLM's loader when it starts."
         )
-    expert_ffn = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}
-    check_tensor_parallel(shape, tp_size, "--rollout-tensor-parallel-size", **expert_ffn)
     cut, sizes = Cut(shape, tp_size, tp_rank), hf_sizes(shape)
     atlas: Atlas = {EMBEDDING: vocab_shard(cut, sizes, (EMBEDDING,))}
     for layer in range(shape.num_layers):
