@@ -57,8 +57,8 @@ def fix_megatron() -> tuple[str, ...]:
     """Apply the fixes that this machine needs, once per process, and return their names.
 
     Raises: RuntimeError if the installed Megatron-Core is not the version that the fixes are written for."""
-    if (finding := megatron_error()) is not None:
-        raise RuntimeError(finding)
+    if (error := megatron_error()) is not None:
+        raise RuntimeError(error)
     applied = [fix for fix in FIXES if not (fix.on_cpu_only and torch.cuda.is_available())]
     with cpu_megatron():
         for fix in applied:

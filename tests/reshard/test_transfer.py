@@ -338,7 +338,9 @@ def test_tensors_that_do_not_fit_the_plan_are_refused():
     with pytest.raises(
         ValueError, match="source tensor decoder.final_layernorm.weight is in the plan but not among"
     ):
-        Transfer(plan, 0, {n: t for n, t in source.items() if n != "decoder.final_layernorm.weight"}, good, {})
+        Transfer(
+            plan, 0, {n: t for n, t in source.items() if n != "decoder.final_layernorm.weight"}, good, {}
+        )
     with pytest.raises(
         ValueError,
         match=r"destination tensor model.norm.weight has shape \[31, 1\]; the plan uses \[0:32, 0:1\]",

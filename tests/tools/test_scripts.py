@@ -111,7 +111,9 @@ ELSEWHERE = {
 }
 """Script -> the test that runs it."""
 IMPORTED = {
+    f"{BENCH}/e2e_summary.py": f"{BENCH}/bench_e2e.py",
     f"{BENCH}/head_contenders.py": f"{BENCH}/bench_kernels.py",
+    f"{BENCH}/hf_buckets.py": f"{BENCH}/reshard_roles.py",
     f"{BENCH}/measured_process.py": f"{BENCH}/bench_e2e.py",
     f"{BENCH}/reshard_roles.py": f"{BENCH}/bench_reshard.py",
     f"{BENCH}/turns.py": f"{BENCH}/bench_kernels.py",
