@@ -18,8 +18,43 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megarl.config.hf_config import ModelShape
+
+
+class Box(NamedTuple):
+    """The box [row_start:row_end, col_start:col_end] of a matrix."""
+
+    row_start: int
+    row_end: int
+    col_start: int
+    col_end: int
+
+    @property
+    def area(self) -> int:
+        return (self.row_end - self.row_start) * (self.col_end - self.col_start)
+
+    def overlap(self, other: Box) -> Box | None:
+        row, col = max(self.row_start, other.row_start), max(self.col_start, other.col_start)
+        end_row, end_col = min(self.row_end, other.row_end), min(self.col_end, other.col_end)
+        return Box(row, end_row, col, end_col) if row < end_row and col < end_col else None
+
+    def without(self, other: Box) -> list[Box]:
+        """Return this box without the other one, as up to four boxes: above, below, left, right."""
+        part = self.overlap(other)
+        if part is None or part == self:
+            return [] if part else [self]
+        rest = [
+            self._replace(row_end=part.row_start),
+            self._replace(row_start=part.row_end),
+            part._replace(col_start=self.col_start, col_end=part.col_start),
+            part._replace(col_start=part.col_end, col_end=self.col_end),
+        ]
+        return [box for box in rest if box.area]
+
+    def __str__(self) -> str:
+        return f"[{self.row_start}:{self.row_end}, {self.col_start}:{self.col_end}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +78,20 @@ class Piece:
     def cols(self) -> int:
         return self.col_end - self.col_start
 
+    @property
+    def box(self) -> Box:
+        """The rectangle of the canonical tensor."""
+        return Box(self.row_start, self.row_end, self.col_start, self.col_end)
+
+    @property
+    def local_box(self) -> Box:
+        """The rectangle of the local parameter."""
+        return Box(self.local_row, self.local_row + self.rows, self.local_col, self.local_col + self.cols)
+
     def inside(self, tensor):
         """Return the view of a local [rows, cols] tensor that holds this piece."""
-        row, col = self.local_row, self.local_col
-        return tensor[row : row + self.rows, col : col + self.cols]
+        row, end_row, col, end_col = self.local_box
+        return tensor[row:end_row, col:end_col]
 
 
 @dataclass(frozen=True, slots=True)
