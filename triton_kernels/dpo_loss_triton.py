@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.kernels.aot import aot_case
 from megarl.kernels.partial_sums_triton import reduce_partials
+from megarl.kernels.tiles_triton import load
 
 _BLOCK = 1024
 
@@ -20,10 +21,8 @@ def _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, begin, end, BLOCK
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         exists = tl.load(mask_ptr + i, mask=i < end, other=0) != 0
-        log_prob = tl.load(log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        total += (log_prob - tl.load(ref_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)).to(
-            tl.float64
-        )
+        log_prob = load(log_probs_ptr, i, exists)
+        total += (log_prob - load(ref_log_probs_ptr, i, exists)).to(tl.float64)
     return tl.sum(total, 0)
 
 

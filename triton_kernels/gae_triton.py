@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megarl.kernels.aot import aot_case
 from megarl.kernels.limits import WHITEN_EPS
+from megarl.kernels.tiles_triton import load
 
 _WHITEN_EPS = tl.constexpr(WHITEN_EPS)
 _BLOCK = 1024
@@ -49,8 +50,8 @@ def _gae_kernel(
         t = last - lane
         in_sequence = t >= begin
         is_action = tl.load(mask_ptr + t, mask=in_sequence, other=0) != 0
-        reward = tl.load(rewards_ptr + t, mask=is_action, other=0.0).to(tl.float32)
-        value = tl.load(values_ptr + t, mask=is_action, other=0.0).to(tl.float32)
+        reward = load(rewards_ptr, t, is_action)
+        value = load(values_ptr, t, is_action)
         # Tokens that are no actions, and lanes before the sequence, are the identity.
         maps = (
             tl.where(is_action, decay, 1.0),
@@ -86,7 +87,7 @@ def _whiten_kernel(advantages_ptr, mask_ptr, stats_ptr, whitened_ptr, num_tokens
     variance = squares - total * mean
     variance = tl.where(variance < 0, 0.0, variance) / tl.where(count > 2, count - 1, 1.0)
     scale = 1 / tl.sqrt(variance + _WHITEN_EPS)
-    advantage = tl.load(advantages_ptr + i, mask=is_action, other=0.0).to(tl.float32)
+    advantage = load(advantages_ptr, i, is_action)
     whitened = (advantage - mean.to(tl.float32)) * scale.to(tl.float32)
     tl.store(whitened_ptr + i, tl.where(is_action, whitened, 0.0), mask=in_range)
 

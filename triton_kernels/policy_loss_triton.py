@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megarl.kernels.aot import aot_case
-from megarl.kernels.kl_triton import exp_minus_1_minus_x, kl_and_slope_tile, limit
+from megarl.kernels.kl_triton import exp_minus_1_minus_x, kl_and_slope_tile
 from megarl.kernels.limits import MAX_LOG_RATIO
 from megarl.kernels.partial_sums_triton import reduce_partials
+from megarl.kernels.tiles_triton import limit, load
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 # A block of 1024 spills on sm_90.
@@ -56,11 +57,11 @@ def _policy_loss_kernel(
     block = tl.program_id(0)
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_tokens
-    weight = tl.load(weights_ptr + i, mask=in_range, other=0.0).to(tl.float32)
+    weight = load(weights_ptr, i, in_range)
     exists = weight != 0
-    log_prob = tl.load(log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    old = tl.load(old_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    advantage = tl.load(advantages_ptr + i, mask=exists, other=0.0).to(tl.float32)
+    log_prob = load(log_probs_ptr, i, exists)
+    old = load(old_log_probs_ptr, i, exists)
+    advantage = load(advantages_ptr, i, exists)
 
     difference = log_prob - old
     log_ratio = limit(difference, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
@@ -85,7 +86,7 @@ def _policy_loss_kernel(
     tis = tl.zeros_like(weight)
     policy_weight = weight
     if HAS_TIS:
-        tis_difference = old - tl.load(rollout_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        tis_difference = old - load(rollout_log_probs_ptr, i, exists)
         tis = tl.where(
             exists, tl.exp(tl.where(tis_difference > max_log_tis, max_log_tis, tis_difference)), 0.0
         )
@@ -93,14 +94,14 @@ def _policy_loss_kernel(
     total, gradient = loss * policy_weight, slope * policy_weight
     kl = tl.zeros_like(weight)
     if HAS_REF:
-        ref = tl.load(ref_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        ref = load(ref_log_probs_ptr, i, exists)
         kl, kl_slope = kl_and_slope_tile(log_prob - ref, KL_ESTIMATOR, KL_STRAIGHT_THROUGH)
         if HAS_KL_LOSS:
             total += kl_coef * (weight * kl)
             gradient += kl_coef * (weight * kl_slope)
     entropy = tl.zeros_like(weight)
     if HAS_ENTROPY:
-        entropy = tl.load(entropy_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        entropy = load(entropy_ptr, i, exists)
         if HAS_ENTROPY_LOSS:
             total -= entropy_coef * (weight * entropy)
     tl.store(gradient_ptr + i, gradient, mask=in_range)

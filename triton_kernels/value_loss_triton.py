@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megarl.kernels.aot import aot_case
-from megarl.kernels.kl_triton import limit
 from megarl.kernels.partial_sums_triton import reduce_partials
+from megarl.kernels.tiles_triton import limit, load
 
 _BLOCK = 1024
 
@@ -31,16 +31,16 @@ def _value_loss_kernel(
     block = tl.program_id(0)
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_tokens
-    weight = tl.load(weights_ptr + i, mask=in_range, other=0.0).to(tl.float32)
+    weight = load(weights_ptr, i, in_range)
     exists = weight != 0
-    value = tl.load(values_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    target = tl.load(returns_ptr + i, mask=exists, other=0.0).to(tl.float32)
+    value = load(values_ptr, i, exists)
+    target = load(returns_ptr, i, exists)
     error = value - target
     loss = error * error
     gradient = error
     is_clipped = exists & False
     if HAS_CLIP:
-        old = tl.load(old_values_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        old = load(old_values_ptr, i, exists)
         clipped_error = old + limit(value - old, -clip_eps, clip_eps) - target
         is_clipped = (clipped_error * clipped_error > loss) & (tl.abs(value - old) > clip_eps)
         loss = tl.where(is_clipped, clipped_error * clipped_error, loss)

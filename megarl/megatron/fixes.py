@@ -177,12 +177,12 @@ def world_is(group: dist.ProcessGroup) -> Iterator[None]:
     optimizer/__init__.py:180 agrees on the order of parameter groups over the whole world, and would wait for
     ranks that are not on this mesh."""
     gather, world_size = dist.all_gather_object, dist.get_world_size
-    dist.all_gather_object = lambda out, value, group=group: gather(out, value, group=group)
-    dist.get_world_size = lambda group=group: world_size(group)
-    try:
+    within = dict(
+        all_gather_object=lambda out, value, group=group: gather(out, value, group=group),
+        get_world_size=lambda group=group: world_size(group),
+    )
+    with patch.multiple(dist, **within):
         yield
-    finally:
-        dist.all_gather_object, dist.get_world_size = gather, world_size
 
 
 def _p2p_ops(

@@ -24,12 +24,13 @@ from megarl.megatron.data_parallel import data_parallel
 from megarl.megatron.fixes import fix_megatron
 from megarl.megatron.fsdp import ShardedDataParallel
 from megarl.megatron.gradients import reduction_factors
+from megarl.megatron.inner_optimizers import local
 from megarl.megatron.loss_check import LossCheck
 from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
 from megarl.megatron.model import build_model
 from megarl.megatron.nonfinite import NonFiniteStep, explain
-from megarl.megatron.offload import ModelMemory, local
+from megarl.megatron.offload import ModelMemory
 from megarl.megatron.optimizer import build_optimizer, build_scheduler, prepare_step, take_step
 from megarl.megatron.pipeline import run_schedule
 from megarl.megatron.routing import Routing

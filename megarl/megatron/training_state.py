@@ -22,7 +22,7 @@ from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
 from megarl.config.hf_config import function_fields
 from megarl.megatron.cpu_shim import cpu_megatron
-from megarl.megatron.offload import local
+from megarl.megatron.inner_optimizers import inner_optimizers, local
 from megarl.megatron.trained_model import TrainedModel
 from megarl.reshard.atlas import EMBEDDING, Atlas, LocalParam, Sizes, hf_sizes
 from megarl.reshard.lora_atlas import adapter_sizes
@@ -177,18 +177,6 @@ def _param(atlas: Atlas, name: str) -> LocalParam:
 # ------------------------------------------------------------------ Megatron's optimizers
 
 
-def _inner_optimizers(model: TrainedModel) -> list:
-    """Return one optimizer for the parameters outside of experts and one for experts.
-
-    Some ranks lack one of them."""
-    found = (
-        getattr(model.optimizer, "chained_optimizers", [model.optimizer])
-        if model.optimizer is not None
-        else []
-    )
-    return [inner for inner in found if getattr(inner, "optimizer", None) is not None]
-
-
 def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> bool:
     """Return whether a parameter has master weights on any rank. `parameter` is None for a buffer."""
     return (
@@ -201,54 +189,48 @@ def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> b
 
 def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
     """Return name -> what this rank updates. Adam's state is created if no step was taken yet."""
-    model.memory.use(*(("parameters", "optimizer") if model.optimizer is not None else ("parameters",)))
+    model.memory.use("parameters", *(["optimizer"] if model.optimizer is not None else []))
     out: dict[str, _Stretch] = {}
     name_of = {parameter: name for name, parameter in model.named_parameters()}
-    for inner in _inner_optimizers(model):
+    for inner in inner_optimizers(model.optimizer):
         if inner.config.use_precision_aware_optimizer:
             raise ValueError(
                 "--optimizer-cpu-offload: its state cannot be saved or loaded yet. Leave it out."
             )
         _make_state(inner)
-        for parameter, start, main, is_master in _updated(inner, model):
+        for parameter, start, main in _updated(inner, model):
             state = inner.optimizer.state[main]
             out[name_of[parameter]] = _Stretch(
                 start,
-                local(main.data).view(-1) if is_master else None,
+                local(main.data).view(-1) if _has_masters(model, parameter) else None,
                 {kind: local(state[kind]).view(-1) for kind in MOMENTS},
             )
     return out
 
 
-def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
-    """Yield (model parameter, first element, tensor that Adam updates, whether it is a master weight).
+def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
+    """Yield (model parameter, first element, tensor that Adam updates).
 
     `inner` is an optimizer of Megatron 0.16.1."""
     if model.sharded:
-        yield from (
-            (parameter, start, shard, model.bf16)
-            for ddp in model.sharded
-            for parameter, start, shard in ddp.optimized()
-            if local(shard).numel()
-        )
+        yield from (found for ddp in model.sharded for found in ddp.optimized() if local(found[2]).numel())
     elif hasattr(
         inner, "gbuf_ranges"
     ):  # distributed: each rank has a range of each bucket of the gradient buffers
-        for parameters, mains, is_master in (
-            (inner.model_fp32_groups, inner.shard_fp32_groups, False),
-            (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True),
+        for parameter, main in (
+            *_pairs(inner.model_fp32_groups, inner.shard_fp32_groups),
+            *_pairs(inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
         ):
-            for parameter, main in _pairs(parameters, mains):
-                yield parameter, inner._get_model_param_range_map(parameter)["param"].start, main, is_master
+            yield parameter, inner._get_model_param_range_map(parameter)["param"].start, main
     elif hasattr(inner, "float16_groups"):
         for parameter, main in _pairs(inner.float16_groups, inner.fp32_from_float16_groups):
-            yield parameter, 0, main, True
+            yield parameter, 0, main
         for parameter in itertools.chain.from_iterable(inner.fp32_from_fp32_groups):
-            yield parameter, 0, parameter, False
+            yield parameter, 0, parameter
     else:
         for group in inner.optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter, 0, parameter, False
+                yield parameter, 0, parameter
 
 
 def _pairs(parameters: list[list], mains: list[list]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
@@ -273,7 +255,7 @@ def _make_state(inner) -> None:
 def _optimizer_steps(model: TrainedModel) -> int:
     """Return the number of steps of this rank's optimizers, or 0 if the rank updates nothing."""
     steps = []
-    for inner in _inner_optimizers(model):
+    for inner in inner_optimizers(model.optimizer):
         steps += [state["step"] for state in inner.optimizer.state.values() if "step" in state]
         # Transformer Engine's Adam keeps the counter in the parameter group.
         steps += [group["step"] for group in inner.optimizer.param_groups if "step" in group]
@@ -281,7 +263,7 @@ def _optimizer_steps(model: TrainedModel) -> int:
 
 
 def _set_steps(model: TrainedModel, state: dict[str, object]) -> None:
-    for inner in _inner_optimizers(model):
+    for inner in inner_optimizers(model.optimizer):
         if isinstance(inner.optimizer, torch.optim.AdamW):
             for of_parameter in inner.optimizer.state.values():
                 of_parameter["step"].fill_(float(state["optimizer_steps"]))

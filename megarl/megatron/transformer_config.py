@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -18,11 +19,7 @@ with cpu_megatron():
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
 """Maps ModelShape.activation to the function for the gate of the MLP."""
 
 

@@ -57,12 +57,8 @@ class Digest:
         self._views, self._dtypes, self._num_threads = list(views), list(dtypes), num_threads
         rows = [self._describe(index) for index in range(len(self._views))]
         self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
-        storages = (view.storage if isinstance(view, PackedView) else view for view in self._views)
-        self._storages = list(
-            {
-                storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in storages)
-            }.values()
-        )
+        storages = [view.untyped_storage() for view in self._views]
+        self._storages = list({storage._cdata: storage for storage in storages}.values())
         self._addresses = [storage.data_ptr() for storage in self._storages]
         self._device = self._views[0].device if self._views else torch.device("cpu")
         if any(view.device != self._device for view in self._views):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def read_folder(folder: str | os.PathLike) -> dict[str, StoredTensor]:
         if path in headers and name not in headers[path]
     ]
     if problems:
-        raise TensorFileError(f"{_some(problems)}.")
+        raise TensorFileError(f"{some(problems)}.")
     return {name: StoredTensor(path, headers[path][name]) for name, path in file_of.items()}
 
 
@@ -121,7 +121,7 @@ def folder_problem(folder: str | os.PathLike, shape: ModelShape | None) -> str |
 
 def misfit(folder: str | os.PathLike, problems: list[str]) -> str | None:
     """Return the sentence for `tensor_problems`; None if there are none."""
-    return f"the weights in {folder} do not fit its config.json: {_some(problems)}." if problems else None
+    return f"the weights in {folder} do not fit its config.json: {some(problems)}." if problems else None
 
 
 def names_left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
@@ -169,7 +169,8 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
     return file_of
 
 
-def _some(problems: list[str]) -> str:
+def some(problems: Sequence[str]) -> str:
+    """Join the first problems, with the number of the others."""
     more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
     return "; ".join(problems[:_MOST_NAMED]) + more
 

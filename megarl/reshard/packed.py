@@ -87,6 +87,9 @@ class PackedView:
     def element_size(self) -> int:
         return self.storage.element_size()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.storage.untyped_storage()
+
     def data_ptr(self) -> int:
         """Return the address of element (row, col).
 

@@ -25,10 +25,12 @@ class DoubleBuffer:
     `front` generates. `back` has the same names and shapes and, at first, the same values."""
 
     def __init__(self, model: torch.nn.Module, tensors: dict[str, View]) -> None:
-        storages = {storage._cdata: storage for storage in map(_storage, tensors.values())}
+        storages = {view.untyped_storage()._cdata: view.untyped_storage() for view in tensors.values()}
         clones = {key: storage.clone() for key, storage in storages.items()}
         self.front = tensors
-        self.back = {name: _moved_view(view, clones[_storage(view)._cdata]) for name, view in tensors.items()}
+        self.back = {
+            name: _moved_view(view, clones[view.untyped_storage()._cdata]) for name, view in tensors.items()
+        }
         self._parameters = [
             (p, p.data, _moved(p.data, clones[p.data.untyped_storage()._cdata]))
             for p in model.parameters()
@@ -41,10 +43,6 @@ class DoubleBuffer:
         for parameter, front, _ in self._parameters:
             parameter.data = front
         self.front, self.back = self.back, self.front
-
-
-def _storage(view: View) -> torch.UntypedStorage:
-    return (view.storage if isinstance(view, PackedView) else view).untyped_storage()
 
 
 def _moved_view(view: View, storage: torch.UntypedStorage) -> View:
