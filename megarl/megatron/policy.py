@@ -107,9 +107,10 @@ class Policy(TrainedModel):
         with_entropy: bool = False,
         loss: Loss | None = None,
     ) -> ResponseTokens:
-        part, rows = shard.part_of(micro), shard.rows_of(micro.predict_positions)
+        positions, rows = shard.select(micro.predict_positions)
+        part = micro if rows is None else MicroBatch(micro.batch, micro.response_positions[rows])
         return ResponseTokens(
-            shard.local(part.predict_positions).to(self.device),
+            positions.to(self.device),
             part.targets.to(self.device),
             temperature,
             with_entropy,

@@ -76,8 +76,7 @@ class ValueModel(TrainedModel):
 
     def _at(self, positions: torch.Tensor, shard: ContextShard) -> ValuePositions:
         """Request the values at positions among the micro-batch's tokens."""
-        rows = shard.rows_of(positions)
-        here = positions if rows is None else shard.local(positions[rows])
+        here, rows = shard.select(positions)
         return ValuePositions(
             here.to(self.device), None if rows is None else rows.to(self.device), len(positions)
         )

@@ -53,8 +53,19 @@ class Box(NamedTuple):
         ]
         return [box for box in rest if box.area]
 
+    def within(self, outer: Box) -> tuple[slice, slice]:
+        """Return the index of this box in a matrix that holds the box `outer`."""
+        row, col = outer.row_start, outer.col_start
+        return (
+            slice(self.row_start - row, self.row_end - row),
+            slice(self.col_start - col, self.col_end - col),
+        )
+
     def __str__(self) -> str:
         return f"[{self.row_start}:{self.row_end}, {self.col_start}:{self.col_end}]"
+
+
+ORIGIN = Box(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +101,7 @@ class Piece:
 
     def inside(self, tensor):
         """Return the view of a local [rows, cols] tensor that holds this piece."""
-        row, end_row, col, end_col = self.local_box
-        return tensor[row:end_row, col:end_col]
+        return tensor[self.local_box.within(ORIGIN)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -154,37 +155,37 @@ def save_hf(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
-    if rank == root:
-        with new_model_folder(Path(folder), Path(source_folder), shape, dtype) as partial:
-            _save_shards(shards, partial, plans, sizes, tensors, dtype)
-    else:
-        _save_shards(shards, None, plans, sizes, tensors, dtype)
+    files = _gathered_files(shards, plans, sizes, tensors, dtype, rank == root)
+    if rank != root:
+        deque(files, maxlen=0)
+        return
+    with new_model_folder(Path(folder), Path(source_folder), shape, dtype) as partial:
+        for file, full in files:
+            save_tensors(full, partial / file)
+        write_index(partial, shards)
 
 
-def _save_shards(
+def _gathered_files(
     shards: StateDictSplit,
-    partial: Path | None,
     plans: dict[str, ReshardPlan],
     sizes: Sizes,
     tensors: dict[str, Tensor],
     dtype: torch.dtype,
-) -> None:
-    """Collect and write one file after the other, and their index if there are several. `partial` is the
-    folder; None: this rank only sends."""
+    is_root: bool,
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the name of each file and its full tensors, which only the root has. Collective over the ranks of
+    the plans."""
     rank, device = dist.get_rank() if dist.is_initialized() else 0, next(iter(tensors.values())).device
     for file, names in shards.filename_to_tensors.items():
         full: dict[str, Tensor] = {}
         for name in names:
             kept = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
-            target = {} if partial is None else {name: torch.empty(sizes[name], dtype=kept, device=device)}
+            target = {name: torch.empty(sizes[name], dtype=kept, device=device)} if is_root else {}
             if rank in plans[name].ranks:
                 Transfer(plans[name], rank, tensors, target, {name: kept}).run()
-            if partial is not None:
+            if is_root:
                 full[name] = (target[name].flatten() if sizes[name][1] == 1 else target[name]).cpu()
-        if partial is not None:
-            save_tensors(full, partial / file)
-    if partial is not None:
-        write_index(partial, shards)
+        yield file, full
 
 
 def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:

@@ -212,8 +212,8 @@ def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
 def expose_weights(
     model: torch.nn.Module,
     atlas: Atlas,
-    packed: dict[str, PackedExperts] | None = None,
-    derived: Collection[str] = (),
+    packed: dict[str, PackedExperts],
+    derived: Collection[str],
 ) -> dict[str, torch.Tensor]:
     """Return a [rows, cols] view of each live weight, by name; of the plain twin if it is `packed`.
 
@@ -229,7 +229,7 @@ def expose_weights(
 
     Raises: RuntimeError if the model's parameters are not those of the atlas."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in derived}
-    parameters |= {name: experts.plain for name, experts in (packed or {}).items()}
+    parameters |= {name: experts.plain for name, experts in packed.items()}
     if parameters.keys() != atlas.keys():
         raise RuntimeError(
             f"vLLM's parameters are not those that megarl knows for this model. Only in vLLM: "
@@ -249,8 +249,6 @@ def expose_weights(
                 f"vLLM's {name} is {list(weight.shape)} with strides {weight.stride()}; the atlas has "
                 f"{param.rows} x {param.cols}"
             )
-    # vocabulary padding: vLLM masks its logits, but the memory must hold numbers
-    for name, param in atlas.items():
-        if param.padding_rows:
-            parameters[name].data[param.rows - param.padding_rows :].zero_()
+        if param.padding_rows:  # vLLM masks the logits of padding, but the memory must hold numbers
+            weight.data[param.rows - param.padding_rows :].zero_()
     return {name: parameters[name].data.view(param.rows, param.cols) for name, param in atlas.items()}
