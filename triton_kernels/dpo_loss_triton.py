@@ -64,7 +64,7 @@ def _dpo_loss_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per pair. `partials` [4, P]: the loss, then DPOStats' order."""
+    """Compute one pair per program. `partials` [4, P] are the loss, then the fields of DPOStats."""
     pair = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + 2 * pair).to(tl.int64)
     middle = tl.load(cu_seqlens_ptr + 2 * pair + 1).to(tl.int64)

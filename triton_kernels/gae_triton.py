@@ -36,7 +36,7 @@ def _gae_kernel(
     decay,
     BLOCK: tl.constexpr,
 ):
-    """One program per sequence, a tile after another from its end; `stats` [B, 3] fp64."""
+    """Scan one sequence per program, a tile after another from its end. `stats` is [B, 3] fp64."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
@@ -113,7 +113,7 @@ def gae(
 
 
 def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
-    """[T] fp32."""
+    """Return the whitened advantages, [T] fp32, 0 where the mask is false."""
     advantages, mask = advantages.contiguous(), mask.contiguous()
     whitened = torch.empty_like(advantages, dtype=torch.float32)
     if len(advantages):

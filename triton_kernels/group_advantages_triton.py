@@ -61,7 +61,7 @@ def _group_advantages_kernel(
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float) -> Tensor:
-    """[B] fp32."""
+    """Return the advantages, [B] fp32."""
     rewards, group_ids = rewards.contiguous(), group_ids.contiguous()
     advantages = torch.empty_like(rewards, dtype=torch.float32)
     if len(rewards):

@@ -51,7 +51,7 @@ def kl_estimate_ref(
 
 
 def at_least_fp32(x: Tensor | None) -> Tensor | None:
-    """fp64 stays, for gradient checks; all else is computed in fp32, as the kernels do."""
+    """Convert to fp32, in which the kernels compute; fp64 stays, for gradient checks."""
     return None if x is None else x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -230,7 +230,7 @@ def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
 
 
 def _seconds(function, head: LinearHead, with_entropy: bool) -> float:
-    """The faster of three runs after one to compile and warm up."""
+    """Return the seconds of the fastest of three runs, after one run to compile and warm up."""
     function(head, with_entropy)
     seconds = []
     for _ in range(3):

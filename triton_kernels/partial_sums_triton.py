@@ -1,4 +1,4 @@
-"""Adds up the partial sums of a kernel that writes one number per block and statistic, in a fixed order and
+"""Add up the partial sums of a kernel that writes one number per block and statistic, in a fixed order and
 without atomics.
 
     totals[r] = sum_b partials[r, b]        of row max_row: max(0, max_b partials[r, b])

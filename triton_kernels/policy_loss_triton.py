@@ -52,8 +52,10 @@ def _policy_loss_kernel(
     HAS_ENTROPY_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Comparisons and `where`, no tl.maximum: NaN stays NaN. Partial sums [8, blocks], the loss first, then
-    PolicyLossStats' order."""
+    """Compute one block of tokens per program. The partial sums [8, blocks] are the loss, then the fields of
+    PolicyLossStats.
+
+    Comparisons and `where` replace tl.maximum, so that NaN stays NaN."""
     block = tl.program_id(0)
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_tokens

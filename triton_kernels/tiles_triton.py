@@ -16,7 +16,7 @@ def load(pointer, i, mask):
 
 @triton.jit
 def limit(x, low, high):
-    """NaN stays NaN, unlike with tl.clamp."""
+    """Limit x to [low, high]. NaN stays NaN, unlike with tl.clamp."""
     return tl.where(x < low, low, tl.where(x > high, high, x))
 
 

@@ -27,7 +27,8 @@ def _value_loss_kernel(
     HAS_CLIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Partial sums [6, blocks]: the loss, then ValueLossStats' order."""
+    """Compute one block of tokens per program. The partial sums [6, blocks] are the loss, then the fields of
+    ValueLossStats."""
     block = tl.program_id(0)
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_tokens

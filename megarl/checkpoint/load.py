@@ -1,4 +1,4 @@
-"""Reads a checkpoint, by all ranks of a mesh or by one process."""
+"""Read a checkpoint, by all ranks of a mesh or by one process."""
 
 from __future__ import annotations
 

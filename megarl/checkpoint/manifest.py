@@ -1,4 +1,4 @@
-"""Reads and writes checkpoint.json, which says what a checkpoint holds, and where."""
+"""Read and write checkpoint.json, which says what a checkpoint holds, and where."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def part_key(name: str, shape: tuple[int, ...], box: Box) -> str:
 
 @dataclass
 class Manifest:
-    """
+    """The content of checkpoint.json.
+
     Args:
         files: name -> (bytes, SHA-256).
         tensors: kind -> canonical name -> what is stored of it.

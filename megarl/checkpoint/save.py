@@ -1,4 +1,4 @@
-"""Writes a checkpoint, by all ranks of a mesh or by one process."""
+"""Write a checkpoint, by all ranks of a mesh or by one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes weights that come a few rows at a time, without ranks, into a Hugging Face folder or a megarl
+"""Write weights that come a few rows at a time, without ranks, into a Hugging Face folder or a megarl
 checkpoint.
 
 The memory needed is that of the rows that are just moving, and what the source keeps: of a Megatron

@@ -1,4 +1,4 @@
-"""Writes and reads safetensors files in pieces, so that no process holds more than the rows that are being
+"""Write and read safetensors files in pieces, so that no process holds more than the rows that are being
 moved.
 
 The library `safetensors` writes only what is in memory as a whole, and reads through a memory map. Headers

@@ -1,4 +1,4 @@
-"""Reads the weights of a sharded Megatron checkpoint (`--ckpt-format torch_dist`), as
+"""Read the weights of a sharded Megatron checkpoint (`--ckpt-format torch_dist`), as
 megatron.core.dist_checkpointing 0.16.1 writes it.
 
     iter_0000100/

@@ -1,4 +1,4 @@
-"""Runs many strided copies as one: the executor of a reshard plan.
+"""Run many strided copies as one, which executes a reshard plan.
 
 A pair (dst, src) of tensor views is one rectangle. Rectangles are checked once, handed to megarl._C as
 addresses, and copied by every `run`: threads and memcpy on a CPU, one kernel launch on a GPU, fp32, bf16 and
@@ -62,7 +62,7 @@ class CopyPlan:
             self._tables = [table.to(self._device) for table in tables]
 
     def run(self) -> None:
-        """Copies every rectangle. On a GPU this is a launch on the current stream of the destination's
+        """Copy every rectangle. On a GPU this is a launch on the current stream of the destination's
         device.
 
         Raises: RuntimeError if a view's storage moved since the plan was built.
@@ -84,7 +84,7 @@ class CopyPlan:
 
 
 def copy_rects(dst: Sequence[View], src: Sequence[Tensor], num_threads: int = 1) -> None:
-    """Copies each src view into the dst view at its index, once; arguments and errors as for `CopyPlan`."""
+    """Copy each src view into the dst view at its index, once; arguments and errors as for `CopyPlan`."""
     CopyPlan(dst, src, num_threads).run()
 
 

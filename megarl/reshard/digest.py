@@ -27,7 +27,7 @@ _PIECE_WORDS = 1 << 20  # without the extension: 8 MB of words at a time
 
 
 class Digest:
-    """Computes digests of the same views repeatedly.
+    """Digests of the same views, computed again for every version.
 
     Args:
         views: [rows, cols] or [n], row-major, or packed. A vector is one row: [n], [1, n] and [n, 1] are the

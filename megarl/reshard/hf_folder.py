@@ -1,5 +1,6 @@
-"""Finds which tensors a Hugging Face folder holds, and whether they are those of its config.json. Reads
-headers and the index only; torch-free.
+"""Find which tensors a Hugging Face folder holds, and whether they are those of its config.json.
+
+Only headers and the index are read, and torch is not imported.
 
 `megarl check`, the loader of training and `megarl convert` all judge a folder by these functions."""
 
@@ -143,7 +144,7 @@ def prediction_layers(shape: ModelShape) -> tuple[str, ...]:
 
 
 def is_sequence_classifier(folder: str | os.PathLike) -> bool:
-    """Whether config.json names a sequence classifier, whose folder has a value head."""
+    """Return whether config.json names a sequence classifier, whose folder has a value head."""
     config = Path(folder) / "config.json"
     architectures = json.loads(config.read_text()).get("architectures") if config.exists() else None
     return any(name.endswith("ForSequenceClassification") for name in architectures or ())

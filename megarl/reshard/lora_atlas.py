@@ -1,5 +1,4 @@
-"""Says which rectangles of the canonical adapters a rank holds, as rows of an atlas (its sharding spec), made
-from the rows of the adapted matrices.
+"""Derive the sharding spec (atlas) of adapters from that of the matrices that they adapt.
 
 The canonical tensors of adapter rank r, for a layer whose matrix is made of the canonical matrices X [rows,
 cols] of one parent:

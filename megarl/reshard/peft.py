@@ -1,4 +1,4 @@
-"""Writes adapters as a folder that PEFT, and vLLM with it, loads: adapter_config.json and
+"""Write adapters as a folder that PEFT, and vLLM with it, loads: adapter_config.json and
 adapter_model.safetensors."""
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class _Buffer:
 
 
 class Puller:
-    """Copies new versions of the weights into the model.
+    """Receiver of new versions of the weights in a vLLM process.
 
     Args:
         rank: rank of this destination in the plan.
