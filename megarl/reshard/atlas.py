@@ -36,6 +36,8 @@ class Box(NamedTuple):
         return (self.row_end - self.row_start) * (self.col_end - self.col_start)
 
     def overlap(self, other: Box) -> Box | None:
+        if self == other and self.area:  # the usual case, without a new box
+            return self
         row, col = max(self.row_start, other.row_start), max(self.col_start, other.col_start)
         end_row, end_col = min(self.row_end, other.row_end), min(self.col_end, other.col_end)
         return Box(row, end_row, col, end_col) if row < end_row and col < end_col else None
@@ -290,11 +292,20 @@ parameter."""
 
 
 class Row:
-    """One row of a side's table: local parameter, how it is cut, out of which canonical tensors, and when it
-    exists."""
+    """One row of a side's table: a local parameter, how it is cut, and out of which canonical tensors.
+
+    Args:
+        hf_names: Default: the canonical tensor of the same name. A layer has the parameter if it has all of
+            its canonical tensors.
+        needs: a flag of the layer's ModelShape without which the parameter is absent all the same."""
 
     def __init__(self, name: str, layout: Layout, *hf_names: str, needs: str | None = None) -> None:
-        self.name, self.layout, self.hf_names, self.needs = name, layout, hf_names, needs
+        self.name, self.layout, self.hf_names, self.needs = name, layout, hf_names or (name,), needs
+
+    def exists(self, kind: ModelShape, sizes: Sizes, hf_prefix: str = "") -> bool:
+        """Return whether a layer of this kind has the parameter."""
+        names = (hf_prefix + name.format(expert=0) for name in self.hf_names)
+        return has(kind, self.needs) and all(name in sizes for name in names)
 
     def build(self, cut: Cut, sizes: Sizes, hf_prefix: str = "", expert: int | None = None) -> LocalParam:
         """Return the local parameter. `expert` is the number of the expert in the checkpoint."""
@@ -361,7 +372,7 @@ def layer_params(
 ) -> Iterator[tuple[str, LocalParam]]:
     """Yield (name within the layer, parameter) of every row that this layer has, cut out of canonical
     layer `layer`."""
-    kind = cut.shape.of_layer(layer)
+    kind, prefix = cut.shape.of_layer(layer), layer_prefix(layer)
     for row in rows:
-        if has(kind, row.needs):
-            yield row.name, row.build(cut, sizes, layer_prefix(layer))
+        if row.exists(kind, sizes, prefix):
+            yield row.name, row.build(cut, sizes, prefix)
