@@ -29,7 +29,6 @@ from megarl.config.schema import TrainConfig
 from megarl.runtime.abort import AbortableEngine
 from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
-from megarl.reshard.copier import View
 from megarl.reshard.destination import Arrival, Destination
 from megarl.reshard.plan import ReshardPlan, make_plan
 from megarl.reshard.sync import Pull, WeightSync, tensors_of
@@ -291,14 +290,14 @@ class RolloutEngine(Engine):
         )
         self._aliases = offer.taken
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
-        self.tensors: dict[int, dict[str, View]] = {}
+        self.tensors: dict[int, dict[str, torch.Tensor]] = {}
         """Live weights: this rank -> name -> view."""
         self.llm.init_weight_transfer_engine({"init_info": {"expose": self._take}})
         self._is_updating = False
         self.device = next(iter(self.tensors[dist.get_rank()].values())).device.type
         self.connect(sources, parameters)
 
-    def _take(self, atlas: Atlas, tensors: dict[str, View]) -> None:
+    def _take(self, atlas: Atlas, tensors: dict[str, torch.Tensor]) -> None:
         """Receive this rank's atlas and live weights from the vLLM worker."""
         self._atlas, self.tensors[dist.get_rank()] = atlas, tensors
 

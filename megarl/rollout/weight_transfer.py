@@ -35,7 +35,6 @@ from megarl.config.hf_config import FAMILIES, ModelShape
 from megarl.messages import decode
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas, hf_sizes
-from megarl.reshard.copier import View
 from megarl.reshard.hf_weights import checkpoint_sizes
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
 from megarl.rollout.latents import DerivedLatents
@@ -52,7 +51,7 @@ logger = logging.getLogger(__name__)
 class InitInfo(WeightTransferInitInfo):
     """Settings that the rank that drives the engine sends to its workers once."""
 
-    expose: Callable[[Atlas, dict[str, View]], None] | None = None
+    expose: Callable[[Atlas, dict[str, torch.Tensor]], None] | None = None
     """Callback in the trainer's process that receives the atlas and the live weights by name."""
     ranks: list[int] | None = None
     """Rank in the plan of each tensor-parallel rank of the engine; in another process."""
