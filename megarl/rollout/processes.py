@@ -1,4 +1,4 @@
-"""Watch the processes that vLLM starts for an engine and choose their visible devices."""
+"""Prepare the start of an engine in processes of its own, watch them, and choose their visible devices."""
 
 from __future__ import annotations
 
