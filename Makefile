@@ -2,6 +2,7 @@
 
 SEED ?= 0
 ARGS ?=
+WORKERS ?= 2
 DEVICE ?= auto
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo $$python; break; }; done)
@@ -10,12 +11,13 @@ ENV := .venv/.ready
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-stress docs clean
+.PHONY: help quickstart test test-unit test-nightly test-stress docs clean
 
 help:
 	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
 	@echo 'make test [ARGS="tests/reshard -k copy"]  run the test suite, or the part of it that ARGS names (ARGS go to pytest)'
-	@echo 'make test-slow                          run the long tail: every layout, real size, faults; hours, 20 GB of memory'
+	@echo 'make test-unit                          run the tests that start no process'
+	@echo 'make test-nightly [NIGHTLY_PART=3]      run a part of the long tail: every layout, real size, faults; 20 GB of memory'
 	@echo 'make test-stress [ARGS="tests/runtime"]  run what has processes, signals or deadlines 20 times in each of four conditions;'
 	@echo '                                        goes on where it was interrupted (tools/stress_tests.py says how)'
 	@echo 'make docs                               build the documentation into build/docs/; a broken link is an error'
@@ -23,15 +25,19 @@ help:
 	@echo ''
 	@echo 'The first of them makes .venv and installs into it. DEVICE=cpu|gpu chooses what to install (default: gpu if there is one),'
 	@echo 'PYTHON=path names the interpreter (3.11 or 3.12), MEGARL_CUDA=AUTO|ON|OFF whether the extension is built for CUDA.'
+	@echo 'WORKERS=4 runs the tests in four processes (default: 2; 0: in one, which a debugger needs).'
 
 quickstart: $(ENV)
 	.venv/bin/python tools/quickstart.py --seed $(SEED) $(ARGS)
 
 test: $(ENV)
-	.venv/bin/python -m pytest $(or $(ARGS),tests) --import-mode=importlib
+	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadgroup
 
-test-slow: $(ENV)
-	.venv/bin/python -m pytest $(or $(ARGS),tests) --import-mode=importlib -m slow
+test-unit: $(ENV)
+	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadgroup -m "unit and not nightly"
+
+test-nightly: $(ENV)
+	.venv/bin/python tools/nightly.py $(ARGS)
 
 test-stress: $(ENV)
 	.venv/bin/python tools/stress_tests.py $(ARGS)

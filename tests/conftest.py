@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import launch
+
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # many processes on few cores; also makes sums repeatable
     # children do not find the folder triton_kernels/ as a package when they start in the checkout
@@ -33,6 +35,15 @@ sys.path.append(str(CHECKOUT / "examples"))  # the quickstart's task: `from sums
 
 
 def pytest_configure() -> None:
+    refuse_other_trees()
+    launch.prepare()
+
+
+def pytest_unconfigure() -> None:
+    launch.clean_up()
+
+
+def refuse_other_trees() -> None:
     """Refuse to test another tree's megarl, which an editable install of that tree would bring.
 
     Processes that tests start find what this one finds: the same interpreter and PYTHONPATH, and with
@@ -81,11 +92,36 @@ if os.environ.get("MEGARL_KERNELS") == "interpret" or not HAS_GPU:
         os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)
 
 
+JOBS = {CHECKOUT / "tests" / name for name in ("docs", "e2e", "faults")}
+"""Folders whose tests run whole jobs."""
+TIERS = ("e2e", "dist", "unit")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes, send signals or depend on time."""
+    """Mark every test with its tier, and those that start processes, send signals or depend on time.
+
+    The longest come first, so that no worker of pytest-xdist is left alone with them at the end."""
     from tests.processes import kind_of
 
+    tiers = {}
     for item in items:
         kind = kind_of(item.path, getattr(item, "originalname", item.name))
         if kind is not None and item.get_closest_marker("processes") is None:
             item.add_marker(pytest.mark.processes(kind))
+        if kind is None:
+            tiers[item] = "unit"
+        else:
+            tiers[item] = "e2e" if JOBS & {*item.path.parents} else "dist"
+        item.add_marker(tiers[item])
+        item.add_marker(pytest.mark.xdist_group(_fixtures_of(item.path)))
+    first = {}  # of a group: its longest tier, so that the group stays together
+    for item in items:
+        group = item.get_closest_marker("xdist_group").args[0]
+        first[group] = min(first.get(group, len(TIERS)), TIERS.index(tiers[item]))
+    items.sort(key=lambda item: first[item.get_closest_marker("xdist_group").args[0]])
+
+
+def _fixtures_of(file: Path) -> str:
+    """Return the name of the group of tests that share what a fixture has computed."""
+    shared = file.with_name("conftest.py") if file.parent.name in ("checkpoint",) else file
+    return shared.relative_to(CHECKOUT).as_posix()

@@ -34,6 +34,8 @@ STARTERS = (
     "torch.multiprocessing",
 )
 """Modules that start processes for whoever imports from them."""
+LAUNCH = TESTS / "launch.py"
+"""Starts processes too. Its own deadline is not the tests'."""
 
 
 def kind_of(path: Path, test: str) -> str | None:
@@ -50,6 +52,9 @@ def _reachable(path: Path, name: str, seen: frozenset[tuple[Path, str]]) -> Iter
         if (path, name) in found:
             continue
         found.add((path, name))
+        if path == LAUNCH:
+            yield "subprocess"
+            continue
         definitions, imports = _module(path)
         if name in definitions:
             used = definitions[name]

@@ -4,8 +4,7 @@ pytest tests/test_collectives.py"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.launch import run_ranks
 
 RANK = """
 import sys
@@ -23,17 +22,4 @@ dist.barrier()
 
 
 def test_every_rank_gets_the_messages_of_all_in_order(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", RANK, str(tmp_path / "world"), str(rank)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        told = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], "\n".join(told)
+    run_ranks(3, lambda rank: ["-P", "-c", RANK, tmp_path / "world", rank], timeout=120)

@@ -210,8 +210,7 @@ def test_copies_with_extension_do_not_warn(tmp_path):
     assert json.loads(run_python(COPY_TWICE, tmp_path))["messages"] == []
 
 
-@pytest.mark.slow
-@pytest.mark.tail
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_cuda_build_spills_no_registers_and_imports_without_driver(checkout, tmp_path):
     command = [

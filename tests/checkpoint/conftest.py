@@ -4,34 +4,18 @@ s."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch import torchrun
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory) -> Path:
     """The folder with models, checkpoints and reports."""
     out = tmp_path_factory.mktemp("checkpoints")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(Path(__file__).with_name("run_checkpoints.py")),
-            str(out),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=out,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(2, Path(__file__).with_name("run_checkpoints.py"), out, timeout=240, folder=out)
     return out
 
 

@@ -26,6 +26,7 @@ from megarl.checkpoint.torch_dist import megatron_folder
 from megarl.convert import main, shard_bytes
 from tests.checkpoint.cases import MEGATRON_CASES
 from tests.checkpoint.tiny import make_folder
+from tests.launch import preloaded_python
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def test_trained_checkpoints_become_folders(saved, tmp_path, checkpoint, family)
 def test_through_megatrons_shards(saved, tmp_path, family, source, arguments, dtype):
     """On two ranks that megarl starts; it compares too, and says so."""
     command = [
-        sys.executable,
+        preloaded_python(),
         "-m",
         "megarl.cli",
         "convert",
@@ -205,13 +206,13 @@ def test_through_megatrons_shards(saved, tmp_path, family, source, arguments, dt
     [
         "",
         "swapped key and value",
-        *(pytest.param(f, marks=pytest.mark.slow) for f in ("swapped gate and up", "swapped heads")),
+        *(pytest.param(f, marks=pytest.mark.nightly) for f in ("swapped gate and up", "swapped heads")),
     ],
 )
 def test_a_fault_of_the_mapping_is_found_by_what_the_model_computes(saved, tmp_path, fault):
     """Loading and writing share the mapping, so every tensor comes back as it was."""
     command = [
-        sys.executable,
+        preloaded_python(),
         "-m",
         "torch.distributed.run",
         "--standalone",

@@ -8,25 +8,19 @@ later steps not cut."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.launch import succeed
+
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    done = subprocess.run(
-        [sys.executable, "-P", str(Path(__file__).with_name("run_resume.py")), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    succeed("-P", Path(__file__).with_name("run_resume.py"), folder, timeout=280, preloaded=True)
     return folder
 
 

@@ -69,7 +69,10 @@ def test_the_jobs_themselves_are_right(recipe, jobs):
 
 @pytest.mark.parametrize(
     "index",
-    [index if index in DRAWN else pytest.param(index, marks=pytest.mark.slow) for index in range(len(ALL))],
+    [
+        index if index in DRAWN else pytest.param(index, marks=pytest.mark.nightly)
+        for index in range(len(ALL))
+    ],
     ids=[f"{recipe}: --{' '.join([flag, *words])}" for recipe, flag, words, _ in ALL],
 )
 def test_a_mistake(index, jobs):

@@ -7,7 +7,7 @@ and the Python that needs no rank. The jobs are slow tests. What runs nowhere is
 A new block that is in no table, and that no rule covers, fails the first test.
 
     pytest tests/docs                              # the quick ones
-    pytest tests/docs -m slow -k python_api        # the jobs of one page"""
+    pytest tests/docs -m nightly -k python_api        # the jobs of one page"""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from tests.docs.blocks import PAGES, ROOT, Block, Command, blocks, blocks_of_all
 NOT_RUN = {
     "make quickstart": "installs the environment and trains for minutes; tests/tools runs it small",
     "make test": "is this suite",
-    "make test-slow": "is this suite, hours of it",
+    "make test-unit": "is a part of this suite",
+    "make test-nightly": "is the rest of this suite, hours of it",
     "make test-stress": "takes days; tests/tools runs tools/stress_tests.py small",
     "make docs": "continuous integration runs it",
     "python -m pytest tests/config -q -x": "is a part of this suite",
-    "python -m pytest tests/docs -m slow -k python_api": "is a part of this suite",
+    "python -m pytest tests/docs -m nightly -k python_api": "is a part of this suite",
     ". .venv/bin/activate": "only sets PATH, as every command here has it",
     "megarl convert --model M --load megatron/ --save out-4": "needs a checkpoint that Megatron-LM wrote; "
     "tests/checkpoint/test_convert.py reads some",
-    'python -m pytest tests/faults/test_faults.py -m "" --write-table': "its cases are slow tests",
-    'python -m pytest tests/faults/test_silent_faults.py -m "" --write-table': "its cases are slow tests",
-    'python -m pytest tests/faults/test_graded_faults.py -m "" --write-table': "its cases are slow tests",
+    'python -m pytest tests/faults/test_faults.py -m "" --write-table': "its cases are nightly tests",
+    'python -m pytest tests/faults/test_silent_faults.py -m "" --write-table': "its cases are nightly tests",
+    'python -m pytest tests/faults/test_graded_faults.py -m "" --write-table': "its cases are nightly tests",
     "(Pdb) import pdb; pdb.post_mortem(self._failure.__cause__.__traceback__)": "needs a role that raises; "
     "tests/runtime/test_inline.py stands there",
 }
@@ -360,7 +361,7 @@ def prepare(page: str, folder: Path) -> None:
 JOB_PAGES = [page for page in PAGES if any(is_job(c) and c.text not in NOT_RUN for c in commands_of(page))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", JOB_PAGES)
 def test_jobs_of_a_page(page, checkout):
@@ -392,7 +393,7 @@ def check_two_actors(seen: dict[str, dict[str, float] | None]) -> None:
     assert metrics["policy_2/grad_norm"] > 0 and metrics["policy_2/loss"] != metrics["policy/loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_algorithm_of_the_page_trains(checkout):
     """Both blocks as files of a copied tree, with the flags that the page promises."""

@@ -64,7 +64,7 @@ def test_a_torch_that_does_not_import_is_told(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_whole_machine_fits_on_one_screen():
     done = doctor()

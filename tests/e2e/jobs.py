@@ -7,11 +7,12 @@ import json
 import os
 import secrets
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.launch import preloaded_python
 
 COMMON = [
     "--algorithm",
@@ -63,7 +64,7 @@ QUICK = ("one", "dp2_to_tp1", "tp2_to_tp2")
 def layouts(*without: str) -> list:
     """For `parametrize`: those that the default suite runs, and the others marked slow."""
     return [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly)
         for name in LAYOUTS
         if name not in without
     ]
@@ -105,10 +106,10 @@ def train(data: Path, save: Path, *flags: str, fault: str | None = None, timeout
     ]
     arguments = replace_flags(arguments, list(flags))
     if fault is None:
-        command = [sys.executable, "-m", "megarl.cli", "train", *arguments]
+        command = [preloaded_python(), "-m", "megarl.cli", "train", *arguments]
     else:
         command = [
-            sys.executable,
+            preloaded_python(),
             "-m",
             "torch.distributed.run",
             "--standalone",

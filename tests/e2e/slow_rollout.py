@@ -1,4 +1,4 @@
-"""`megarl train` with an engine that takes its time: `python -P -m slow_rollout SECONDS_PER_STEP FOLDER
+"""`megarl train` with an engine that takes its time: `python -P -m nightly_rollout SECONDS_PER_STEP FOLDER
 train-flags...`, the driver and, of the same file, its ranks. FOLDER/rank_0, FOLDER/rank_1: a byte per step of
 the engine."""
 

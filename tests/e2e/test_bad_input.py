@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch import preloaded_python
 from tests.e2e.jobs import COMMON, replace_flags, snapshot
 
 MEGARL = ["-m", "megarl.cli", "train"]
@@ -43,7 +43,7 @@ def refused(sums_data, tmp_path):
         ]
         before = snapshot(tmp_path)
         done = subprocess.run(
-            [sys.executable, *program, *job],
+            [preloaded_python(), *program, *job],
             capture_output=True,
             text=True,
             timeout=120,

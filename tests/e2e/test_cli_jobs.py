@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.launch import preloaded_python
 from tests.e2e.jobs import COMMON, Job, replace_flags, snapshot, train
 
 MEASURED = ("time/", "throughput/", "memory/")
@@ -26,7 +27,7 @@ MEASURED = ("time/", "throughput/", "memory/")
 
 def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "megarl.cli", *map(str, arguments)],
+        [preloaded_python(), "-m", "megarl.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -44,7 +45,7 @@ def learned(job: Job) -> list[dict]:
 # ------------------------------------------------------------------ the same job again
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resolved_arguments_run_the_job_again_bit_for_bit(layout_job, tmp_path):
     """On two ranks, with evaluation: every metric but times and memory, every sampled text and every byte of
     the export."""
@@ -60,7 +61,7 @@ def test_resolved_arguments_run_the_job_again_bit_for_bit(layout_job, tmp_path):
     assert kept == (first.folder / "resolved.args").read_text().replace(str(first.folder), "again")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_process_does_what_a_driver_and_a_worker_do(layout_job, sums_data, tmp_path):
     """--executor inline against torchrun with one rank: all metrics, and the weights to the last bit."""
     inline = train(sums_data, tmp_path / "inline", "--nproc-per-node", "1", "--executor", "inline")
@@ -73,7 +74,7 @@ def test_one_process_does_what_a_driver_and_a_worker_do(layout_job, sums_data, t
 # ------------------------------------------------------------------ evaluation
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_eval_answers_as_the_run_did_and_writes_nothing(layout_job, tmp_path):
     """The exported weights in another layout: both accuracies are those of the run's last evaluation.
 
@@ -185,8 +186,7 @@ def test_fine_tuning_stops_at_the_loss_and_exports(sums_data, tmp_path):
 # ------------------------------------------------------------------ Ctrl-C
 
 
-@pytest.mark.slow
-@pytest.mark.tail
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_training_job_with_one_line_and_no_orphans(sums_data, tmp_path):
     """With real engines, which bring signal handlers and shared memory of their own."""
     job = [

@@ -1,5 +1,5 @@
 """Whole jobs in which roles split their sequences over context-parallel ranks. `pytest
-tests/e2e/test_context_parallel.py -m slow`"""
+tests/e2e/test_context_parallel.py -m nightly`"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.rewards.models import write_classifier
 PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--critic-lr", "1e-2")
 OFFLOAD = ("--offload", "parameters", "gradients", "optimizer", "--no-reshard-alias")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def test_layouts_sample_and_learn_the_same(layout_job, layout):
     assert first["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_engines_out_of_process_give_the_same_run(layout_job):
     """The actor on rank 0; engines in both workers, or one in processes of its own on rank 1: the same
     samples and updates."""
@@ -83,7 +83,7 @@ def test_weights_after_three_steps_do_not_depend_on_the_layout(layout_job, sums_
     assert difference <= 4e-4 * update, difference / update
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tensor_parallel_roles_on_ranks_of_their_own(sums_data, tmp_path, layout_job):
     job = train(
         sums_data,
@@ -146,7 +146,7 @@ def test_export_gives_the_engines_greedy_answer(layout_job):
     assert tokenizer.decode(out, skip_special_tokens=True) == answer["response"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_policy_ratio_is_one_and_nothing_drifts_without_a_learning_rate(sums_data, tmp_path):
     job = train(
         sums_data,
@@ -175,8 +175,8 @@ def test_on_policy_ratio_is_one_and_nothing_drifts_without_a_learning_rate(sums_
 @pytest.mark.parametrize(
     "fault, step",
     [
-        pytest.param("temperature_not_applied", 1, marks=pytest.mark.slow),
-        pytest.param("labels_off_by_one", 1, marks=(pytest.mark.slow, pytest.mark.tail)),
+        pytest.param("temperature_not_applied", 1, marks=pytest.mark.nightly),
+        pytest.param("labels_off_by_one", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_a_planted_fault_fails_the_gate(sums_data, tmp_path, fault, step):
@@ -189,7 +189,7 @@ def test_a_planted_fault_fails_the_gate(sums_data, tmp_path, fault, step):
     )  # the driver's, and torchrun's own about the child
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_copies_and_aliases_train_the_same_bit_for_bit(layout_job):
     copied, aliased = (
         load_file(layout_job(name).folder / "hf" / "model.safetensors")
@@ -198,7 +198,7 @@ def test_copies_and_aliases_train_the_same_bit_for_bit(layout_job):
     assert all(torch.equal(aliased[name], value) for name, value in copied.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_weight_that_does_not_arrive_fails_the_sync(sums_data, tmp_path):
     job = train(
         sums_data, tmp_path / "run", "--no-reshard-alias", fault="stale_shard"
@@ -212,7 +212,7 @@ def test_a_weight_that_does_not_arrive_fails_the_sync(sums_data, tmp_path):
     assert "at step 1" in job.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_fails_the_gate(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", "--hidden-dropout", "0.1")
     assert job.returncode == 1

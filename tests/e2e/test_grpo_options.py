@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.e2e.jobs import Job, train
 
 pytestmark = (
-    pytest.mark.slow
+    pytest.mark.nightly
 )  # PPO's jobs have the same options in the default suite; numbers: tests/algorithms, tests/kernels
 LR = 1e-3
 IN_REWARD = (

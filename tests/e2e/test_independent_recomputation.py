@@ -114,7 +114,7 @@ def test_the_first_update_of_the_quickstart_is_what_transformers_makes_of_its_lo
     check(train(sums_data, tmp_path / "run", *FLAGS), sums_data / "model")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_update_of_every_family(sums_data, tmp_path, family):
     model = write_model(sums_data / "model", tmp_path / "model", family)

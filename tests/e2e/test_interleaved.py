@@ -1,6 +1,6 @@
 """Whole jobs whose models are interleaved pipelines: two stages of two chunks each, into engines with TP=1.
 
-pytest tests/e2e/test_interleaved.py -m slow"""
+pytest tests/e2e/test_interleaved.py -m nightly"""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def job(sums_data, model, tmp_path_factory):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.tail
+@pytest.mark.nightly
 def test_actor_and_reference_train_with_the_gate_on(job):
     assert job.returncode == 0, job.output
     assert len(job.steps) == 3
@@ -55,14 +54,13 @@ def test_actor_and_reference_train_with_the_gate_on(job):
         assert row["mismatch/max_abs"] <= 1e-4 and row["policy/grad_norm"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.tail
+@pytest.mark.nightly
 def test_the_export_holds_every_chunk(job, model):
     start, end = load_file(model / "model.safetensors"), load_file(job.folder / "hf" / "model.safetensors")
     assert start.keys() == end.keys() and not any(start[name].equal(end[name]) for name in start)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_rank_does_the_same(sums_data, model, job, tmp_path):
     one = train(
         sums_data,
@@ -82,7 +80,7 @@ def test_one_rank_does_the_same(sums_data, model, job, tmp_path):
         assert ours["policy/grad_norm"] == pytest.approx(other["policy/grad_norm"], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interleaved_critic_beside_an_interleaved_actor(sums_data, model, tmp_path):
     job = train(
         sums_data,

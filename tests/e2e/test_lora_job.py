@@ -55,7 +55,7 @@ def test_adapters_alone_train_and_the_reference_needs_no_weights(sums_data, tmp_
     )  # the reference is the actor without its adapters: at first the very same numbers
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reference_of_its_own_gives_the_same(sums_data, tmp_path):
     """On two ranks each a whole model, the actor's being split."""
     split = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -71,7 +71,7 @@ def test_a_reference_of_its_own_gives_the_same(sums_data, tmp_path):
         assert shared["policy/ref_kl"] == pytest.approx(separate["policy/ref_kl"], rel=1e-3, abs=1e-8)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "flags",
     [

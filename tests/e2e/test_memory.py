@@ -1,7 +1,7 @@
 """Resident memory does not grow with steps and checkpoints: driver, ranks and engines together, after 200
 steps and 20 checkpoints against after 10 steps and one.
 
-    pytest tests/e2e/test_memory.py -m slow -s        4 min"""
+    pytest tests/e2e/test_memory.py -m nightly -s        4 min"""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def curve(data: Path, save: Path, *flags: str) -> dict[int, int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_two_hundred_steps_and_twenty_checkpoints_take_no_more_memory_than_ten_and_one(sums_data, tmp_path):
     found = curve(sums_data, tmp_path / "run", "--save-interval", "10")

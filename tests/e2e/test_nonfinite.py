@@ -1,7 +1,7 @@
 """A whole job in which one update is not finite on one rank: it ends and says where, or goes on without the
 update.
 
-pytest tests/e2e/test_nonfinite.py -m slow        2 min"""
+pytest tests/e2e/test_nonfinite.py -m nightly        2 min"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.jobs import train
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stop_names_role_step_mini_batch_and_samples(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", fault="loss_not_finite")
     assert job.returncode != 0
@@ -29,7 +29,7 @@ def test_stop_names_role_step_mini_batch_and_samples(sums_data, tmp_path):
     assert [row["step"] for row in job.steps] == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "role, fault, flags",
     [

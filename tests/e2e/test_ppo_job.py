@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sums.model import write_model_folder
 from tests.e2e.jobs import COMMON, Job, replace_flags, train
+from tests.launch import preloaded_python
 from tests.rewards.models import write_classifier
 
 PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--critic-lr", "1e-2")
@@ -35,8 +35,7 @@ def larger_model(sums_data, tmp_path) -> Path:
     return tmp_path / "larger"
 
 
-@pytest.mark.slow
-@pytest.mark.tail
+@pytest.mark.nightly
 def test_a_larger_critic_on_a_rank_of_its_own(sums_data, tmp_path, larger_model):
     """While it makes values, the reference makes log-probs on the other rank."""
     job = train(sums_data, tmp_path / "run", *PPO, *DISJOINT, "--critic-model", str(larger_model))
@@ -103,8 +102,7 @@ def reward_flags(folders: list[Path]) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.tail
+@pytest.mark.nightly
 def test_three_reward_models(sums_data, tmp_path, reward_folders):
     job = train(
         sums_data,
@@ -128,7 +126,7 @@ def test_three_reward_models(sums_data, tmp_path, reward_folders):
             )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", ["judge", "rank"])
 def test_a_reward_model_that_dies_ends_the_run_with_its_name(sums_data, tmp_path, reward_folders, victim):
     folders, placed = (reward_folders[2:], "0") if victim == "judge" else (reward_folders[1:2], "1")
@@ -186,7 +184,7 @@ def start(data: Path, save: Path, *flags: str) -> tuple[subprocess.Popen, Path]:
         list(flags),
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "megarl.cli", "train", *arguments],
+        [preloaded_python(), "-m", "megarl.cli", "train", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.launch import preloaded_python
 from tests.e2e.jobs import COMMON, replace_flags
 from tests.e2e.test_cli_jobs import processes, wait_until
 
@@ -49,7 +49,7 @@ def started(
     mark = f"MEGARL_TEST_JOB={folder.name}-{os.getpid()}"
     with open(folder / "out", "w") as out:
         process = subprocess.Popen(
-            [sys.executable, str(script), *name, *flags],
+            [preloaded_python(), str(script), *name, *flags],
             stdout=out,
             stderr=out,
             stdin=subprocess.DEVNULL,
@@ -75,8 +75,7 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.tail
+@pytest.mark.nightly
 def test_the_example_runs_with_its_own_reward_and_stop(sums_data, tmp_path):
     flags = (
         "--train-iters",
@@ -119,7 +118,7 @@ def test_the_example_runs_with_its_own_reward_and_stop(sums_data, tmp_path):
     assert all((after[name] - weight).abs().max() > 0 for name, weight in before.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_by_hand_by_flow_and_inline_are_the_same_steps_and_a_failing_rank_is_told(sums_data, tmp_path):
     """Critic on rank 1, actor on rank 0, against one process without ranks: sums in another order, as in
     test_grpo_job.py."""
@@ -162,7 +161,7 @@ def test_by_hand_by_flow_and_inline_are_the_same_steps_and_a_failing_rank_is_tol
     assert [row["step"] for row in rows(by_hand)] == [1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trainers_beside_each_other_do_what_each_does_alone(sums_data, tmp_path):
     together, alone = tmp_path / "together", tmp_path / "alone"
     for name, folder in (("several", together), ("plain", alone)):
@@ -186,7 +185,7 @@ def test_trainers_beside_each_other_do_what_each_does_alone(sums_data, tmp_path)
     assert both["steps"][0]["policy/loss"] != both["other"][0]["policy/loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_loop_and_all_its_ranks(sums_data, tmp_path):
     """With engines over both ranks, which share memory."""
     with started(

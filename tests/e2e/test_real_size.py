@@ -1,7 +1,7 @@
 """The recipe of Qwen2.5-0.5B on GSM8K at its true size: random weights of its shapes, bf16, two steps on two
 ranks, within 20 GB.
 
-make test-slow ARGS=tests/e2e/test_real_size.py"""
+pytest tests/e2e/test_real_size.py -m nightly"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from tests.e2e.jobs import Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 20 * 10**9

@@ -2,7 +2,7 @@
 been, in another one alike.
 
 pytest tests/e2e/test_resume.py                 one job beside one that other tests have run, 20 s
-pytest tests/e2e/test_resume.py -m slow         PPO, bf16, adapters, two actors, experts, other layouts"""
+pytest tests/e2e/test_resume.py -m nightly         PPO, bf16, adapters, two actors, experts, other layouts"""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_resumed_job_makes_the_same_steps(layout_job, sums_data, tmp_path):
     assert sum(size for size, _ in checkpoint.manifest.files.values()) < 1.1 * 3 * 4 * parameters
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_steps_are_five_and_five(sums_data, tmp_path):
     """In one run folder, the first job told to make five only."""
     whole = train(sums_data, tmp_path / "whole", "--train-iters", "10")
@@ -175,14 +175,14 @@ def test_ten_steps_are_five_and_five(sums_data, tmp_path):
     assert [row["step"] for row in second.metrics] == [*range(1, 11)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SAME)
 def test_so_do_other_jobs(sums_data, tmp_path, name):
     whole, half = halves(sums_data, tmp_path, *SAME[name])
     check_equal(whole, half)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_experts_too(sums_data, tmp_path):
     shutil.copytree(sums_data / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -203,7 +203,7 @@ def test_experts_too(sums_data, tmp_path):
     check_alike(whole, other)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fine_tuning_on_two_ranks_too(sums_data, tmp_path):
     flags = (
         "--algorithm",
@@ -228,7 +228,7 @@ def check_alike(whole: Job, half: Job) -> None:
     assert rows(half)[1]["policy/loss"] == pytest.approx(rows(whole, 2)[1]["policy/loss"], abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OTHER)
 def test_another_layout_goes_on_alike(sums_data, tmp_path, name):
     writer, reader = OTHER[name]

@@ -1,5 +1,5 @@
 """Whole jobs with Megatron-FSDP beside the same ones with the distributed optimizer. `pytest
-tests/e2e/test_sharded.py -m slow`"""
+tests/e2e/test_sharded.py -m nightly`"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.jobs import check_first_step, train
 
 PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--critic-lr", "1e-2")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 one that was never stopped.
 
 pytest tests/e2e/test_stopping.py             a killed rank and --max-restarts
-pytest tests/e2e/test_stopping.py -m slow     SIGTERM, other layouts and launchers"""
+pytest tests/e2e/test_stopping.py -m nightly     SIGTERM, other layouts and launchers"""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def stop(job: SlowJob, together: bool = True) -> None:
 TP2 = ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_sigterm_leaves_the_rollout_and_saves_the_last_whole_step(sums_data, tmp_path):
     job = SlowJob(sums_data, tmp_path, *TP2)
@@ -116,7 +116,7 @@ def test_sigterm_leaves_the_rollout_and_saves_the_last_whole_step(sums_data, tmp
         job.end()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", [TP2, ()], ids=["tp2", "dp2"])
 def test_a_stopped_run_goes_on_bit_for_bit(sums_data, tmp_path, layout):
@@ -134,7 +134,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(sums_data, tmp_path, layout):
     assert weights[0] == weights[1] and whole.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_job_in_one_process_stops_in_order_too(sums_data, tmp_path):
     """With --executor inline; SIGTERM comes again and again, until the process has ended."""
@@ -179,7 +179,7 @@ def test_a_job_in_one_process_stops_in_order_too(sums_data, tmp_path):
     assert rows(run) == rows(tmp_path / "whole") and len(rows(run)) == 30
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_an_evaluation_that_was_left_is_made_up_for(sums_data, tmp_path):
     flags = (
@@ -308,7 +308,7 @@ TORCHRUN = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", [("megarl.cli", "train"), TORCHRUN], ids=["own", "torchrun"])
 def test_a_restart_is_the_same_run(sums_data, tmp_path, launcher):
@@ -325,7 +325,7 @@ def test_a_restart_is_the_same_run(sums_data, tmp_path, launcher):
     assert weights[0] == weights[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_same_failure_uses_up_the_restarts(sums_data, tmp_path):
     """It cannot train: what it prints is told at every attempt, and that it is the same again."""

@@ -63,7 +63,7 @@ def overlap_s(run: Path, one: str, other: str) -> float:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_actors_on_ranks_of_their_own_do_what_each_does_alone_and_at_the_same_time(sums_data, tmp_path):
     evaluate = (
         "--eval-data",
@@ -105,7 +105,7 @@ def test_two_actors_on_ranks_of_their_own_do_what_each_does_alone_and_at_the_sam
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_actors_share_ranks_with_other_layouts(sums_data, tmp_path):
     """The first over both ranks, the second on rank 0 by GRPO: what the second does is what it does alone."""
     grpo = ("--train-iters", "2", "--kl-mode", "none")

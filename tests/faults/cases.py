@@ -247,4 +247,4 @@ CASES = [
     ),
     Case("Ctrl-Z", "driver", "update"),
 ]
-TAIL = ("SIGKILL-rank_1-rollout",)  # of those the one that continuous integration runs
+QUICK = "SIGKILL-rank_1-rollout"  # of those the one that `make test` runs

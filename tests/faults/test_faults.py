@@ -10,16 +10,14 @@ import pytest
 
 from tests.e2e.jobs import COMMON, replace_flags
 from tests.faults import table
-from tests.faults.cases import CASES, TAIL, Case
+from tests.faults.cases import CASES, QUICK, Case
 from tests.faults.harness import Job, megarl
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.tail] if case.name in TAIL else [])]
-        )
+        pytest.param(case, id=case.name, marks=() if case.name == QUICK else pytest.mark.nightly)
         for case in CASES
     ],
 )

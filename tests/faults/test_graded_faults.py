@@ -105,7 +105,7 @@ def quickstart(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_smallest_faults_that_are_caught(quickstart, name, request):

@@ -93,7 +93,7 @@ def uninterrupted(sums_data, tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     "kills, flags",

@@ -2,7 +2,7 @@
 clear ones.
 
 pytest tests/fuzz              up to 100 cases each, the same every time
-pytest tests/fuzz -m slow -rP  most of them 5,000 others each, drawn anew; -rP prints how many
+pytest tests/fuzz -m nightly -rP  most of them 5,000 others each, drawn anew; -rP prints how many
 
 A failure prints how to repeat it."""
 
@@ -36,7 +36,8 @@ def fuzz(*strategies: st.SearchStrategy, quick: int = QUICK, full: int = FULL) -
     def decorate(check: Callable) -> Callable:
         @pytest.mark.parametrize(
             "cases",
-            [quick] * (quick > 0) + [pytest.param(full, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+            [quick] * (quick > 0)
+            + [pytest.param(full, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
         )
         def test(cases: int, tmp_path: Path) -> None:
             ran, slowest = 0, 0.0

@@ -76,8 +76,7 @@ def check_kernels(tmp_path, *arguments):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.tail
+@pytest.mark.nightly
 def test_every_kernel_of_ours_compiles_without_spills(tmp_path):
     returncode, output, rows = check_kernels(tmp_path)
     assert returncode == 0, output

@@ -1,8 +1,6 @@
 """How tests start the scripts of this folder, and which layouts value models are compared with transformers
 in."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from megarl.config.schema import LoRAConfig
@@ -53,21 +51,6 @@ LORA = {
 
 def run_ranks(script: str, out: Path, count: int, *arguments: str) -> None:
     """A script of this folder under torchrun; its ranks write to `out`."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(count),
-            str(Path(__file__).with_name(script)),
-            str(out),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        cwd=out,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    from tests.launch import torchrun  # not of the ranks, which import this file by its name
+
+    torchrun(count, Path(__file__).with_name(script), out, *arguments, timeout=1200, folder=out)

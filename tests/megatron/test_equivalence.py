@@ -67,10 +67,7 @@ def faults(reports: list[dict], case: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case in QUICK else (pytest.mark.slow, pytest.mark.tail))
-        for case in CASES
-    ],
+    [pytest.param(case, marks=() if case in QUICK else pytest.mark.nightly) for case in CASES],
 )
 def test_layout_equals_one_rank(reports, case):
     assert [*faults(reports, case)] == []

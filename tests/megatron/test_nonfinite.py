@@ -58,7 +58,7 @@ def reports(request, tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.nightly) for case in CASES]
 )
 def test_nothing_changes_on_any_rank(reports, case):
     """Bit for bit: weights, moments, step counts, masters; and the next update is the one of a model that

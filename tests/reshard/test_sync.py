@@ -6,7 +6,6 @@ pytest tests/reshard/test_sync.py"""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from cuts import hf_model, make_shape
 
+from tests.launch import run_ranks
+
 SHAPE = make_shape("qwen3", layers=2, vocab=61)
 
 
@@ -23,19 +24,7 @@ SHAPE = make_shape("qwen3", layers=2, vocab=61)
 def ranks(tmp_path_factory) -> list[dict]:
     folder, script = tmp_path_factory.mktemp("sync"), Path(__file__).with_name("run_sync.py")
     before = set(os.listdir("/dev/shm"))
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(rank)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        for process in running:
-            errors = process.communicate(timeout=120)[1]
-            assert process.returncode == 0, errors
-    finally:
-        for process in running:
-            process.kill()
+    run_ranks(2, lambda rank: [script, folder, rank], timeout=120)
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch_")}
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
 

@@ -7,8 +7,6 @@ Expected shards are cut by hand (cuts.py). Copies are exact; fp32 -> bf16 equals
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from megarl.reshard.plan import make_plan
 from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.reshard.transfer import Transfer, _chunks, _rounds
 from megarl.reshard.vllm_atlas import vllm_atlas
+from tests.launch import run_ranks
 from tests.reshard.cuts import hf_model, make_shape, megatron_shard, vllm_shard
 
 SHAPE = make_shape("qwen3", layers=3, vocab=61)
@@ -57,14 +56,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("transfer")
     write_source(folder / "source")
     script = Path(__file__).with_name("run_transfer.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(rank)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(errors)
+    run_ranks(3, lambda rank: [script, folder, rank], timeout=60)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(3)], folder
 
 

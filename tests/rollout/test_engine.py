@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.rollout.environment import sweep_shared_memory
+from tests.launch import preloaded_python
 
 FP32_LIMIT = 1e-4
 TIMEOUT_S = 300  # 25 s on two free cores
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 def start(script: str, *arguments: object) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, str(HERE / script), *map(str, arguments)], stderr=subprocess.PIPE, text=True
+        [preloaded_python(), str(HERE / script), *map(str, arguments)], stderr=subprocess.PIPE, text=True
     )
 
 
@@ -237,14 +237,14 @@ def test_norms_are_as_exact_as_vllms_own(report):
 # ------------------------------------------------------------------ two ranks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_draw_the_same_samples_as_one(two_jobs, story):
     for result in two_jobs.values():
         assert result["gap"] <= FP32_LIMIT
         assert [tokens for tokens, _, _ in result["sampled"]] == [tokens for tokens, _, _ in story["sampled"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sync_of_aliased_weights_moves_nothing(two_jobs):
     """One query group per rank: linear_qkv is vLLM's as it is. Three versions were written into the shards
     and sampled from (`gap`)."""
@@ -252,7 +252,7 @@ def test_a_sync_of_aliased_weights_moves_nothing(two_jobs):
     assert len(set(two_jobs["crash", 0]["bytes"])) == 1 and two_jobs["crash", 0]["bytes"][0] > 100_000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_jobs_side_by_side_use_shared_memory_of_their_own(two_jobs):
     pids = {own: two_jobs[own, 0]["pid"] for own in ("clean", "crash")}
     names = set(two_jobs["clean", 1]["shared_memory"] + two_jobs["crash", 1]["shared_memory"])

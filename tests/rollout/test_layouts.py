@@ -3,17 +3,16 @@ log-probs are those of transformers. torchrun jobs (run_layouts.py), one engine 
 processes, and in processes of its own.
 
     pytest tests/rollout/test_layouts.py            a covering set of combinations on two ranks
-    make test-slow ARGS="tests/rollout/test_layouts.py -s"    all of them, and four ranks; prints the largest errors"""
+    pytest tests/rollout/test_layouts.py -m nightly -s    all of them, and four ranks; prints the largest errors"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.launch import torchrun
 from tests.rollout.layouts import JOBS, SYNCS
 
 LIMIT = 1e-5  # seen: 2.4e-6; the weights of another sync are above 0.1, which is checked too
@@ -22,23 +21,7 @@ LIMIT = 1e-5  # seen: 2.4e-6; the weights of another sync are above 0.1, which i
 def run(folder: Path, job: str, timeout_s: int) -> list[dict]:
     """What each rank reports."""
     script, world_size = Path(__file__).with_name("run_layouts.py"), JOBS[job][0]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(world_size),
-    ]
-    done = subprocess.run(
-        [*torchrun, str(script), str(folder), job],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(world_size, script, folder, job, timeout=timeout_s, folder=folder)
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(world_size)]
 
 
@@ -57,12 +40,12 @@ def judge(reports: list[dict], job: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("job", ["covering", pytest.param("outside", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("job", ["covering", pytest.param("outside", marks=pytest.mark.nightly)])
 def test_a_covering_set_of_layouts(tmp_path, job):
     judge(run(tmp_path, job, 280), job)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "job",

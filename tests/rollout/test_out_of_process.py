@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from megarl.rollout.environment import sweep_shared_memory
+from tests.launch import preloaded_python
 
 FP32_LIMIT = 1e-5
 TIMEOUT_S = 120  # 25 s each on two free cores
@@ -40,7 +40,7 @@ def run(folder: Path, family: str, tp: int, end: str) -> dict:
     ranks = [
         subprocess.Popen(
             [
-                sys.executable,
+                preloaded_python(),
                 str(HERE / "run_out_of_process.py"),
                 *(str(rank) if a == "RANK" else a for a in arguments),
             ],
@@ -100,7 +100,7 @@ def test_log_probs_after_every_sync_are_those_of_transformers(faults):
     check_layouts(faults[0], 4 * (2 * layer + vocab * hidden + hidden))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_of_vllm_from_one_or_two_of_megatron(crash):
     """Qwen3, untied, norms of queries and keys. Replicated norms are written on both ranks."""
     hidden, ffn, vocab, heads, groups, head = 128, 96, 150, 4, 2, 32
@@ -109,7 +109,7 @@ def test_two_ranks_of_vllm_from_one_or_two_of_megatron(crash):
     check_layouts(crash[0], 4 * (2 * (split + 2 * norms) + 2 * vocab * hidden + 2 * hidden))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family, tp", [("qwen2", 2), ("qwen3", 1), ("llama", 2)])
 def test_the_other_layouts(tmp_path, family, tp):
     report = run(tmp_path, family, tp, "clean")[0]
@@ -151,7 +151,7 @@ def test_a_killed_engine_is_named_on_every_rank(faults):
     assert faults["exit_codes"] == [0, 0], faults["stderr"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_stays_in_shared_memory(faults, crash):
     """After a killed engine, and after ranks that left without a word while the engine was up."""
     assert crash["exit_codes"] == [7, 7]

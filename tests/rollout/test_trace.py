@@ -9,20 +9,17 @@ nothing.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch import succeed
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict:
     folder, script = tmp_path_factory.mktemp("trace"), Path(__file__).with_name("run_trace.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    succeed(script, folder, timeout=200, preloaded=True)
     return json.loads((folder / "report.json").read_text())
 
 

@@ -18,7 +18,7 @@ ONE_NODE = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("where", ["inbox", pytest.param("cmd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["inbox", pytest.param("cmd", marks=pytest.mark.nightly)])
 def test_a_job_listens_on_loopback_only_and_runs_nobody_elses_commands(job, where):
     """Of the store, of gloo's pairs and of the driver; and the whole job ends when someone writes to a rank
     or to the driver."""

@@ -16,7 +16,7 @@ COMMAND = [sys.executable, "-P", "-m", "local_job"]
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_job_after_another_in_one_process(job):
     process = job.start([*COMMAND, "everything", str(job.folder)])
     assert process.wait(180) == 0, job.stderr()

@@ -112,7 +112,7 @@ def test_a_rank_that_the_signal_reaches_as_it_starts_is_no_failure(job):
     job.wait_until_gone(END_WITHIN_S)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_ctrl_c_that_ends_a_rank_first_is_no_failure(job):
     """As of a scheduler that sends SIGINT to every process: a rank dies of it at once."""
@@ -123,8 +123,7 @@ def test_a_ctrl_c_that_ends_a_rank_first_is_no_failure(job):
     job.wait_until_gone(END_WITHIN_S)
 
 
-@pytest.mark.slow
-@pytest.mark.tail
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_under_torchrun_too(job):
     """torchrun sends the signal on to all: rank 0 with the driver, rank 1 with what it has started."""
@@ -136,7 +135,7 @@ def test_under_torchrun_too(job):
     assert job.read("saved") == "[[[], {}], [[], {}]]"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_under_torchrun_a_death_is_no_request(job):
     """Rank 0 and the driver get the same SIGTERM as above."""
@@ -152,7 +151,7 @@ def test_under_torchrun_a_death_is_no_request(job):
     assert not (job.folder / "saved").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_step_that_has_updated_is_finished(job):
     process = started(job, "stops_after_update")
@@ -166,7 +165,7 @@ def test_a_step_that_has_updated_is_finished(job):
     job.wait_until_gone(END_WITHIN_S)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("command", [DRIVER, [*TORCHRUN, "-m", "job_worker"]], ids=["own", "torchrun"])
 def test_the_grace_time_is_a_limit(job, command):
@@ -182,7 +181,7 @@ def test_the_grace_time_is_a_limit(job, command):
     assert 2.0 < job.wait_until_gone(END_WITHIN_S) - start < 2.0 + END_WITHIN_S
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_ctrl_c_ends_a_job_that_stops_in_order_at_once(job):
     process = started(job, "stops_after_update")
@@ -198,7 +197,7 @@ def test_ctrl_c_ends_a_job_that_stops_in_order_at_once(job):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_rank_that_hangs_does_not_hold_up_the_end(job):
     """Stopped by SIGSTOP it does not answer."""

@@ -3,7 +3,7 @@
 A new script belongs in a table here.
 
 pytest tests/tools                 # that none is forgotten
-pytest tests/tools -m slow         # all of them"""
+pytest tests/tools -m nightly         # all of them"""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def quickstart(tmp_path_factory) -> dict[str, Path]:
 
 
 def named(case: Case) -> pytest.param:
-    marks = [pytest.mark.slow, pytest.mark.timeout(1200)]
+    marks = [pytest.mark.nightly, pytest.mark.timeout(1200)]
     return pytest.param(case, id=f"{Path(case.script).stem} {case.arguments}"[:60], marks=marks)
 
 

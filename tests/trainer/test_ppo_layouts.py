@@ -1,16 +1,15 @@
-"""A PPO step does not depend on where its roles are. `pytest tests/trainer/test_ppo_layouts.py -m slow`"""
+"""A PPO step does not depend on where its roles are. `pytest tests/trainer/test_ppo_layouts.py -m nightly`"""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from megarl.role_names import with_suffix
+from tests.launch import run_ranks
 from tests.trainer.run_ppo_layouts import PLACEMENTS, STEPS, TWO_ACTORS, WORLD_SIZE
 
 # fp32 sums in other orders: 1e-6 of a gradient, more of a small one, which Adam makes as large a step as of
@@ -34,7 +33,7 @@ REPORTED = (
 )
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.tail]
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +43,7 @@ def placements(tmp_path_factory) -> Path:
     folder, data = tmp_path_factory.mktemp("placements"), tmp_path_factory.mktemp("sums")
     make_sums(data, seed=0)
     script = Path(__file__).with_name("run_ppo_layouts.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(script), str(folder), str(rank), str(data)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    run_ranks(WORLD_SIZE, lambda rank: ["-P", script, folder, rank, data], timeout=150)
     return folder
 
 

@@ -19,7 +19,7 @@ from megarl.config.mesh import role_meshes, shard_keys
 from megarl.invariants import digest
 from megarl.metrics import combine
 from megarl.packing import plan_mini_batches
-from megarl.workers.store import RolloutSample, RolloutBlock
+from megarl.workers.store import RolloutBlock, RolloutSample
 from megarl.workers.worker import build_roles
 
 WORLD_SIZE, NUM_PROMPTS, GROUP, MINI_BATCH = 2, 4, 3, 6
@@ -163,20 +163,6 @@ def main(run: Callable[[Path, Path], None]) -> None:
 
 def run_on_ranks(script: Path, folder: Path, data: Path, *arguments: str) -> list[str]:
     """For tests: run the script as two processes. Returns what each wrote to stderr."""
-    import subprocess
+    from tests.launch import run_ranks
 
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(script), str(folder), str(rank), str(data), *arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        errors = [rank.communicate(timeout=200)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
-    return errors
+    return run_ranks(WORLD_SIZE, lambda rank: ["-P", script, folder, rank, data, *arguments], timeout=200)

@@ -6,8 +6,6 @@ moved is refused before anything is sent.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,42 +13,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.invariants import InvariantError
 from megarl.config.mesh import MeshSpec, replicas, shard_keys
+from megarl.invariants import InvariantError
 from megarl.packing import Route, Sample, plan_mini_batches
 from megarl.workers.data import DataRole
 from megarl.workers.exchange import move_rows
-from megarl.workers.store import BatchLayout, RolloutSample, RolloutBlock, SampleStore
+from megarl.workers.store import BatchLayout, RolloutBlock, RolloutSample, SampleStore
+from tests.launch import run_ranks
 from tests.workers.run_data_plane import WORLD_SIZE
 
 MESH = MeshSpec((0,))
 
 
-def run_ranks(folder: Path, rounds: int) -> None:
+def run_rounds(folder: Path, rounds: int) -> None:
     script = Path(__file__).with_name("run_data_plane.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(rank), str(rounds)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * WORLD_SIZE, "\n".join(errors)
+    run_ranks(WORLD_SIZE, lambda rank: [script, folder, rank, rounds], timeout=120)
 
 
 def test_columns_written_on_one_mesh_arrive_on_every_other_bit_for_bit(tmp_path):
-    run_ranks(tmp_path, rounds=60)
+    run_rounds(tmp_path, rounds=60)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_many_more_rounds(tmp_path):
-    run_ranks(tmp_path, rounds=1500)
+    run_rounds(tmp_path, rounds=1500)
 
 
 def test_roles_with_one_mesh_have_one_batch_shard():

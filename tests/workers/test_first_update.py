@@ -3,7 +3,7 @@ that add up to what its aggregation promises. Each fault planted here was silent
 exit code 0.
 
     pytest tests/workers/test_first_update.py             every fault, in an actor and a critic on two
-    data-parallel ranks pytest tests/workers/test_first_update.py -m slow     no false alarm in other layouts,
+    data-parallel ranks pytest tests/workers/test_first_update.py -m nightly     no false alarm in other layouts,
     where equal means to the last bit"""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def layouts(tmp_path_factory) -> list[dict]:
     return reports(tmp_path_factory, *LAYOUTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_gives_a_false_alarm(layouts, layout):
     for found in layouts:

@@ -10,8 +10,6 @@ old address, shows in the weights. They must be equal to the bit to those of a r
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from megarl.megatron import offload
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.reshard.plan import RectCopy, ReshardPlan
 from megarl.reshard.transfer import Transfer
+from tests.launch import succeed
 
 PARAMETERS, ALL, NONE = {"parameters"}, {"parameters", "gradients", "optimizer"}, set()
 # Call -> what is on the device during it, of actor, reference and critic; the reference may not leave.
@@ -45,10 +44,7 @@ BYTES = {
 def report(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("offload")
     script = Path(__file__).with_name("run_offload.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeed(script, folder, timeout=240, preloaded=True)
     return json.loads((folder / "report.json").read_text())
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from megarl.megatron.offload import ModelMemory
 from megarl.workers.offload_manager import OffloadManager
 from megarl.workers.reward_model import RewardModelRole
 from sums.model import EOS_ID
+from tests.launch import preloaded_python
 from tests.rewards import models
 from tests.workers.moved_storages import MovedStorages
 from tests.workers.reward_jobs import (
@@ -181,7 +181,7 @@ def judged(tmp_path_factory) -> dict:
     (folder / "template.txt").write_text("Q {prompt} A {response}")
     with (folder / "log").open("w") as log:
         process = subprocess.run(
-            [sys.executable, str(HERE / "run_reward_model.py"), str(folder)],
+            [preloaded_python(), str(HERE / "run_reward_model.py"), str(folder)],
             stderr=log,
             stdout=log,
             timeout=200,
@@ -191,7 +191,7 @@ def judged(tmp_path_factory) -> dict:
     return json.loads((folder / "report.json").read_text()) | {"exit_code": process.returncode}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_judges_answers_become_scores(judged):
     """4 for the response 3; 9 for 8, which is outside 0..8; no number; a question above 60 - 2 tokens."""
     first, second, third, fourth = (
@@ -207,7 +207,7 @@ def test_a_judges_answers_become_scores(judged):
     assert fourth == {"sample_id": 2, "score": None, "failure": "the question has more than 58 tokens"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_judge_with_a_chat_template_answers_as_the_assistant(judged):
     by_id = {record["sample_id"]: record for record in judged["with a chat template"]}
     assert [by_id[sample]["score"] for sample in (11, 5, 8, 2)] == [0.875, 0.875, 0.875, None]
@@ -216,7 +216,7 @@ def test_a_judge_with_a_chat_template_answers_as_the_assistant(judged):
     assert logged == [True, True, False, False]  # the first two of the step
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_judges_draws_follow_from_the_sample_alone(judged):
     """Its 320 tokens are about equally likely then. Asked again, and by another process, it says the same."""
     first, again, restarted = judged["hot"]
@@ -225,14 +225,14 @@ def test_a_judges_draws_follow_from_the_sample_alone(judged):
     assert len(answers) == len({*answers}) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_judge_that_is_killed_ends_the_call_with_its_name(judged):
     killed = judged["killed"]
     assert killed["error"] == f"[reward_model rank 0] judge process ({killed['pid']}) died: killed by SIGKILL"
     assert killed["again"] == killed["error"] and killed["seconds"] < 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_judge_that_dies_at_its_start_is_named(judged):
     killed = judged["killed at start"]
     assert (
@@ -242,7 +242,7 @@ def test_a_judge_that_dies_at_its_start_is_named(judged):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_judge_outlives_its_rank(judged):
     assert judged["exit_code"] == 7 and judged["restarted"][0]["score"] == 0.5
     deadline = time.monotonic() + 10

@@ -36,6 +36,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def plant(self, owner) -> None:
         raise NotImplementedError
 
+    def wait_for_import(self) -> None:
+        if self.module in sys.modules:  # in a child of tests/fork_server.py
+            self.plant(sys.modules[self.module])
+        else:
+            sys.meta_path.insert(0, self)
+
     def find_spec(self, name, path=None, target=None):
         if name != self.module:
             return None
@@ -98,9 +104,9 @@ class Fault(AfterImport):
 if "FAULT" in os.environ:
     wanted = json.loads(os.environ["FAULT"])
     if wanted.pop("process") == this_process():
-        sys.meta_path.insert(0, Fault(**wanted))
+        Fault(**wanted).wait_for_import()
 if "SILENT_FAULT" in os.environ:
     from silent import PLANTS
 
     if (fault := PLANTS.get(os.environ["SILENT_FAULT"])) and this_process().startswith(fault.process):
-        sys.meta_path.insert(0, Silent(fault.module, fault.plant))
+        Silent(fault.module, fault.plant).wait_for_import()

@@ -1,0 +1,46 @@
+"""Stand in for the interpreter: have tests/fork_server.py run this command line, and end as it ends.
+
+It imports little, so that it starts in some 20 ms."""
+
+import array
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+INTERPRETER = "@INTERPRETER@"  # tests/launch.py writes it here
+PR_SET_PDEATHSIG = 1
+LIGHT = ("megarl.rewards.pool_worker", "megarl.doctor.probe")
+"""Modules that import little, and look at process ids."""
+
+
+def main() -> None:
+    if "-I" in sys.argv[1:2] or set(LIGHT) & set(sys.argv[1:4]):
+        os.execv(INTERPRETER, [INTERPRETER, *sys.argv[1:]])
+    parent = os.getppid()
+    # the child ends with this process, and this process with the one that started it
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.path.join(os.path.dirname(sys.argv[0]), "socket"))
+    request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), parent]).encode()
+    streams = array.array("i", [0, 1, 2])
+    connection.sendmsg([b"%d\n" % len(request)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    connection.sendall(request)
+    replies = connection.makefile("rb")
+    child = int(replies.readline())
+    for signum in FORWARDED:
+        signal.signal(signum, lambda signum, frame: os.kill(child, signum))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    status = int(replies.readline() or signal.SIGKILL)  # a server that was killed has taken the child along
+    if os.WIFSIGNALED(status):
+        if os.WTERMSIG(status) in FORWARDED:
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
+main()
