@@ -211,6 +211,8 @@ def place_atlas(
             (experts sequential).
         qkv_layout: grouped (Megatron's own) or stacked; see --qkv-layout.
     Raises: ValueError if the sizes do not divide the model."""
+    if qkv_layout == "stacked":
+        equal_part(shape.num_query_groups, place.tp_size)  # each rank needs whole key heads
     rows = STACKED_QKV_LAYER if qkv_layout == "stacked" else LAYER
     cut, sizes = Cut(shape, place.tp_size, place.tp_rank), hf_sizes(shape)
     per_chunk = equal_part(shape.num_layers, place.pp_size * place.vpp_size)
