@@ -185,7 +185,7 @@ def test_imports_go_down_only():
 @pytest.mark.parametrize(
     "module, source",
     [
-        ("megarl.reshard.plan", "from megarl.megatron.model import build_policy_model"),
+        ("megarl.reshard.plan", "from megarl.megatron.model import build_model"),
         ("megarl.rollout.engine", "def late():\n    import megarl.megatron.policy"),
         ("megarl.algorithms.grpo", "from megarl import reshard"),
         ("megarl.config.check", "if TYPE_CHECKING:\n    from megarl.trainer.trainer import Trainer"),

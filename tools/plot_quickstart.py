@@ -1,9 +1,9 @@
-"""Plots a GRPO run's reward, held-out accuracy and response length over its steps.
+"""Plot the reward, held-out accuracy and response length of a GRPO run over its steps.
 
     python tools/plot_quickstart.py runs/quickstart/grpo runs/quickstart/curves.png
     python tools/plot_quickstart.py runs/quickstart/grpo docs/quickstart_curve.svg
 
-An SVG has no background and takes its text colour from the reader's light or dark theme."""
+An SVG has no background, and the color of its text follows the reader's light or dark theme."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Draw the rows of metrics.jsonl into a file."""
+    """Plot the rows of metrics.jsonl into a file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -69,12 +69,12 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def draw(axes, rows: list[dict], key: str, style: str, **options) -> None:
-    """Draw one metric over the steps."""
+    """Plot one metric over the steps."""
     axes.plot([row["step"] for row in rows], [row[key] for row in rows], style, markersize=4, **options)
 
 
 def follow_theme(path: Path) -> None:
-    """Let an SVG's ink depend on the reader's theme."""
+    """Make the color of an SVG's text and lines follow the reader's theme."""
     text = "\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n"
     end_of_opening_tag = text.index(">", text.index("<svg")) + 1
     head, body = text[:end_of_opening_tag], text[end_of_opening_tag:]

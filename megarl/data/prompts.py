@@ -5,33 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
-from megarl.data.columns import ParsedRow, parse_row
+from megarl.data.columns import Prompt, parse_row
 from megarl.data.readers import UnreadableFile, UnreadableRow, read_rows
 
 Needs = Literal["ground_truth", "response"] | None
 Path = str | os.PathLike[str]
 _NUM_BAD_ROWS_SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One row of a dataset.
-
-    Example: `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},), "17")`."""
-
-    index: int
-    """Position in the dataset: 0 .. len(dataset) - 1, counted over all files in order."""
-    data_source: str
-    """Source of the row, which selects the reward under --reward auto; "" if the row has none."""
-    messages: tuple[dict[str, Any], ...] | str
-    """The conversation so far, for the chat template; a string is encoded without one."""
-    ground_truth: str | None = None
-    response: str | None = None
-    """The answer that supervised fine-tuning learns, without end-of-sequence."""
-    extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -83,7 +64,8 @@ class PromptDataset(Sequence[Prompt]):
                     if problems:
                         errors.add_row(where, problems)
                     else:
-                        prompts.append(_prompt(len(prompts), parsed))
+                        parsed.index = len(prompts)
+                        prompts.append(parsed)
             except UnreadableFile as problem:
                 errors.files.append(str(problem))
         errors.raise_if_any()
@@ -124,10 +106,6 @@ class _Errors:
             lines += [f"  {line}" for line in self.shown]
         if lines:
             raise ValueError("\n".join(lines))
-
-
-def _prompt(index: int, row: ParsedRow) -> Prompt:
-    return Prompt(index, row.data_source, row.messages, row.ground_truth, row.response, row.extra_info)
 
 
 def _text(row: object) -> str:

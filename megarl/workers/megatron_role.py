@@ -26,7 +26,7 @@ from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
-from megarl.reshard.transfer import load_hf, save_hf
+from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.runtime.process import peak_rss_bytes
 from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.hosted_role import HostedRole

@@ -127,7 +127,7 @@ class RewardModelRole(HostedRole):
 
     def _set_up_value_model(self) -> None:
         from megarl.megatron.value_model import ValueModel
-        from megarl.reshard.transfer import load_hf
+        from megarl.reshard.hf_weights import load_hf
         from megarl.workers.megatron_role import megatron_atlases
 
         config, shape, parallel = self.config, value_model_shape(self.spec.path), self.config.reward

@@ -26,7 +26,7 @@ from megarl.loggers.console import Progress
 from megarl.trainer.run_folder import Run, check_folder_is_free
 from megarl.loggers.json_lines import to_json_line
 from megarl.trainer.timeline import Record, Timeline
-from megarl.reshard.transfer import save_tensors
+from megarl.reshard.export_folder import save_tensors
 
 
 def config(folder) -> TrainConfig:
