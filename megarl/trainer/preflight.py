@@ -67,6 +67,7 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
         config.model.tokenizer_model or config.model.model,
         "--tokenizer-model" if config.model.tokenizer_model else "--model",
     )
+    assert tokenizer is not None  # only a `load_folder` of the caller's returns None
     check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
