@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs, promised_weight
-from megarl.batch import MicroBatch
+from megarl.batch import MicroBatch, column_dtype
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of
@@ -155,7 +155,7 @@ class MegatronRole(HostedRole):
         Raises: InvariantError if a value is not finite or above `largest`."""
         shard = self.shard
         if per_micro_batch is not None:
-            shard.set_column(name, shard.batch.scatter(torch.cat(per_micro_batch)))
+            shard.set_column(name, shard.batch.scatter(torch.cat(per_micro_batch), column_dtype(name)))
             check_column(shard.batch, name, largest)
         self.own_columns[name] = shard, getattr(shard.batch, name)
 
