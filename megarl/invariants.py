@@ -112,8 +112,11 @@ def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
             )
 
 
-def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> None:
-    """Check that each sample is trained on once per epoch, and that losses are divided by all its tokens."""
+def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample], max_tokens: int) -> None:
+    """Check that each sample is trained on once per epoch, and that losses are divided by all its tokens.
+
+    No micro-batch of several samples may have more than `max_tokens` tokens."""
+    num_tokens = {s.sample_id: s.length for s in samples}
     length_of = {s.sample_id: s.response_length for s in samples}
     planned = Counter(
         s for m in mini_batches for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)
@@ -130,6 +133,12 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> 
                 f"mini-batch {index} has {len(members)} samples with {sum(length_of[s] for s in members)} "
                 f"response tokens, and its loss would be divided for {m.num_sequences} with {m.num_tokens}"
             )
+        for micro in (micro for of_rank in m.micro_batches for micro in of_rank if len(micro) > 1):
+            if (size := sum(num_tokens[s] for s in micro)) > max_tokens:
+                raise InvariantError(
+                    f"a micro-batch of mini-batch {index} has {len(micro)} samples with {size} tokens, and "
+                    f"--max-tokens-per-micro-batch is {max_tokens}"
+                )
 
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:

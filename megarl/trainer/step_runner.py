@@ -209,7 +209,7 @@ class StepRunner:
                 self.hidden_size[key],
                 seed=f"{of_actor.seed}/{batch.step}",
             )
-            check_plan(mini_batches, batch.samples)
+            check_plan(mini_batches, batch.samples, of_actor.max_tokens_per_micro_batch)
             data = Data(self.executor, "data", ranks)
             sent = data.distribute(key, batch.samples, mini_batches, f"train{actor.suffix}")
             batch.transfers.append(sent)

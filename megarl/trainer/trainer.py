@@ -22,6 +22,7 @@ from typing import Self
 from megarl.algorithms import GRPO, PPO, Algorithm
 from megarl.algorithms.base import flow_of_actors
 from megarl.config.errors import ConfigError
+from megarl.config.flags import algorithm_name
 from megarl.config.render import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
@@ -87,13 +88,13 @@ class Trainer:
             raise
 
     def _check_algorithm(self) -> None:
-        config, wanted = self.config.algorithm, self.algorithm.__name__.lower()
+        config, wanted = self.config.algorithm, algorithm_name(self.algorithm)
         if isinstance(config, self.algorithm) and config.needs_rollout:
             return
         rule = "nothing is sampled. Use `megarl train`."
         if self.algorithm is not Algorithm:
             rule = f"{type(self).__name__} wants {wanted}."
-        raise ConfigError([f"--algorithm ({type(config).__name__.lower()}): {rule}"])
+        raise ConfigError([f"--algorithm ({algorithm_name(type(config))}): {rule}"])
 
     def _open(self, started: Started) -> None:
         """Create the parts of the job, including the run folder."""
