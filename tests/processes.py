@@ -38,6 +38,7 @@ LAUNCH = TESTS / "launch.py"
 """Starts processes too. Its own deadline is not the tests'."""
 
 
+@functools.cache
 def kind_of(path: Path, test: str) -> str | None:
     """Kind of a test function, without its parameters; None if it starts nothing and waits for nothing."""
     names = set(_reachable(path, test, frozenset()))
