@@ -19,7 +19,8 @@ from megarl.trainer.own_ranks import Started
 
 
 def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
-    """Create the run folder and train."""
+    """Train until the last step on ranks that have started. A SIGTERM saves the last completed step and
+    raises Stopped."""
     with Trainer(config, started=Started(executor, inputs, world_size)) as trainer, graceful_stop(trainer):
         train(trainer)
 
