@@ -209,8 +209,8 @@ class Actor(TrainedRole, RandomState, kind="actor"):
 
     @method()
     def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
-        """Return the `count` tokens of this rank with the largest difference between the trainer's and the
-        engine's log-probs."""
+        """Return the `count` tokens with the largest difference between the trainer's and the engine's
+        log-probs. One rank of each data-parallel replica returns some."""
 
     @method(optional=True)
     def load_dataset(self) -> list[tuple[int, int]] | None:
