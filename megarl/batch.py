@@ -110,9 +110,7 @@ class Batch(_Columns):
 
     def set_column(self, name: str, column: torch.Tensor) -> None:
         """Store a [T] token column on the CPU, without its gradient. Raises ValueError for another name,
-        shape or dtype than the column table has.
-
-        Raises: ValueError if the name is no token column, or if shape or dtype differ from the table's."""
+        shape or dtype than the column table has."""
         check_column_names([name])
         dtype = column_dtype(name)
         if column.shape != self.tokens.shape or column.dtype != dtype:
@@ -139,9 +137,7 @@ class Batch(_Columns):
     @staticmethod
     def cat(batches: list[Batch]) -> Batch:
         """Return one batch with all samples of the batches, in order. Raises ValueError for a column that
-        only some of them have.
-
-        Raises: ValueError for a column that only some of the batches have."""
+        only some of them have."""
         present = batches[0].columns.keys()
         if odd := sorted({name for b in batches for name in b.columns.keys() ^ present}):
             raise ValueError(

@@ -226,9 +226,7 @@ def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.d
 
 def convert_on_ranks(arguments: argparse.Namespace) -> int:
     """Load and write the weights through Megatron's shards, as one of the ranks, and return 0. Raises
-    RuntimeError if a tensor changed on the way.
-
-    Returns the exit code."""
+    RuntimeError if a tensor changed on the way."""
     from megarl.runtime.process import DRIVER_PID, end_with_parent, quiet_libraries
 
     if launcher := os.environ.get(DRIVER_PID):
@@ -397,9 +395,7 @@ def transformers_outputs(folder: Path, shape: ModelShape, tokens: torch.Tensor) 
 
 
 def compare(source: WeightSource, written: WeightSource, folder: Path, save: str) -> None:
-    """Read source and result again, and raise RuntimeError if a tensor differs in the dtype of the result.
-
-    Raises: RuntimeError if tensors differ."""
+    """Read source and result again, and raise RuntimeError if a tensor differs in the dtype of the result."""
     from megarl.checkpoint.stream import row_blocks
 
     different = [

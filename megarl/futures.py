@@ -19,9 +19,7 @@ class Future(Generic[R]):
 
     def result(self) -> list[R]:
         """Wait for the call, and return the values of its ranks in their order. Raises the first error of the
-        job, whichever call it came from.
-
-        Raises: the first error of the job, whichever call it came from."""
+        job, whichever call it came from."""
         raise NotImplementedError
 
     def first(self) -> R:

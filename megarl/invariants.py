@@ -148,9 +148,7 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample], max
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:
     """Raise InvariantError unless each sample has one score, which is None or finite in float32 and belongs
-    to its sampled text.
-
-    The judged text must be the sampled text."""
+    to its sampled text."""
     digest_of, seen = {s.sample_id: s.digest for s in samples}, Counter()
     for record in records:
         sample = record["sample_id"]

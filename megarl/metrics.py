@@ -10,9 +10,7 @@ from collections.abc import Iterable
 
 def is_maximum(name: str) -> bool:
     """Return whether a metric is combined by its maximum, e.g. mismatch/max_abs, and not by a sum, as
-    policy/loss is.
-
-    policy/loss is an example of a sum."""
+    policy/loss is."""
     last = name.rsplit("/", 1)[-1]
     return last.startswith("max_") or last.endswith("_max")
 

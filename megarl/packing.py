@@ -99,7 +99,8 @@ def plan_mini_batches(
     hidden_size: int,
     seed: str | None,
 ) -> list[MiniBatch]:
-    """Split the samples of a step into mini-batches of `global_batch_size` samples (the last may be smaller).
+    """Return the samples of a step as mini-batches of `global_batch_size` samples (the last may be smaller),
+    spread over ranks and micro-batches.
 
     No data-parallel rank gets more than its fair part of a mini-batch's cost plus 1 - 1 / dp_size of the
     costliest sample.
@@ -222,9 +223,7 @@ class Route:
 
     def reads(self, wanted: Iterable[int]) -> list[int]:
         """Return the wanted samples that no other rank sends to this rank, then the samples that this rank
-        sends: it must hold all of them.
-
-        The rank keeps a wanted sample that no other rank sends to it."""
+        sends: it must hold all of them."""
         received = {sample for ids in self.incoming.values() for sample in ids}
         kept = [sample for sample in wanted if sample not in received]
         return [*kept, *(sample for ids in self.outgoing.values() for sample in ids)]

@@ -255,8 +255,8 @@ class Algorithm(Section):
         return None
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn] | None:
-        """Recompute the columns of `advantage_writes` for one sample on this rank, in plain Python. Returns
-        None if the algorithm has no such reference.
+        """Recompute the columns of `advantage_writes` for one sample on this rank, in plain Python and
+        independently of `compute_advantages`; None if the algorithm has no reference.
 
         At every step each rank compares some of its samples with it, and the run ends if they differ by more
         than rounding. None: this algorithm has no reference, and nothing compares."""

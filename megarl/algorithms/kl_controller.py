@@ -38,7 +38,8 @@ class FixedKLController:
 
 class AdaptiveKLController(FixedKLController):
     def __init__(self, coef: float, target: float, horizon: int) -> None:
-        """
+        """Start at `coef`, which `update` moves so that the KL of a response comes to `target`.
+
         Args:
             coef: where it starts, > 0.
             target: nats per response, > 0.

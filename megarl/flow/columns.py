@@ -123,7 +123,8 @@ def is_state(column: str) -> bool:
 
 
 def base(column: str) -> str:
-    """Return the name in the table, e.g. `scores` for scores, scores?, scores* and scores:reward_model_2."""
+    """Return the name of a column in COLUMNS: `scores` for scores, scores?, scores* and
+    scores:reward_model_2."""
     return column.split(":")[0].rstrip("?*")
 
 

@@ -185,7 +185,7 @@ class SymbolicRole:
 
 
 class SymbolicMethod:
-    """A method of a symbolic role: calling it adds a node to a flow, and runs nothing.
+    """A method of a symbolic role. Calling it starts a flow, or adds a node to one, and runs nothing.
 
     A call starts a Flow. In a @dataflow function a call adds a node."""
 

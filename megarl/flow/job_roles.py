@@ -48,9 +48,7 @@ class TrainedRole(ModelRole):
     @method()
     def begin_checkpoint(self, folder: str) -> None:
         """Copy the model and its optimizer for a checkpoint, and return; a thread writes the copy to
-        `folder`. Collective over the role's ranks.
-
-        A thread writes the copy while training goes on."""
+        `folder`. Collective over the role's ranks."""
 
     @method()
     def checkpoint_written(self, wait: bool = False) -> str | None:
@@ -184,8 +182,8 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         kl_coef: float,
         digests: list[int] | None = None,
     ) -> Metrics:
-        """Write the columns that the algorithm derives from rewards, advantages and often returns, and return
-        metrics.
+        """Write the column advantages and, with a critic, returns, which the algorithm computes from the
+        rewards. Returns metrics.
 
         Args:
             sample_ids, group_ids, rewards: of all samples of the step. A reward of None has failed.

@@ -46,7 +46,7 @@ _TICK_S = 1.0  # seconds between two calls of `check_interrupt`
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Features of an executor beyond running calls in their order."""
+    """What an executor can do: run calls at the same time, enforce deadlines, and more."""
 
     overlap: bool
     """Whether calls on disjoint ranks run at the same time.
@@ -141,7 +141,7 @@ class CallFuture(Future[Any]):
 
 
 class Executor(ABC):
-    """Runs methods of roles on their ranks.
+    """Base class of executors, which call methods of roles on their ranks and return futures of the results.
 
     A subclass sends calls (`_issue`), passes every report of a rank to `_keep_value`, `_keep_event` or `fail`,
     and ends the ranks.
@@ -245,7 +245,8 @@ class Executor(ABC):
         return [future for future in futures if future.done()]
 
     def has_ended(self, future: CallFuture) -> bool:
-        """Return whether all ranks of a call have answered. Raises the failure, if there is one."""
+        """Return whether all ranks of a call have answered. Raises the first failure of any rank, if there is
+        one."""
         with self._changed:
             self._raise_failure()
             return not future.missing()
@@ -277,7 +278,8 @@ class Executor(ABC):
             self._changed.notify_all()
 
     def _wait_until(self, is_ready: Callable[[], object], timeout_s: float = math.inf) -> None:
-        """Block until `is_ready` or the timeout. Raises: the failure; errors of `check_interrupt`."""
+        """Block until `is_ready()` or the timeout. Raises: the first failure of any rank; errors of
+        `check_interrupt`."""
         end = time.monotonic() + timeout_s
         with self._changed:
             while self.failure is None and not is_ready():

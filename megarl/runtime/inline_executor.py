@@ -87,7 +87,7 @@ class InlineExecutor(Executor):
         """Do nothing: a call returns or raises Aborted before the loop can ask."""
 
     def drain(self) -> None:
-        """Raise the failure, if there is one. No call is in flight."""
+        """Raise the error of an earlier call, if there is one. No call is in flight."""
         self._raise_failure()
 
     def kill(self, exit_code: int) -> None:

@@ -228,9 +228,7 @@ class LocalRanks:
 
     def end(self, wait_s: float) -> None:
         """Wait `wait_s` seconds for the ranks to exit, then kill those that remain. Returns when all ranks
-        and their children are gone.
-
-        Returns when all are gone."""
+        and their children are gone."""
         self.expect_end()
         self._join(wait_s)
         self._end_ranks()

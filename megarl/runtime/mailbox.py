@@ -92,9 +92,7 @@ class Mailbox:
 
     def post(self, index: int, command: Command) -> list[str]:
         """Append a command to the log, which every rank reads in order. Returns the keys to delete once all
-        have read it.
-
-        Returns its keys, which can be deleted once every rank has read them."""
+        have read it."""
         head, parts = self._pack(f"cmd/{index}", signing.sign(encode(command), f"cmd/{index}"))
         self._store.set(f"cmd/{index}", head)
         return [f"cmd/{index}", *parts]

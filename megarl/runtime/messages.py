@@ -1,8 +1,6 @@
 """Define the messages between driver and ranks, as MessagePack of declared types. Reading one runs no code of
 the sender.
 
-Decoding a message runs none of its content as code.
-
     driver -> ranks     Call, Shutdown, Kill
     ranks -> driver     Reply, Event, Terminated
 
@@ -181,9 +179,7 @@ _ARGUMENTS = msgspec.msgpack.Decoder(tuple[list[bytes], dict[str, bytes]])
 
 def decode_result(interface: type | None, method: str, data: bytes) -> object:
     """Return the decoded result of a call. Raises TypeError if it does not fit the return annotation of the
-    interface's method.
-
-    Raises: TypeError for a value of another type."""
+    interface's method."""
     function = getattr(interface, method, None)
     decoder = _PLAIN if function is None else _decoder(inspect.unwrap(function), "return")
     return _decode(decoder, data, "its result")

@@ -118,7 +118,7 @@ def _has_driver_died(store: KeyValueStore) -> bool:
 
 
 def _on_sigterm(call: Callable[[], None]) -> None:
-    """Call this function once, on a thread, after SIGTERM, even while the main thread is inside a collective.
+    """Make `call` run once, on a thread, after a SIGTERM, even while the main thread is inside a collective.
 
     No Python handler would run there. Call this on the main thread."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

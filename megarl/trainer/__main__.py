@@ -26,7 +26,7 @@ def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inpu
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code of the driver.
+    """Run the driver process of a training job under torchrun, and return its exit code.
 
     0 for success, 2 for a job whose configuration cannot start, 1 for a job that failed."""
     config = load_config(argv, REGISTRY)

@@ -116,9 +116,8 @@ class ActorState:
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `snapshot` returned. It does not say whether the log-prob gate was passed.
-
-        Raises: ValueError if the size of the training data has changed."""
+        """Restore the state that `snapshot` returned, or raise ValueError if the size of the training data
+        has changed."""
         self.cursor = DataCursor.restore(state["cursor"], self.cursor.num_rows)
         self.kl.load_state_dict(state["kl"])
         self.zero_reward_steps = state["zero_reward_steps"]

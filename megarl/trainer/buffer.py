@@ -16,7 +16,8 @@ from megarl.packing import Sample
 
 
 class SampleBufferError(RuntimeError):
-    """A sample arrived that the buffer does not expect, or a group is too late."""
+    """Raised for a sample that the buffer does not expect, and for a group that is not finished when it is
+    due."""
 
 
 @dataclass

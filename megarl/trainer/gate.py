@@ -77,9 +77,7 @@ class LogProbGate:
 
     def check_first(self, log_probs: Future[Metrics]) -> None:
         """Raise GateError if an actor's `log_probs` disagree with the engine's. Does nothing for an actor
-        that has passed the gate in this run.
-
-        Raises: GateError if trainer and engine disagree."""
+        that has passed the gate in this run."""
         actor = self._state.actor_of(log_probs.role)
         if not actor.gate_passed:
             self.check(actor, combine(log_probs.result()))

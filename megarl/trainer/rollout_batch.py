@@ -62,7 +62,8 @@ class RolloutBatch:
 
     @property
     def group_ids(self) -> list[int]:
-        """Group of each sample, in the order of sample_ids: the visit of the sample's prompt."""
+        """Group of each sample, in the order of sample_ids. Samples have the same group if they answer the
+        same use of a prompt."""
         return [s.group for s in self.samples]
 
     @property
@@ -72,9 +73,8 @@ class RolloutBatch:
 
     @property
     def reward_digests(self) -> list[int] | None:
-        """One hash per sample over its id, group, reward and tokens, in the order of sample_ids.
-
-        None if some tokens have no digest."""
+        """One hash per sample over its id, group, reward and tokens, in the order of sample_ids; None if some
+        tokens have no digest."""
         digests = []
         for s in self.samples:
             if s.digest is None:

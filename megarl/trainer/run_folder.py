@@ -175,7 +175,7 @@ class Run:
         return row if written == step else {}
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
-        """Record samples of a step, if there are any."""
+        """Record these samples of a step, with their texts, in rollouts/ and in the trackers."""
         if rows := list(rows):
             self._log_rollouts(step, rows, "train")
 

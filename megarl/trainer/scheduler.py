@@ -98,7 +98,7 @@ class NodeResult(Future[Any]):
 
 
 class Scheduler:
-    """Runs the flow of each step on the executor.
+    """Runs the flow of each step: issues its calls on the executor as early as possible, and waits for them.
 
     Args:
         meshes: role -> its mesh; only `ranks` is used.

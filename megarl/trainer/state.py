@@ -34,7 +34,7 @@ class TrainState:
 
     @property
     def first(self) -> ActorState:
-        """The first actor."""
+        """State of the first actor, whose role is named "actor"."""
         return self.actors[""]
 
     @property
@@ -74,9 +74,8 @@ class TrainState:
         return {"step": self.completed, "actors": self._snapshots()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Restore the state that `snapshot` returned.
-
-        Raises: ValueError if the size of the training data has changed."""
+        """Restore the state that `snapshot` returned, or raise ValueError if the size of the training data
+        has changed."""
         self.completed, self.in_step = snapshot["step"], False
         self._restore_actors(snapshot["actors"])
 

@@ -29,7 +29,7 @@ class StepBatches:
 
     @property
     def first(self) -> RolloutBatch:
-        """The first actor's batch."""
+        """Batch of the first actor, whose role is named "actor"."""
         return self.of_actor[""]
 
     def batch_of(self, role: str) -> RolloutBatch:

@@ -165,9 +165,7 @@ class StepRunner:
 
     def skips(self, node: Node) -> bool:
         """Return whether a node is left out of this step, as are an actor's update and weight sync while its
-        critic warms up.
-
-        An actor keeps its weights while its critic warms up."""
+        critic warms up."""
         warming_up = self.batches.step <= self.state.actor_of(node.role).algorithm.critic_warmup_iters
         return warming_up and node.declaration() in (Actor.update, Rollout.sync)
 
@@ -244,9 +242,7 @@ class StepRunner:
 
     def _take_scores(self, role: str, per_rank: Iterable[Iterable[Record]]) -> None:
         """Add a role's scores to the rewards. Raises RewardsFailed once all roles have scored and too many
-        rewards are missing.
-
-        Raises: RewardsFailed if the rewards are complete and too many are missing."""
+        rewards are missing."""
         batch, actor = self.batches.batch_of(role), self.state.actor_of(role)
         weight_of = {
             role: weight for one in self.state.actors.values() for role, weight in one.weight_of.items()

@@ -32,14 +32,12 @@ class StopRequest:
         self._holds = 0
 
     def request(self) -> None:
-        """Ask for the shutdown."""
+        """Set the request. A signal handler calls this."""
         self.is_requested = True
 
     def begin_update(self) -> None:
         """Note that a model is about to be updated, so that a later request lets the step finish. Raises
-        StopRequested if the request is already there.
-
-        Raises: StopRequested."""
+        StopRequested if the request is already there."""
         self.check()
         self._has_updated = True
 

@@ -421,12 +421,12 @@ class Trainer:
 
 
 class PPOTrainer(Trainer):
-    """A training job with --algorithm ppo."""
+    """A Trainer that raises ConfigError unless the configuration has --algorithm ppo."""
 
     algorithm = PPO
 
 
 class GRPOTrainer(Trainer):
-    """A training job with --algorithm grpo."""
+    """A Trainer that raises ConfigError unless the configuration has --algorithm grpo."""
 
     algorithm = GRPO

@@ -140,8 +140,8 @@ class ActorRole(PolicyRole):
         kl_coef: float,
         digests: list[int] | None = None,
     ) -> dict[str, float]:
-        """Write the columns that the algorithm computes from rewards, advantages and often returns, and
-        return the algorithm's metrics.
+        """Write the column advantages and, with a critic, returns, which the algorithm computes from the
+        rewards. Returns metrics.
 
         These are advantages, and returns if there is a critic. Both are NaN on the tokens of a sample whose
         reward failed.

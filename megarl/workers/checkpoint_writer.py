@@ -62,9 +62,7 @@ class CheckpointWriter:
 
     def written(self, wait: bool) -> str | None:
         """Return the SHA-256 of the checkpoint's manifest, the same on every rank, or None while it is not
-        written. Raises CheckpointError if a rank failed.
-
-        Raises: CheckpointError if any rank could not write."""
+        written. Raises CheckpointError if a rank failed."""
         if wait:
             self._thread.join()
         if self._error is not None:

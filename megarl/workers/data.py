@@ -165,9 +165,7 @@ class DataRole(RandomStateOfRank):
 
     def release(self, sample_ids: Sequence[int], source: str = "train") -> None:
         """Free the memory of samples that were trained on: rollouts and computed columns. Samples that this
-        rank does not hold are ignored.
-
-        Any rank may call this. Samples that the rank does not hold are ignored."""
+        rank does not hold are ignored."""
         rollouts = self.store.source(source)
         rollouts.release([sample for sample in sample_ids if sample in rollouts])
         for key, layout in self.store.layouts.items():

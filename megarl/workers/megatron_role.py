@@ -360,9 +360,7 @@ class MegatronRole(HostedRole):
 
     def checkpoint_written(self, wait: bool = False) -> str | None:
         """Return the SHA-256 of the manifest once the checkpoint in progress is complete, else None. Raises
-        CheckpointError if a rank failed.
-
-        Raises: CheckpointError if a rank failed."""
+        CheckpointError if a rank failed."""
         return self.writer.written(wait)
 
     @needs("parameters", "optimizer")

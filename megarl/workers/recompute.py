@@ -95,9 +95,7 @@ def _compare(
     sample: int, name: str, reference: ReferenceColumn, found: Sequence[float], reward: float
 ) -> int:
     """Return the number of tokens compared, or raise InvariantError if a sample's column differs from its
-    reference by more than rounding.
-
-    Raises: InvariantError for the first token that differs by more than rounding."""
+    reference by more than rounding."""
     for position, (value, wanted, magnitude) in enumerate(
         zip(found, reference.values, reference.magnitudes, strict=True)
     ):

@@ -24,9 +24,7 @@ class ReferenceRole(PolicyRole):
 
 @implements(Reference)
 class AdapterlessReferenceRole:
-    """The reference of an actor that trains LoRA adapters: the actor's model with its adapters switched off.
-
-    The reference is the actor's model with the adapters switched off, and has no separate weights."""
+    """The reference of an actor that trains LoRA adapters: the actor's model with its adapters switched off."""
 
     def __init__(self, actor: ActorRole) -> None:
         self.actor, self.offload_manager = actor, actor.offload_manager

@@ -22,9 +22,7 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
 
     def load_dataset(self) -> list[tuple[int, int]] | None:
         """Tokenize the training rows. The mesh's first rank returns (length, response length) of every row;
-        other ranks return None.
-
-        Returns: (length, response length) of every row, on the mesh's first rank only."""
+        other ranks return None."""
         config = self.config
         tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         dataset = PromptDataset.load(

@@ -157,9 +157,7 @@ class BatchShard(PackedSamples):
 
     def micro_batch(self, sample_ids: Sequence[int]) -> MicroBatch:
         """Return the micro-batch of these samples. Raises InvariantError if a sample no longer has the tokens
-        or values written for it.
-
-        Raises: InvariantError if a sample no longer has the tokens or values written for it."""
+        or values written for it."""
         batch = self.batch.select_samples(sample_ids)
         check_digests(batch, self.digests)
         return MicroBatch.of(batch)
@@ -231,16 +229,12 @@ class SampleTable(Generic[Block]):
 
     def blocks(self, sample_ids: Iterable[int]) -> list[Block]:
         """Return the blocks with these samples, each block once. Raises MissingSampleError for a sample that
-        is not in the table.
-
-        Raises: MissingSampleError for a sample that is not held."""
+        is not in the table."""
         return list({id(block): block for block in map(self.block, sample_ids)}.values())
 
     def release(self, sample_ids: Iterable[int] | None = None) -> None:
         """Remove these samples, or all of them (None). Raises MissingSampleError, and removes none, if one is
-        not in the table.
-
-        Raises: MissingSampleError for a sample that is not held; in that case no sample is forgotten."""
+        not in the table."""
         ids = list(self if sample_ids is None else sample_ids)
         ids_of: dict[int, list[int]] = {}
         blocks = [self.block(sample) for sample in ids]
@@ -277,9 +271,7 @@ class SampleStore:
 
     def check_records(self, source: str, samples: Iterable[Sample]) -> None:
         """Raise InvariantError if the driver's record of a sample made on this rank has another group, weight
-        version or digest.
-
-        Raises: InvariantError for a sample whose group, version or digest is wrong in the driver's record."""
+        version or digest."""
         table = self.source(source)
         for sample in samples:
             if sample.sample_id not in table:
