@@ -27,7 +27,8 @@ class GRPO(ClippedPolicy):
     """Divide the advantages by the standard deviation of their group's rewards."""
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return each sample's advantage within its group, on all of its tokens, and metrics.
+        """Return each sample's advantage within its group, on all of its tokens, and metrics. Needs one sum
+        over ranks with kl_mode reward, else none.
 
         Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef.
         """

@@ -46,7 +46,8 @@ _TICK_S = 1.0  # seconds between two calls of `check_interrupt`
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an executor can do: run calls at the same time, enforce deadlines, and more."""
+    """What an executor can do: overlap calls, enforce deadlines, run ranks as processes, survive the death of
+    a rank."""
 
     overlap: bool
     """Whether calls on disjoint ranks run at the same time.

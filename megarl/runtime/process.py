@@ -80,7 +80,8 @@ def process_name(pid: int | None = None) -> str:
 
 
 def has_died(name: str) -> bool:
-    """Return whether the process that `process_name` named has ended; False if it runs on another machine."""
+    """Return whether the process that `process_name` named has ended; False if it cannot be seen, e.g. on
+    another machine."""
     seen_by, pid, _ = name.split("/")
     now = process_name(int(pid))
     return now.startswith(f"{seen_by}/") and now != name

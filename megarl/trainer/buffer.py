@@ -22,7 +22,7 @@ class SampleBufferError(RuntimeError):
 
 @dataclass
 class Group:
-    """One use of a prompt, called a visit, with the samples of it that are finished so far.
+    """One use of a prompt (a visit), with those of its samples that are finished so far.
 
     Example: Group(visit=4, row=17, num_samples=2, step=3, samples={8: Sample(8, ...), 9: Sample(9, ...)})
     """

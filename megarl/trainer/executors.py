@@ -48,7 +48,8 @@ def has_rank_processes(config: TrainConfig) -> bool:
 
 
 def register_executor(name: str, factory: ExecutorFactory) -> None:
-    """Register the factory of an executor, before a configuration names the executor."""
+    """Let --executor `name` mean the executor that `factory` makes. Call this before a configuration names
+    it."""
     _FACTORIES[name] = factory
     if name not in EXECUTORS:
         EXECUTORS.append(name)

@@ -24,7 +24,8 @@ class ReferenceRole(PolicyRole):
 
 @implements(Reference)
 class AdapterlessReferenceRole:
-    """The reference of an actor that trains LoRA adapters: the actor's model with its adapters switched off."""
+    """The reference of an actor that trains LoRA adapters: the actor's model with its adapters switched off,
+    without separate weights."""
 
     def __init__(self, actor: ActorRole) -> None:
         self.actor, self.offload_manager = actor, actor.offload_manager

@@ -56,7 +56,7 @@ class RewardModelRole(HostedRole):
     @needs()
     def setup(self) -> None:
         """Load the model, or start the judge. Raises ValueError or EngineDied, naming the model, if that
-        fails."""
+        fails. Collective over the mesh for the megatron backend."""
         self.actor_tokenizer = load_tokenizer(self.config.model.tokenizer_model or self.config.model.model)
         self.retokenizes = True
         {

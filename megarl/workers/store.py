@@ -291,7 +291,8 @@ class SampleStore:
         return self._meshes[key]
 
     def set_batch(self, key: str, shard: BatchShard) -> None:
-        """Add a batch shard, which the roles with this shard key train on from here on."""
+        """Add a batch shard. The roles with this shard key (those on the same mesh) train on it from here
+        on."""
         self.mesh(key).add(shard)
         self._batches[key] = shard
 
