@@ -162,7 +162,8 @@ def column_dtype(name: str) -> torch.dtype:
 
 
 def check_column_names(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that is no column with one number per token, e.g. "values" is one."""
+    """Raise ValueError for a name that is not that of a column with one number per token, such as
+    "values"."""
     for name in names:
         if name not in TOKEN_COLUMNS:
             raise ValueError(f"column ({name!r}) must be one of {', '.join(TOKEN_COLUMNS)}.")

@@ -1,4 +1,6 @@
-"""Check the tensors of batches on the ranks, so that no rank trains on other data than was sampled."""
+"""Check the tensors of batches on the ranks, so that no rank trains on other data than was sampled.
+
+invariants.py lists all checks."""
 
 from __future__ import annotations
 

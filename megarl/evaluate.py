@@ -1,4 +1,6 @@
-"""Run one rank of an evaluation under torchrun: held-out accuracy, sampled and greedy."""
+"""Run one rank of an evaluation under torchrun: held-out accuracy, sampled and greedy.
+
+torchrun ... -m megarl.evaluate @recipe.args --model FOLDER; `megarl eval` starts the ranks itself."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ Rewards are Python floats until the advantages are computed in float32."""
 
 
 class InvariantError(RuntimeError):
-    """Raised if a step trains on other data than was sampled. The message names the sample and what was
-    found."""
+    """Raised if a step breaks an invariant, e.g. trains on other data than was sampled. The message names the
+    sample and what was found."""
 
 
 class NonFiniteUpdate(FloatingPointError):

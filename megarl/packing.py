@@ -154,8 +154,8 @@ def _balance(
 
 
 def _pack(samples: list[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Return micro-batches of at most `max_tokens` each: every sample goes into the one with the least
-    sufficient room, or a new one."""
+    """Return micro-batches of at most `max_tokens`, or of one longer sample. Every sample goes into the one
+    with the least sufficient room, or a new one."""
     bins: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # ascending (free tokens, index in bins)
     for sample in samples:

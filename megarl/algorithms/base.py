@@ -154,7 +154,7 @@ class LossInputs:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueLossInputs:
     """What the critic's loss reads: columns of the N response tokens of one micro-batch on one rank. Counts
-    are as in `LossInputs`."""
+    and samples are as in `LossInputs`."""
 
     values: Tensor
     """[N] fp32, of the critic now; carries the gradient."""

@@ -111,7 +111,9 @@ class PPO(ClippedPolicy):
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
         """Return sum, sum of squares and count of this rank's advantages before whitening; None without
-        whitening."""
+        whitening.
+
+        These advantages are returns - values."""
         if not self.whiten_advantages:
             return None
         import torch
@@ -207,7 +209,9 @@ def _critic_metrics(
     value_squares: float,
 ) -> dict[str, float]:
     """Return this rank's share of the critic's metrics, given sums over all ranks: the shares of all ranks
-    add up to the metric."""
+    add up to the metric.
+
+    The advantages are returns - values."""
     if count == 0:
         return dict.fromkeys(("critic/value_mean", "critic/return_mean", "critic/explained_variance"), 0.0)
     unexplained, variance = (
