@@ -1,4 +1,5 @@
-"""megarl: reinforcement learning of large language models on Megatron-Core and vLLM."""
+"""Train large language models by reinforcement learning, with Megatron-Core for training and vLLM for
+sampling."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""A packed batch from rollout to loss: no padding, typed columns.
+"""Define the batch of a training step: samples concatenated without padding, with typed columns per token.
 
 The alignment rule: column[i] belongs to token i, so log_probs[i] is the log-probability *of* token i. The
 shift to the position that predicts token i happens in `MicroBatch.predict_positions`, nowhere else.
@@ -27,7 +27,8 @@ _Columns = make_dataclass(
 
 @dataclass
 class Batch(_Columns):
-    """A batch of B samples with T tokens. All tensors are on the CPU of the rank that holds them.
+    """B samples with T tokens in all, concatenated without padding. All tensors are on the CPU of the rank
+    that holds them.
 
     The token columns of megarl/flow/columns.py are fields too (`batch.old_log_probs`). A column that is not
     computed yet is None."""
@@ -48,7 +49,8 @@ class Batch(_Columns):
         responses: list[list[int]],
         rollout_log_probs: list[list[float]] | None = None,
     ) -> Batch:
-        """Pack prompts and responses (lists of token ids). Log-probs are of the response tokens."""
+        """Return a batch of these prompts and responses (lists of token ids). Log-probs are of the response
+        tokens."""
         prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.int64)
         response_lengths = torch.tensor([len(r) for r in responses], dtype=torch.int64)
         tokens = torch.tensor(
@@ -77,7 +79,7 @@ class Batch(_Columns):
 
     @property
     def sample_of_token(self) -> torch.Tensor:
-        """[T] int64, row of the sample that each token belongs to."""
+        """[T] int64, index within the batch of the sample that each token belongs to."""
         return torch.arange(len(self)).repeat_interleave(self.lengths)
 
     @property
@@ -92,24 +94,23 @@ class Batch(_Columns):
     def scatter(
         self, response_values: Iterable[float] | torch.Tensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Put [N] values of the response tokens, in order, into a [T] column, which is 0 elsewhere."""
+        """Return a [T] column with these [N] values on the response tokens, in order, and 0 elsewhere."""
         column = torch.zeros(len(self.tokens), dtype=dtype)
         column[self.response_mask] = torch.as_tensor(response_values, dtype=dtype)
         return column
 
     def spread(self, sample_values: torch.Tensor) -> torch.Tensor:
-        """Put [B] sample values on the response tokens of each sample, in a [T] fp32 column."""
+        """Return a [T] fp32 column in which each response token has the value of its sample; 0 elsewhere."""
         return sample_values.float().repeat_interleave(self.lengths) * self.response_mask
 
     @property
     def columns(self) -> dict[str, torch.Tensor]:
-        """The columns that exist, by name."""
+        """The optional columns that the batch has, by name."""
         return {name: column for name in BATCH_COLUMNS if (column := getattr(self, name)) is not None}
 
     def set_column(self, name: str, column: torch.Tensor) -> None:
-        """Store a [T] token column under its name, without its gradient, on the CPU.
-
-        Raises: ValueError if the name is no token column, or if shape or dtype differ from the table's."""
+        """Store a [T] token column on the CPU, without its gradient. Raises ValueError for another name,
+        shape or dtype than the column table has."""
         check_column_names([name])
         dtype = column_dtype(name)
         if column.shape != self.tokens.shape or column.dtype != dtype:
@@ -120,7 +121,7 @@ class Batch(_Columns):
         setattr(self, name, column.detach().cpu())
 
     def select(self, rows: list[int]) -> Batch:
-        """Return the samples at these positions, in this order."""
+        """Return a batch of the samples at these positions, in this order."""
         starts, lengths = self.cu_seqlens[:-1][rows], self.lengths[rows]
         # token index = position inside the selection, moved from the sample's new start to its old start
         new_cu = _cumulative(lengths)
@@ -129,15 +130,14 @@ class Batch(_Columns):
         return Batch(self.sample_ids[rows], self.tokens[index], new_cu, self.response_mask[index], **columns)
 
     def select_samples(self, sample_ids: Iterable[int]) -> Batch:
-        """Return the samples with these ids, in this order."""
+        """Return a batch of the samples with these ids, in this order."""
         where = {sample: row for row, sample in enumerate(self.sample_ids.tolist())}
         return self.select([where[sample] for sample in sample_ids])
 
     @staticmethod
     def cat(batches: list[Batch]) -> Batch:
-        """Join batches into one batch of all samples, in order.
-
-        Raises: ValueError for a column that only some of the batches have."""
+        """Return one batch with all samples of the batches, in order. Raises ValueError for a column that
+        only some of them have."""
         present = batches[0].columns.keys()
         if odd := sorted({name for b in batches for name in b.columns.keys() ^ present}):
             raise ValueError(
@@ -152,17 +152,18 @@ class Batch(_Columns):
 
 
 def expert_dtype(num_experts: int) -> torch.dtype:
-    """Return the dtype of the expert ids in routed_experts."""
+    """Return the dtype that holds the expert ids of a model with so many experts: uint8 or int16."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def column_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a column that has one number per token."""
+    """Return the torch dtype of a token column that has one number per token."""
     return getattr(torch, COLUMNS[name].dtype)
 
 
 def check_column_names(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that is no token column."""
+    """Raise ValueError for a name that is not that of a column with one number per token, such as
+    "values"."""
     for name in names:
         if name not in TOKEN_COLUMNS:
             raise ValueError(f"column ({name!r}) must be one of {', '.join(TOKEN_COLUMNS)}.")
@@ -174,7 +175,7 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class MicroBatch:
-    """The input of one forward pass: a batch and the positions of its N response tokens.
+    """The input of one forward pass: a Batch, and the positions of its N response tokens.
 
     With context parallelism the positions may be those of one rank."""
 
@@ -188,7 +189,7 @@ class MicroBatch:
 
     @property
     def predict_positions(self) -> torch.Tensor:
-        """[N] int64: the position whose hidden state predicts each response token.
+        """[N] int64: the position whose logits predict each response token, which is the position before it.
 
         A response never starts a sample."""
         return self.response_positions - 1
@@ -199,7 +200,8 @@ class MicroBatch:
         return self.batch.tokens[self.response_positions]
 
     def column(self, name: str) -> torch.Tensor | None:
-        """Return [N] values of a token column on the response tokens, or None without such a column."""
+        """Return the [N] values of a token column on the response tokens, or None if the batch lacks the
+        column."""
         column = getattr(self.batch, name)
         return None if column is None else column[self.response_positions]
 

@@ -1,4 +1,6 @@
-"""Invariants of a batch's tensors, checked on the ranks. invariants.py explains their purpose."""
+"""Check the tensors of batches on the ranks, so that no rank trains on other data than was sampled.
+
+invariants.py lists all checks."""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ Samplers round, and log 1 may become slightly more than 0. The trainer's kernels
 
 
 def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: int) -> None:
-    """Check the batch that a rank is about to train on.
+    """Raise InvariantError if the batch that a rank is about to train on has other samples, tokens or masks
+    than it should.
 
     Args:
         expected: sample id -> digest of the engine's tokens, or None if not known, of exactly the samples
@@ -70,7 +73,8 @@ def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: in
 
 
 def check_column(batch: Batch, name: str, largest: float = math.inf, may_be_nan: bool = False) -> None:
-    """Check that a column is finite and at most `largest` on response tokens, and 0 elsewhere.
+    """Raise InvariantError unless a column is finite and at most `largest` on response tokens, and 0
+    elsewhere.
 
     Args:
         may_be_nan: for returns, which a sample without a reward lacks."""
@@ -95,7 +99,7 @@ def check_column(batch: Batch, name: str, largest: float = math.inf, may_be_nan:
 
 
 def digests_of(batch: Batch, columns: Iterable[str]) -> Digests:
-    """Return the digests of the samples' rows in these columns.
+    """Return column -> sample id -> digest (32-bit hash) of the sample's rows in that column.
 
     Two samples have different digests even if their rows are equal."""
     return {name: _digests_of_column(batch, name) for name in columns}
@@ -104,7 +108,8 @@ def digests_of(batch: Batch, columns: Iterable[str]) -> Digests:
 def check_digests(
     batch: Batch, written: Mapping[str, Mapping[int, int]], how: str = "written for it"
 ) -> None:
-    """Check that every sample still has the rows that its digests were made from.
+    """Raise InvariantError if a sample's rows in a column no longer have the digest that was made when they
+    were written.
 
     Args:
         written: digests of at least the samples of the batch, made when the columns were written.
@@ -142,7 +147,7 @@ def _digests_of_column(batch: Batch, name: str) -> dict[int, int]:
 def _digests(
     tokens: torch.Tensor, mask: torch.Tensor, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor
 ) -> Iterator[int]:
-    """Yield the digest of each sample of a packed batch. The mask may cover any tokens."""
+    """Yield one 32-bit hash per sample over its token ids and its mask. The mask may cover any tokens."""
     prompts, responses = (memoryview(tokens[part].numpy()).cast("B") for part in (~mask, mask))
     at, end = 0, 0
     for prompt, response in zip((8 * prompt_lengths).tolist(), (8 * response_lengths).tolist()):

@@ -1,4 +1,4 @@
-"""Define the console script `megarl`.
+"""Implement the console command `megarl` and its subcommands.
 
 Every subcommand reads the configuration first and reports all of its errors. Only training and evaluation
 import torch."""
@@ -80,7 +80,8 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def train(argv: list[str]) -> int:
-    """Check the job as `megarl check` does, then run it in this process or on ranks that it starts."""
+    """Check the job as `megarl check` does, run it in this process or on ranks that it starts, and return the
+    exit code."""
     from megarl.trainer.executors import has_rank_processes
 
     if "RANK" in os.environ:
@@ -100,7 +101,7 @@ def train(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Check and run an evaluation. --save may hold the run that is evaluated."""
+    """Check an evaluation, run it, and return the exit code. --save may hold the run that is evaluated."""
     from megarl.trainer.executors import has_rank_processes
 
     config = _load_and_check(argv, "megarl eval", new_run=False)
@@ -121,7 +122,8 @@ def convert(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    """Print a summary of the job that begins with 'ok' or 'not ok', and all of its errors."""
+    """Print a summary of the job that begins with 'ok' or 'not ok'. Returns 0, or raises ConfigError with all
+    errors of the job."""
     from megarl.checks.job import examine
     from megarl.checks.machine import Machine
 
@@ -146,7 +148,7 @@ def check(argv: list[str]) -> int:
 
 
 def reshard_plan(argv: list[str]) -> int:
-    """Plan the weight sync of a configuration and print what it moves.
+    """Print which bytes a weight sync of a configuration moves between which ranks, and return 0.
 
     Only the model's config.json must exist, but no run folder or data."""
     from megarl.config.hf_config import ModelShape
@@ -197,7 +199,8 @@ def doctor(argv: list[str]) -> int:
 def _load_layout(
     argv: list[str], prog: str, world_size: int | None = None
 ) -> tuple[TrainConfig, dict[str, MeshSpec]]:
-    """Return the configuration and the meshes of the roles. Run folder, data and steps need not be given."""
+    """Return the configuration, and role -> its mesh (ranks and parallel sizes). Run folder, data and steps
+    need not be given."""
     from megarl.config.check import check_layout
     from megarl.config.mesh import role_meshes
 

@@ -1,4 +1,4 @@
-"""Exchange messages between the ranks of a process group, as tensors."""
+"""Gather typed messages from the ranks of a process group, without pickle."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def find_problems(arguments: argparse.Namespace) -> list[str]:
-    """Return the errors of the arguments, each with a value that works. Imports no torch."""
+    """Return one line per error in the arguments, with a value that works, or []. Imports no torch."""
     shape, save = load_shape(arguments), Path(arguments.save)
     problems = []
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
@@ -154,7 +154,8 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def load_shape(arguments: argparse.Namespace) -> ModelShape:
-    """Return the shape of --model, with a value head if the weights have one."""
+    """Return the sizes of the model of --model (layers, hidden size, ...), with a value head if the weights
+    have one."""
     if arguments.load is not None:
         manifest = Path(arguments.load) / MANIFEST
         text = manifest.read_text(encoding="utf-8", errors="replace") if manifest.is_file() else ""
@@ -168,7 +169,7 @@ def load_shape(arguments: argparse.Namespace) -> ModelShape:
 
 
 def shard_bytes(text: str) -> int | None:
-    """Return the bytes of a size such as 5GB; None if the text is not a size."""
+    """Return the number of bytes that a text such as "5GB" means; None if it is not a size."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(KB|MB|GB)", text.upper())
     return max(1, int(float(match[1]) * UNITS[match[2]])) if match else None
 
@@ -179,7 +180,7 @@ def parallel_of(arguments: argparse.Namespace) -> ParallelConfig:
 
 
 def mesh_of(arguments: argparse.Namespace) -> MeshSpec:
-    """Return the mesh of the smallest number of ranks that the parallel sizes allow."""
+    """Return a mesh (ranks and parallel sizes) of as few ranks as the parallel sizes allow."""
     parallel = parallel_of(arguments)
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     stage = math.lcm(tp, ep * (parallel.expert_tensor_parallel_size or tp))
@@ -187,7 +188,8 @@ def mesh_of(arguments: argparse.Namespace) -> MeshSpec:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Convert from file to file in this process. Returns the exit code."""
+    """Convert from file to file in this process, and return the exit code: 0, 1 for a failure, 2 for weights
+    that cannot be read."""
     from megarl.checkpoint.sources import open_weights
     from megarl.checkpoint.stream import write_checkpoint, write_hf
 
@@ -214,7 +216,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.dtype | None:
-    """Return the dtype of all written tensors; None if each tensor keeps its dtype."""
+    """Return the dtype that all tensors are written in, or None if each tensor keeps its own."""
     import torch
 
     if arguments.dtype is not None:
@@ -223,9 +225,8 @@ def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.d
 
 
 def convert_on_ranks(arguments: argparse.Namespace) -> int:
-    """Convert through Megatron's shards, as one of its ranks. Rank 0 compares the result with the source.
-
-    Returns the exit code."""
+    """Load and write the weights through Megatron's shards, as one of the ranks, and return 0. Raises
+    RuntimeError if a tensor changed on the way."""
     from megarl.runtime.process import DRIVER_PID, end_with_parent, quiet_libraries
 
     if launcher := os.environ.get(DRIVER_PID):
@@ -289,7 +290,8 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
 
 
 def model_of(shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig) -> TrainedModel:
-    """Build this rank's part of a policy, or of a value model if the shape has a value head."""
+    """Return this rank's part of a Megatron policy, or of a value model if the shape has a value head. Its
+    weights are not loaded."""
     from megarl.megatron.policy import Policy
     from megarl.megatron.value_model import ValueModel
 
@@ -298,7 +300,7 @@ def model_of(shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: Pa
 
 @contextlib.contextmanager
 def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: ModelShape) -> Iterator[Path]:
-    """Yield a Hugging Face folder with the converted weights, the same on all ranks.
+    """Give the `with` block a Hugging Face folder with the converted weights, the same on all ranks.
 
     It is the folder that was written or read. If neither is one, rank 0 makes a temporary folder."""
     import torch.distributed as dist
@@ -323,8 +325,8 @@ def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: Mod
 
 
 def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> None:
-    """Compare the log-probs (or values) of a few sequences by Megatron at this layout with those by plain
-    transformers, in fp32.
+    """Raise RuntimeError if Megatron's log-probs (or values) of a few random sequences differ from those by
+    plain transformers, in fp32.
 
     Collective over the mesh. The tokens are random, because every weight takes part in the result. In a
     mixture of experts a few tokens may differ: rounding decides between experts with nearly equal scores.
@@ -369,7 +371,8 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
 
 
 def transformers_outputs(folder: Path, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs, or values, of all tokens but the first of each sequence, flat.
+    """Return the log-probs (or values) of all tokens but the first of each sequence by transformers' own
+    model, as one flat tensor.
 
     They are computed by transformers' own model on a CPU in fp32."""
     import torch
@@ -392,9 +395,7 @@ def transformers_outputs(folder: Path, shape: ModelShape, tokens: torch.Tensor) 
 
 
 def compare(source: WeightSource, written: WeightSource, folder: Path, save: str) -> None:
-    """Read source and result again, and compare every tensor in the dtype of the result.
-
-    Raises: RuntimeError if tensors differ."""
+    """Read source and result again, and raise RuntimeError if a tensor differs in the dtype of the result."""
     from megarl.checkpoint.stream import row_blocks
 
     different = [

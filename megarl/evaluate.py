@@ -1,5 +1,6 @@
-"""`python -m megarl.evaluate @recipe.args --model FOLDER` under torchrun: held-out accuracy, sampled and
-greedy. See `megarl eval`."""
+"""Run one rank of an evaluation under torchrun: held-out accuracy, sampled and greedy.
+
+torchrun ... -m megarl.evaluate @recipe.args --model FOLDER; `megarl eval` starts the ranks itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the result of a call that may still be running."""
+"""Define the future that a call on ranks returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ R = TypeVar("R")
 
 
 class Future(Generic[R]):
-    """The values that a call will return, one per rank."""
+    """The result of a call that may still be running: one value per rank of the role."""
 
     role: str
     """Name of the role that was called."""
@@ -18,13 +18,12 @@ class Future(Generic[R]):
     """`time.time()` when the last rank had finished. 0 until done."""
 
     def result(self) -> list[R]:
-        """Return the values per rank, in the order of the role's ranks. Blocks.
-
-        Raises: the first error of the job, whichever call it came from."""
+        """Wait for the call, and return the values of its ranks in their order. Raises the first error of the
+        job, whichever call it came from."""
         raise NotImplementedError
 
     def first(self) -> R:
-        """Return the value of the role's first rank. Waits for all ranks."""
+        """Wait for all ranks, and return the value of the role's first rank."""
         return self.result()[0]
 
     def done(self) -> bool:

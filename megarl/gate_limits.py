@@ -37,7 +37,7 @@ from megarl.config.schema import TrainConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Multiples:
-    """The factors in the limits above."""
+    """The factors by which the limits of the log-prob gate exceed the rounding unit u of the model."""
 
     mean: float
     unsure: float
@@ -67,13 +67,13 @@ _EXPONENT = {False: 23, True: 7}
 
 
 def rounding_unit(is_half: bool, num_layers: int) -> float:
-    """Return u in nats."""
+    """Return u, the rounding error to expect of a log-prob in nats: eps of the dtype times sqrt(layers)."""
     return 2.0 ** -_EXPONENT[is_half] * math.sqrt(num_layers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateLimits:
-    """Limits of the differences |trainer log-prob - engine log-prob| of a step.
+    """Limits of a step's differences |trainer log-prob - engine log-prob|, above which the job stops.
 
     Args:
         unit: u in nats.
@@ -88,7 +88,7 @@ class GateLimits:
 
     @classmethod
     def of(cls, config: TrainConfig, shape: ModelShape) -> GateLimits:
-        """Return the limits of an actor and its engine."""
+        """Return the limits for an actor and its engine, from their dtypes, number of layers and flags."""
         is_half = config.model.bf16 or config.rollout.dtype in ("bfloat16", "float16")
         chooses_experts = shape.is_moe and config.experts.moe_routing_replay != "engine"
         return cls(
@@ -105,7 +105,8 @@ class GateLimits:
         return self.multiples.outlier * self.unit
 
     def accepted(self, mismatch: Mapping[str, float]) -> dict[str, float]:
-        """Return the statistics that are judged, and the largest accepted value of each.
+        """Return name -> largest accepted value for each statistic that is judged, e.g. "clipped_abs" and
+        "max_abs".
 
         Args:
             mismatch: metrics of a step with the prefix mismatch/. Only tokens and log_prob_abs are read."""

@@ -41,35 +41,38 @@ Rewards are Python floats until the advantages are computed in float32."""
 
 
 class InvariantError(RuntimeError):
-    """Error of a step that violates an invariant. The message names the sample and what was found."""
+    """Raised if a step breaks an invariant, e.g. trains on other data than was sampled. The message names the
+    sample and what was found."""
 
 
 class NonFiniteUpdate(FloatingPointError):
-    """Error of an update whose loss or gradient is not finite on some rank.
+    """Raised, on all ranks of the model, for an update whose loss or gradient is not finite on some rank.
 
     All ranks of the mesh raise the error with the same message. Weights, moments and step counts are then as
     they were before the update."""
 
 
 def digest(prompt: Sequence[int], response: Sequence[int]) -> int:
-    """Return 32 bits that depend on the token ids and on where the response begins.
+    """Return a 32-bit hash of a sample's token ids and of where its response begins.
 
     Example: digest([5, 6], [7]) != digest([5], [6, 7])."""
     return digest_of_bytes(array("q", prompt).tobytes(), array("q", response).tobytes())
 
 
 def digest_of_bytes(prompt: bytes | memoryview, response: bytes | memoryview) -> int:
-    """Return the `digest` of int64 token ids given by their memory."""
+    """Return the same hash as `digest`, from the memory of int64 token ids."""
     return zlib.crc32(response, zlib.crc32(prompt, len(prompt)))
 
 
 def digest_of_reward(sample: int, group: int, reward: float | None, tokens: int) -> int:
-    """Return 32 bits that bind a reward to its sample, whose tokens have the digest `tokens`."""
+    """Return a 32-bit hash over a sample's id, group and reward and over the digest `tokens` of its
+    tokens."""
     return zlib.crc32(struct.pack("<qqdq", sample, group, math.nan if reward is None else reward, tokens))
 
 
 def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max_length: int) -> None:
-    """Check that every group of the step is complete, and that the length of every response is allowed.
+    """Raise InvariantError if a group of the step is incomplete, a sample id repeats, or a length is not
+    allowed.
 
     Args:
         group_sizes: number of samples that each group must have. Groups may have different sizes.
@@ -97,7 +100,8 @@ def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max
 
 
 def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
-    """Raise ValueError for a reward that float32 cannot hold.
+    """Raise ValueError for a reward that is NaN, infinite or too large for float32. None, a failed reward, is
+    allowed.
 
     Scores are finite, but weights and the user's loop have changed the rewards since.
 
@@ -113,7 +117,8 @@ def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
 
 
 def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample], max_tokens: int) -> None:
-    """Check that each sample is trained on once per epoch, and that losses are divided by all its tokens.
+    """Raise InvariantError unless each sample is in one mini-batch, and the mini-batches' counts, by which
+    losses are divided, are right.
 
     No micro-batch of several samples may have more than `max_tokens` tokens."""
     num_tokens = {s.sample_id: s.length for s in samples}
@@ -142,9 +147,8 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample], max
 
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:
-    """Check that every sample is scored once, by None or a number that float32 holds.
-
-    The judged text must be the sampled text."""
+    """Raise InvariantError unless each sample has one score, which is None or finite in float32 and belongs
+    to its sampled text."""
     digest_of, seen = {s.sample_id: s.digest for s in samples}, Counter()
     for record in records:
         sample = record["sample_id"]
@@ -173,7 +177,8 @@ def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Se
 def check_rewards(
     rewards: Mapping[int, float | None], scores: Sequence[tuple[float, Mapping[int, float | None]]]
 ) -> None:
-    """Check that every reward is the weighted sum of the sample's own scores, or None where one failed.
+    """Raise InvariantError unless every reward is the weighted sum of the sample's own scores, or None where
+    one failed.
 
     Args:
         scores: weight and scores by sample id, for each role that scores."""
@@ -198,7 +203,8 @@ def check_reward_digests(
     digests: Sequence[int],
     tokens: Mapping[int, int],
 ) -> None:
-    """Check on a training rank that its samples have the rewards that the driver has for these tokens.
+    """Raise InvariantError if the driver computed a reward for other tokens than this training rank holds for
+    the sample.
 
     Args:
         digests: `digest_of_reward` of each row, made by the driver.

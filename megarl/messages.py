@@ -22,16 +22,17 @@ T = TypeVar("T")
 
 
 class MessageError(ValueError):
-    """Error for bytes that are not a message of the expected type."""
+    """Raised for bytes that are not a message of the expected type."""
 
 
 def encode(value: object) -> bytes:
-    """Encode a value. Raises TypeError if no message can hold the value's type."""
+    """Return a value as MessagePack bytes. Raises TypeError if no message can hold the value's type."""
     return msgspec.msgpack.encode(value)
 
 
 def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
-    """Decode a value of type `kind`. Raises MessageError if the bytes are not one."""
+    """Return the value of type `kind` that the MessagePack bytes hold. Raises MessageError if they do not
+    hold one."""
     try:
         return _decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -64,7 +65,8 @@ _INTEGERS = range(-(2**63), 2**64)
 
 
 def packable(value: object) -> object:
-    """Convert a value of a data set's row so that `encode` accepts it.
+    """Return the value of a data set's row in a form that `encode` accepts. Raises TypeError for a type that
+    rows do not hold.
 
     `decode` returns an equal value of the same type, in a place of type `Any`. A datetime keeps its offset
     from UTC, not the name of its time zone.
@@ -87,7 +89,8 @@ def packable(value: object) -> object:
 
 
 def from_extension(code: int, data: memoryview) -> object:
-    """Return the value that `packable` converted to an extension. Raises MessageError for an unknown code."""
+    """Return the value (a date, a tuple, ...) that `packable` put into a MessagePack extension. Raises
+    MessageError for an unknown code."""
     if code == _TUPLE:
         return tuple(decode(data, list))
     if code not in _FORMS:

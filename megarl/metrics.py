@@ -1,4 +1,4 @@
-"""Combine the metrics of several ranks into one number per name.
+"""Combine the metrics of several ranks into one number per name: a sum or, by the name, a maximum.
 
 Names with a part `max_...` or `..._max` are maxima. All others are sums: losses and means come from the ranks
 already divided by their global denominators."""
@@ -9,15 +9,15 @@ from collections.abc import Iterable
 
 
 def is_maximum(name: str) -> bool:
-    """Return whether a metric is a maximum, e.g. mismatch/max_abs and policy/ratio_deviation_max.
-
-    policy/loss is an example of a sum."""
+    """Return whether a metric is combined by its maximum, e.g. mismatch/max_abs, and not by a sum, as
+    policy/loss is."""
     last = name.rsplit("/", 1)[-1]
     return last.startswith("max_") or last.endswith("_max")
 
 
 def combine(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Combine the metrics of several ranks or micro-batches. A part without metrics is {} or None."""
+    """Return one dict of metrics from those of several ranks or micro-batches: sums, or maxima by name. A
+    part may be {} or None."""
     out: dict[str, float] = {}
     for part in parts:
         for name, value in (part or {}).items():

@@ -20,7 +20,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 @dataclass(frozen=True)
 class Sample:
-    """The driver's record of one sample. The tokens of the sample stay on the ranks.
+    """The driver's record of one sample: ids and lengths. The tokens of the sample stay on the ranks.
 
     Example: the second of three answers to the prompt of visit 4, sampled by the first weights, on rank 1:
         Sample(sample_id=13, length=90, response_length=70, owners=(1,), group=4, version=0)"""
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer update, as a plan of forward passes.
+    """One optimizer update, as a plan: which rank runs which samples in which forward pass.
 
     micro_batches[dp_rank][i] holds the sample ids of that rank's i-th forward pass."""
 
@@ -60,14 +60,15 @@ class MiniBatch:
 
 
 def sequence_cost(length: int, hidden_size: int) -> int:
-    """Return the FLOPs of one sequence up to a constant factor.
+    """Return the FLOPs of one sequence, up to a factor that is the same for all lengths.
 
     In one layer these are 24 h^2 per token for the matrices and 4 h per pair of tokens for attention."""
     return length * (6 * hidden_size + length)
 
 
 def preferred_ranks(samples: Sequence[Sample], replicas: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Return for each sample the data-parallel rank that already owns it, so that it need not be sent.
+    """Return sample id -> data-parallel rank that already holds the sample's tokens, so that they need not be
+    sent.
 
     A sample that no rank of the mesh owns is left out. If several replicas own a sample (an engine spans
     them), they take turns.
@@ -98,7 +99,8 @@ def plan_mini_batches(
     hidden_size: int,
     seed: str | None,
 ) -> list[MiniBatch]:
-    """Split the samples of a step into mini-batches of `global_batch_size` samples (the last may be smaller).
+    """Return the samples of a step as mini-batches of `global_batch_size` samples (the last may be smaller),
+    spread over ranks and micro-batches.
 
     No data-parallel rank gets more than its fair part of a mini-batch's cost plus 1 - 1 / dp_size of the
     costliest sample.
@@ -131,7 +133,7 @@ def _plan_one(
 def _balance(
     samples: list[Sample], preferred: Mapping[int, int], dp_size: int, hidden_size: int
 ) -> list[list[Sample]]:
-    """Distribute the samples, longest first, each to the least loaded rank.
+    """Return the samples of each data-parallel rank: longest first, each given to the least loaded rank.
 
     A sample goes to its preferred rank if the load of that rank stays fair."""
     fair = sum(sequence_cost(s.length, hidden_size) for s in samples) / dp_size
@@ -152,7 +154,8 @@ def _balance(
 
 
 def _pack(samples: list[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Pack samples, longest first, each into the micro-batch with the least sufficient room, or a new one."""
+    """Return micro-batches of at most `max_tokens`, or of one longer sample. Every sample goes into the one
+    with the least sufficient room, or a new one."""
     bins: list[list[Sample]] = []
     room: list[tuple[int, int]] = []  # ascending (free tokens, index in bins)
     for sample in samples:
@@ -168,7 +171,8 @@ def _pack(samples: list[Sample], max_tokens: int) -> list[list[Sample]]:
 
 
 def _split_up(bins: list[list[Sample]], count: int) -> list[list[Sample]]:
-    """Split micro-batches until there are `count`, the largest first. Add empty ones if none can be split.
+    """Return `count` micro-batches: the largest are split in two, and empty ones are added if none can be
+    split.
 
     Two halves cost less than a full micro-batch and an empty one."""
     bins = list(bins)
@@ -188,7 +192,7 @@ def _split_up(bins: list[list[Sample]], count: int) -> list[list[Sample]]:
 def ranks_of_samples(
     mini_batches: Iterable[MiniBatch], replicas: Sequence[tuple[int, ...]]
 ) -> dict[int, tuple[int, ...]]:
-    """Return for each sample the ranks that train on it, as `replicas` names them.
+    """Return sample id -> the ranks that train on it: those of one data-parallel replica, from `replicas`.
 
     Raises: ValueError for a repeated sample, or for mini-batches that were planned for another number of
         data-parallel ranks."""
@@ -209,7 +213,8 @@ def ranks_of_samples(
 
 @dataclass(frozen=True)
 class Route:
-    """The messages that one rank sends and receives. Both ends list the samples in the same order."""
+    """Which samples one rank sends to and receives from which other rank. Both ends list the samples in the
+    same order."""
 
     outgoing: dict[int, list[int]] = field(default_factory=dict)
     """Maps each destination rank to sample ids."""
@@ -217,9 +222,8 @@ class Route:
     """Maps each source rank to sample ids."""
 
     def reads(self, wanted: Iterable[int]) -> list[int]:
-        """Return the samples that the rank must hold: those that it sends, and those that it keeps.
-
-        The rank keeps a wanted sample that no other rank sends to it."""
+        """Return the wanted samples that no other rank sends to this rank, then the samples that this rank
+        sends: it must hold all of them."""
         received = {sample for ids in self.incoming.values() for sample in ids}
         kept = [sample for sample in wanted if sample not in received]
         return [*kept, *(sample for ids in self.outgoing.values() for sample in ids)]
@@ -228,7 +232,8 @@ class Route:
 def plan_route(
     rank: int, owners: Mapping[int, tuple[int, ...]], destinations: Mapping[int, tuple[int, ...]]
 ) -> Route:
-    """Return this rank's messages, which bring every sample to the ranks in `destinations[sample]`.
+    """Return the messages that this rank sends and receives, so that every sample reaches the ranks in
+    `destinations[sample]`.
 
     A destination that is among `owners[sample]` needs no message. Every rank plans for itself. All ranks find
     the same messages if they pass the same samples in the same order. Ranks that own the same samples take

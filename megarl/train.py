@@ -1,5 +1,4 @@
-"""`python -m megarl.train @recipe.args [flags]` under torchrun: every rank serves, rank 0 also starts the
-driver.
+"""Run one rank of a training job under torchrun: every rank serves the driver, and rank 0 also starts it.
 
 torchrun --nproc-per-node 2 -m megarl.train @configs/quickstart_grpo.args
 """
@@ -31,7 +30,8 @@ def main(
     in_process_job: InProcessJob | None = None,
     new_run: bool = True,
 ) -> int:
-    """One rank's life. Returns the exit code.
+    """Run one rank of a job until the job ends, and return the exit code; 2 for a configuration that cannot
+    start.
 
     Args:
         driver: module that rank 0 starts as the driver process.
@@ -77,8 +77,8 @@ def main(
 
 
 def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) -> int:
-    """Start the driver on rank 0, unless it is the driver that started this process (it checks the job while
-    this process imports), join the world, serve."""
+    """Join torch's process group, run the driver's calls until the job ends, and return the exit code. Rank 0
+    also starts the driver under torchrun."""
     from megarl.runtime.torchrun import start_driver
     from megarl.runtime.process import compute_fp32_exactly, end_with_parent, keep_freed_memory
 
@@ -103,7 +103,8 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
 
 
 def run_in_process(config: TrainConfig, job: InProcessJob | None = None, new_run: bool = True) -> int:
-    """Run the job with this process as its driver, on an executor that needs no ranks of `megarl.train`."""
+    """Run the job with this process as its driver, on an executor that starts no rank processes, and return
+    the exit code."""
     quiet_libraries()
     from megarl.trainer.__main__ import train_job
     from megarl.trainer.preflight import read_inputs

@@ -1,5 +1,5 @@
-"""One file per algorithm. A new algorithm is a file with a subclass of `Algorithm`, and an import and a
-line here. Its fields become flags."""
+"""Register the algorithms by name (--algorithm). A new one is a file with a subclass of `Algorithm`, an
+import and a line here."""
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ValueLossInputs
 from megarl.algorithms.grpo import GRPO

@@ -1,4 +1,4 @@
-"""The base class of algorithms: a frozen dataclass whose fields are its flags, with pure functions of
+"""Define the base class of algorithms: a frozen dataclass whose fields are its flags, with pure functions of
 tensors.
 
 An algorithm sees the response tokens of one micro-batch of one rank, flat, N of them, and knows nothing of
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """One step's S samples, of which B lie on this rank, with N response tokens in all, one sample after
-    another.
+    """What `compute_advantages` reads: rewards of all S samples of a step, and columns of the N response
+    tokens of this rank's B samples.
 
     Example: samples 0 and 2 of three are here, with responses of 3 and 2 tokens; the reward of sample 1
         failed: AdvantageInputs(rewards=[1.0, nan, 0.0], group_ids=[7, 7, 7], rows=[2, 0],
@@ -63,12 +63,13 @@ class AdvantageInputs:
     """[N] fp32, the critic's V of the state in which the token was chosen."""
 
     def spread(self, per_sample: Tensor) -> Tensor:
-        """Spread [S] numbers to [N] tokens: each token of this rank gets the number of its sample."""
+        """Return [N] values for this rank's tokens, given [S] numbers per sample: each token gets the number
+        of its sample."""
         return per_sample[self.rows].repeat_interleave(self.response_lengths)
 
     def sum_per_sample(self, per_token: Tensor) -> Tensor:
-        """Sum [N] token values to [S] fp64, over each sample's tokens on all ranks. Collective over the
-        data-parallel ranks."""
+        """Return [S] fp64 sums of [N] token values over each sample's tokens, also those on other ranks.
+        Collective over the data-parallel ranks."""
         rows = self.rows.repeat_interleave(self.response_lengths)
         return self.sum_over_ranks(
             per_token.double().new_zeros(len(self.rewards)).index_add_(0, rows, per_token.double())
@@ -77,8 +78,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceInputs:
-    """One step as the reference of the advantages sees it: everything is looked up by sample id, in plain
-    float64.
+    """What `reference_advantages` reads: rewards, groups and columns of one step, looked up by sample id.
 
     Example: samples 7 and 8 answer one prompt, and sample 7 is on this rank:
         ReferenceInputs(rewards={7: 1.0, 8: 0.0}, positions={7: 0, 8: 1}, groups={7: (7, 8), 8: (7, 8)},
@@ -105,7 +105,8 @@ class ReferenceInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceColumn:
-    """One column of one sample as the reference has it."""
+    """The expected values of one column on one sample's tokens, with the size of the rounding error to
+    allow."""
 
     values: Sequence[float]
     """[n], one per response token."""
@@ -116,8 +117,8 @@ class ReferenceColumn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """One packed micro-batch on one rank: N response tokens, whatever their sequences. Samples whose reward
-    failed are not among them.
+    """What the policy loss reads: columns of the N response tokens of one micro-batch on one rank. Samples
+    whose reward failed are not among them.
 
     Example: two responses of 3 and 2 tokens here, two more of 4 and 1 elsewhere:
         LossInputs(log_probs=<5 values>, response_lengths=[3, 3, 3, 2, 2], num_tokens=10, num_sequences=4,
@@ -152,8 +153,8 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueLossInputs:
-    """One packed micro-batch of the critic on one rank: N response tokens. Counts and samples are as in
-    `LossInputs`."""
+    """What the critic's loss reads: columns of the N response tokens of one micro-batch on one rank. Counts
+    and samples are as in `LossInputs`."""
 
     values: Tensor
     """[N] fp32, of the critic now; carries the gradient."""
@@ -185,32 +186,32 @@ class Algorithm(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """A frozen copy of the starting policy gives `ref_log_probs`."""
+        """Whether the job needs a frozen copy of the starting policy, which gives `ref_log_probs`."""
         return False
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss needs each token's entropy."""
+        """Whether the loss needs the entropy of the policy at each token."""
         return False
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
-        """Columns that `compute_advantages` reads."""
+        """Names of the columns that `compute_advantages` reads."""
         return ("rewards",)
 
     @property
     def loss_reads(self) -> tuple[str, ...]:
-        """Columns that `loss` reads."""
+        """Names of the columns that `loss` reads."""
         return ("old_log_probs", "advantages", *(("ref_log_probs",) if self.needs_reference else ()))
 
     @property
     def advantage_writes(self) -> tuple[str, ...]:
-        """Columns that `compute_advantages` returns."""
+        """Names of the columns that `compute_advantages` returns."""
         return ("advantages", "returns") if self.needs_critic else ("advantages",)
 
     def flow(self, roles: Iterable[str]) -> Flow:
-        """Return the graph of one step: which call depends on which. `roles`: names of those that the job
-        has; what others would do is left out."""
+        """Return the calls of one training step and their dependencies. Calls of roles that are not in
+        `roles`, those of the job, are left out."""
         actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=roles)
         models = symbolic_roles(" ".join(role for role in roles if role.startswith("reward_model")))
         return (
@@ -228,11 +229,11 @@ class Algorithm(Section):
         )
 
     def step_errors(self, num_samples: int) -> Iterable[str]:
-        """Return one line per flag that does not fit a step of this many samples."""
+        """Return one error message per flag that does not fit a step of so many samples, or none."""
         return ()
 
     def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
-        """Build the KL controller of a new run. Its owner passes `coef` on as `kl_coef`, and updates the
+        """Return the KL controller of a new run. Its owner passes `coef` on as `kl_coef`, and updates the
         controller with the metric MEASURED_KL after each step."""
         return FixedKLController(0.0)
 
@@ -247,23 +248,23 @@ class Algorithm(Section):
         )
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        """Return what `reference_advantages` needs to know of samples on other ranks, as numbers to add up
-        over the ranks. None: nothing.
+        """Return the numbers that `reference_advantages` needs summed over all ranks, or None if it needs
+        none.
 
         The same number of numbers, or None, on every rank."""
         return None
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn] | None:
         """Recompute the columns of `advantage_writes` for one sample on this rank, in plain Python and
-        independently of `compute_advantages`.
+        independently of `compute_advantages`; None if the algorithm has no reference.
 
         At every step each rank compares some of its samples with it, and the run ends if they differ by more
         than rounding. None: this algorithm has no reference, and nothing compares."""
         return None
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's part of the loss, a scalar with gradient, and of the metrics, scalars
-        without gradient.
+        """Return this micro-batch's part of the policy loss, a scalar with gradient, and of the metrics,
+        scalars without gradient.
 
         Shares are summed over micro-batches and data-parallel ranks, but for metrics ending in `_max`: of
         those the maximum counts.
@@ -271,12 +272,12 @@ class Algorithm(Section):
         raise NotImplementedError
 
     def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's part of the critic's loss and of its metrics, as `loss` does."""
+        """Return this micro-batch's part of the critic's loss, a scalar with gradient, and of its metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no critic")
 
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float | None:
-        """Return the sum of the weights of all tokens of a mini-batch in `loss`. None: unknown, and not
-        checked.
+        """Return what the weights of all tokens of a mini-batch in `loss` must add up to, or None for no
+        check.
 
         In each step's first update the weights are measured: the slope of the loss where all log-probs are
         equal, all advantages -1 and the KL's factor 0. The run ends if they do not add up to this over all
@@ -285,20 +286,20 @@ class Algorithm(Section):
         return None
 
     def value_weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float | None:
-        """Return the sum of the token weights in `value_loss`, whose slope is measured where all values
-        are as before and 1 above their returns."""
+        """Return what the weights of all tokens of a mini-batch in `value_loss` must add up to, or None for
+        no check."""
         return None
 
 
 def algorithm_of(config: TrainConfig) -> Algorithm:
-    """Return the algorithm of a job. The configuration, which is below this module, declares no type for it."""
+    """Return the algorithm of a job, which the configuration holds without naming its type."""
     assert isinstance(config.algorithm, Algorithm)
     return config.algorithm
 
 
 def promised_weight(algorithm: Algorithm, loss: Literal["loss", "value_loss"], *counts: int) -> float | None:
-    """Return the weight sum of one of the algorithm's losses, or None if a subclass has replaced the loss
-    alone."""
+    """Return the `weight_sum` that belongs to one of the algorithm's losses, or None if a subclass has
+    replaced the loss but not the sum."""
     sum_name = {"loss": "weight_sum", "value_loss": "value_weight_sum"}[loss]
     classes = type(algorithm).__mro__
     of_loss, of_sum = (next(cls for cls in classes if name in vars(cls)) for name in (loss, sum_name))
@@ -306,7 +307,8 @@ def promised_weight(algorithm: Algorithm, loss: Literal["loss", "value_loss"], *
 
 
 def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, float]:
-    """Return this rank's part of advantage/max_abs and reward/failed."""
+    """Return this rank's part of the metrics advantage/max_abs and reward/failed (number of failed
+    rewards)."""
     return {
         "advantage/max_abs": advantages.abs().max().item() if len(advantages) else 0.0,
         "reward/failed": float(inputs.rewards[inputs.rows].isnan().sum()),
@@ -314,8 +316,8 @@ def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, 
 
 
 def flow_of_actors(config: TrainConfig, roles: Iterable[str]) -> Flow:
-    """Return the graph of one step of all actors of a job, each by its own algorithm. `roles`: names of
-    all roles of the job."""
+    """Return the calls of one training step of all actors of a job, each by its own algorithm. `roles`: names
+    of all roles of the job."""
     roles, flows = list(roles), []
     for suffix, of_actor in configs_of_actors(config).items():
         mine = [role for role in roles if actor_suffix(role, roles) == suffix]

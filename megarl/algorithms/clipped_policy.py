@@ -1,5 +1,4 @@
-"""What GRPO and PPO have in common: PPO's clipped loss of the policy and the KL to a reference. They differ
-in the advantages."""
+"""Implement what GRPO and PPO share: PPO's clipped policy loss, and the KL to a reference."""
 
 from __future__ import annotations
 
@@ -111,8 +110,8 @@ class ClippedPolicy(Algorithm):
         return FixedKLController(self.kl_coef)
 
     def _reference_kl(self, inputs: AdvantageInputs) -> tuple[Tensor | None, dict[str, float]]:
-        """KL estimate [N] of each token, before the updates, and the metrics of it; None and none without a
-        reference.
+        """Return the [N] KL estimate of each token to the reference, before the updates, and its metrics;
+        (None, {}) without a reference.
 
         Metrics: kl/per_response, the mean over the step's samples with a reward of a response's sum, if there
             is such a sample; kl/coef.
@@ -135,8 +134,8 @@ class ClippedPolicy(Algorithm):
         return total if self.tis_clip is None else min(self.tis_clip, 1.0) * total
 
     def _reference_kl_costs(self, inputs: ReferenceInputs, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """For the reference of the advantages: what the KL takes off the reward of each token of the samples,
-        and the size of its terms, each [n] fp64."""
+        """Return, for each token of these samples, what the KL takes off its reward, and the size of the
+        terms of that sum; [n] fp64 each."""
         import torch
 
         empty = [torch.zeros(0)]
@@ -160,8 +159,8 @@ class ClippedPolicy(Algorithm):
         )
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Clipped policy loss + kl_coef * KL - entropy_coef * entropy, all with the same token weights; TIS
-        weighs the first only.
+        """Return clipped policy loss + kl_coef * KL - entropy_coef * entropy, and metrics. All terms have the
+        same token weights; TIS weighs the first only.
 
         Metrics: policy/loss; per-token means policy/clip_fraction (the clip took the gradient away; cispo:
         bounded it), policy/kl (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy (without

@@ -27,8 +27,8 @@ class GRPO(ClippedPolicy):
     """Divide the advantages by the standard deviation of their group's rewards."""
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return each sample's advantage in its group, on all of its tokens. With kl_mode reward one sum over
-        ranks, else none.
+        """Return each sample's advantage within its group, on all of its tokens, and metrics. Needs one sum
+        over ranks with kl_mode reward, else none.
 
         Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef.
         """
@@ -44,8 +44,8 @@ class GRPO(ClippedPolicy):
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        """With kl_mode reward, return for every sample of the step what the KL takes off its reward, then
-        the size of that sum's terms."""
+        """Return, for every sample of the step, what the KL takes off its reward, then the sizes of these
+        sums' terms; None unless kl_mode is reward."""
         if self.kl_mode != "reward":
             return None
         lengths = [len(inputs.columns(sample, "advantages")) for sample in inputs.samples]
@@ -56,7 +56,8 @@ class GRPO(ClippedPolicy):
         return sums
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
-        """Compute (reward - mean of its group) / (standard deviation + 1e-4) for one sample."""
+        """Return (reward - mean of its group) / (standard deviation + 1e-4) of one sample, on each of its
+        tokens."""
         num_tokens, count = len(inputs.columns(sample, "advantages")), len(inputs.rewards)
         sums = inputs.sums or [0.0] * 2 * count
         rewards = {s: inputs.rewards[s] - sums[inputs.positions[s]] for s in inputs.groups[sample]}

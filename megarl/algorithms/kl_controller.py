@@ -1,4 +1,4 @@
-"""Controllers of the KL coefficient, which is fixed or follows a target KL (Ziegler et al., arXiv:1909.08593,
+"""Choose the KL coefficient of each step: fixed, or following a target KL (Ziegler et al., arXiv:1909.08593,
 section 2.2).
 
     error = clip(measured_kl / target - 1, -0.2, 0.2)        coef *= 1 + error * num_samples / horizon
@@ -25,19 +25,21 @@ class FixedKLController:
         """KL coefficient of the next step."""
 
     def update(self, measured_kl: float, num_samples: int) -> None:
-        """Record a step of `num_samples` responses with a mean KL of `measured_kl` nats each."""
+        """Do nothing: the coefficient is fixed. A subclass learns here that `num_samples` responses had a
+        mean KL of `measured_kl` nats each."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state that a checkpoint holds."""
+        """Return the KL coefficient, for a checkpoint."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Ignore the stored state: a new --kl-coef counts."""
+        """Do nothing: the --kl-coef of the new job counts, not that of the checkpoint."""
 
 
 class AdaptiveKLController(FixedKLController):
     def __init__(self, coef: float, target: float, horizon: int) -> None:
-        """
+        """Start at `coef`, which `update` moves so that the KL of a response comes to `target`.
+
         Args:
             coef: where it starts, > 0.
             target: nats per response, > 0.
@@ -47,7 +49,8 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, measured_kl: float, num_samples: int) -> None:
-        """Raises: ValueError for a KL that is no number, or samples so many that the factor could reach 0."""
+        """Move the coefficient towards the target KL. Raises: ValueError for a KL that is not finite, or for
+        so many samples that the factor could reach 0."""
         if not math.isfinite(measured_kl):
             raise ValueError(
                 f"measured_kl ({measured_kl}) must be finite: the log-probs of the policy or of the "

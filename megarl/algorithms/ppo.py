@@ -1,5 +1,5 @@
-"""Proximal Policy Optimization (arXiv:1707.06347) of language models (InstructGPT, arXiv:2203.02155): a
-critic says what a reward is worth.
+"""Implement Proximal Policy Optimization (arXiv:1707.06347) of language models (InstructGPT,
+arXiv:2203.02155), with a critic.
 
 Of the response tokens t = 0 .. T - 1 of a sample, with the critic's values V(t), and V(T) = 0:
 
@@ -61,7 +61,8 @@ class PPO(ClippedPolicy):
         return (*super(PPO, self).advantage_reads, "values")
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return advantages and returns by the formulas above, with one sum over ranks.
+        """Return the columns advantages and returns by GAE, and this rank's part of the metrics, with one sum
+        over ranks.
 
         Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef, and of the
         tokens of samples with a reward critic/value_mean, critic/return_mean and critic/explained_variance: 1
@@ -109,8 +110,10 @@ class PPO(ClippedPolicy):
         }, metrics
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        """Return sum, sum of squares and count of the advantages before whitening, which are returns -
-        values."""
+        """Return sum, sum of squares and count of this rank's advantages before whitening; None without
+        whitening.
+
+        These advantages are returns - values."""
         if not self.whiten_advantages:
             return None
         import torch
@@ -124,7 +127,7 @@ class PPO(ClippedPolicy):
         return [float(advantages.sum()), float(advantages.square().sum()), float(len(advantages))]
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
-        """Compute GAE of one sample, a token at a time from its end, by the formulas above."""
+        """Return advantages and returns of one sample by GAE, computed a token at a time from its end."""
         values, reward = inputs.columns(sample, "values").tolist(), inputs.rewards[sample]
         n = len(values)
         if math.isnan(reward):
@@ -162,8 +165,8 @@ class PPO(ClippedPolicy):
         return {"advantages": ReferenceColumn(values=advantages, magnitudes=magnitudes)} | found
 
     def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """max((values - returns)^2, (values clipped to old_values +- value_clip_eps - returns)^2) / 2,
-        averaged by loss_aggregation.
+        """Return max((values - returns)^2, (values clipped to old_values +- value_clip_eps - returns)^2) / 2,
+        averaged by loss_aggregation, and metrics.
 
         Metrics: critic/loss; critic/clip_fraction, of tokens, whose gradient the clip took away.
         """
@@ -190,7 +193,7 @@ class PPO(ClippedPolicy):
 
 
 def _sums(column: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum and sum of squares, fp64."""
+    """Return the sum and the sum of squares of a column, in fp64."""
     exact = column.double()
     return exact.sum(), exact.square().sum()
 
@@ -205,8 +208,10 @@ def _critic_metrics(
     value_sum: float,
     value_squares: float,
 ) -> dict[str, float]:
-    """Return this rank's part, by its tokens, of metrics that are functions of sums over all ranks.
-    returns - values are the advantages."""
+    """Return this rank's share of the critic's metrics, given sums over all ranks: the shares of all ranks
+    add up to the metric.
+
+    The advantages are returns - values."""
     if count == 0:
         return dict.fromkeys(("critic/value_mean", "critic/return_mean", "critic/explained_variance"), 0.0)
     unexplained, variance = (

@@ -24,13 +24,14 @@ class SFT(Algorithm):
         return ()
 
     def flow(self, roles: Iterable[str]) -> Flow:
-        """Rows of the data become the samples of the step, and the actor learns from them."""
+        """Return the flow of a fine-tuning step: rows of the data become the samples, and the actor is
+        updated on them."""
         (actor,) = symbolic_roles("actor", present=roles)
         return actor.receive_rows().update(actor, reads=("tokens", *self.loss_reads))
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean negative log-prob over the response tokens of the whole mini-batch. Metric:
-        policy/loss, the same number."""
+        """Return the mean negative log-prob over the response tokens of the whole mini-batch, and as a
+        metric, policy/loss, the same number."""
         loss = -inputs.log_probs.sum() / inputs.num_tokens
         return loss, {"policy/loss": loss.detach()}
 

@@ -1,4 +1,5 @@
-"""Describe a training step as a graph of calls.
+"""Describe a training step as a graph of calls on roles (actor, critic, rollout, ...) and of the columns they
+read and write.
 
 The package holds the roles and their methods, the columns, and the flow: how it is written, checked and
 drawn, and which calls may be issued next. `trainer/scheduler.py` runs the flow. Importing the package needs

@@ -1,4 +1,5 @@
-"""Define the columns of a step's data in one table, and the ways in which flows name columns.
+"""Define the columns of a step's data, e.g. old_log_probs, in one table, and the ways in which flows name
+columns.
 
 To add a token column, write a row of COLUMNS, and declare the column in `writes=` of the role method that
 computes it (megarl/flow/job_roles.py). The worker stores the column with `write_column` or
@@ -26,7 +27,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One column of the samples of a step.
+    """One named quantity of the samples of a step, with one value per token or per sample.
 
     Example: `Column(name="values", holds="...")` has one float32 per token, on the ranks.
     """
@@ -117,12 +118,13 @@ DRIVER_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.on == 
 
 
 def is_state(column: str) -> bool:
-    """Return whether the column is state, which outlives the step."""
+    """Return whether the column is a role's weights, e.g. "weights:actor", which outlive the step."""
     return column.startswith("weights:")
 
 
 def base(column: str) -> str:
-    """Return the name in the table, e.g. `scores` for scores, scores?, scores* and scores:reward_model_2."""
+    """Return the name of a column in COLUMNS: `scores` for scores, scores?, scores* and
+    scores:reward_model_2."""
     return column.split(":")[0].rstrip("?*")
 
 

@@ -19,7 +19,8 @@ _PAD = 12
 
 
 def draw_text(flow: Graph, meshes: Meshes | None) -> str:
-    """Return one line per node, by depth. Nodes of one depth may overlap if their ranks do not."""
+    """Return a table with one line per node, by depth in the graph. Nodes of one depth may overlap if their
+    ranks do not."""
     rows = [("", "node", "ranks", "reads", "writes")]
     for node in _by_depth(flow):
         reads = ", ".join(f"({column})" if is_state(column) else column for column in node.reads or ())
@@ -41,7 +42,8 @@ def draw_text(flow: Graph, meshes: Meshes | None) -> str:
 
 
 def longest_chain(flow: Graph) -> list[str]:
-    """Return the longest chain of nodes on the critical path. A step runs these nodes one after another."""
+    """Return the names of the longest chain of nodes that are not in the background. A step runs these nodes
+    one after another."""
     background = {node.name for node in flow.nodes if node.background}
     chain = [name for name in flow.depth if name not in background]
     chain = [max(chain, key=flow.depth.__getitem__)] if chain else []
@@ -51,7 +53,8 @@ def longest_chain(flow: Graph) -> list[str]:
 
 
 def draw_svg(flow: Graph, meshes: Meshes | None) -> str:
-    """Return an SVG: left to right by depth, a lane per mesh.
+    """Return the text of an SVG picture: nodes from left to right by depth, with a lane for each set of
+    ranks.
 
     An edge ends at the names of the columns that it carries. Background nodes and state are dashed."""
     edges = {
@@ -114,7 +117,8 @@ def _arrows(
     into: Sequence[tuple[str, Sequence[str]]],
     width: float,
 ) -> list[str]:
-    """Return the curves that end at one node, one below the other, each at its columns."""
+    """Return SVG curves from the nodes in `into` to the node `name`, one below the other, each with the names
+    of its columns."""
     x, y, _ = boxes[name]
     shapes = []
     for i, (source, columns) in enumerate(into):
@@ -141,7 +145,7 @@ def _label(x: float, y: float, text: str, anchor: str = "start", colour: str = "
 
 
 def _by_depth(flow: Graph) -> list[Node]:
-    """Return the nodes by depth. Nodes of a cycle come last."""
+    """Return the nodes by their depth in the graph. Nodes that wait for each other in a cycle come last."""
     return sorted(flow.nodes, key=lambda node: flow.depth.get(node.name, len(flow.nodes)))
 
 
@@ -161,7 +165,7 @@ def _lane(node: Node, meshes: Meshes | None) -> str:
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """Return ranks as words: (0, 1, 2, 5) -> "0-2,5"."""
+    """Return ranks as text: (0, 1, 2, 5) -> "0-2,5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -34,7 +34,7 @@ from megarl.role_names import kind_and_suffix
 
 
 class HasAdvantages(Protocol):
-    """The part of an algorithm that a flow uses."""
+    """The attributes of an algorithm that a flow uses: the columns that its advantages read and write."""
 
     @property
     def advantage_reads(self) -> Sequence[str]: ...
@@ -43,22 +43,24 @@ class HasAdvantages(Protocol):
 
 
 class Flow(Graph):
-    """A graph that can be extended, checked and drawn."""
+    """A training step as a graph of calls that can be extended, checked and drawn. Methods that add nodes
+    return a new Flow."""
 
     def then(
         self, method: SymbolicMethod, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None
     ) -> Flow:
-        """Add a node. `reads` and `writes` are required if the role's class declares no columns."""
+        """Return the flow with one more node. `reads` and `writes` are required if the role's class declares
+        no columns."""
         return self._with(method.node(reads, writes)) if method else self
 
     def join(self, *methods: SymbolicMethod | None) -> Flow:
-        """Add nodes that may run at the same time, as far as their columns permit.
+        """Return the flow with more nodes, which may run at the same time as far as their columns permit.
 
         None, and methods of roles that the job does not have, are left out."""
         return self._with(*(method.node() for method in methods if method))
 
     def advantages(self, algorithm: HasAdvantages, actor: SymbolicRole | None = None) -> Flow:
-        """Add the algorithm's advantages, on the actor's ranks.
+        """Return the flow with a node that computes the algorithm's advantages on the actor's ranks.
 
         A missing `actor.log_probs` is added before the advantages. Scores of reward models count as
         rewards."""
@@ -79,7 +81,8 @@ class Flow(Graph):
         )
 
     def update(self, role: SymbolicRole, reads: Iterable[str] | None = None) -> Flow:
-        """Add the role's optimizer updates, and after an actor's updates the weight sync of its engines.
+        """Return the flow with the role's optimizer updates and, after an actor's updates, the weight sync of
+        its engines.
 
         Args:
             reads: columns that the loss reads, or None for those that the role's class declares."""
@@ -97,24 +100,25 @@ class Flow(Graph):
         reads: Iterable[str] | None = None,
         writes: Iterable[str] | None = None,
     ) -> Flow:
-        """Add work that delays nothing: a method of a role, or a function in a thread of the driver."""
+        """Return the flow with work that delays no other node: a method of a role, or a function in a thread
+        of the driver."""
         if not isinstance(work, SymbolicMethod):
             return self._with(replace(function_node(work, reads, writes), background=True))
         return self._with(replace(work.node(reads, writes), background=True)) if work else self
 
     def of_actor(self, index: str) -> Flow:
-        """Return the same step for another actor. Every role gets the actor's index, e.g. "_2"."""
+        """Return the same flow for another actor: every role name gets the actor's index, e.g. "_2"."""
         return Flow(_renumbered(node, index) for node in self.declared) if index else self
 
     def beside(self, *others: Flow) -> Flow:
-        """Return one step with the nodes of all flows."""
+        """Return one flow with the nodes of this flow and of the others."""
         return self._with(*(node for other in others for node in other.declared))
 
     def _with(self, *nodes: Node) -> Flow:
         return Flow((*self.declared, *nodes))
 
     def errors(self, meshes: Meshes | None = None, needs: Needs | None = None) -> list[str]:
-        """Return the errors of the flow, one line per error.
+        """Return the errors of the flow, one line per error, or [] if it can run.
 
         Args:
             meshes: role -> its mesh. None reports only errors that need no meshes.
@@ -122,7 +126,8 @@ class Flow(Graph):
         return errors_of(self, meshes, needs)
 
     def validate(self, meshes: Meshes | None = None, needs: Needs | None = None) -> None:
-        """Raise FlowError if there are errors. The arguments are those of `errors`."""
+        """Raise FlowError with all errors of the flow, if there are any. The arguments are those of
+        `errors`."""
         if found := self.errors(meshes, needs):
             raise FlowError(found)
 
@@ -136,7 +141,8 @@ class Flow(Graph):
 
 
 def _renumbered(node: Node, index: str) -> Node:
-    """Return the node of the actor with this index.
+    """Return a copy of the node for the actor with this index: "critic.update" and "_2" give
+    "critic_2.update".
 
     State that the role's class names belongs to any actor. Other names mean the node's own actor."""
 
@@ -152,7 +158,8 @@ def _renumbered(node: Node, index: str) -> Node:
 
 
 class SymbolicRole:
-    """A role that may not exist yet. Its attributes are methods to build a flow with.
+    """Stands for a role while a flow is written, before the job exists. Its attributes are methods to build
+    the flow with.
 
     Args:
         name: "actor", "critic_2", ...
@@ -178,7 +185,7 @@ class SymbolicRole:
 
 
 class SymbolicMethod:
-    """A method of a symbolic role.
+    """A method of a symbolic role. Calling it starts a flow, or adds a node to one, and runs nothing.
 
     A call starts a Flow. In a @dataflow function a call adds a node."""
 
@@ -189,7 +196,8 @@ class SymbolicMethod:
         return bool(self.role)
 
     def node(self, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None) -> Node:
-        """Return a node with the given columns, else those that the role's class declares."""
+        """Return a node for a call of the method, with the given columns, else those that the role's class
+        declares."""
         return Node(
             role=self.role.name,
             method=self.method,
@@ -204,7 +212,8 @@ class SymbolicMethod:
         writes: Iterable[str] | None = None,
         algorithm: HasAdvantages | None = None,
     ) -> Any:
-        """Start a Flow with this call, or add the call to the flow of the running @dataflow function.
+        """Return a new Flow with this call. In a @dataflow function, add the call to the function's flow and
+        return a Traced.
 
         Args:
             inputs: values that other calls in the function returned. None represents a role that the job does
@@ -231,13 +240,14 @@ class Traced:
 
 
 class _Trace:
-    """The flow of a @dataflow function while the function runs."""
+    """The flow that a running @dataflow function has built so far."""
 
     def __init__(self) -> None:
         self.flow = Flow()
 
     def extend(self, build: Callable[[Flow], Flow], inputs: Iterable[Traced | None]) -> Traced:
-        """Add the nodes that `build` adds. Raises ValueError for an input that no added node reads."""
+        """Add the nodes that `build` adds, and return the columns that they write. Raises ValueError for an
+        input that no added node reads."""
         longer = build(self.flow)
         added = longer.declared[len(self.flow.declared) :]
         reads = [column for node in added for column in node.reads or ()]
@@ -263,7 +273,8 @@ def background(
     reads: Iterable[str] | None = None,
     writes: Iterable[str] | None = None,
 ) -> Traced:
-    """Add work that delays nothing to a @dataflow function.
+    """Add work that delays no other node to the flow of the running @dataflow function. Returns the columns
+    that it writes, as a Traced.
 
     The work reads the columns that it declares, else the columns of its inputs."""
     traces = [given.trace for given in inputs if given]
@@ -289,7 +300,8 @@ def background(
 
 
 def dataflow(function: Callable[..., object]) -> Callable[..., Flow]:
-    """Turn a function of roles into a builder of its Flow.
+    """Turn a function of roles into a function `build(present)` that returns the Flow of its calls. Use as a
+    decorator.
 
     Call the builder with `present=meshes`, or without arguments if the job has all roles.
 

@@ -1,4 +1,4 @@
-"""The nodes of a step and the dependencies between them.
+"""Hold the nodes of a step and the dependencies between them, without ranks, devices or tensors.
 
 Edges are the columns that nodes write and read. A graph has no ranks, devices or tensors."""
 
@@ -15,7 +15,7 @@ from megarl.role_names import kind_and_suffix
 
 
 class HasRanks(Protocol):
-    """The part of a mesh that a flow uses."""
+    """The attribute of a role's mesh that a flow uses: its global ranks."""
 
     @property
     def ranks(self) -> Sequence[int]: ...
@@ -26,7 +26,7 @@ Meshes = Mapping[str, HasRanks]
 
 
 class Graph:
-    """The nodes of a step, with the edges between them.
+    """The nodes of a step, which are calls, with an edge from the writer of each column to its readers.
 
     The order of the nodes matters where columns do not decide: between equal nodes, and for state.
 
@@ -40,7 +40,7 @@ class Graph:
         self.nodes = _resolve(self.declared)
 
     def rollout_source(self, role: str) -> str:
-        """Return the index of the rollout whose samples the role works on.
+        """Return the index ("", "_2") of the rollout whose samples the role works on.
 
         The result is the role's own index if a rollout with this index samples, else ""."""
         index = kind_and_suffix(role)[1]
@@ -48,7 +48,7 @@ class Graph:
 
     @cached_property
     def dependencies(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """For each node, the nodes that it waits for and the columns that it reads from each.
+        """Node -> the nodes that it waits for -> the columns that it reads from each.
 
         The columns are () where a node only must not overtake a reader of the state that it writes."""
         needs: dict[str, dict[str, tuple[str, ...]]] = {node.name: {} for node in self.nodes}
@@ -63,14 +63,15 @@ class Graph:
         return needs
 
     def _writers(self, column: str, index: int) -> list[Node]:
-        """Return the last writer of state before node `index`, or all writers of any other column."""
+        """Return all nodes that write a column; of weights, only the last writer before node `index`."""
         if is_state(column):
             return [node for node in self.nodes[:index] if column in (node.writes or ())][-1:]
         return [node for i, node in enumerate(self.nodes) if column in (node.writes or ()) and i != index]
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """For each node, the length of the longest chain of nodes before it.
+        """Node -> the length of the longest chain of nodes that must end before it; 0 for a node that waits
+        for none.
 
         The nodes of a cycle, and all nodes behind a cycle, are missing."""
         depth: dict[str, int] = {}
@@ -82,7 +83,7 @@ class Graph:
 
     @cached_property
     def behind(self) -> dict[str, frozenset[str]]:
-        """For each node, all nodes that wait for it, directly or not."""
+        """Node -> the names of all nodes that wait for it, directly or not."""
         behind: dict[str, frozenset[str]] = {}
         for name in sorted(self.depth, key=self.depth.__getitem__, reverse=True):
             direct = {
@@ -93,7 +94,7 @@ class Graph:
 
     @cached_property
     def chain_behind(self) -> dict[str, int]:
-        """For each node, the length of the longest chain of nodes that wait for it."""
+        """Node -> the length of the longest chain of nodes that wait for it."""
         chain: dict[str, int] = {}
         for name in sorted(self.depth, key=self.depth.__getitem__, reverse=True):
             chain[name] = max((chain[other] + 1 for other in self.behind[name]), default=0)
@@ -110,7 +111,8 @@ class Graph:
 
 
 def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Give every column a name that is unique in this flow."""
+    """Return the nodes with column names that are unique in this flow: a second critic's `values` becomes
+    `values:critic_2`."""
     names = _Names(declared)
     resolved = []
     for node in declared:
@@ -123,7 +125,7 @@ def _resolve(declared: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 class _Names:
-    """The names of columns in one flow.
+    """Gives the columns of one flow unique names, if several roles of a kind write the same column.
 
     The n-th role of a kind writes `column:role` if another role of the kind writes `column`. If several
     rollouts sample, a role with the index of one rollout reads only columns of that rollout's samples."""
@@ -138,7 +140,7 @@ class _Names:
             self._written.append((self._source(node), column, self.written(node, column)))
 
     def written(self, node: Node, column: str) -> str:
-        """Return the name of a column that the node writes."""
+        """Return the unique name of a column that the node writes under this name."""
         kind, index = kind_and_suffix(node.role)
         if is_state(column):
             return self._state(node, column)
@@ -148,7 +150,8 @@ class _Names:
         return f"{column}:{node.role}" if any(column in (peer.writes or ()) for peer in peers) else column
 
     def read(self, node: Node, column: str) -> list[str]:
-        """Return the names of the columns that the node reads by this name."""
+        """Return the unique names of the columns that the node reads by this name: several for `scores*`,
+        none for an optional one that nobody writes."""
         if is_state(column):
             return [self._state(node, column)]
         source, bare = self._source(node), column.rstrip("?*")
@@ -168,7 +171,8 @@ class _Names:
         return node.index if node.index in self._sources else ""
 
     def _state(self, node: Node, column: str) -> str:
-        """Return the state that a node names.
+        """Return the name of the weights that a node reads or writes, with the actor's index:
+        "weights:actor_2".
 
         If the role's class names it, weights:actor means the actor with the node's own index."""
         return column + node.index if node.declares(column) else column

@@ -1,4 +1,4 @@
-"""The roles of a training job and their methods.
+"""Declare the roles of a training job and their methods, which megarl/workers implements.
 
 To add a role kind, declare it here, and write its implementation in megarl/workers with
 `@implements(TheClass)`. To add a method, add it to both classes."""
@@ -18,59 +18,63 @@ Record = dict[str, Any]
 
 
 class PlacedRole(Role):
-    """A role that is placed on ranks, and built there before the first step."""
+    """A role that has its own ranks, and is set up on them before the first step."""
 
     @method()
     def setup(self) -> None:
-        """Build or start what the role works with. Collective over the mesh."""
+        """Build the role's model, engine or processes on each of its ranks. Collective over the role's
+        ranks."""
 
 
 class ServiceRole(PlacedRole):
-    """A role with processes or an engine that must be stopped."""
+    """A role with worker processes or an engine, which must be stopped when the job ends."""
 
     @method()
     def shut_down(self) -> None:
-        """Stop the processes or the engine."""
+        """Stop the role's worker processes or its engine."""
 
 
 class ModelRole(PlacedRole):
-    """A role that holds a model."""
+    """A role that holds a Megatron model, whose weights can be exported."""
 
     @method()
     def export_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder. Collective over the mesh."""
+        """Write the weights into `folder` as a Hugging Face checkpoint. Collective over the role's ranks."""
 
 
 class TrainedRole(ModelRole):
-    """A role with an optimizer: checkpoints hold it."""
+    """A role whose model has an optimizer. Checkpoints hold both."""
 
     @method()
     def begin_checkpoint(self, folder: str) -> None:
-        """Copy the state for a checkpoint. Collective over the mesh.
-
-        A thread writes the copy while training goes on."""
+        """Copy the model and its optimizer for a checkpoint, and return; a thread writes the copy to
+        `folder`. Collective over the role's ranks."""
 
     @method()
     def checkpoint_written(self, wait: bool = False) -> str | None:
-        """Return the SHA-256 of the manifest of the checkpoint in progress, or None if it is incomplete."""
+        """Return the SHA-256 of the manifest of the checkpoint in progress, or None while it is
+        incomplete."""
 
     @method()
     def damage_of_checkpoint(self, folder: str) -> str | None:
-        """Return why `load_checkpoint` would fail, the same on every rank, or None if it would not."""
+        """Return why `load_checkpoint` would fail, the same text on every rank, or None if it would
+        succeed."""
 
     @method()
     def load_checkpoint(
         self, folder: str, weights_only: bool = False, digests: bool = True
     ) -> dict[str, object]:
-        """Continue from a checkpoint of any layout, and return the state that was saved with it."""
+        """Load a checkpoint of any parallel layout into model and optimizer, and return the values that were
+        saved beside them."""
 
 
 class RandomState(Role):
-    """The random number generators of a rank, kept by the role that is on every rank."""
+    """Access to the random number generators of a rank. The role that is on every rank has these methods."""
 
     @method(optional=True)
     def random_state(self) -> dict[str, str]:
-        """Return the state of this process's generators."""
+        """Return the state of this process's random number generators as text by name, for
+        `set_random_state`."""
 
     @method(optional=True)
     def set_random_state(self, state: Mapping[str, str]) -> None:
@@ -78,7 +82,7 @@ class RandomState(Role):
 
 
 class Rollout(ServiceRole, kind="rollout"):
-    """Engines that sample with the weights of an actor."""
+    """vLLM engines that sample responses with the weights of an actor."""
 
     @method(
         reads=("weights:actor", "weights:rollout"),
@@ -86,7 +90,8 @@ class Rollout(ServiceRole, kind="rollout"):
         phase="rollout",
     )
     def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False) -> list[Sample]:
-        """Sample responses to dataset rows, and return this engine's samples from its first rank only.
+        """Sample responses to dataset rows. The first rank of each engine returns the engine's samples (ids
+        and lengths); its other ranks return [].
 
         Args:
             purpose: "train" (num_samples_per_prompt responses each) or "eval" (one each).
@@ -94,7 +99,8 @@ class Rollout(ServiceRole, kind="rollout"):
 
     @method(reads=("weights:actor",), writes=("weights:rollout",), reports=True, phase="reshard")
     def sync(self, version: int) -> Metrics:
-        """Copy the actor's current weights into the engine as `version`. Collective."""
+        """Copy the actor's current weights into the engine as `version`, and return metrics of the copy.
+        Collective over the ranks."""
 
 
 class Reward(ServiceRole, kind="reward"):
@@ -102,18 +108,20 @@ class Reward(ServiceRole, kind="reward"):
 
     @method(reads=("tokens",), writes=("rewards",), phase="reward")
     def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
-        """Score this engine's samples, and return sample_id, reward and texts from its first rank only.
+        """Score the samples of this engine. Its first rank returns sample_id, reward and texts of each; its
+        other ranks return [].
 
         Args:
             num_logged: number of samples with texts; None: --num-rollouts-to-log."""
 
 
 class RewardModel(ServiceRole, kind="reward_model"):
-    """A classifier or a judge that scores samples."""
+    """A classifier or a judge (a generating model) that scores samples."""
 
     @method(reads=("tokens", "lengths"), writes=("scores",), phase="reward_model")
     def score(self, rows: Mapping[int, int]) -> list[Record]:
-        """Return sample_id and unweighted score of the samples that this rank reports.
+        """Score samples with the model. Each rank returns sample_id and unweighted score of a part of them,
+        possibly [].
 
         Args:
             rows: sample id -> dataset row, for all samples of the step."""
@@ -124,15 +132,16 @@ class Reference(ModelRole, kind="reference"):
 
     @method(reads=("tokens", "lengths"), writes=("ref_log_probs",), reports=True, phase="ref_log_probs")
     def log_probs(self) -> Metrics:
-        """Compute the column ref_log_probs."""
+        """Write the column ref_log_probs, the log-probs of the samples under the reference policy, on this
+        rank."""
 
 
 class Critic(TrainedRole, kind="critic"):
-    """A model that predicts the return of every token."""
+    """A trained model that predicts a value, the expected return, at every response token."""
 
     @method(reads=("tokens", "lengths", "weights:critic"), writes=("values",), phase="values")
     def values(self) -> None:
-        """Compute the column values."""
+        """Write the column values, the critic's prediction at every response token, on this rank."""
 
     @method(
         reads=("tokens", "values", "returns"),
@@ -142,7 +151,8 @@ class Critic(TrainedRole, kind="critic"):
         commits=True,
     )
     def update(self) -> Metrics:
-        """Run all optimizer updates of the step."""
+        """Run all optimizer updates of the step on the column returns, and return this rank's part of the
+        metrics."""
 
 
 class Actor(TrainedRole, RandomState, kind="actor"):
@@ -155,7 +165,8 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         phase="log_probs",
     )
     def log_probs(self) -> Metrics:
-        """Compute the column old_log_probs, and compare it with the engine's log-probs (mismatch/*)."""
+        """Write the column old_log_probs, and return metrics (mismatch/*) that compare it with the engine's
+        log-probs."""
 
     @method(
         reads=("rewards", "old_log_probs", "ref_log_probs", "values"),
@@ -171,7 +182,8 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         kl_coef: float,
         digests: list[int] | None = None,
     ) -> Metrics:
-        """Compute the columns that the algorithm derives from rewards.
+        """Write the column advantages and, with a critic, returns, which the algorithm computes from the
+        rewards. Returns metrics.
 
         Args:
             sample_ids, group_ids, rewards: of all samples of the step. A reward of None has failed.
@@ -186,19 +198,22 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         commits=True,
     )
     def update(self, kl_coef: float = 0.0) -> Metrics:
-        """Run all optimizer updates of the step."""
+        """Run all optimizer updates of the step on the column advantages, and return this rank's part of the
+        metrics."""
 
     @method()
     def send_weights(self, version: int) -> None:
-        """Run the source's part of `rollout.sync` on ranks without an engine."""
+        """Send this rank's weights to the engines during `Rollout.sync`, if the rank has no engine itself."""
 
     @method()
     def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
-        """Return this rank's tokens with the largest difference between trainer and engine."""
+        """Return the `count` tokens with the largest difference between the trainer's and the engine's
+        log-probs. One rank of each data-parallel replica returns some."""
 
     @method(optional=True)
     def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows of supervised fine-tuning.
+        """Tokenize the training rows of supervised fine-tuning, and return their lengths from the first rank
+        only.
 
         Returns: (length, response length) of every row, from the mesh's first rank."""
 
@@ -212,7 +227,7 @@ class Actor(TrainedRole, RandomState, kind="actor"):
 
 
 class Data(RandomState, kind="data"):
-    """The role that moves samples and columns to the ranks that work on them.
+    """Moves samples and their columns between ranks, to those that train on them.
 
     It is on every rank of a job that samples."""
 
@@ -220,7 +235,8 @@ class Data(RandomState, kind="data"):
     def distribute(
         self, key: str, samples: list[Sample], mini_batches: list[MiniBatch], source: str = "train"
     ) -> Metrics:
-        """Move samples from the ranks that own them to all ranks of a mesh, as its next batch.
+        """Send samples from the ranks that hold them to all ranks of a mesh, whose next training batch they
+        become. Returns metrics of the transfer.
 
         Args:
             key: shard key of the mesh.
@@ -228,7 +244,8 @@ class Data(RandomState, kind="data"):
 
     @method(reports=True)
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Metrics:
-        """Move token columns from the ranks of one mesh to those of another."""
+        """Send token columns from the ranks of one mesh to those of another. Returns metrics of the
+        transfer."""
 
     @method()
     def release(self, sample_ids: Sequence[int], source: str = "train") -> None:

@@ -24,7 +24,8 @@ class Columns(NamedTuple):
 
 
 def columns(reads: Iterable[str] = (), writes: Iterable[str] = ()) -> Callable[[F], F]:
-    """Declare what a function of the driver reads and writes. Use as a decorator.
+    """Declare which columns a function of the driver reads and writes. Use as a decorator; the function
+    itself stays as it is.
 
     Example:
         @columns(reads=["rewards"])
@@ -39,7 +40,7 @@ def columns(reads: Iterable[str] = (), writes: Iterable[str] = ()) -> Callable[[
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One call: a method of a role on all its ranks, or a function in the driver.
+    """One call of a flow: a method of a role on all its ranks, or a function in the driver.
 
     Args:
         reads, writes: columns, or None for those that the role's class declares. If the class declares none,
@@ -64,7 +65,8 @@ class Node:
         object.__setattr__(self, "name", self.name or f"{self.role}.{self.method}")
 
     def declaration(self) -> RoleMethod[..., Any] | None:
-        """Return the role class's declaration of the method, or None (not declared, or a driver function)."""
+        """Return what `@method` recorded of the role's method (reads, writes, reports), or None for an
+        undeclared method or a driver function."""
         return declaration(self.role, self.method) if self.function is None else None
 
     def _declared_columns(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -73,7 +75,7 @@ class Node:
 
     @property
     def is_known(self) -> bool:
-        """True if the columns of the node are known."""
+        """Whether it is known which columns the node reads and writes."""
         return self.reads is not None and self.writes is not None
 
     @property
@@ -82,7 +84,7 @@ class Node:
         return kind_and_suffix(self.role)[1]
 
     def declares(self, column: str) -> bool:
-        """Return whether the role's class names the column.
+        """Return whether the role's class itself names the column in the `@method` of this call.
 
         `weights:actor` then means the actor with the role's own index."""
         declared = self._declared_columns()
@@ -92,7 +94,7 @@ class Node:
 def function_node(
     function: Callable[..., Any], reads: Iterable[str] | None, writes: Iterable[str] | None
 ) -> Node:
-    """Return a node for a function of the driver.
+    """Return a node that calls a function in the driver's process.
 
     The node reads and writes the given columns, else those of the function's @columns, else nothing."""
     own = getattr(function, "flow_columns", Columns((), ()))
@@ -107,7 +109,8 @@ def function_node(
 
 
 def rollout_sources(nodes: Iterable[Node]) -> set[str]:
-    """Return the indices of the rollouts that sample. A rollout that only receives weights has no samples."""
+    """Return the indices ("", "_2") of the rollouts that sample. A rollout that only receives weights has no
+    samples."""
     return {
         node.index
         for node in nodes

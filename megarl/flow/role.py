@@ -1,4 +1,4 @@
-"""Declare a role once as a class, for the flow, for the trainer and for the workers.
+"""Declare the methods of a role once, in a class that the flow, the trainer and the workers share.
 
     class Critic(Role, kind="critic"):
         @method(reads=("tokens", "weights:critic"), writes=("values",), phase="values")
@@ -37,20 +37,22 @@ R = TypeVar("R")
 
 
 class Caller(Protocol):
-    """The part of an executor that a handle uses."""
+    """The methods of an executor that a role's handle uses."""
 
     def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a method on all ranks of a role."""
+        """Call a method on all ranks of a role. Returns a future of one value per rank."""
 
     def call_on(
         self, ranks: Sequence[int], role: str, method: str, /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        """Call a method on these ranks of a role. Values come in the order of `ranks`."""
+        """Call a method on these ranks of a role. Returns a future of one value per rank, in the order of
+        `ranks`."""
 
 
 @dataclass(eq=False)
 class RoleMethod(Generic[P, R]):
-    """The declaration of a role's method: what the call reads, writes and reports. `method` creates it.
+    """What the decorator `@method` records of a role's method: the columns it reads and writes, and whether
+    it returns metrics.
 
     Access on the class returns this object (`Actor.update.commits`). Access on a handle returns the call
     (`actor.update()`)."""
@@ -95,14 +97,14 @@ class RoleMethod(Generic[P, R]):
 
 
 class RoleCall(Generic[P, R]):
-    """A declared method of one handle: calling it calls the method on the role's ranks."""
+    """A role's method that can be called: `critic.values()` runs on all ranks of the handle's role."""
 
     def __init__(self, handle: Role, method: RoleMethod[P, R]) -> None:
         self._handle, self._method = handle, method
         self.__doc__, self.__signature__ = method.__doc__, method.signature
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call the method and return a future at once.
+        """Call the method on the role's ranks, and return a future at once, of one value per rank.
 
         Raises: TypeError for arguments that the method does not accept, before any rank is called."""
         try:
@@ -122,7 +124,8 @@ def method(
     of_algorithm: bool = False,
     optional: bool = False,
 ) -> Callable[[Callable[Concatenate[Any, P], R]], RoleMethod[P, R]]:
-    """Declare a method of a role.
+    """Declare a method of a role: which columns it reads and writes, and how its results are used. Use as a
+    decorator.
 
     Args:
         reads, writes: columns (see megarl/flow/columns.py). If the driver holds a written column, it needs
@@ -152,7 +155,8 @@ def method(
 
 
 class Role:
-    """A handle on a role of the job, and the base of the classes that declare roles.
+    """A handle on a role of the job: its methods call the role's ranks. Subclasses declare the methods of a
+    kind of role.
 
     A subclass with a kind declares this kind: roles named `judge`, `judge_2`, ... belong to `class
     Judge(Role, kind="judge")`. A subclass without a kind is a base of several kinds.
@@ -195,11 +199,12 @@ class Role:
         return self._name
 
     def on(self, ranks: Sequence[int]) -> Self:
-        """Return a handle whose calls go only to these ranks of the role."""
+        """Return a handle on the same role whose calls go only to these ranks."""
         return type(self)(self._caller, self._name, ranks)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call any method of the implementation by name, declared or not."""
+        """Call a method of the role's implementation by name, declared or not. Returns a future of one value
+        per rank."""
         if self._ranks is None:
             return self._caller.call(self._name, method, *args, **kwargs)
         return self._caller.call_on(self._ranks, self._name, method, *args, **kwargs)
@@ -228,7 +233,7 @@ _CLASSES: dict[str, type[Role]] = {}
 
 
 def role_classes() -> Mapping[str, type[Role]]:
-    """Return the classes of all declared kinds by kind, in the order of their declaration."""
+    """Return kind of role -> the class that declares it, in the order of declaration."""
     return MappingProxyType(_CLASSES)
 
 
@@ -238,7 +243,8 @@ def role_class(name: str) -> type[Role]:
 
 
 def methods_of(cls: type[Role]) -> dict[str, RoleMethod[..., Any]]:
-    """Return the declared methods of a role class by name, with its own methods before inherited ones."""
+    """Return name -> declaration of the methods of a role class, including those it inherits. Its own
+    override inherited ones."""
     found: dict[str, RoleMethod[..., Any]] = {}
     for base in cls.__mro__:
         for name, value in vars(base).items():
@@ -248,7 +254,8 @@ def methods_of(cls: type[Role]) -> dict[str, RoleMethod[..., Any]]:
 
 
 def declaration(role: str, method: str) -> RoleMethod[..., Any] | None:
-    """Return the declaration of a method of the role of this name, or None."""
+    """Return what `@method` recorded of a role's method (reads, writes, reports), or None if the method is
+    not declared."""
     return methods_of(role_class(role)).get(method)
 
 

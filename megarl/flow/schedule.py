@@ -16,7 +16,7 @@ from megarl.flow.node import Node
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A call that could be issued now: a node, or an exchange.
+    """A call that may be issued now: of a node, or of an exchange, which moves columns to the node's ranks.
 
     An exchange has `columns`, and moves them from `source` to the ranks of the node."""
 
@@ -27,7 +27,8 @@ class Candidate:
 
 
 class PreparedFlow:
-    """A valid flow with everything that stays constant from step to step.
+    """A valid flow with its order of nodes, their ranks and the columns to move, which stay the same from
+    step to step.
 
     Args:
         meshes: role -> its mesh.
@@ -75,7 +76,8 @@ class PreparedFlow:
         """Nodes whose columns the critical path reads."""
 
     def far(self, node: Node, source: Node, columns: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the columns that must be moved to the node's ranks."""
+        """Return those of the columns that must be moved from the ranks of `source` to the node's; () if both
+        use the same ranks."""
         if node.function or source.function or self.shard_of[node.role] == self.shard_of[source.role]:
             return ()
         return tuple(column for column in columns if base(column) not in self.driver_columns)
@@ -86,7 +88,7 @@ class PreparedFlow:
 
 
 class FlowStep:
-    """One step of a flow: the calls that were issued and the calls that ended.
+    """The progress of one step through its flow: which calls were issued and which have ended.
 
     The scheduler marks calls as issued and as ended. `candidates` returns the calls that may come next."""
 
@@ -98,7 +100,8 @@ class FlowStep:
         """Maps (writer, batch shard of the reader) to whether an exchange took place."""
 
     def is_over(self) -> bool:
-        """Return whether all critical nodes are issued, and those whose columns are read have ended."""
+        """Return whether all nodes that are not in the background are issued, and those whose columns are
+        read have ended."""
         issued = all(node.name in self.issued for node in self.prepared.critical)
         return issued and self.prepared.awaited <= self.ended
 
@@ -130,7 +133,8 @@ class FlowStep:
         return sorted(found, key=lambda c: (c.node.background, c.node.function is not None))
 
     def _need(self, node: Node, need: str, columns: tuple[str, ...]) -> bool | Candidate:
-        """Return whether a node can read the columns that it needs from another node.
+        """Return whether a node can read these columns of the node `need`, or the exchange that must be
+        called first.
 
         It can if the columns exist, or will exist by the order of calls on its ranks. If only an exchange is
         missing, return the exchange."""
@@ -159,7 +163,8 @@ class FlowStep:
                 self.ended.add(name)
 
     def others_want(self, candidate: Candidate) -> bool:
-        """Return whether another critical node must still be issued on some of the candidate's ranks.
+        """Return whether another node that is not in the background must still be issued on some of the
+        candidate's ranks.
 
         Nodes that wait for the candidate do not count."""
         after = {candidate.node.name}
@@ -179,7 +184,7 @@ class FlowStep:
         )
 
     def critical_path_wants(self, ranks: frozenset[int]) -> bool:
-        """Return whether a critical node must still be issued on some of these ranks."""
+        """Return whether a node that is not in the background must still be issued on some of these ranks."""
         return any(self._ranks_with_sources(node) & ranks for node in self._unissued_critical())
 
     def _unissued_critical(self) -> Iterator[Node]:
@@ -187,7 +192,7 @@ class FlowStep:
         return (node for node in self.prepared.critical if node.name not in done)
 
     def _ranks_with_sources(self, node: Node) -> frozenset[int]:
-        """Return the ranks of a node and of the exchanges that it still waits for."""
+        """Return the ranks of a node and those of the nodes whose columns must still be moved to it."""
         prepared = self.prepared
         far = (
             need

@@ -18,7 +18,7 @@ Needs = Mapping[tuple[str, str], Sequence[str]]
 
 
 class FlowError(ValueError):
-    """Error of a flow that cannot run. Each line of `errors` names the node and the column of one error."""
+    """Raised for a flow that cannot run. Each line of `errors` names the node and the column of one error."""
 
     def __init__(self, errors: Sequence[str]) -> None:
         self.errors = tuple(errors)
@@ -26,7 +26,7 @@ class FlowError(ValueError):
 
 
 def errors_of(graph: Graph, meshes: Meshes | None, needs: Needs | None = None) -> list[str]:
-    """Return one line per error, in the order of the nodes, or [] if the flow can run.
+    """Return one line per error of a flow, or [] if it can run.
 
     Args:
         meshes: role -> its mesh, or None if roles may be on any ranks."""
@@ -107,7 +107,7 @@ def _columns(graph: Graph, needs: Needs) -> Iterable[str]:
 
 
 def _reads(node: Node, needs: Needs) -> list[str]:
-    """Return the columns that the node reads, including those that its algorithm needs.
+    """Return the columns that the node reads, and those that its algorithm needs in addition.
 
     Scores count as rewards."""
     reads = node.reads or ()
@@ -144,7 +144,7 @@ def _cycles(graph: Graph) -> Iterable[str]:
 def _without(
     waiting: Mapping[str, Mapping[str, tuple[str, ...]]], cycle: Sequence[str]
 ) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    """Return the nodes that still wait if the cycle is treated as broken."""
+    """Return the nodes that still wait for each other once the nodes of this cycle are taken out."""
     left = {name: needs for name, needs in waiting.items() if name not in cycle}
     while ready := [name for name, needs in left.items() if not needs.keys() & left.keys()]:
         left = {name: needs for name, needs in left.items() if name not in ready}

@@ -1,4 +1,5 @@
-"""Abort long work because the job shuts down. The driver requests it; an engine aborts between two steps.
+"""Let a rank stop long work, such as sampling, when the driver shuts the job down: an engine stops between
+two of its steps.
 
 The ranks of one engine must stop before the same step, or the others would wait for them in a collective. The
 ranks take each step together, so no rank is more than one step ahead. Once every rank knows of the abort, the
@@ -13,11 +14,11 @@ from megarl.runtime.key_value_store import KeyValueStore
 
 
 class Aborted(Exception):
-    """The call was aborted: its caller no longer needs a result."""
+    """Raised inside a call that the driver has aborted: nobody needs its result any more."""
 
 
 class AbortToken:
-    """Holds whether the calls of this process are to be aborted."""
+    """Holds whether the driver wants the calls of this process to be aborted."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -27,7 +28,7 @@ class AbortToken:
         """Store of the engine's ranks. Must be set before `is_requested`."""
 
     def check(self) -> None:
-        """Raise Aborted if an abort is requested. For work without other ranks."""
+        """Raise Aborted if an abort is requested. Only for work that no other rank takes part in."""
         if self.is_requested:
             raise Aborted
 
@@ -37,13 +38,14 @@ ABORT = AbortToken()
 
 
 class Engine(Protocol):
-    """The part of vLLM's engine that this module changes."""
+    """The attribute of a vLLM engine that this module replaces."""
 
     step: Callable[[], object]
 
 
 class AbortableEngine:
-    """Makes the `step` of an engine raise Aborted once an abort is requested.
+    """Replaces an engine's `step` by one that raises Aborted once an abort is requested, before the same step
+    on all of its ranks.
 
     Args:
         engine: its `step` is called until all requests are complete.
@@ -60,7 +62,7 @@ class AbortableEngine:
         engine.step = self.step
 
     def step(self) -> object:
-        """Take the engine's next step, or raise Aborted."""
+        """Take the engine's next step and return its result, or raise Aborted."""
         if self._token.is_requested:
             self._abort_together()
         self._number += 1

@@ -1,4 +1,4 @@
-"""Run functions that nothing waits for, one after the other, in one thread."""
+"""Run functions of the driver in one background thread, one after the other; nothing waits for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megarl.futures import Future
 
 
 class DriverCall(Future[object]):
-    """A call of a function in this process."""
+    """Future of a function that is called in this process. `result` returns [value], or raises the function's
+    error."""
 
     def __init__(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> None:
         self._work: Callable[[], object] | None = partial(function, *args, **kwargs)
@@ -46,7 +47,7 @@ class DriverCall(Future[object]):
 
 
 class BackgroundThread:
-    """A daemon thread that starts with the first call.
+    """A daemon thread that runs the submitted functions in order. It starts with the first of them.
 
     A function that hangs does not keep a failed job from ending."""
 
@@ -62,7 +63,7 @@ class BackgroundThread:
         return call
 
     def close(self) -> None:
-        """Wait for every submitted call."""
+        """Wait until every submitted function has ended. Their errors are not raised here."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Define the protocol between a driver and its ranks.
+"""Define the interface by which a driver calls methods of roles on ranks, whatever starts the ranks.
 
 Code above this module does not know which executor runs. No executor knows what a role or a step is.
 
@@ -46,7 +46,8 @@ _TICK_S = 1.0  # seconds between two calls of `check_interrupt`
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Features of an executor beyond running calls in their order."""
+    """What an executor can do: overlap calls, enforce deadlines, run ranks as processes, survive the death of
+    a rank."""
 
     overlap: bool
     """Whether calls on disjoint ranks run at the same time.
@@ -64,7 +65,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Health:
-    """Ranks that answer and ranks that are silent."""
+    """Which ranks have answered a question of the driver, with their stacks, and which are silent."""
 
     stacks: dict[int, str]
     """Stack of the main thread of each rank that has answered."""
@@ -73,7 +74,8 @@ class Health:
 
 
 class RemoteError(RuntimeError):
-    """A method raised on a rank. The message has role, rank, method, label, error and remote traceback."""
+    """Raised in the driver if a method raised on a rank. The message has role, rank, method, label ("step
+    3"), error and remote traceback."""
 
     def __init__(self, rank: int, failure: Failure) -> None:
         self.role, self.rank, self.method, self.label = failure.role, rank, failure.method, failure.label
@@ -85,7 +87,8 @@ class RemoteError(RuntimeError):
 
 
 class CallTimeout(RuntimeError):
-    """A call took longer than the deadline.
+    """Raised in the driver if a call took longer than --call-timeout-s. The message shows where the ranks
+    are.
 
     Args:
         ranks: ranks that did not answer.
@@ -118,7 +121,7 @@ class CallTimeout(RuntimeError):
 
 
 class CallFuture(Future[Any]):
-    """A call on some ranks, whose values arrive one by one."""
+    """Future of a call on some ranks, whose values arrive one by one."""
 
     def __init__(self, executor: Executor, role: str, method: str, ranks: Sequence[int]) -> None:
         self.role, self.method, self.ranks, self.label = role, method, tuple(ranks), executor.label
@@ -139,7 +142,7 @@ class CallFuture(Future[Any]):
 
 
 class Executor(ABC):
-    """Runs methods of roles on their ranks.
+    """Base class of executors, which call methods of roles on their ranks and return futures of the results.
 
     A subclass sends calls (`_issue`), passes every report of a rank to `_keep_value`, `_keep_event` or `fail`,
     and ends the ranks.
@@ -178,13 +181,15 @@ class Executor(ABC):
     # Calls.
 
     def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> CallFuture:
-        """Call a method on all ranks of the role. Raises: CannotSend that names role, method and argument."""
+        """Call a method on all ranks of the role, and return a future of one value per rank. Raises:
+        CannotSend, naming the argument that no message can hold."""
         return self.call_on(self._ranks_of(role), role, method, *args, **kwargs)
 
     def call_on(
         self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object
     ) -> CallFuture:
-        """Call only these ranks of the role. `result` returns their values in the order of `ranks`."""
+        """Call a method on these ranks of the role only, and return a future of their values, in the order of
+        `ranks`."""
         of_role = self._ranks_of(role)
         if not ranks or len({*ranks}) < len(ranks) or not {*ranks} <= {*of_role}:
             raise ValueError(
@@ -203,10 +208,12 @@ class Executor(ABC):
 
     @abstractmethod
     def _issue(self, call: Call) -> CallFuture:
-        """Send a call to its ranks. Raises: the failure; errors of `check_interrupt`."""
+        """Send a call to its ranks and return its future. Raises: the executor's failure; errors of
+        `check_interrupt`."""
 
     def _keep_value(self, future: CallFuture, reply: Reply) -> None:
-        """Store one rank's value of a call. Raises: TypeError for a value of another type."""
+        """Store the value that one rank has returned for a call. Raises: TypeError for a value of another
+        type than declared."""
         interface, is_aborted = self._interfaces.get(future.role), not reply.value
         value = None if is_aborted else decode_result(interface, future.method, reply.value)
         with self._changed:
@@ -218,7 +225,7 @@ class Executor(ABC):
                 self._changed.notify_all()
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
-        """Return (role, method) -> seconds of all its calls that ended since the last call of this method.
+        """Return (role, method) -> seconds of all calls that ended since the last `take_seconds`.
 
         Each call counts as in `Future.seconds`."""
         with self._changed:
@@ -239,20 +246,23 @@ class Executor(ABC):
         return [future for future in futures if future.done()]
 
     def has_ended(self, future: CallFuture) -> bool:
-        """Return whether all ranks of a call have answered. Raises the failure, if there is one."""
+        """Return whether all ranks of a call have answered. Raises the first failure of any rank, if there is
+        one."""
         with self._changed:
             self._raise_failure()
             return not future.missing()
 
     def wait_event(self, timeout_s: float = math.inf) -> Event | None:
-        """Block until there is an event, and take the oldest. Returns None after the timeout.
+        """Block until a rank has sent an event, and return the oldest one that was not taken. Returns None
+        after the timeout.
 
         Raises: like `Future.result`."""
         self._wait_until(lambda: self._events, timeout_s)
         return self._events.popleft() if self._events else None
 
     def take_events(self) -> list[Event]:
-        """Take all events that have arrived, in their order on each rank. Does not block."""
+        """Return all events that have arrived and were not taken, in their order on each rank. Does not
+        block."""
         with self._changed:
             taken = list(self._events)
             self._events.clear()
@@ -264,12 +274,13 @@ class Executor(ABC):
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Call `check_interrupt` now if the loop waits. From any thread."""
+        """Make a loop that waits call `check_interrupt` now. May be called from any thread."""
         with self._changed:
             self._changed.notify_all()
 
     def _wait_until(self, is_ready: Callable[[], object], timeout_s: float = math.inf) -> None:
-        """Block until `is_ready` or the timeout. Raises: the failure; errors of `check_interrupt`."""
+        """Block until `is_ready()` or the timeout. Raises: the first failure of any rank; errors of
+        `check_interrupt`."""
         end = time.monotonic() + timeout_s
         with self._changed:
             while self.failure is None and not is_ready():
@@ -281,7 +292,8 @@ class Executor(ABC):
             self._raise_failure()
 
     def _seconds_left(self) -> float:
-        """Return the seconds until the next deadline. Sets the failure after a missed deadline."""
+        """Return the seconds until the deadline of a call, inf without one. Sets the executor's failure after
+        a missed deadline."""
         return math.inf
 
     def _wait_for_change(self, seconds: float) -> None:
@@ -293,7 +305,8 @@ class Executor(ABC):
 
     @abstractmethod
     def abort_calls(self) -> None:
-        """Ask the ranks to abort the calls in flight where they can, and wait for the end of all calls."""
+        """Ask the ranks to abort the calls in flight where they can, and wait until all calls have ended.
+        Their values are not used."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -303,7 +316,8 @@ class Executor(ABC):
 
     @abstractmethod
     def health(self, wait_s: float = 3.0) -> Health:
-        """Ask every rank for a sign of life and its stack. From any thread."""
+        """Ask every rank for the stack of its main thread, for at most `wait_s` seconds. May be called from
+        any thread."""
 
     @abstractmethod
     def dead_ranks(self) -> list[int]:
@@ -313,26 +327,28 @@ class Executor(ABC):
         loop's."""
 
     def where(self) -> str:
-        """Describe what the loop waits for: "at step 3, waiting for actor.update on rank 1"."""
+        """Return a phrase that says what the loop waits for: "at step 3, waiting for actor.update on rank
+        1"."""
         return at_label(self.label).strip() or "before the first step"
 
     def fail(self, error: RuntimeError) -> None:
-        """Set the executor's failure unless there is one already. From any thread."""
+        """Make calls and waits raise this error, unless an earlier failure is set. May be called from any
+        thread."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the ranks after all issued calls. The executor cannot be used afterwards."""
+        """Wait for all issued calls, then end the ranks. The executor cannot be used afterwards."""
 
     @abstractmethod
     def kill(self, exit_code: int) -> None:
-        """End the ranks at once. The executor cannot be used afterwards."""
+        """End the ranks at once, with this exit code. The executor cannot be used afterwards."""
 
 
 class ProcessExecutor(Executor):
-    """An executor whose ranks are processes, which receive signals and die individually; see shutdown.py."""
+    """An executor whose ranks are processes, which receive signals and die individually."""
 
     death_first_s = 0.0
     """Seconds to delay the failure of a call, where dead ranks are reported to `fail`.
@@ -345,5 +361,5 @@ class ProcessExecutor(Executor):
 
 
 def at_label(label: str | None) -> str:
-    """Return " at step 3" for "step 3", and nothing without a label."""
+    """Return " at step 3" for "step 3", and "" for None."""
     return "" if label is None else f" at {label}"

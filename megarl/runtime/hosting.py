@@ -1,4 +1,4 @@
-"""Host roles on a rank, independently of the transport of messages.
+"""Hold the role objects of one rank and run the driver's calls on them, however messages are transported.
 
 This module has the roles, the context that they are built with, and the idle hook. An executor's worker loop
 makes a WorkerContext, builds the roles with it and passes every call to `HostedRoles.run`."""
@@ -17,24 +17,25 @@ from megarl.runtime.messages import Call, CannotSend, Event, Reply, decode_argum
 
 
 class IdleHook(Protocol):
-    """Work that a rank does while no command waits, for example the steps of an engine.
+    """Work that a rank does while no call of the driver waits, for example the steps of an engine.
 
     Ranks that step together (the ranks of one engine) register the hook in the same call. They take the same
     number of steps before each command: one rank, the leader, decides for all."""
 
     def agree(self, value: bool) -> bool:
-        """Return the leader's value. Collective over the ranks that step together.
+        """Return the leader's `value` on every rank that steps together. Collective over these ranks.
 
         A single rank returns `value`."""
 
     def step(self) -> bool:
-        """Take one step. Returns False if nothing is left to do before the next command.
+        """Take one step. Returns False if nothing is left to do before the driver's next call.
 
         The result is the same on all ranks that step together."""
 
 
 class WorkerContext:
-    """The rank's services for a role that is hosted there.
+    """What a rank offers to the roles that it hosts: its number, events to the driver, the abort token and
+    the idle hook.
 
     Args:
         rank: rank of this process in the job.
@@ -48,7 +49,8 @@ class WorkerContext:
         self._send_event, self._lock = send_event, threading.Lock()
 
     def emit(self, name: str, payload: object = None) -> None:
-        """Send an event to the driver now, from any thread.
+        """Send an event to the driver now, from any thread. Raises CannotSend if no message can hold the
+        payload.
 
         Events of a rank arrive in the order of their `emit`. They arrive before the value of the call that
         has emitted them.
@@ -70,13 +72,14 @@ A function that builds the roles is also allowed. An error in this function is r
 
 
 class HostedRoles:
-    """The roles of one rank."""
+    """The role objects of one rank by name, on which the driver's calls run."""
 
     def __init__(self, roles: Mapping[str, object], rank: int) -> None:
         self.by_name, self._rank = dict(roles), rank
 
     def run(self, call: Call, index: int) -> Reply:
-        """Run a call of the driver.
+        """Run a call of the driver on this rank's role, and return the encoded value and its time. Errors of
+        the method are raised.
 
         Raises: the error of the method; TypeError for arguments or a result that no message can hold."""
         start = time.perf_counter()
@@ -94,14 +97,14 @@ class HostedRoles:
 
 
 def step_until(hook: IdleHook | None, has_command: Callable[[], bool]) -> None:
-    """Take idle steps until a command waits or nothing is left to do."""
+    """Take steps of the idle hook until a command of the driver waits or nothing is left to do."""
     while hook is not None and not hook.agree(has_command()):
         if not hook.step():
             return
 
 
 def stack_of_call(thread: threading.Thread, others: tuple[str, ...] = ()) -> str:
-    """Return the stack of a rank's thread below the call that it runs.
+    """Return the Python stack of a thread of this rank as text, from the role's method down.
 
     Stacks of the threads named in `others` are appended. Needs the GIL, which every wait in torch or gloo
     releases."""

@@ -17,7 +17,8 @@ _TICK_S = 0.1  # interval of `check_interrupt`
 
 
 class InlineExecutor(Executor):
-    """An executor whose roles are objects of this process, all of them on rank 0.
+    """An executor whose roles are objects of this process, all of them on rank 0. A call has ended when
+    `call` returns.
 
     A call runs at once and raises at once, with the original exception as cause. Arguments and results are
     encoded and decoded as for another process, so a loop cannot come to rely on shared objects. The idle hook
@@ -86,7 +87,7 @@ class InlineExecutor(Executor):
         """Do nothing: a call returns or raises Aborted before the loop can ask."""
 
     def drain(self) -> None:
-        """Raise the failure, if there is one. No call is in flight."""
+        """Raise the error of an earlier call, if there is one. No call is in flight."""
         self._raise_failure()
 
     def kill(self, exit_code: int) -> None:

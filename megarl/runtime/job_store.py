@@ -1,4 +1,4 @@
-"""Create the store of a job whose ranks this process starts.
+"""Create the c10d store (torch.distributed.TCPStore) of a job whose ranks this process starts.
 
 Nobody outside of the machine reaches the store, and nobody else on the machine can sign messages."""
 
@@ -17,7 +17,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def loopback_store() -> dist.TCPStore:
-    """Make a store on a free port of the loopback interface. torch alone would listen on all interfaces."""
+    """Return a new TCPStore on a free port that only this machine can reach. torch alone would listen on all
+    interfaces."""
     import torch.distributed as dist
 
     with socket.socket() as listener:
@@ -30,7 +31,7 @@ def loopback_store() -> dist.TCPStore:
 
 
 def store_environment(store: dist.TCPStore) -> dict[str, str]:
-    """Return the variables by which a rank finds the store and signs its messages."""
+    """Return the environment variables by which a rank finds the store and signs its messages."""
     return {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(store.port),

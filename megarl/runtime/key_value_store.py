@@ -1,4 +1,4 @@
-"""Declare the part of torch.distributed.Store that the runtime uses."""
+"""Declare the methods of torch.distributed.Store that the runtime uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class KeyValueStore(Protocol):
-    """Store for messages between the processes of a job."""
+    """Methods of torch's c10d store, over which the processes of a job exchange messages."""
 
     def set(self, key: str, value: str | bytes, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...

@@ -1,4 +1,4 @@
-"""Start and end ranks from this process, which runs the loop and is the driver.
+"""Start the rank processes of a job on this machine, and end them, without torchrun.
 
 `megarl train` and loops of a user run this way.
 
@@ -41,7 +41,8 @@ def local_ranks(
     call_timeout_s: float,
     interfaces: Mapping[str, type] | None = None,
 ) -> Iterator[StoreExecutor]:
-    """Start the ranks of a job, and yield the executor that reaches them.
+    """Start the ranks of a job, and give the `with` block the executor that reaches them. All ranks are gone
+    when the block ends.
 
     The ranks are shut down at the end and killed after an exception. In both cases all ranks are gone when
     the context ends. A rank that dies sets the executor's failure, like a rank that raises. Then the other
@@ -69,7 +70,8 @@ def local_ranks(
 
 @contextlib.contextmanager
 def undisturbed(is_interrupt: bool) -> Iterator[None]:
-    """Hold back signals that the user's program handles, until the ranks are gone.
+    """Delay the user program's handlers of SIGINT and SIGTERM until this context ends, so that the ranks are
+    gone first.
 
     Args:
         is_interrupt: drop another Ctrl-C."""
@@ -92,10 +94,10 @@ def undisturbed(is_interrupt: bool) -> Iterator[None]:
 
 
 class RankDied(RuntimeError):
-    """A rank ended unexpectedly. `is_kill`: it was ended from outside, so it has not reported a cause."""
+    """A rank ended unexpectedly. If `is_kill` is True, a signal ended it, so it has not reported a cause."""
 
     def __init__(self, code: int, description: str):
-        """Describe the death of a rank.
+        """Write the message about the death of a rank from its exit code.
 
         Args:
             code: exit code as in Popen.
@@ -112,13 +114,14 @@ class RankDied(RuntimeError):
             super().__init__(f"{who} ended with exit code {code}; stderr may say why.")
 
     def at(self, where: str) -> RankDied:
-        """Add the position of the job to the message."""
+        """Add the position of the job ("at step 3, ...") to the message, and return this error."""
         self.args = (f"{self} The job was {where}.",)
         return self
 
 
 class LocalRanks:
-    """Starts one process `python -m module argv` per rank, and the store of the job.
+    """Starts and ends the ranks of a job on this machine, one process `python -m module argv` each, and their
+    c10d store.
 
     A thread per rank starts its process and waits for it. The kernel ends a child with the thread that
     started it, and a caller's thread may be short-lived.
@@ -172,7 +175,7 @@ class LocalRanks:
         call_timeout_s: float,
         interfaces: Mapping[str, type] | None = None,
     ) -> StoreExecutor:
-        """Start the processes and the executor that reaches them.
+        """Start the processes, and return the executor that reaches them.
 
         A rank that dies sets this executor's failure.
 
@@ -207,7 +210,7 @@ class LocalRanks:
         return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
 
     def report_deaths(self, report: Callable[[RankDied], None]) -> None:
-        """Report every rank that dies before `end` to this function, on another thread.
+        """Let this function be called, on another thread, with every rank that dies before `end`.
 
         Ranks that have already died are reported now."""
         with self._lock:
@@ -216,17 +219,16 @@ class LocalRanks:
                 report(death)
 
     def are_running(self) -> bool:
-        """Return whether some rank has not ended."""
+        """Return whether at least one rank has not ended."""
         return any(thread.is_alive() for thread in self._threads)
 
     def expect_end(self) -> None:
-        """Stop treating the end of a rank as a failure."""
+        """Declare that ranks may end from now on: their end is no longer reported as a failure."""
         self._ending = True
 
     def end(self, wait_s: float) -> None:
-        """Wait `wait_s` seconds for the ranks to exit, then end them and their child processes.
-
-        Returns when all are gone."""
+        """Wait `wait_s` seconds for the ranks to exit, then kill those that remain. Returns when all ranks
+        and their children are gone."""
         self.expect_end()
         self._join(wait_s)
         self._end_ranks()
@@ -277,7 +279,7 @@ class LocalRanks:
             self._end_ranks()  # the other ranks would wait for this rank
 
     def _end_ranks(self) -> None:
-        """End the running ranks at once. Their child processes may clean up."""
+        """Kill the running ranks at once, and send SIGTERM to their child processes, which may clean up."""
         for process in list(self._processes.values()):
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):

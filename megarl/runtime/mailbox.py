@@ -1,4 +1,4 @@
-"""Exchange messages between driver and ranks over torch's own c10d store.
+"""Exchange messages between driver and ranks over torch's own c10d store: calls one way, results the other.
 
     cmd/0, cmd/1, ...   the log: one ordered list of commands. The driver writes; each rank reads all of it in
                         order and skips calls of roles that it does not host. Ranks that share roles therefore
@@ -37,7 +37,7 @@ _END = b"end"
 
 
 def connect(address: str | None = None, prefix: str | None = None, timeout_s: float = 300.0) -> dist.Store:
-    """Open a new client connection to the job's store.
+    """Return a new client connection to the job's c10d store, whose keys have the prefix of this attempt.
 
     Every thread that blocks on the store needs a separate connection, because a client sends one request at a
     time. If rank 0's own process hosts the store (no torchrun), call this after `init_process_group`.
@@ -53,14 +53,14 @@ def connect(address: str | None = None, prefix: str | None = None, timeout_s: fl
 
 
 def has_own_store() -> bool:
-    """Return whether the job has a store before its ranks have joined.
+    """Return whether torchrun or a driver already provides a c10d store, before `init_process_group`.
 
     torchrun provides such a store, as does a driver that has started the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def world_store(timeout_s: float) -> dist.Store | None:
-    """Return the store for `init_process_group`; None means that its default store is right.
+    """Return the store to pass to `init_process_group`, or None if its default store is right.
 
     The ranks have agreed on the job's secret over this store. If all ranks are on one node, gloo and NCCL are
     first restricted to its loopback interface.
@@ -82,7 +82,8 @@ def world_store(timeout_s: float) -> dist.Store | None:
 
 
 class Mailbox:
-    """The protocol of this module over one connection, which one thread at a time may block on."""
+    """Sends and receives messages between driver and ranks over one connection to the store. One thread at a
+    time may block on it."""
 
     def __init__(self, store: KeyValueStore) -> None:
         self._store, self._reports = store, 0
@@ -90,22 +91,21 @@ class Mailbox:
     # Driver side.
 
     def post(self, index: int, command: Command) -> list[str]:
-        """Append a command to the log.
-
-        Returns its keys, which can be deleted once every rank has read them."""
+        """Append a command to the log, which every rank reads in order. Returns the keys to delete once all
+        have read it."""
         head, parts = self._pack(f"cmd/{index}", signing.sign(encode(command), f"cmd/{index}"))
         self._store.set(f"cmd/{index}", head)
         return [f"cmd/{index}", *parts]
 
     def receive(self) -> Report | None:
-        """Block until some rank reports. Returns None if `close` was called."""
+        """Block until some rank reports, and return the report. Returns None if `close` was called."""
         head = self._store.queue_pop("inbox")
         data = signing.verify(self._read(head), "inbox")
         self.delete(json.loads(head[1:]) if head[:1] == _IN_PARTS else [])
         return decode_report(data) if data else None
 
     def close(self) -> None:
-        """End a `receive` that blocks on another connection."""
+        """Make a `receive` that blocks on another connection return None."""
         self._store.queue_push("inbox", _WHOLE + signing.sign(b"", "inbox"))
 
     def delete(self, keys: list[str]) -> None:
@@ -113,7 +113,8 @@ class Mailbox:
             self._store.delete_key(key)
 
     def ask_health(self, number: int, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
-        """Return the stack of the main thread of each of these ranks that answers in time.
+        """Ask these ranks for the stack of their main thread. Returns the stacks, by rank, that arrive within
+        `wait_s` seconds.
 
         Args:
             number: number of the question, from 0."""
@@ -125,18 +126,20 @@ class Mailbox:
         }
 
     def end_health(self, number: int) -> None:
-        """Tell the ranks that no question `number` or later will come."""
+        """Tell the ranks that no health question `number` or later will come, so that their threads may
+        end."""
         self._store.set(f"health/{number}", _END)
 
     def kill(self, index: int, exit_code: int) -> None:
-        """End the job at once.
+        """Tell all ranks to exit with `exit_code` in place of command `index`, the next one.
 
         Workers that wait for command `index`, the next one, exit at once. Failed workers stop waiting."""
         self._store.set("kill", "1")
         self.post(index, Kill(exit_code))
 
     def ask_all(self, key: str, ranks: Sequence[int], wait_s: float, value: str = "asked") -> list[int]:
-        """Set one of the keys of shutdown_listener.py. Returns the ranks that have not answered in time."""
+        """Set a key that every rank answers (shutdown_listener.py). Returns the ranks that have not answered
+        within `wait_s` seconds."""
         self._store.set(key, value)
         answered = self.answers(key, ranks, wait_s)
         return [rank for rank in ranks if rank not in answered]
@@ -145,7 +148,7 @@ class Mailbox:
         self._store.set(key, value)
 
     def answers(self, key: str, ranks: Sequence[int], wait_s: float = 0.0) -> dict[int, bytes]:
-        """Return rank -> the value that it has set under the key, for the ranks that set one in time."""
+        """Return rank -> its answer to the key, for the ranks that answer within `wait_s` seconds."""
         deadline, found = time.monotonic() + wait_s, dict[int, bytes]()
         while True:
             for rank in ranks:
@@ -158,23 +161,24 @@ class Mailbox:
     # Worker side.
 
     def has_command(self, index: int) -> bool:
-        """Return whether command `index` has been posted."""
+        """Return whether the driver has posted command number `index`. Does not block."""
         return self._store.check([f"cmd/{index}"])
 
     def next_command(self, index: int) -> Command:
-        """Return command `index`. Blocks until the command is posted."""
+        """Return command number `index`. Blocks until the driver has posted it."""
         head = self._store.get(f"cmd/{index}")
         return decode_command(signing.verify(self._read(head), f"cmd/{index}"))
 
     def report(self, report: Report) -> None:
-        """Put a report into the driver's inbox. Reports of one connection arrive in their order."""
+        """Send a reply or an event to the driver. Those of one connection arrive in their order."""
         data = signing.sign(encode(report), "inbox")
         head, _ = self._pack(f"report/{report.rank}/{self._reports}", data)
         self._reports += 1
         self._store.queue_push("inbox", head)
 
     def answer_health(self, rank: int, describe: Callable[[], str]) -> None:
-        """Answer the driver's questions with the result of `describe`, until the driver stops asking.
+        """Answer the driver's health questions with the result of `describe`, and return when the driver
+        stops asking.
 
         Runs on a separate thread with a separate connection."""
         number = 0

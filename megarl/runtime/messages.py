@@ -1,6 +1,5 @@
-"""Define the messages between driver and ranks: declared types, encoded as msgpack.
-
-Decoding a message runs none of its content as code.
+"""Define the messages between driver and ranks, as MessagePack of declared types. Reading one runs no code of
+the sender.
 
     driver -> ranks     Call, Shutdown, Kill
     ranks -> driver     Reply, Event, Terminated
@@ -29,7 +28,7 @@ _HOSTING = str(Path(__file__).with_name("hosting.py"))
 
 
 class Call(msgspec.Struct, tag="call", frozen=True):
-    """One call of a method on some ranks. `label` gives the time, for example "step 3"; errors name it."""
+    """One call of a role's method on some ranks. `label` says when it was issued, for example "step 3"."""
 
     role: str
     ranks: tuple[int, ...]
@@ -39,17 +38,17 @@ class Call(msgspec.Struct, tag="call", frozen=True):
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
-    """The last command of a job: ranks reply and return."""
+    """The last command of a job: ranks reply to it and return from their loop."""
 
 
 class Kill(msgspec.Struct, tag="kill", frozen=True):
-    """Ends the job early: ranks exit at once with this code."""
+    """The command that ends a job early: ranks exit at once with this code."""
 
     exit_code: int
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An exception of a rank, as text: its class may not be importable in the driver."""
+    """An exception that a rank has raised, as text, because its class may not be importable in the driver."""
 
     role: str
     method: str
@@ -59,7 +58,8 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException, role: str, method: str, label: str | None) -> Failure:
-        """Describe an exception, without the frames of the transport above the method."""
+        """Return an exception as text, without the traceback's frames between the worker loop and the role's
+        method."""
         last = "".join(traceback.format_exception_only(error)).strip()
         here = error.__traceback__
         below = here and here.tb_next or here  # without the caller's frame
@@ -93,7 +93,7 @@ class Event(msgspec.Struct, tag="event", frozen=True):
 
 
 class Terminated(msgspec.Struct, tag="terminated", frozen=True):
-    """The rank has received SIGTERM."""
+    """A rank tells the driver that it has received SIGTERM."""
 
     rank: int
 
@@ -105,11 +105,12 @@ decode_report: Callable[[bytes | memoryview], Report] = msgspec.msgpack.Decoder(
 
 
 class CannotSend(TypeError):
-    """A value cannot be encoded in a message."""
+    """Raised for a value that cannot be encoded in a message."""
 
 
 def encode(value: object) -> bytes:
-    """Encode a value of plain types, dataclasses and messages.
+    """Return a value of plain types, dataclasses and messages as MessagePack bytes. Raises CannotSend for
+    other values.
 
     numpy's numbers become Python's, and paths become strings.
 
@@ -134,7 +135,8 @@ def _plain(value: object) -> int | float | str:
 
 
 def encode_arguments(role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bytes:
-    """Encode the arguments of a call. Raises: CannotSend that names role, method, argument and type."""
+    """Return the arguments of a call as MessagePack bytes. Raises: CannotSend that names role, method,
+    argument and type."""
 
     def part(name: int | str, value: object) -> bytes:
         try:
@@ -149,7 +151,8 @@ def encode_arguments(role: str, method: str, args: tuple[object, ...], kwargs: M
 
 
 def decode_arguments(method: Callable[..., object], data: bytes) -> inspect.BoundArguments:
-    """Decode the result of `encode_arguments` by the annotations of the method.
+    """Return the arguments that `encode_arguments` encoded, bound to the method. Raises TypeError if they do
+    not fit its annotations.
 
     Arguments without an annotation are of plain types.
 
@@ -175,9 +178,8 @@ _ARGUMENTS = msgspec.msgpack.Decoder(tuple[list[bytes], dict[str, bytes]])
 
 
 def decode_result(interface: type | None, method: str, data: bytes) -> object:
-    """Decode the result of a call by the return annotation of the interface's method, else as plain types.
-
-    Raises: TypeError for a value of another type."""
+    """Return the decoded result of a call. Raises TypeError if it does not fit the return annotation of the
+    interface's method."""
     function = getattr(interface, method, None)
     decoder = _PLAIN if function is None else _decoder(inspect.unwrap(function), "return")
     return _decode(decoder, data, "its result")
@@ -195,7 +197,7 @@ _PLAIN = msgspec.msgpack.Decoder(Any, ext_hook=from_extension)
 
 @functools.cache
 def _decoder(function: Callable[..., object], name: str) -> msgspec.msgpack.Decoder[Any]:
-    """Return the decoder of a parameter of a function, or of its result ("return")."""
+    """Return the decoder for a parameter of a function, or for its result ("return"), by its annotation."""
     try:
         hint = typing.get_type_hints(function).get(name, Any)
     except NameError as error:
@@ -224,5 +226,6 @@ def _name(cls: type) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace characters that UTF-8 cannot encode, for example from a file name."""
+    """Return the text with characters that UTF-8 cannot encode, for example from a file name, as backslash
+    escapes."""
     return text.encode("utf-8", "backslashreplace").decode()

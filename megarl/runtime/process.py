@@ -1,4 +1,4 @@
-"""Configure one process of a job on Linux: environment, signals, exit, libraries and memory."""
+"""Configure a process of a job on Linux: its environment, signals, exit, libraries and memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_
 
 
 def without_rank(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that make a process a rank."""
+    """Return the environment without the variables that torchrun sets for a rank (RANK, MASTER_ADDR, ...)."""
     return {name: value for name, value in env.items() if not name.startswith(_RANK_VARIABLES)}
 
 
 def world_size_from_env() -> int:
-    """Return the number of ranks of the job. For the driver process that rank 0 has started."""
+    """Return the number of ranks of the job, in the driver process that rank 0 has started."""
     return int(os.environ["MEGARL_WORLD_SIZE"])
 
 
 def store_prefix(env: Mapping[str, str] = os.environ) -> str:
-    """Return the prefix of this attempt's keys in the store.
+    """Return the prefix of this attempt's keys in the c10d store: "megarl/<run id>/attempt_<number>".
 
     Args:
         env: environment of a rank."""
@@ -44,7 +44,8 @@ def store_prefix(env: Mapping[str, str] = os.environ) -> str:
 
 
 def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM) -> None:
-    """Send this process `death_signal` when its parent ends, and end it 3 seconds later in any case.
+    """Make this process end when its parent ends: it gets `death_signal` then, and is ended 3 seconds later
+    in any case.
 
     The kernel sends the signal when the *thread* that started this process ends, so start children from the
     main thread.
@@ -63,7 +64,8 @@ def _watch_parent(parent: int) -> None:
 
 
 def process_name(pid: int | None = None) -> str:
-    """Return a name that no other process of any machine ever has: "boot id and namespace/pid/start".
+    """Return a name for a process that no other process of any machine ever has: "boot id and
+    namespace/pid/start".
 
     A process that has ended has no start. The default is this process."""
     pid = os.getpid() if pid is None else pid
@@ -78,7 +80,8 @@ def process_name(pid: int | None = None) -> str:
 
 
 def has_died(name: str) -> bool:
-    """Return whether the process of this name has ended, as far as this process can see."""
+    """Return whether the process that `process_name` named has ended; False if it cannot be seen, e.g. on
+    another machine."""
     seen_by, pid, _ = name.split("/")
     now = process_name(int(pid))
     return now.startswith(f"{seen_by}/") and now != name
@@ -95,7 +98,7 @@ def end_on_signals() -> None:
 
 
 def exit_on_signals(*signums: int) -> None:
-    """Let these signals end this process at once with exit code 128 + n.
+    """Make each of these signals end this process at once with exit code 128 + n.
 
     Do not use this for a process that must clean up."""
     for signum in signums:
@@ -119,7 +122,8 @@ def ignore_signals_for_good() -> None:
 
 
 def listen_on_loopback() -> None:
-    """Restrict gloo and NCCL to the loopback interface. Variables that the user has set stay.
+    """Restrict gloo and NCCL to the loopback interface by environment variables, unless the user has set
+    these.
 
     Both accept connections from anybody who reaches them."""
     if os.path.exists("/sys/class/net/lo"):
@@ -143,7 +147,8 @@ def keep_freed_memory() -> None:
 
 
 def compute_fp32_exactly() -> None:
-    """Keep fp32 from becoming TF32 on a GPU, in this process and in the engines that it starts.
+    """Keep matrix products in fp32 from being computed in TF32 on a GPU, in this process and in the engines
+    that it starts.
 
     Call this before CUDA and Triton are loaded. TF32 rounds the factors of a product to 10 bits, an error of
     about 1e-3 in a log-prob. The log-prob gate of an fp32 job compares rounding errors of 1e-6.
@@ -159,7 +164,8 @@ def compute_fp32_exactly() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence warnings of libraries about missing or renamed parts, about thirty lines per process.
+    """Silence the warnings that torch, Megatron and vLLM give about missing or renamed parts, about thirty
+    lines per process.
 
     Call this before torch, Megatron and vLLM are imported. PYTHONWARNINGS and the libraries' own logging
     variables restore the warnings."""

@@ -1,4 +1,4 @@
-"""Shut down a driver process: one message, one exit code, no process left behind.
+"""Shut down a driver process with one message and one exit code, and leave no rank process behind.
 
     running    SIGTERM, within `graceful_shutdown`                     -> stopping
     running    SIGINT; SIGTERM without such a loop                     -> unwinding: Stopped is raised, once
@@ -45,7 +45,8 @@ _signals: list[int] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM reached the driver. `text` is the message after a graceful shutdown."""
+    """Raised in the driver after SIGINT or SIGTERM. `text` is the message to print after a graceful
+    shutdown."""
 
     def __init__(self, signum: int, text: str | None = None):
         super().__init__(signum)
@@ -53,7 +54,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class ShutdownRequest(Protocol):
-    """A request for a graceful shutdown. The signal handler makes the request; the loop handles it."""
+    """A request for a graceful shutdown, which a signal handler sets and the training loop handles."""
 
     is_armed: bool
     """Whether the loop handles a request now."""
@@ -61,28 +62,29 @@ class ShutdownRequest(Protocol):
     """Whether the shutdown was requested."""
 
     def request(self) -> None:
-        """Ask for the shutdown."""
+        """Set the request. The signal handler calls this."""
 
 
 class Processes(Protocol):
-    """The ranks, if they are this process's children."""
+    """The rank processes, if they are this process's children."""
 
     on_signal: Callable[[int], bool]
     """Called on another thread after SIGTERM or SIGINT ended a rank. Returns whether that ends the job."""
 
     def expect_end(self) -> None:
-        """Stop treating the end of a rank as a failure."""
+        """Declare that ranks may end from now on: their end is no longer reported as a failure."""
 
     def end(self, wait_s: float) -> None:
-        """Wait `wait_s` seconds for the ranks to exit, then end them."""
+        """Wait `wait_s` seconds for the ranks to exit, then kill those that remain."""
 
     def kill(self) -> None:
-        """End the ranks at once."""
+        """Kill the ranks at once, without waiting."""
 
 
 @dataclass
 class _Running:
-    """The job of this process, as the signal handlers see it."""
+    """What signal handlers know of the job of this process: its executor, ranks, shutdown request and
+    deadline."""
 
     executor: Executor | None = None
     processes: Processes | None = None
@@ -113,7 +115,7 @@ class _Running:
         return self.request is not None and self.request.is_requested
 
     def claim(self) -> bool:
-        """Return whether the caller may end the job. Only one caller gets True."""
+        """Return True to the first caller, which may then end the job, and False to all others."""
         claimed = self._claim.acquire(blocking=False)
         if claimed:
             self.has_ended.set()
@@ -131,7 +133,7 @@ _running = _Running()
 
 
 def last_failure() -> tuple[str | None, str] | None:
-    """Return label and first line of the failure that `run_job` has reported."""
+    """Return label ("step 3") and first line of the last failure that `run_job` has printed, or None."""
     return _running.reported
 
 
@@ -142,7 +144,8 @@ def received_signal() -> int | None:
 
 @contextlib.contextmanager
 def graceful_shutdown(request: ShutdownRequest, grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
-    """Make a SIGTERM a request for a graceful shutdown, around the loop that handles it.
+    """Let a SIGTERM within this context set `request` instead of ending the loop, which must then end within
+    `grace_s` seconds.
 
     Args:
         grace_s: seconds that the loop has from the request to its end.
@@ -159,7 +162,8 @@ def run_job(
     connect: Callable[[], E],
     processes: Processes | None = None,
 ) -> int:
-    """Run `main(connect())`, then shut the workers down.
+    """Run `main(connect())` as the driver, end the ranks, and return the exit code. Errors are printed, not
+    raised.
 
     After any error, one message goes to stderr. It is the first failure of any rank, else the driver's own
     error, else the position of the job when a signal ended it. By then `main` has unwound, so its files are
@@ -206,7 +210,7 @@ def run_job(
 
 
 def _shut_down_after(error: BaseException, job: _Running) -> int:
-    """Report the error and end the ranks. Returns the exit code."""
+    """Print the message about an error, kill the ranks, and return the exit code."""
     _claim_or_wait(job)
     executor, processes = job.executor, job.processes
     if processes is not None:
@@ -223,7 +227,8 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
 
 
 def _claim_or_wait(job: _Running) -> None:
-    """Return only if the main thread ends the job. Otherwise a limit ends the job, by `os._exit`."""
+    """Return if the main thread is the one to end the job. Otherwise block until another thread ends the
+    process."""
     if not job.claim():
         threading.Event().wait()
 
@@ -232,7 +237,8 @@ def run_job_in_process(
     main: Callable[[Executor], object],
     ranks: Callable[[], contextlib.AbstractContextManager[Executor]],
 ) -> int:
-    """Run `main` where the roles are objects of this process.
+    """Run `main` on an executor whose roles are objects of this process. Returns 0 or, after a signal, 128 +
+    n; errors are raised.
 
     SIGTERM means the same as elsewhere. Ctrl-C stays a KeyboardInterrupt until it arrives here, as a debugger
     needs it. An error is raised.
@@ -265,7 +271,8 @@ def run_job_in_process(
 
 
 def _first_stop(error: BaseException) -> BaseException:
-    """Return the first of several signals that have raised, each while the previous one unwound."""
+    """Return the first of several KeyboardInterrupts, each raised by a signal while the previous one unwound;
+    else the error itself."""
     while isinstance(error, KeyboardInterrupt) and isinstance(error.__context__, KeyboardInterrupt):
         error = error.__context__
     return error
@@ -304,19 +311,21 @@ def _kill_workers(executor: Executor | None, exit_code: int) -> None:
 
 
 def _reason(job: _Running) -> str:
-    """Return the cause of a SIGTERM, as far as it is known."""
+    """Return the likely cause of a SIGTERM under torchrun, for the message; "" if torchrun did not start the
+    job."""
     if job.rank_0 is None:
         return ""
     return " (rank 0 has died)" if _is_orphan(job) else " (a worker died, or torchrun was told to stop)"
 
 
 def _is_orphan(job: _Running) -> bool:
-    """Return whether rank 0, which has started this process, has ended: the kernel then sends SIGTERM."""
+    """Return whether rank 0, which has started this driver process, has ended."""
     return job.rank_0 is not None and os.getppid() != job.rank_0
 
 
 def _is_shutting_down() -> bool:
-    """Return whether a rank's error is the consequence of a signal. Waits until that is known."""
+    """Return whether a rank's error is the consequence of a signal, so that it is not reported. Waits until
+    that is known."""
     if not _signals:
         return False
     if not _running.is_requested:
@@ -326,13 +335,13 @@ def _is_shutting_down() -> bool:
 
 
 def _terminate() -> None:
-    """Send the driver the SIGTERM that a rank has received, unless the driver received one too."""
+    """Send this driver process the SIGTERM that a rank has received, unless the driver received one too."""
     if not _signals:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _act_on_signal_of_rank(signum: int) -> bool:
-    """Send the driver the signal that has ended a rank. Returns whether that ends the job.
+    """Send this driver process the signal that has ended a rank. Returns whether that signal ends the job.
 
     During a graceful shutdown no rank may end by SIGTERM."""
     if signum == signal.SIGTERM and _running.executor is not None and _running.is_requested:
@@ -353,7 +362,7 @@ def _handle_signals(*signums: int) -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """Ask the loop to stop, or raise Stopped; see the module docstring.
+    """Handle SIGINT or SIGTERM: set the request for a graceful shutdown, or raise Stopped.
 
     Ctrl-C under torchrun also kills rank 0, whose death is a SIGTERM here. If the SIGTERM comes first, this
     handler waits for a SIGINT to overtake it. If the SIGTERM comes while this handler works on the SIGINT,
@@ -377,7 +386,8 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def _make_request(job: _Running) -> bool:
-    """Return whether a SIGTERM is a request for a graceful shutdown. The first one makes the request."""
+    """Set the request for a graceful shutdown after a SIGTERM. Returns False if the loop cannot handle
+    one."""
     executor = job.executor
     if executor is None or _is_orphan(job):
         return False
@@ -398,7 +408,7 @@ def _ignore_signals() -> None:
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
-    """Keep the signal for the next attempt, which checks for one; SIG_IGN would lose it."""
+    """Record a signal without acting on it. The next attempt checks for one; SIG_IGN would lose it."""
     _signals.append(signum)
 
 
@@ -433,7 +443,7 @@ def _limit_unwinding(job: _Running, signum: int) -> None:
 
 
 def _exit_now(code: int, job: _Running) -> None:
-    """End all ranks and this process at once."""
+    """Kill all ranks, and end this process at once with the exit code."""
     try:
         if job.processes is not None:
             job.processes.kill()

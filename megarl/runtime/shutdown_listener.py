@@ -41,7 +41,8 @@ _SAME_SIGNAL_S = 1.0  # a signal reaches all its processes within this time
 
 
 class ShutdownListener:
-    """Answers the driver on a separate thread; call `join` after the driver has set END."""
+    """Answers the driver's questions during a shutdown, on a thread of the rank. Call `join` after the driver
+    has set END."""
 
     def __init__(self, rank: int):
         self._rank, self._terminated, self._pinged, self._asked = (
@@ -59,7 +60,8 @@ class ShutdownListener:
         self._thread.join(timeout_s)
 
     def is_aborted(self, index: int, error: BaseException) -> bool:
-        """Return whether this command, which has raised, is one that the driver aborts.
+        """Return whether the driver has aborted command `index`, so that the `error` it has raised is no
+        failure.
 
         Nobody reads the value of an aborted command. A call after an aborted one may fail because the aborted
         call's effects are missing. A child process of this rank, for example an engine, may have received the
@@ -89,7 +91,8 @@ class ShutdownListener:
             ABORT.all_ranks_know = store.get(ALL_RANKS_KNOW) == ASKED
 
     def _end(self) -> None:
-        """End this process when the driver has ended or is out of reach. Runs on a thread."""
+        """After a SIGTERM, wait until the driver has ended or is out of reach, then end this process. Runs on
+        a thread."""
         self._terminated.set()
         try:
             store = connect(timeout_s=_CONNECT_S)
@@ -108,14 +111,14 @@ class ShutdownListener:
 
 
 def _has_driver_died(store: KeyValueStore) -> bool:
-    """Return whether the driver has surely ended.
+    """Return True if the driver has certainly ended, False if it lives or if that is unknown.
 
     This is unknown for a driver that is starting or runs on another machine."""
     return store.check([DRIVER]) and has_died(store.get(DRIVER).decode())
 
 
 def _on_sigterm(call: Callable[[], None]) -> None:
-    """Call this function once, on a thread, after SIGTERM, even while the main thread is inside a collective.
+    """Make `call` run once, on a thread, after a SIGTERM, even while the main thread is inside a collective.
 
     No Python handler would run there. Call this on the main thread."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,4 +1,5 @@
-"""Sign the messages in the job's store with an HMAC-SHA256 (RFC 2104) before each message.
+"""Sign the messages in the job's c10d store with HMAC-SHA256, so that ranks and driver read only each other's
+messages.
 
 The signature is checked before any of the message is read. Anybody who can reach the store's port can write
 there. The key is the job's secret:
@@ -30,20 +31,22 @@ _FILE, _READERS = "secret/file", "secret/readers"
 
 
 class ForgedMessage(RuntimeError):
-    """A message in the store was not written by this job."""
+    """Raised for a message in the store that no process of this job has signed."""
 
 
 class SecretError(ValueError):
-    """The job's secret is missing, too short, or in a folder that others can read. The user must fix it."""
+    """Raised if the job's secret is missing, too short, or in a folder that others can read. The user must
+    fix it."""
 
 
 def sign(data: bytes, name: str) -> bytes:
-    """Return 32 bytes of HMAC, then the data, which will be stored under `name`."""
+    """Return the message to store under the key `name`: 32 bytes of HMAC over key and data, then the data."""
     return _mac(name, data) + data
 
 
 def verify(signed: bytes, name: str) -> memoryview:
-    """Return the data if its signature is valid.
+    """Return the data of a signed message. Raises ForgedMessage if key and data were not signed with the
+    job's secret.
 
     Raises: ForgedMessage if no process with the same secret has signed the data for this name."""
     data = memoryview(signed)[_MAC_BYTES:]
@@ -66,7 +69,7 @@ _secret: str | None = None
 
 
 def job_secret() -> str:
-    """Return this process's secret, from the environment or drawn once.
+    """Return the secret by which this process signs messages: from the environment, or drawn once at random.
 
     Raises: SecretError for a secret that is short enough to be guessed."""
     global _secret
@@ -98,7 +101,8 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
 
 
 def agree(store: KeyValueStore, env: MutableMapping[str, str] = os.environ) -> None:
-    """Agree on the secret of all ranks before the first message. Collective over the world.
+    """Give all ranks the same secret before the first message, and remove it from the environment. Collective
+    over the world.
 
     The secret is the one in the environment, else rank 0's. It is removed from the environment, which
     children inherit.
@@ -122,7 +126,7 @@ def agree(store: KeyValueStore, env: MutableMapping[str, str] = os.environ) -> N
 
 
 def _write(secret: str) -> Path:
-    """Write the secret to a new file.
+    """Write the secret to a new file that only this user can read, and return its path.
 
     Files of jobs that ended before all of their ranks had started are removed."""
     folder = _folder()
@@ -141,7 +145,7 @@ def _read(path: Path) -> str:
 
 
 def _folder() -> Path:
-    """Return a folder that nobody else can read or write.
+    """Return a temporary folder that nobody else can read or write, and create it if needed.
 
     Raises: SecretError if somebody else has made the folder."""
     folder = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}"

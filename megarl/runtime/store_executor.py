@@ -1,4 +1,4 @@
-"""Run calls over the job's c10d store: send commands, read reports, enforce deadlines."""
+"""Implement the executor over the job's c10d store: send calls, read replies, enforce deadlines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOCK_S = 1.0
 
 
 class StoreExecutor(ProcessExecutor):
-    """An executor over the job's store.
+    """An executor that reaches its ranks over the job's c10d store.
 
     A reader thread takes reports from the inbox as they come. An error of any rank is therefore known at
     once, even while the driver waits or works.
@@ -80,7 +80,8 @@ class StoreExecutor(ProcessExecutor):
     def from_env(
         cls, ranks: dict[str, list[int]], call_timeout_s: float, interfaces: Mapping[str, type] | None = None
     ) -> StoreExecutor:
-        """Connect to the job that `start_driver` described. Call this in the driver process."""
+        """Return an executor for the job whose store `start_driver` has put into the environment. Call this
+        in the driver process."""
         job_secret()
         os.environ.pop(JOB_SECRET, None)  # the driver's children do not need the secret
         writer, reader = (
@@ -152,7 +153,7 @@ class StoreExecutor(ProcessExecutor):
         return f"{when}, waiting for {' and '.join(calls)}" if calls else f"{when}, no call in flight"
 
     def _end(self) -> None:
-        """End the reader thread.
+        """Stop the reader thread, and wait a second for it.
 
         The store's C++ code may terminate a process that exits while a thread is inside it."""
         self._is_over = True
@@ -172,7 +173,8 @@ class StoreExecutor(ProcessExecutor):
             self._stopped_s += lost
 
     def _seconds_left(self) -> float:
-        """Return the seconds until the next deadline. Sets the failure after a missed deadline.
+        """Return the seconds until the deadline of a call, inf if none is in flight. Sets a CallTimeout as
+        the failure after a missed deadline.
 
         A rank's clock starts when its oldest call could start there."""
         now = self._now()

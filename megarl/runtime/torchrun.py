@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def start_driver(argv: list[str], module: str = "megarl.trainer") -> subprocess.Popen[bytes]:
-    """Start the driver beside rank 0: `python -P -m module argv`.
+    """Start the driver process `python -P -m module argv` beside rank 0, and return it.
 
     Call this on rank 0's main thread and pass the result to `serve`. The driver's environment describes the
     job, without the variables that would make the driver a rank. From here on this process lives no longer
@@ -65,7 +65,8 @@ def run_driver(
     call_timeout_s: float,
     interfaces: Mapping[str, type] | None = None,
 ) -> int:
-    """Run `main(executor)` in the process that `start_driver` started, then shut the workers down.
+    """Run `main(executor)` in the driver process that `start_driver` started, end the ranks, and return the
+    exit code.
 
     Returns the exit code, as `run_job`.
 

@@ -1,4 +1,4 @@
-"""Run the worker loop of a rank on the job's store.
+"""Run the loop of a rank, which takes the driver's calls from the job's c10d store, runs them and reports.
 
 The loop takes the next command of the log, runs it if a role of this rank is called, and reports.
 
@@ -48,7 +48,8 @@ def serve(
     driver: subprocess.Popen[bytes] | None = None,
     health: threading.Thread | None = None,
 ) -> int:
-    """Serve the driver until it shuts the job down.
+    """Run the driver's calls until it shuts the job down, and return this rank's exit code. A failure ends
+    the process instead.
 
     Args:
         roles: roles of this rank; see `hosting.Roles`.
@@ -75,7 +76,8 @@ def serve(
 
 
 def answer_health(rank: int) -> threading.Thread:
-    """Answer the driver's health questions from now on, with the stack of this rank's main thread.
+    """Start a thread that answers the driver's health questions with the stack of this rank's main thread,
+    and return it.
 
     Needs the job's store."""
     thread = threading.Thread(target=_answer_health, args=(rank,), name="answer_health", daemon=True)
@@ -84,7 +86,7 @@ def answer_health(rank: int) -> threading.Thread:
 
 
 def fail_to_start(error: BaseException, rank: int) -> NoReturn:
-    """Report an error before `serve` to the driver, and end the process.
+    """Report an error before `serve` to the driver, and end the process with exit code 1.
 
     If the driver's store cannot be reached, the error is printed here."""
     failure = Failure.of(error, "worker", "start-up", None)
@@ -104,7 +106,7 @@ def _answer_health(rank: int) -> None:
 
 
 class _WorkerLoop:
-    """The loop over the commands of one rank.
+    """Takes the commands of the driver on one rank, runs those for roles of this rank, and reports.
 
     Commands come over one connection, which blocks. All reports of this rank go over another connection, so
     that they arrive in their order and an event can be sent at any time."""
@@ -115,7 +117,7 @@ class _WorkerLoop:
         self._context = WorkerContext(rank, self._report)
 
     def run(self, roles: Roles) -> None:
-        """Serve until the driver shuts down."""
+        """Run commands until the driver shuts the job down. A failure ends the process."""
         hosted = HostedRoles(self._build(roles), self._rank)
         index = 0
         while isinstance(command := self._next(index), Call):

@@ -19,13 +19,14 @@ from megarl.trainer.own_ranks import Started
 
 
 def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
-    """Create the run folder and train."""
+    """Train until the last step on ranks that have started. A SIGTERM saves the last completed step and
+    raises Stopped."""
     with Trainer(config, started=Started(executor, inputs, world_size)) as trainer, graceful_stop(trainer):
         train(trainer)
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code of the driver.
+    """Run the driver process of a training job under torchrun, and return its exit code.
 
     0 for success, 2 for a job whose configuration cannot start, 1 for a job that failed."""
     config = load_config(argv, REGISTRY)

@@ -20,7 +20,8 @@ from megarl.trainer.rollout_batch import RolloutBatch
 
 
 class ActorState:
-    """The driver's state of one actor and of the roles with its number.
+    """The driver's state of one actor: position in the data, sample buffer, KL controller, log-prob gate and
+    reward weights.
 
     Args:
         suffix: "" for the first actor, "_2" for the second.
@@ -50,7 +51,8 @@ class ActorState:
             self.kl.update(metrics[MEASURED_KL], len(batch.samples) - num_failed)
 
     def note_zero_rewards(self, batch: RolloutBatch) -> str | None:
-        """Count consecutive steps without a reward other than 0. Returns a warning when there are many."""
+        """Count consecutive steps whose rewards were all zero. Returns a warning at every multiple of
+        --warn-after-zero-reward-steps, else None."""
         if not batch.rewards:  # the actor learns from another actor's samples
             return None
         self.zero_reward_steps = 0 if any(batch.rewards.values()) else self.zero_reward_steps + 1
@@ -63,7 +65,8 @@ class ActorState:
         )
 
     def note_unscored_updates(self, metrics: Mapping[str, float], step: int) -> str:
-        """Return a warning if updates were skipped because no sample of their mini-batches had a reward."""
+        """Return a warning if updates were skipped because every reward of their mini-batch failed, else
+        ""."""
         kinds = {"actor": "policy/updates_unscored", "critic": "critic/updates_unscored"}
         said = " and ".join(
             f"{metrics[name]:.0f} of {kind}{self.suffix}" for kind, name in kinds.items() if name in metrics
@@ -71,7 +74,8 @@ class ActorState:
         return said and f"step {step}: updates left out, as every reward of their mini-batch failed: {said}."
 
     def admit(self, rows: Sequence[int] | None, step: int) -> None:
-        """Admit the prompts of a step to the buffer.
+        """Add the prompts of a step to the buffer, or raise ValueError for rows that do not exist or do not
+        fill whole mini-batches.
 
         Args:
             rows: rows of the training data; None takes the next ones.
@@ -86,7 +90,8 @@ class ActorState:
 
     @property
     def num_samples_per_prompt(self) -> int:
-        """Size of a group. A row of supervised fine-tuning is a group of one sample."""
+        """Number of responses to each prompt, which form its group; 1 in supervised fine-tuning, where a row
+        is a sample."""
         return self.config.batch.num_samples_per_prompt if self.algorithm.needs_rollout else 1
 
     def _checked(self, rows: Sequence[int]) -> Sequence[int]:
@@ -102,7 +107,7 @@ class ActorState:
         return rows
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the part of the actor's state that a checkpoint holds, for JSON."""
+        """Return the part of the actor's state that a checkpoint holds, as values that JSON can represent."""
         state = {
             "cursor": self.cursor.state(),
             "kl": self.kl.state_dict(),
@@ -111,9 +116,8 @@ class ActorState:
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `snapshot` returned. The log-prob gate must be passed again.
-
-        Raises: ValueError if the size of the training data has changed."""
+        """Restore the state that `snapshot` returned, or raise ValueError if the size of the training data
+        has changed."""
         self.cursor = DataCursor.restore(state["cursor"], self.cursor.num_rows)
         self.kl.load_state_dict(state["kl"])
         self.zero_reward_steps = state["zero_reward_steps"]

@@ -16,12 +16,13 @@ from megarl.packing import Sample
 
 
 class SampleBufferError(RuntimeError):
-    """A sample arrived that the buffer does not expect, or a group is too late."""
+    """Raised for a sample that the buffer does not expect, and for a group that is not finished when it is
+    due."""
 
 
 @dataclass
 class Group:
-    """The samples of one visit of a prompt.
+    """One use of a prompt (a visit), with those of its samples that are finished so far.
 
     Example: Group(visit=4, row=17, num_samples=2, step=3, samples={8: Sample(8, ...), 9: Sample(9, ...)})
     """
@@ -61,7 +62,8 @@ class SampleBuffer:
         return len(self._groups)
 
     def admit(self, visits: Mapping[int, int], num_samples: int | Mapping[int, int], step: int) -> None:
-        """Add prompts that are to be sampled.
+        """Add prompts that are to be sampled, or raise SampleBufferError for a visit that is already in the
+        buffer.
 
         Args:
             visits: visit -> row of the training data.
@@ -75,14 +77,16 @@ class SampleBuffer:
             self._groups[visit] = Group(visit, row, size, step)
 
     def issue(self) -> dict[int, int]:
-        """Return visit -> row of the prompts that no engine has received, and mark them as issued."""
+        """Return visit -> data row of the prompts that no engine has received yet, and mark them as
+        issued."""
         waiting = [group for group in self._groups.values() if not group.is_issued]
         for group in waiting:
             group.is_issued = True
         return {group.visit: group.row for group in waiting}
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Add finished samples to their groups.
+        """Add finished samples to their groups, or raise SampleBufferError for a sample that no group waits
+        for.
 
         Raises: SampleBufferError for a duplicate sample, and for a sample of a group that was not issued or is
         finished."""
@@ -101,7 +105,8 @@ class SampleBuffer:
             group.samples[sample.sample_id] = sample
 
     def take(self, step: int) -> list[Group]:
-        """Remove the finished groups and return them, in the order of admission.
+        """Remove the finished groups and return them, in the order of admission. Raises SampleBufferError if
+        a group that is due at this step is unfinished.
 
         Raises: SampleBufferError for an unfinished group that was admitted for step `step - staleness` or
             an earlier one."""
@@ -117,7 +122,8 @@ class SampleBuffer:
         return finished
 
     def snapshot(self) -> list[dict[str, int]]:
-        """Return the groups that have not been trained on, for JSON."""
+        """Return the groups that have not been trained on, without their samples, as values that JSON can
+        represent."""
         return [
             {"visit": group.visit, "row": group.row, "num_samples": group.num_samples, "step": group.step}
             for group in self._groups.values()

@@ -129,7 +129,8 @@ class Checkpointer:
             self._saving, self.last_step = _Saving(step, partial, self._body(states.result())), step
 
     def poll(self) -> None:
-        """Make the checkpoint visible if it is complete, without waiting.
+        """Rename the current checkpoint to its final folder if every rank has written its part. Does not
+        wait, and does nothing if there is no checkpoint in progress.
 
         Raises: RemoteError if a rank could not write its part."""
         saving = self._saving
@@ -145,7 +146,8 @@ class Checkpointer:
                     self._publish(saving, {role: digests[0] for role, digests in answers.items()})
 
     def wait(self) -> None:
-        """Wait until the current checkpoint is visible. Raises the errors of `poll`."""
+        """Wait until the current checkpoint, if any, is complete and has its final folder name. Raises the
+        errors of `poll`."""
         saving = self._saving
         if saving is None:
             return
@@ -165,7 +167,8 @@ class Checkpointer:
         shutil.rmtree(partial, ignore_errors=True)
 
     def restore(self) -> None:
-        """Restore every role and the driver's state from --load, once the roles are set up.
+        """Load the newest undamaged checkpoint of --load into every role and into the driver's state. Without
+        --load nothing is done.
 
         Nothing is restored if --load is --save's own folder and holds no checkpoint yet.
 
@@ -239,7 +242,8 @@ class Checkpointer:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _best_step(self) -> int | None:
-        """Return the step of the best checkpoint on disk; the latest of equal ones."""
+        """Return the step of the checkpoint on disk with the best --best-metric, the latest of equal ones;
+        None if no checkpoint has that metric."""
         name, sign = self.config.best_metric, 1 if self.config.best_metric_mode == "max" else -1
         metrics = ((step, self._metrics.get(step, {})) for step in self._on_disk)
         values = {step: (sign * row[name], step) for step, row in metrics if name in row}
@@ -248,7 +252,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ reading
 
     def _problem_of(self, folder: Path) -> str | None:
-        """Return the error of a checkpoint, or None.
+        """Return why a checkpoint cannot be loaded, or None if it can.
 
         Compares digests of the files and shapes of the models."""
         try:
@@ -283,7 +287,8 @@ class Checkpointer:
         self._go_on(body["step"], folder)
 
     def _go_on(self, step: int, folder: Path | None) -> None:
-        """Cut the run folder so that `step` is its last step."""
+        """Report that the job continues after `step`. If it continues in its own run folder, also remove the
+        records and checkpoints of later steps."""
         note = self._run.progress.note
         if not goes_on(self._job_config):
             note(f"continues after step {step}: {folder}")
@@ -315,7 +320,7 @@ def _removed_if_failed(partial: Path) -> Iterator[None]:
 
 
 def _metrics_of(folder: Path) -> dict[str, float]:
-    """Return the metrics of a checkpoint, {} for a damaged one."""
+    """Return the metrics that were saved with a checkpoint, or {} if its job.json is damaged."""
     try:
         metrics: dict[str, float] = read_job(folder)["metrics"]
         return metrics

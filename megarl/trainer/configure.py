@@ -30,7 +30,7 @@ def load_config(*argv: str, device_map: DeviceMap | None = None, **flags: object
 
 
 def _words(flag: str, value: object) -> list[str]:
-    """Return the words of a flag as in an args file, without the quotes that a shell removes.
+    """Return the words of the command line for a flag with this value.
 
     A value that looks like a flag or a file stays a value."""
     head, *values = shlex.split(format_flag(flag, str(value) if hasattr(value, "__fspath__") else value))

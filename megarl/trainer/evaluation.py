@@ -27,7 +27,8 @@ MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
 def held_out_accuracy(
     rollout: Rollout, reward: Reward, rows: list[int]
 ) -> tuple[dict[str, float], dict[str, Record]]:
-    """Return the mean reward of one response per row, sampled and greedy, and the first row's answers.
+    """Return the mean reward of one response per row, sampled and greedy, and the first row's answers, each
+    by metric name.
 
     A row draws the same noise at every evaluation, in a job and in `megarl eval`. Only the weights change the
     accuracies."""
@@ -42,7 +43,8 @@ def held_out_accuracy(
 
 
 def evaluate_actors(executor: Executor, state: TrainState) -> tuple[dict[str, float], dict[str, Record]]:
-    """Evaluate every actor on --eval-data. Returns the scores and, for each score, the first row's answer.
+    """Evaluate every actor on --eval-data. Returns metric -> mean reward and metric -> the first row's
+    answer.
 
     Raises: ValueError without --eval-data, or without a rule that scores."""
     scores: dict[str, float] = {}
@@ -67,7 +69,7 @@ def evaluate_actors(executor: Executor, state: TrainState) -> tuple[dict[str, fl
 def evaluate_job(
     executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int
 ) -> None:
-    """Load --model into the engines, answer --eval-data, and write one JSON line to stdout.
+    """Load --model into the engines, answer --eval-data, and write the accuracies as one JSON line to stdout.
 
     The job's other roles are not set up."""
     actor, rollout, reward = (

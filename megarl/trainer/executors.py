@@ -35,7 +35,8 @@ The roles can be called within the context."""
 
 
 def open_executor(config: TrainConfig, world_size: int) -> AbstractContextManager[Executor]:
-    """Start the ranks of a job from this process, which is its driver."""
+    """Return a context manager that starts the ranks of a job, gives their executor, and ends them. This
+    process is the driver."""
     return _FACTORIES[config.placement.executor](config, world_size)
 
 
@@ -47,7 +48,8 @@ def has_rank_processes(config: TrainConfig) -> bool:
 
 
 def register_executor(name: str, factory: ExecutorFactory) -> None:
-    """Register the factory of an executor, before a configuration names the executor."""
+    """Let --executor `name` mean the executor that `factory` makes. Call this before a configuration names
+    it."""
     _FACTORIES[name] = factory
     if name not in EXECUTORS:
         EXECUTORS.append(name)
@@ -55,7 +57,8 @@ def register_executor(name: str, factory: ExecutorFactory) -> None:
 
 @contextlib.contextmanager
 def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecutor]:
-    """Start every rank as a separate process on this machine."""
+    """Start every rank as a process on this machine, give their executor to the `with` block, and end them
+    after it."""
     from megarl.runtime.local_ranks import LocalRanks, local_ranks
 
     ranks = hosting_ranks(config, world_size)
@@ -75,7 +78,8 @@ def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecut
 
 @contextlib.contextmanager
 def inline_ranks(config: TrainConfig, world_size: int = 1) -> Iterator[InlineExecutor]:
-    """Build the roles of a world of one rank, which is this process, and their executor."""
+    """Make this process the only rank of a job: build the roles, and give their executor to the `with`
+    block."""
     quiet_libraries()
     keep_checkout_off_path()
     if trains_in_fp32(config):
@@ -101,7 +105,7 @@ _FACTORIES: dict[str, ExecutorFactory] = {"torchrun": rank_processes, "inline": 
 
 
 def interfaces_of(roles: Iterable[str]) -> dict[str, type]:
-    """Return the class that declares each role.
+    """Return role -> the class of megarl/flow that declares its methods, e.g. "critic_2" -> Critic.
 
     Its annotations give the return types of the role's methods."""
     return {role: role_class(role) for role in roles}

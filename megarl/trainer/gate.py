@@ -32,7 +32,8 @@ class GateError(RuntimeError):
 
 
 def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
-    """Return the statistics of a step that are above their limits or not finite.
+    """Return the names of the log-prob statistics of a step that are above their limits or not finite, e.g.
+    "mean_abs".
 
     Args:
         mismatch: metrics of the step that `ActorRole.log_probs` returns, each with the prefix mismatch/."""
@@ -44,7 +45,8 @@ def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
 
 
 def gate_error(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
-    """Return the error in the differences |trainer log-prob - engine log-prob| of a step, or None.
+    """Return the error message if a step's differences |trainer log-prob - engine log-prob| are too large,
+    else None.
 
     Args:
         mismatch: as in `exceeded`."""
@@ -74,16 +76,16 @@ class LogProbGate:
         self._executor, self._state = executor, state
 
     def check_first(self, log_probs: Future[Metrics]) -> None:
-        """Wait for an actor's `log_probs` and check them, unless the actor has passed the gate in this run.
-
-        Raises: GateError if trainer and engine disagree."""
+        """Raise GateError if an actor's `log_probs` disagree with the engine's. Does nothing for an actor
+        that has passed the gate in this run."""
         actor = self._state.actor_of(log_probs.role)
         if not actor.gate_passed:
             self.check(actor, combine(log_probs.result()))
             actor.gate_passed = True
 
     def check(self, actor: ActorState, mismatch: Mapping[str, float]) -> None:
-        """Raise GateError, with the worst tokens, if the differences of a step are too large."""
+        """Raise GateError, with the worst tokens, if a step's log-probs of trainer and engine differ too
+        much."""
         if (error := gate_error(mismatch, actor.gate_limits)) is not None:
             answers = Actor(self._executor, actor.actor).worst_tokens(5).result()
             worst = [token for of_rank in answers for token in of_rank]

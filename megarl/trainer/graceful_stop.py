@@ -16,7 +16,8 @@ from megarl.trainer.trainer import Trainer
 
 @contextlib.contextmanager
 def graceful_stop(trainer: Trainer) -> Iterator[None]:
-    """End the loop on SIGTERM with a checkpoint. Raises: Stopped, with the message to report."""
+    """Let a SIGTERM within this context abort the running step, save the last completed one, and raise
+    Stopped with the message to report."""
     grace_s = trainer.config.checkpoint.exit_grace_s
     with graceful_shutdown(trainer.stop, grace_s, lambda: newest_checkpoint(trainer.run_folder.folder)):
         trainer.stops_gracefully = True
@@ -32,7 +33,7 @@ def graceful_stop(trainer: Trainer) -> Iterator[None]:
 
 
 def newest_checkpoint(run: Path) -> str:
-    """Describe the newest checkpoint of a run and how to continue from it."""
+    """Return a phrase that names the newest checkpoint of a run and how to continue from it."""
     found = checkpoints_in(run)
     if not found:
         return "there is no checkpoint yet"

@@ -40,7 +40,8 @@ Job = Callable[["Executor", TrainConfig, Mapping[str, "Inputs"], int], None]
 def launch(
     config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True
 ) -> int:
-    """Run `job` on ranks that this process starts, with `python -m module argv` each.
+    """Run `job` on ranks that this process starts as `python -m module argv`. Returns the exit code of the
+    last attempt.
 
     After a failure the job is restarted, up to --max-restarts times. Returns the exit code of the last
     attempt, as `run_job`.
@@ -66,7 +67,7 @@ def launch(
 
 
 def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int) -> int:
-    """Run one attempt of the job.
+    """Run one attempt of the job, and return its exit code as `run_job` does.
 
     Later attempts start the ranks with the same arguments: only the driver's --load differs."""
     # torch: cleanup cannot run if a signal interrupts this import
@@ -97,7 +98,7 @@ def _body(job: Job, config: TrainConfig, world_size: int, new_run: bool) -> Call
 
 
 def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
-    """Run `python -m module argv` as ranks and wait for them.
+    """Run `python -m module argv` as ranks, wait for them, and return an exit code: 0, 1 or 130.
 
     The ranks report their own errors. This process reports ranks that are killed.
 

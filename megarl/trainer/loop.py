@@ -12,8 +12,8 @@ from megarl.trainer.trainer import Trainer
 
 
 def train(trainer: Trainer) -> None:
-    """Run a job: PPO, GRPO and their relatives, and supervised fine-tuning, whose batches are rows of the
-    data."""
+    """Run all remaining steps of a job, with evaluations, checkpoints and exports where they are due. In
+    supervised fine-tuning a batch is rows of the data."""
     if not trainer.checkpointer.is_evaluated:  # SIGTERM may have ended the evaluation of the job before
         trainer.evaluate_if_due()
     if trainer.is_done:

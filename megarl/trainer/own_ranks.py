@@ -33,7 +33,8 @@ class Started:
 
 @contextlib.contextmanager
 def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
-    """Check the job, start its ranks on this machine, and end them afterwards.
+    """Check the job, start its ranks on this machine, give them to the `with` block as a Started, and end
+    them after it.
 
     Raises: ConfigError with all errors of the job, before a rank is started."""
     world_size = config.placement.nproc_per_node

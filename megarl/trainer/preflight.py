@@ -22,7 +22,7 @@ from megarl.rewards.pool import RewardPool, probe_reward
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checked inputs of one actor."""
+    """Sizes of one actor's model and its data sets for training and evaluation, after all checks."""
 
     shape: ModelShape
     train: PromptDataset
@@ -30,7 +30,8 @@ class Inputs:
 
 
 def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> dict[str, Inputs]:
-    """Check the configuration, read data and tokenizer, and try the reward.
+    """Check the configuration, read data and tokenizer, and try the reward function. Returns the inputs of
+    each actor, or raises ValueError with all errors.
 
     Args:
         new_run: whether --save must not hold a run yet (training) or is not written to (evaluation).

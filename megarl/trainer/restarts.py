@@ -21,7 +21,8 @@ from megarl.loggers.json_lines import cut_after
 
 
 def continued(config: TrainConfig) -> TrainConfig:
-    """Return the configuration of the next attempt, which continues in --save.
+    """Return the configuration of the next attempt: --load is --save, or unchanged if --load named another
+    run and --save has no checkpoint yet.
 
     Before the first checkpoint the next attempt begins where the first one began. If that was a checkpoint of
     another run, the records in --save are removed."""
@@ -45,7 +46,7 @@ def attempt_under_torchrun(env: Mapping[str, str] = os.environ) -> int:
 
 
 def where_it_goes_on(config: TrainConfig) -> str:
-    """Describe where the next attempt continues.
+    """Return a phrase that says from which checkpoint, or from where else, the next attempt continues.
 
     Args:
         config: the configuration that `continued` returned."""

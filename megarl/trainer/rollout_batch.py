@@ -1,4 +1,4 @@
-"""Define the batch of a step as the driver knows it."""
+"""Define the driver's record of a step's samples: ids, lengths, scores and rewards, without tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megarl.trainer.buffer import Group
 
 @dataclass
 class RolloutBatch:
-    """The driver's record of the step that is running. The tokens are on the ranks.
+    """The samples of a step as the driver knows them: ids, lengths, scores and rewards. The tokens are on the
+    ranks.
 
     A sample has an id that is unique in the run, and a group. The group is the visit of the sample's prompt;
     see `DataCursor` for visits.
@@ -44,7 +45,8 @@ class RolloutBatch:
     """Batch of each actor by name. actors["actor"] is the first actor's, which `rollout` returns."""
 
     def take(self, groups: Sequence[Group]) -> None:
-        """Make the samples of these groups the batch, in the order of their ids."""
+        """Replace the samples and visits (uses of prompts) of the batch by those of these groups, in the
+        order of sample ids."""
         self.visits = {group.visit: group.row for group in groups}
         samples = (sample for group in groups for sample in group.samples.values())
         self.samples = sorted(samples, key=lambda sample: sample.sample_id)
@@ -60,7 +62,8 @@ class RolloutBatch:
 
     @property
     def group_ids(self) -> list[int]:
-        """Group of each sample, in the order of sample_ids: the visit of the sample's prompt."""
+        """Group of each sample, in the order of sample_ids. Samples have the same group if they answer the
+        same use of a prompt."""
         return [s.group for s in self.samples]
 
     @property
@@ -70,9 +73,8 @@ class RolloutBatch:
 
     @property
     def reward_digests(self) -> list[int] | None:
-        """Digests that bind each reward to its sample's tokens on the ranks, in the order of sample_ids.
-
-        None if some tokens have no digest."""
+        """One hash per sample over its id, group, reward and tokens, in the order of sample_ids; None if some
+        tokens have no digest."""
         digests = []
         for s in self.samples:
             if s.digest is None:

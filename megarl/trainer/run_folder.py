@@ -38,7 +38,7 @@ MARKS = (ARGUMENTS, METRICS)
 
 
 def check_folder_is_free(save: str) -> None:
-    """Raise ValueError if `save` holds a run, and name a free folder. Creates nothing."""
+    """Raise ValueError, which suggests a free folder, if `save` holds a run or is a file. Creates nothing."""
     folder = Path(save)
     if folder.exists() and not folder.is_dir():
         raise ValueError(
@@ -132,7 +132,8 @@ class Run:
             self._created.insert(0, self.folder / METRICS)
 
     def begin_step(self) -> None:
-        """Start the clock of time/step_s, and write the row of the previous step."""
+        """Start the clock of the metric time/step_s, and write the previous step's metrics to disk and to the
+        trackers."""
         self._write_row()
         self._step_start = time.perf_counter()
 
@@ -152,7 +153,8 @@ class Run:
         scores: Mapping[str, float],
         answers: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
     ) -> None:
-        """Add the scores of an evaluation to the row of `step`, even if that row is already written.
+        """Add the scores of an evaluation to the line of `step` in metrics.jsonl, even if that line is
+        already written.
 
         Step 0 has a separate row.
 
@@ -166,18 +168,20 @@ class Run:
         self._write_row()
 
     def row_of(self, step: int) -> dict[str, float | int]:
-        """Write the row of the last step. Returns its metrics if `step` is the last step, else {}."""
+        """Write the last recorded step to metrics.jsonl. Returns its metrics if `step` is that step, else
+        {}."""
         self._write_row()
         written, row = self._written_row
         return row if written == step else {}
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
-        """Record samples of a step, if there are any."""
+        """Record these samples of a step, with their texts, in rollouts/ and in the trackers."""
         if rows := list(rows):
             self._log_rollouts(step, rows, "train")
 
     def close(self) -> None:
-        """Write all records. Raises the first error of the background thread."""
+        """Write all records, release the folder's lock, and raise the first error of the background thread,
+        if any."""
         with (
             contextlib.ExitStack() as last
         ):  # every callback runs even if another raises: closing files on a full disk does
@@ -219,7 +223,8 @@ class Run:
             raise
 
     def _remove_if_unused(self) -> None:
-        """Remove the files of a run that failed before the first record: they would block a new attempt."""
+        """If the run failed before its first record, remove the files that it created: they would block a new
+        attempt."""
         metrics, rollouts = self.folder / METRICS, self.folder / ROLLOUTS
         with contextlib.suppress(OSError):
             if metrics.exists() and metrics.stat().st_size or rollouts.exists() and any(rollouts.iterdir()):

@@ -34,7 +34,8 @@ from megarl.flow.schedule import Candidate, FlowStep, PreparedFlow
 
 
 class Host(Protocol):
-    """Interface to the job. `Scheduler` calls all methods on the thread that calls `Scheduler.run`."""
+    """What the scheduler asks of the training job: arguments of calls, transfers of columns, and what to do
+    with results."""
 
     @property
     def driver_columns(self) -> Collection[str]:
@@ -48,10 +49,12 @@ class Host(Protocol):
     def arguments(
         self, node: Node, results: Mapping[str, NodeResult]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return the arguments of a node's call when it is issued. `results` has every node issued before."""
+        """Return the positional and the keyword arguments of a node's call when it is issued. `results` has
+        every node issued before."""
 
     def move(self, columns: tuple[str, ...], source_role: str, node: Node) -> Future[Any] | None:
-        """Issue the call that brings these columns from the source's mesh to the node's.
+        """Issue the call that brings these columns from the source's ranks to the node's, and return its
+        future, or None if there is nothing to do.
 
         Called once per step for all readers on a mesh. The columns include `weights:...`, for which the
         source may have to act.
@@ -59,11 +62,13 @@ class Host(Protocol):
         Returns: None if there is nothing to do."""
 
     def finished(self, node: Node, values: list[Any]) -> None:
-        """Handle the end of a node. `values` is `Future.result`, or [value] for a function of the driver."""
+        """Handle the end of a node. `values` has one value per rank, or a single value for a function of the
+        driver."""
 
 
 class NodeResult(Future[Any]):
-    """A call of a step: of a node or, if `node` is None, of an exchange.
+    """Future of one call of a step: of a node or, if `node` is None, of an exchange, which moves columns
+    between roles.
 
     The first reading of the result reports the end of the node to the host."""
 
@@ -93,7 +98,7 @@ class NodeResult(Future[Any]):
 
 
 class Scheduler:
-    """Runs the flow of each step on the executor.
+    """Runs the flow of each step: issues its calls on the executor as early as possible, and waits for them.
 
     Args:
         meshes: role -> its mesh; only `ranks` is used.
@@ -128,7 +133,8 @@ class Scheduler:
         self._background = BackgroundThread()
 
     def run(self, flow: Flow, until: Collection[str] | None = None) -> dict[str, NodeResult]:
-        """Run one step, or the part of it until the nodes in `until` have ended.
+        """Run one step, or the part of it until the nodes in `until` have ended. Returns the futures of all
+        issued nodes by name.
 
         Other nodes that were ready may have been issued by then. `resume` continues the step.
 
@@ -144,7 +150,8 @@ class Scheduler:
         return self.resume(until)
 
     def resume(self, until: Collection[str] | None = None) -> dict[str, NodeResult]:
-        """Continue a step that `run` has begun. Without this call the next `run` drops the rest of the step.
+        """Continue the step that `run` began, and return the futures of its issued nodes by name. Without
+        this call the next `run` drops the rest of the step.
 
         Returns and raises like `run`."""
         step = self._running
@@ -192,7 +199,8 @@ class Scheduler:
         return False
 
     def _may_issue(self, candidate: Candidate, step: FlowStep, held_back: set[int]) -> bool:
-        """Return whether the candidate may be issued. Adds the ranks that it waits for to `held_back`."""
+        """Return whether the candidate may be issued without making its ranks wait needlessly. Adds the ranks
+        that it waits for to `held_back`."""
         ranks = candidate.ranks
         in_front = {self._newest.get(rank) for rank in ranks}
         become_free_together = len(in_front) <= 1
@@ -252,7 +260,8 @@ class Scheduler:
             self.end(call)
 
     def end(self, call: NodeResult) -> None:
-        """Record the end of a call and report it to the host, once. Raises the error of a function."""
+        """Record a call that has ended in the timeline and report it to the host, once. Raises RuntimeError
+        if a function of the driver failed."""
         if call.is_ended:
             return
         call.is_ended = True

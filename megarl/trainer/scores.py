@@ -17,7 +17,8 @@ class RewardsFailed(RuntimeError):
 def take_scores(
     batch: RolloutBatch, role: str, per_rank: Iterable[Iterable[Record]], weight_of: Mapping[str, float]
 ) -> None:
-    """Store a role's scores of the batch's samples, and update the batch's rewards.
+    """Store the scores that a role gave the batch's samples, and recompute the rewards, which are weighted
+    sums of all scores so far.
 
     Args:
         per_rank: the role's result, one list of records per rank.
@@ -47,7 +48,8 @@ def _scores_by_id(batch: RolloutBatch, role: str) -> dict[int, float | None]:
 
 
 def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: float) -> None:
-    """Raise RewardsFailed if too many rewards are missing. The error gives the first failure with a reason.
+    """Raise RewardsFailed if more than `max_share` of the rewards are missing. The error gives the first
+    failure with a reason.
 
     Args:
         roles: the roles that score the batch.

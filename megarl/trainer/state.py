@@ -13,7 +13,7 @@ from megarl.trainer.preflight import Inputs
 
 
 class TrainState:
-    """The step of the run and the driver's state of each actor. Only this class counts steps.
+    """The number of completed steps and the driver's state of each actor. Only this class counts steps.
 
     Args:
         config: the configuration of the job.
@@ -34,7 +34,7 @@ class TrainState:
 
     @property
     def first(self) -> ActorState:
-        """The first actor."""
+        """State of the first actor, whose role is named "actor"."""
         return self.actors[""]
 
     @property
@@ -43,7 +43,7 @@ class TrainState:
         return self.completed + self.in_step
 
     def actor_of(self, role: str) -> ActorState:
-        """Return the state of the actor that a role belongs to."""
+        """Return the state of the actor that a role belongs to: critic_2 belongs to actor_2."""
         return self.actors[actor_suffix(role, {f"actor{suffix}" for suffix in self.actors})]
 
     def actor(self, name: str) -> ActorState:
@@ -54,7 +54,7 @@ class TrainState:
         return names[name]
 
     def begin_step(self) -> None:
-        """Begin the next step. `drop_step` undoes all changes from here on."""
+        """Begin the next step, and remember the state of the actors, to which `drop_step` can return."""
         self._before_step = self._snapshots()
         self.in_step = True
 
@@ -69,13 +69,13 @@ class TrainState:
             self._restore_actors(self._before_step)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state that a checkpoint between two steps holds, for JSON."""
+        """Return the number of completed steps and the state of the actors, as values that JSON can
+        represent."""
         return {"step": self.completed, "actors": self._snapshots()}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Restore the state that `snapshot` returned.
-
-        Raises: ValueError if the size of the training data has changed."""
+        """Restore the state that `snapshot` returned, or raise ValueError if the size of the training data
+        has changed."""
         self.completed, self.in_step = snapshot["step"], False
         self._restore_actors(snapshot["actors"])
 

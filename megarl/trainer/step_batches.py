@@ -11,7 +11,7 @@ from megarl.trainer.rollout_batch import RolloutBatch
 
 
 class StepBatches:
-    """The driver's record of a running step.
+    """The RolloutBatch of each actor in the running step: ids, lengths, scores and rewards, without tokens.
 
     Args:
         step: the number of the step.
@@ -29,7 +29,7 @@ class StepBatches:
 
     @property
     def first(self) -> RolloutBatch:
-        """The first actor's batch."""
+        """Batch of the first actor, whose role is named "actor"."""
         return self.of_actor[""]
 
     def batch_of(self, role: str) -> RolloutBatch:
@@ -39,7 +39,8 @@ class StepBatches:
         return self.of_actor.get(self.flow.rollout_source(role), self.first)
 
     def is_on_policy(self, role: str) -> bool:
-        """Return whether a role works on samples of its own actor's engines, not of another actor's."""
+        """Return True if the engines of a role's own actor made the samples that the role works on, False if
+        another actor's engines did."""
         suffix = kind_and_suffix(role)[1]
         return self.flow.rollout_source(role) == (suffix if suffix in self.of_actor else "")
 

@@ -15,7 +15,8 @@ from megarl.trainer.step_batches import StepBatches
 
 
 def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    """Return `time/<phase>_s` of the calls of a step, from `Executor.take_seconds()`.
+    """Return the metrics time/<phase>_s of a step: the seconds of its calls, added up by the phase that each
+    method declares.
 
     The time of a call is that of its slowest rank. Calls of the same phase add up. Calls without a phase add
     up to `time/other_s`. Calls on disjoint ranks overlap, so the phases may add up to more than
@@ -34,7 +35,7 @@ def metrics_of_actors(
     reports: Sequence[Future[Metrics]],
     seconds: Mapping[tuple[str, str], float],
 ) -> dict[str, dict[str, float]]:
-    """Return suffix of each actor -> its metrics of the step, without the actor's number in their names.
+    """Return suffix of each actor ("", "_2") -> its metrics of the step, without the suffix in their names.
 
     Args:
         reports: calls of the step whose results are metrics, one dict per rank.
@@ -92,7 +93,7 @@ def _metrics_of_samples(
 
 
 def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, object]]:
-    """Return the samples that are logged, with their texts and rewards.
+    """Return one dict per sample that is logged, with its texts and rewards, for rollouts/*.jsonl.
 
     The records of the rule and of each reward model are added unless they equal the reward."""
     rows = []

@@ -32,7 +32,8 @@ from megarl.trainer.weights import send_weights
 
 
 class StepRunner:
-    """Connects the nodes of a flow to the training job.
+    """Runs the flow of each training step: gives every call its arguments, and keeps the results that the
+    driver needs.
 
     Args:
         meshes: role -> its mesh.
@@ -63,7 +64,8 @@ class StepRunner:
         self.scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
 
     def sample(self, flow: Flow, rows: Mapping[str, Sequence[int] | None]) -> StepBatches:
-        """Run a step's flow until the driver has the samples, lengths and rewards.
+        """Run a step's flow until the driver has the samples, lengths and rewards, and return the batches of
+        all actors.
 
         Args:
             rows: suffix of each actor that admits prompts -> rows of the training data; None takes the next
@@ -106,7 +108,8 @@ class StepRunner:
         return metrics_of_actors(self.batches, self.state, reports, self.executor.take_seconds())
 
     def judge(self, of_actors: Mapping[str, Mapping[str, float]]) -> list[str]:
-        """Update every actor's KL controller and gate with the metrics of the step. Returns warnings.
+        """Update every actor's KL controller with the metrics of the step, and check its log-prob gate.
+        Returns warnings for the user.
 
         Raises: GateError if trainer and engine have drifted apart."""
         warnings = []
@@ -123,7 +126,8 @@ class StepRunner:
     def arguments(
         self, node: Node, results: Mapping[str, NodeResult]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        """Return the arguments of a node's call. The driver already has every value that the node reads.
+        """Return the positional and the keyword arguments of a node's call. The driver already has every
+        value that the node reads.
 
         Raises: StopRequested instead of an update that a shutdown drops."""
         arguments = tuple(self._arguments(node, results))
@@ -160,14 +164,14 @@ class StepRunner:
                 self.gate.check_first(result)
 
     def skips(self, node: Node) -> bool:
-        """Return whether a node is left out of this step.
-
-        An actor keeps its weights while its critic warms up."""
+        """Return whether a node is left out of this step, as are an actor's update and weight sync while its
+        critic warms up."""
         warming_up = self.batches.step <= self.state.actor_of(node.role).algorithm.critic_warmup_iters
         return warming_up and node.declaration() in (Actor.update, Rollout.sync)
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future[Any] | None:
-        """Send token columns from a role's ranks to the node's ranks. Returns None if no call is needed."""
+        """Send token columns from a role's ranks to the node's ranks. Returns the future, or None if no call
+        is needed."""
         giver, taker = self.shard_key_of[source], self.shard_key_of[node.role]
         columns = [column for column in map(base, columns) if column in COMPUTED_COLUMNS]
         if giver == taker or not columns or taker not in self.hidden_size:
@@ -178,7 +182,8 @@ class StepRunner:
         return moved
 
     def finished(self, node: Node, values: list[Any]) -> None:
-        """Keep the results that the driver needs. A background node may belong to the previous step."""
+        """Store the samples or scores that a node returned. Results of other nodes and of background nodes
+        are not kept."""
         if node.background:
             return
         if node.declaration() is Rollout.generate:
@@ -189,7 +194,8 @@ class StepRunner:
     # Handling of results.
 
     def _take_samples(self, rollout: str, samples: Sequence[Sample]) -> None:
-        """Add samples to the buffer, take the step's groups from it, and distribute their samples."""
+        """Add samples to the buffer, take the step's groups from it, and send their tokens to the ranks that
+        train on them."""
         actor, batch = self.state.actor_of(rollout), self.batches.batch_of(rollout)
         longest = actor.config.sampling.max_prompt_length + actor.config.sampling.max_response_length
         actor.buffer.add(samples)
@@ -235,9 +241,8 @@ class StepRunner:
         )
 
     def _take_scores(self, role: str, per_rank: Iterable[Iterable[Record]]) -> None:
-        """Add a role's scores to the rewards, which are complete when every scoring role has returned.
-
-        Raises: RewardsFailed if the rewards are complete and too many are missing."""
+        """Add a role's scores to the rewards. Raises RewardsFailed once all roles have scored and too many
+        rewards are missing."""
         batch, actor = self.batches.batch_of(role), self.state.actor_of(role)
         weight_of = {
             role: weight for one in self.state.actors.values() for role, weight in one.weight_of.items()

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 
 
 class StopRequested(BaseException):
-    """Raised in the loop of a job that shuts down, where its weights are those of a completed step.
+    """Raised in the training loop when a graceful shutdown drops the running step, before the step has
+    changed any weight.
 
     The class is no Exception: nothing but the end of the job should catch it."""
 
 
 class StopRequest:
-    """The request to shut one job down.
+    """The request to shut one job down gracefully, which is checked before every call and while the loop
+    waits.
 
     A signal handler sets the request. The executor calls `check` before every call and while the loop waits.
     """
@@ -30,18 +32,18 @@ class StopRequest:
         self._holds = 0
 
     def request(self) -> None:
-        """Ask for the shutdown."""
+        """Set the request. A signal handler calls this."""
         self.is_requested = True
 
     def begin_update(self) -> None:
-        """Note that a model is about to be updated: from here on the step is finished.
-
-        Raises: StopRequested."""
+        """Note that a model is about to be updated, so that a later request lets the step finish. Raises
+        StopRequested if the request is already there."""
         self.check()
         self._has_updated = True
 
     def check(self) -> None:
-        """Raise StopRequested if the running step is to be dropped."""
+        """Raise StopRequested if a shutdown was requested and the running step has not updated a model
+        yet."""
         drops_step = not self._has_updated and not self._holds
         if self.is_requested and self.is_armed and drops_step:
             raise StopRequested
@@ -52,7 +54,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Raise nothing within this context, which must not be interrupted half-way."""
+        """Let `check` raise nothing within this context, for work that must not be interrupted half-way."""
         self._holds += 1
         try:
             yield

@@ -1,4 +1,5 @@
-"""Record when each node of a flow ran, and where. Opens in chrome://tracing or ui.perfetto.dev."""
+"""Record when each call of a flow ran and on which ranks, as a file for chrome://tracing or
+ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _MAX_RECORDS = 50_000  # about 10 MB; a longer run keeps the newest
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One call, or the exchange that brings columns to a call.
+    """Ranks and times of one call of a flow, or of the exchange that brings columns to a call.
 
     Times are `time.time()`. The times of a call are those of its ranks' clocks."""
 
@@ -35,13 +36,15 @@ class Record:
 
 
 class Timeline:
-    """Records of calls, in the order in which the driver saw them end."""
+    """The newest 50,000 calls of a job with their ranks and times, in the order in which the driver saw them
+    end."""
 
     def __init__(self) -> None:
         self.records: deque[Record] = deque(maxlen=_MAX_RECORDS)
 
     def chrome_trace(self) -> dict[str, object]:
-        """Return the trace: a line per rank and one for the driver, in microseconds since the first call."""
+        """Return Chrome's trace-event JSON as a dict: a line per rank and one for the driver, in microseconds
+        since the first call."""
         start = min((r.issued for r in self.records), default=0.0)
         ranks = sorted({rank for r in self.records for rank in r.ranks})
         lines = [(rank, f"rank {rank}") for rank in ranks] + [(len(ranks) and ranks[-1] + 1, "driver")]

@@ -97,7 +97,8 @@ class Trainer:
         raise ConfigError([f"--algorithm ({algorithm_name(type(config))}): {rule}"])
 
     def _open(self, started: Started) -> None:
-        """Create the parts of the job, including the run folder."""
+        """Create the run folder and the driver's objects, then set up the roles on the ranks and load their
+        weights."""
         config, self.executor = self.config, started.executor
         self.meshes = role_meshes(config, started.world_size)
         self.run_folder = self._contexts.enter_context(Run(config, write_args(config), started.progress))
@@ -121,7 +122,8 @@ class Trainer:
         self._set_up()
 
     def _finish(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        """End the job's work before its run folder is closed and its ranks end."""
+        """Wait for all calls, write timeline.json and stop the engines; after a failure, only complete or
+        remove the checkpoint in progress."""
         try:
             if exc_type is None:
                 self.wait()
@@ -133,7 +135,8 @@ class Trainer:
             self.checkpointer.abandon()
 
     def _set_up(self) -> None:
-        """Build every role, in an order that all ranks share, restore --load, and sync the first weights."""
+        """Build every role, in an order that all ranks share, restore --load, and copy the weights into the
+        engines."""
         for future in [PlacedRole(self.executor, name).setup() for name in self.meshes]:
             future.result()
         seconds = self.executor.take_seconds()
@@ -155,7 +158,8 @@ class Trainer:
 
     @property
     def results(self) -> dict[str, NodeResult]:
-        """Future of each node of the step's flow, by node name."""
+        """Futures of the calls that the running or the last step has issued, by node name
+        ("actor.update")."""
         return self.runner.results
 
     @property
@@ -170,7 +174,8 @@ class Trainer:
         return is_fine_tuning and exit_loss is not None and metrics.get("policy/loss", math.inf) < exit_loss
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps. Each step ends with a checkpoint if one is due (--save-interval).
+        """Yield the number of each remaining step. Each step ends with a checkpoint if one is due
+        (--save-interval).
 
         Errors and records of calls within a step name this step."""
         while not self.is_done:
@@ -183,7 +188,8 @@ class Trainer:
     def rollout(
         self, flow: Flow | None = None, rows: Sequence[int] | Mapping[str, Sequence[int]] | None = None
     ) -> RolloutBatch:
-        """Sample responses and score them: run the step's flow until the driver has the rewards.
+        """Sample responses and score them. Returns the first actor's batch, as soon as the driver has all
+        rewards.
 
         Other nodes that are ready run meanwhile. The call begins a step unless one has begun (see `steps`). A
         second call before `update` discards the step's samples and samples again. In supervised fine-tuning
@@ -203,9 +209,10 @@ class Trainer:
         return self.runner.sample(flow, self._rows_of_actors(flow, rows)).first
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """Run the rest of the step: log-probs, values, advantages, updates, new weights into the engines.
+        """Run the rest of the step, from log-probs and values to the updates and the weight sync. Returns the
+        step's metrics, which are recorded.
 
-        Compares trainer and engine before the first update. Returns the step's metrics, which are recorded.
+        Compares trainer and engine before the first update.
 
         Raises: GateError if trainer and engine disagree; ValueError for a batch that is not the last
         rollout's; RemoteError."""
@@ -214,11 +221,13 @@ class Trainer:
         return self._record(self.runner.finish())
 
     def run(self, flow: Flow) -> dict[str, float]:
-        """Run a whole step with a custom flow. Returns and raises like `update`."""
+        """Run a whole step, rollout and update, with a custom flow. Returns the step's metrics and raises
+        like `update`."""
         return self.update(self.rollout(flow))
 
     def finish(self, batch: RolloutBatch, *reports: Future[Metrics]) -> dict[str, float]:
-        """Record a step whose calls the loop made itself, instead of `update`. Returns its metrics.
+        """Record a step whose calls the user's loop made itself, instead of `update`. Returns the step's
+        metrics.
 
         Args:
             reports: the calls whose results are metrics.
@@ -241,7 +250,8 @@ class Trainer:
         self.stop.step_completed()
 
     def _record(self, reports: Iterable[Future[Metrics]]) -> dict[str, float]:
-        """Record the metrics of these calls as those of the step, then check them."""
+        """Record the results of these calls as the metrics of the step and return them. Raises GateError,
+        after recording, if trainer and engine disagree."""
         state, batches = self.state, self.runner.batches
         of_actors = self.runner.metrics(reports)
         metrics = {
@@ -260,7 +270,8 @@ class Trainer:
     # Calls for a user's own loop.
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future[Metrics] | None:
-        """Send token columns from the ranks of one role to those of another.
+        """Send token columns from the ranks of one role to those of another. Returns the future of the
+        transfer, or None if no call is needed.
 
         Returns: None if both roles work on the same batch shard, so that no call is needed."""
         if unknown := sorted({*columns} - {*COMPUTED_COLUMNS}):
@@ -274,7 +285,8 @@ class Trainer:
         return self.runner.move(columns, source, node)
 
     def check_gate(self, log_probs: Future[Metrics]) -> None:
-        """Wait for `roles.actor.log_probs()` and check them against the engine, before an update by hand.
+        """Raise GateError if the result of `roles.actor.log_probs()` disagrees with the engine's log-probs. A
+        user's loop calls this before its first update.
 
         Raises: GateError if trainer and engine disagree. ValueError for an actor that works on another's
         samples."""
@@ -286,7 +298,8 @@ class Trainer:
         self.gate.check_first(log_probs)
 
     def sync(self, actor: str = "actor") -> Future[Metrics]:
-        """Bring an actor's weights into its engines. Their version is the number of the step."""
+        """Start to copy an actor's weights into its engines, and return the future of the engines' ranks. The
+        weights' version is the number of the step."""
         return sync_weights(self.executor, self.meshes, self.step, self.state.actor(actor).suffix)
 
     @property
@@ -297,13 +310,15 @@ class Trainer:
     # Between two steps.
 
     def evaluate(self) -> dict[str, float]:
-        """Measure the held-out accuracy of every actor on --eval-data, sampled and greedy, and record it."""
+        """Measure the accuracy of every actor on --eval-data, sampled and greedy. Returns metric -> mean
+        reward, which is also recorded."""
         scores, answers = evaluate_actors(self.executor, self.state)
         self.run_folder.record_evaluation(self.step, scores, answers)
         return scores
 
     def evaluate_if_due(self) -> None:
-        """Evaluate before the first step, every --eval-interval steps and after the last."""
+        """Evaluate before the first step, every --eval-interval steps and after the last; never without
+        --eval-data or in supervised fine-tuning."""
         interval = self.config.run.eval_interval
         if not self.state.first.eval_rows or not interval or not self.state.first.algorithm.needs_rollout:
             return
@@ -311,7 +326,8 @@ class Trainer:
             self.evaluate()
 
     def save_checkpoint(self) -> None:
-        """Begin a checkpoint of the state after this step, in --save.
+        """Begin a checkpoint of the state after this step, in --save. Returns when every rank has copied its
+        state.
 
         `wait` or the next checkpoint completes it.
 
@@ -332,7 +348,8 @@ class Trainer:
             self.checkpointer.save()
 
     def export_if_due(self) -> None:
-        """Write hf/, and with a critic hf_critic/, every --export-interval steps and at the end.
+        """Write the weights in Hugging Face format to hf/, and a critic's to hf_critic/, every
+        --export-interval steps and at the end.
 
         The folders of the second actor are hf_2/ and hf_critic_2/."""
         interval = self.config.run.export_interval
@@ -346,7 +363,8 @@ class Trainer:
                 ModelRole(self.executor, role).export_hf(str(path)).result()
 
     def wait(self) -> None:
-        """Wait for all calls in flight, also in the background."""
+        """Wait for all calls in flight, also in the background, and until the current checkpoint is
+        complete."""
         self.runner.scheduler.close()
         self.checkpointer.wait()
 
@@ -382,7 +400,8 @@ class Trainer:
     def _rows_of_actors(
         self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
     ) -> dict[str, Sequence[int] | None]:
-        """Return suffix of each sampling actor -> the rows to admit; None takes the next rows."""
+        """Return suffix of each sampling actor -> the data rows to sample responses to; None takes the next
+        rows."""
         given: dict[str, Sequence[int] | None]
         if isinstance(rows, Mapping):
             given = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
@@ -402,12 +421,12 @@ class Trainer:
 
 
 class PPOTrainer(Trainer):
-    """A training job with --algorithm ppo."""
+    """A Trainer that raises ConfigError unless the configuration has --algorithm ppo."""
 
     algorithm = PPO
 
 
 class GRPOTrainer(Trainer):
-    """A training job with --algorithm grpo."""
+    """A Trainer that raises ConfigError unless the configuration has --algorithm grpo."""
 
     algorithm = GRPO

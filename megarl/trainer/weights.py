@@ -1,4 +1,4 @@
-"""Send weights from an actor into its engines, as two calls if they are on different ranks."""
+"""Copy weights from an actor into its engines, with one call per role if the two are on different ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megarl.flow import Actor, Metrics, Rollout
 
 
 def send_weights(executor: Executor, meshes: Mapping[str, MeshSpec], version: int, suffix: str) -> None:
-    """Call the ranks that hold the weights and have no engine. Ranks with an engine do their part in `sync`.
+    """Let the ranks that hold the actor's weights and have no engine send them, if there are such ranks.
+    Ranks with an engine do their part in `sync`.
 
     Args:
         suffix: suffix of the actor."""
@@ -22,6 +23,7 @@ def send_weights(executor: Executor, meshes: Mapping[str, MeshSpec], version: in
 def sync_weights(
     executor: Executor, meshes: Mapping[str, MeshSpec], version: int, suffix: str = ""
 ) -> Future[Metrics]:
-    """Call the ranks that hold the weights and the ranks that need them. Returns the latter's future."""
+    """Start to copy an actor's weights into its engines as `version`. Returns the future of the engines'
+    ranks."""
     send_weights(executor, meshes, version, suffix)
     return Rollout(executor, f"rollout{suffix}").sync(version)

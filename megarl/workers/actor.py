@@ -40,7 +40,7 @@ _LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advanta
 
 @implements(Actor)
 class ActorRole(PolicyRole):
-    """The policy that is trained, and the source of the engines' weights."""
+    """The policy that is trained, on one rank, and the source of the engines' weights."""
 
     objective = Objective(
         loss="loss",
@@ -63,7 +63,8 @@ class ActorRole(PolicyRole):
 
     @needs("parameters")
     def send_weights(self, version: int) -> None:
-        """Send this rank's weights to the engines as `version`, while rollout ranks call RolloutRole.sync.
+        """Send this rank's weights to the engines of other ranks as `version`, while those ranks call
+        RolloutRole.sync.
 
         A rank with a rollout role does nothing here: RolloutRole.sync sends its weights too."""
         if self.rollout_mesh is not None:
@@ -89,9 +90,10 @@ class ActorRole(PolicyRole):
 
     @needs("parameters")
     def log_probs(self) -> dict[str, float]:
-        """Write the column old_log_probs and compare it with the engine's log-probs.
+        """Write the column old_log_probs, and return metrics (mismatch/*) that compare it with the engine's
+        log-probs.
 
-        Returns: this rank's part of the metrics mismatch/*, whose limits are in megarl/config/gate_limits.py.
+        Returns: this rank's part of the metrics mismatch/*, whose limits are in megarl/gate_limits.py.
         The metric kl is the estimate k3 of KL(engine || trainer)."""
         self.write_log_probs("old_log_probs")
         if not self.model.reports:
@@ -112,7 +114,8 @@ class ActorRole(PolicyRole):
         }
 
     def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
-        """Return the tokens where trainer and engine differ most, to report a failed log-prob gate."""
+        """Return the `count` tokens of this rank where the log-probs of trainer and engine differ most, with
+        both values. Only one rank of each data-parallel replica returns some."""
         if not self.model.reports:
             return []
         batch = self.shard.batch
@@ -137,7 +140,8 @@ class ActorRole(PolicyRole):
         kl_coef: float,
         digests: list[int] | None = None,
     ) -> dict[str, float]:
-        """Write the columns that the algorithm computes from rewards.
+        """Write the column advantages and, with a critic, returns, which the algorithm computes from the
+        rewards. Returns metrics.
 
         These are advantages, and returns if there is a critic. Both are NaN on the tokens of a sample whose
         reward failed.
@@ -204,7 +208,8 @@ class ActorRole(PolicyRole):
 
     @needs("parameters", "gradients", "optimizer")
     def update(self, kl_coef: float = 0.0) -> dict[str, float]:
-        """Make all optimizer updates of the step. Returns and raises as `update_over_epochs`."""
+        """Make all optimizer updates of the step, and return this rank's part of their mean metrics. Raises
+        NonFiniteUpdate as --on-nonfinite says."""
         self.require_columns("update", self.algorithm.loss_reads)
 
         def once(mini_batch: MiniBatch, check: LossCheck | None) -> dict[str, float]:
@@ -243,7 +248,8 @@ class ActorRole(PolicyRole):
     def check_inputs(
         self, check: LossCheck, micro: MicroBatch, rows: torch.Tensor, inputs: LossInputs
     ) -> None:
-        """Pass the inputs of the loss to a check, and test once whether the loss is a sum over tokens."""
+        """Record the inputs of the loss in `check`, and raise ValueError if a loss declared as a sum over
+        tokens is none."""
         if self.algorithm.token_level and not self._is_token_level:
             is_whole = len(rows) == len(micro.response_positions)
             self._is_token_level = check_token_level(self.algorithm, inputs, is_whole)

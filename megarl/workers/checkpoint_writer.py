@@ -1,4 +1,5 @@
-"""Write checkpoints of a role while it trains: a call copies this rank's part, and a thread writes it."""
+"""Write checkpoints of a role while it trains: a call copies this rank's part to host memory, and a thread
+writes it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """One rank's part of a role's checkpoints, which are written one at a time.
+    """Writes one rank's part of a role's checkpoints, one checkpoint at a time.
 
     Args:
         group: a gloo process group of the role's ranks. Only the writing threads use it, because they
@@ -36,7 +37,8 @@ class CheckpointWriter:
         self._error: BaseException | None = None
 
     def begin(self, folder: Path, model: TrainedModel, atlas: Atlas, state: dict[str, object]) -> None:
-        """Copy this rank's part of a checkpoint into host memory, and start to write it.
+        """Copy this rank's part of a checkpoint into host memory, start a thread that writes it to `folder`,
+        and return.
 
         Collective, after `written` has reported the previous checkpoint as complete. The model may change as
         soon as this returns. `folder` appears when the checkpoint is complete.
@@ -59,9 +61,8 @@ class CheckpointWriter:
         self._thread.start()
 
     def written(self, wait: bool) -> str | None:
-        """Return the SHA-256 of the manifest, on every rank, or None if it is not written yet.
-
-        Raises: CheckpointError if any rank could not write."""
+        """Return the SHA-256 of the checkpoint's manifest, the same on every rank, or None while it is not
+        written. Raises CheckpointError if a rank failed."""
         if wait:
             self._thread.join()
         if self._error is not None:

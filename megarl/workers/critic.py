@@ -1,4 +1,4 @@
-"""Implement the critic on one rank: a value for every response token, and its updates."""
+"""Implement the critic on one rank: it predicts a value for every response token, and learns the returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @implements(Critic)
 class CriticRole(MegatronRole):
-    """The value model, which starts from --critic-model. A language model gets a value head of zeros.
+    """The value model on one rank. It starts from --critic-model; a language model gets a value head of
+    zeros.
 
     The value of a response token is that of the state in which the token was chosen."""
 
@@ -52,12 +53,13 @@ class CriticRole(MegatronRole):
 
     @needs("parameters")
     def values(self) -> None:
-        """Write the column values."""
+        """Write the column values: the critic's prediction at every response token of this rank's samples."""
         self.write_column("values", self.model.values(self.micro_batches(self.shard.mini_batches)))
 
     @needs("parameters", "gradients", "optimizer")
     def update(self) -> dict[str, float]:
-        """Make all optimizer updates of the step. Returns and raises as `update_over_epochs`."""
+        """Make all optimizer updates of the step, and return this rank's part of their mean metrics. Raises
+        NonFiniteUpdate as --on-nonfinite says."""
         self.require_columns("update", ("values", "returns"))
         metrics = self.update_over_epochs(self._update_once)
         return metrics | {"memory/critic_peak_bytes": peak_memory_bytes()} | self.memory_metrics()

@@ -1,4 +1,5 @@
-"""Bring samples to the meshes that train on them, and columns from mesh to mesh.
+"""Send samples to the ranks that train on them, and columns such as values from one role's ranks to
+another's.
 
 The role `data` is on every rank of a job that samples.
 
@@ -37,7 +38,8 @@ from megarl.workers.store import BatchLayout, BatchShard, MissingSampleError, Sa
 
 @implements(Data)
 class DataRole(RandomStateOfRank):
-    """The part of every rank in moving samples and columns between meshes."""
+    """Sends and receives, on one rank, the samples and columns that move between the ranks of different
+    roles."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class DataRole(RandomStateOfRank):
         vocab_sizes: Mapping[str, int],
         formats: Mapping[str, Formats] | None = None,
     ) -> None:
-        """Prepare to move samples between the meshes of a job.
+        """Keep the meshes (the ranks of each role and their parallel sizes) between which samples will move.
 
         Args:
             meshes: mesh of every role.
@@ -61,7 +63,8 @@ class DataRole(RandomStateOfRank):
     def distribute(
         self, key: str, samples: list[Sample], mini_batches: list[MiniBatch], source: str = "train"
     ) -> dict[str, float]:
-        """Bring the samples of `mini_batches` from their owners to all ranks of a mesh, as its next batch.
+        """Send the samples of `mini_batches` from their owners to all ranks of a mesh, as its next batch.
+        Returns how much this rank received, as metrics.
 
         The mesh's previous samples are released. The owners, the ranks of the mesh, and the ranks that will
         exchange columns with it must call this. Every other rank of the job may call it.
@@ -111,7 +114,8 @@ class DataRole(RandomStateOfRank):
         }
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> dict[str, float]:
-        """Bring token columns from the mesh `source` to the mesh `destination`.
+        """Send token columns from the mesh `source` to the mesh `destination`. Returns how many bytes this
+        rank received, as a metric.
 
         Columns go from the last pipeline stage of each sample's replica to the last stage of the destination.
         The ranks of these stages must call this. Other ranks may call it, and do nothing.
@@ -160,9 +164,8 @@ class DataRole(RandomStateOfRank):
         return {"batch/bytes_exchanged": float(bytes_per_token(columns) * received)}
 
     def release(self, sample_ids: Sequence[int], source: str = "train") -> None:
-        """Forget the rollouts and computed columns of samples that were trained on.
-
-        Any rank may call this. Samples that the rank does not hold are ignored."""
+        """Free the memory of samples that were trained on: rollouts and computed columns. Samples that this
+        rank does not hold are ignored."""
         rollouts = self.store.source(source)
         rollouts.release([sample for sample in sample_ids if sample in rollouts])
         for key, layout in self.store.layouts.items():

@@ -35,7 +35,7 @@ Formats = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class MissingRowsError(ValueError):
-    """This rank lacks rows that it should send or keep. Nothing was sent."""
+    """Raised before anything is sent, if this rank lacks rows of a column that it should send or keep."""
 
 
 def bytes_per_token(columns: Iterable[str], formats: Formats | None = None) -> int:
@@ -44,7 +44,7 @@ def bytes_per_token(columns: Iterable[str], formats: Formats | None = None) -> i
 
 
 class Moved(NamedTuple):
-    """The columns that `move_rows` brought, and their digests."""
+    """The columns that `move_rows` has received, and their digests (hashes per sample), not yet compared."""
 
     columns: dict[str, torch.Tensor]
     digests: Digests
@@ -61,7 +61,8 @@ def move_rows(
     lengths: Mapping[int, int],
     formats: Formats | None = None,
 ) -> Moved:
-    """Bring the named columns of the `wanted` samples to this rank, packed in that order.
+    """Send and receive columns by the route. Returns the columns of the `wanted` samples, one sample after
+    another in that order.
 
     Every rank that a route names must call this.
 
@@ -114,7 +115,7 @@ def move_rows(
 
 @dataclass(frozen=True)
 class _MessageFormat:
-    """Layout of a message between two ranks, the same at both ends."""
+    """Order and formats of the bytes in a message between two ranks, the same at both ends."""
 
     columns: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Dtype and shape of a token's row, widest first, so that every column is aligned."""
@@ -140,7 +141,8 @@ class _MessageFormat:
         return [num_tokens * dtype.itemsize * math.prod(row) for dtype, row in self.columns.values()]
 
     def empty(self, wanted: Sequence[int]) -> tuple[Moved, dict[str, dict[int, torch.Tensor]]]:
-        """Return empty columns, and column -> sample -> the view for its rows."""
+        """Return uninitialized columns for the `wanted` samples, and column -> sample -> the view for its
+        rows."""
         num_tokens = [self.lengths[sample] for sample in wanted]
         total = sum(num_tokens)
         out = {name: torch.empty(total, *row, dtype=dtype) for name, (dtype, row) in self.columns.items()}
@@ -152,7 +154,7 @@ class _MessageFormat:
     def pack(
         self, ids: Sequence[int], pieces: Mapping[str, Mapping[int, torch.Tensor]], digests: Digests
     ) -> torch.Tensor:
-        """Return the message with these samples."""
+        """Return the message with these samples' ids, digests and rows, as a uint8 tensor."""
         header = torch.tensor([[sample, *(digests[name][sample] for name in self.bound)] for sample in ids])
         parts = (header, *(pieces[name][sample] for name in self.columns for sample in ids))
         return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
@@ -165,7 +167,8 @@ class _MessageFormat:
         places: Mapping[str, Mapping[int, torch.Tensor]],
         digests: Digests,
     ) -> None:
-        """Copy the rows of a message to their places. Raises: InvariantError for other samples than `ids`."""
+        """Copy the rows of a message into `places`, and its digests into `digests`. Raises: InvariantError
+        for other samples than `ids`."""
         header, message = message.tensor_split([self._header_bytes(ids)])
         sent, *of_columns = header.view(torch.int64).view(len(ids), -1).T.tolist()
         if sent != list(ids):
@@ -196,7 +199,7 @@ def _rows_of_all(
 
 
 def _rows_of(held: Batch, name: str, dtype: torch.dtype, row: tuple[int, ...]) -> dict[int, torch.Tensor]:
-    """Return views of each sample's rows of a column.
+    """Return sample id -> view of the sample's rows of a column, on the CPU.
 
     Raises: MissingRowsError for a column that is not there or has another format."""
     column = getattr(held, name)
@@ -217,7 +220,8 @@ def collect_samples(
     lengths: Mapping[int, int],
     formats: Formats | None = None,
 ) -> tuple[Batch, Digests]:
-    """Bring the `wanted` samples to this rank as the engines made them, packed in that order.
+    """Send and receive samples by the route. Returns a batch with the `wanted` samples as the engines made
+    them, and the senders' digests.
 
     The samples come with all columns of `formats`. Arguments and errors are those of `move_rows`. Returns the
     batch, and the senders' digests."""

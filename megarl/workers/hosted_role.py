@@ -1,4 +1,4 @@
-"""Define the base class of the roles that a rank hosts."""
+"""Define the base class of the roles that a rank hosts, with the role's name, mesh and sample store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from megarl.workers.store import SampleStore
 
 @dataclass(eq=False)
 class HostedRole:
-    """This rank's part of a role."""
+    """One rank's part of a role: its name, configuration, mesh (ranks and parallel sizes), and the rank's
+    samples."""
 
     name: str
     """Name of the role; its mesh is meshes[name]."""
@@ -38,5 +39,5 @@ class HostedRole:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Shape of the policy."""
+        """Sizes of the policy: layers, hidden size, heads and so on."""
         return ModelShape.load(self.config.model.model)

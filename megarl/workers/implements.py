@@ -15,7 +15,8 @@ IMPLEMENTATIONS: dict[type, type[Role]] = {}
 
 
 def implements(role: type[Role]) -> Callable[[C], C]:
-    """Bind the decorated implementation to the role class that declares its methods.
+    """Compare the decorated class with the role class that declares its methods. Raises TypeError, when the
+    class is defined, if they differ.
 
     Example:
         @implements(Critic)

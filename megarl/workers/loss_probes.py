@@ -1,4 +1,4 @@
-"""Measure how a loss uses its tokens, by calling the loss with chosen numbers.
+"""Measure how a loss function weights its tokens, by calling it with chosen numbers.
 
 policy_weight, value_weight    the sum of the weights that the loss gives its tokens
 check_token_level              whether the loss is a sum over tokens, as `token_level` says"""
@@ -18,7 +18,7 @@ The error of a loss of whole sequences is far larger."""
 
 
 def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
-    """Return the sum of the token weights of `loss`, a float64 scalar.
+    """Return the sum of the weights that the algorithm's policy loss gives these tokens, a float64 scalar.
 
     The sum is the slope of the loss where all log-probs are equal, all advantages are -1, and there is no KL.
     """
@@ -32,7 +32,7 @@ def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
 
 
 def value_weight(algorithm: Algorithm, inputs: ValueLossInputs) -> torch.Tensor:
-    """Return the sum of the token weights of `value_loss`, a float64 scalar.
+    """Return the sum of the weights that the algorithm's value loss gives these tokens, a float64 scalar.
 
     The sum is the slope of the loss where all values are as before and 1 above the returns."""
     zeros = torch.zeros_like(inputs.values)
@@ -52,7 +52,7 @@ def _slope(loss, at: torch.Tensor) -> torch.Tensor:
 
 
 def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) -> bool:
-    """Check that the loss is a sum over tokens. Returns whether there were enough tokens to decide.
+    """Raise ValueError if the loss is no sum over tokens. Returns whether there were enough tokens to decide.
 
     The loss of all tokens must equal the sum of the losses of two parts. The same must hold for its gradient,
     wherever the cut is.

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 
 def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> dict[int, Atlas]:
-    """Return the atlas (sharding spec) of every rank of a mesh: its parts of the weights."""
+    """Return rank -> its atlas: which rows and columns of which Hugging Face tensors the rank's parameters
+    hold."""
     from megarl.megatron.transformer_engine import uses_transformer_engine
 
     return megatron_atlas.megatron_atlases(
@@ -50,7 +51,8 @@ def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig
 
 
 class MegatronRole(HostedRole):
-    """A role with a Megatron model. Subclasses build the model and define its computations."""
+    """One rank's part of a role with a Megatron model. Subclasses build the model and define its
+    computations."""
 
     model: TrainedModel
     writer: CheckpointWriter
@@ -71,7 +73,7 @@ class MegatronRole(HostedRole):
 
     @property
     def folder(self) -> str:
-        """Hugging Face folder with the initial weights."""
+        """Hugging Face checkpoint folder that the initial weights are read from."""
         return self.config.model.model
 
     @property
@@ -81,7 +83,7 @@ class MegatronRole(HostedRole):
 
     @property
     def adapter_options(self) -> LoRAConfig | None:
-        """Options of the model's adapters, if it may have some."""
+        """LoRA options of the role; None if the role never has adapters."""
         return None
 
     @property
@@ -89,11 +91,12 @@ class MegatronRole(HostedRole):
         return self.config.algorithm
 
     def build(self) -> TrainedModel:
-        """Return the model with undefined weights."""
+        """Return the Megatron model of this rank, with weights that are not loaded yet."""
         raise NotImplementedError
 
     def build_as(self, model: Callable[..., TrainedModel]) -> TrainedModel:
-        """Build a model of this class from the role's shape, mesh and configuration."""
+        """Return a model of this class with the role's sizes, mesh and configuration, and with weights that
+        are not loaded yet."""
         config = self.config
         return model(
             self.shape,
@@ -109,7 +112,8 @@ class MegatronRole(HostedRole):
 
     @needs()
     def setup(self) -> None:
-        """Build the model and load its weights. Collective over the mesh."""
+        """Build the model, load its weights, or draw them with --random-init, and add new LoRA adapters.
+        Collective over the mesh."""
         from megarl.megatron.initialize import initial_adapters, random_weights
 
         self.model = self.build()
@@ -133,13 +137,13 @@ class MegatronRole(HostedRole):
 
     @property
     def shard(self) -> BatchShard:
-        """This rank's part of the training batch.
+        """This rank's part of the training batch: its samples, their columns and the plan of mini-batches.
 
         Raises: MissingSampleError if some of its samples were released."""
         return self.store.batch(self.shard_key)
 
     def micro_batches(self, mini_batches: list[MiniBatch]) -> list[MicroBatch]:
-        """Return this rank's forward passes over the mini-batches.
+        """Return the micro-batches of this rank in these mini-batches, in order: one per forward pass.
 
         Raises: InvariantError if a sample no longer has the tokens or values written for it."""
         shard, dp_rank = self.shard, self.model.groups.dp.rank()
@@ -148,7 +152,8 @@ class MegatronRole(HostedRole):
     def write_column(
         self, name: str, per_micro_batch: list[torch.Tensor] | None, largest: float = math.inf
     ) -> None:
-        """Write a token column from the values of the response tokens, in the order of the micro-batches.
+        """Store a token column, given the values of the response tokens of each micro-batch. Raises
+        InvariantError if a value is not finite or above `largest`.
 
         None, as before the last pipeline stage, writes nothing.
 
@@ -160,7 +165,8 @@ class MegatronRole(HostedRole):
         self.own_columns[name] = shard, getattr(shard.batch, name)
 
     def require_columns(self, method: str, columns: Iterable[str]) -> None:
-        """Raise FlowError for a column that a method needs and that no call of this step has written."""
+        """Raise FlowError if a column that a method reads has not been computed in this step, and name the
+        call that computes it."""
         if not self.model.is_last_stage:  # earlier stages have no columns
             return
         batch = self.shard.batch
@@ -178,7 +184,7 @@ class MegatronRole(HostedRole):
             raise FlowError([f"{text}{'' if source == self.name else bring}."])
 
     def has_own(self, name: str) -> bool:
-        """Return whether this role itself wrote the column, with its current weights.
+        """Return whether this role itself wrote the column in this step, before its first update.
 
         The result is the same on every pipeline stage."""
         shard, column = self.own_columns.get(name, (None, None))
@@ -187,7 +193,8 @@ class MegatronRole(HostedRole):
     def update_over_epochs(
         self, update: Callable[[MiniBatch, LossCheck | None], dict[str, float]]
     ) -> dict[str, float]:
-        """Make all optimizer updates of the step. Returns and raises as `Updates.over_epochs`.
+        """Make all optimizer updates of the step, and return this rank's mean metrics. Raises NonFiniteUpdate
+        as --on-nonfinite says.
 
         Args:
             update: makes one update. The first update of the step gets a check."""
@@ -208,7 +215,8 @@ class MegatronRole(HostedRole):
             self.own_columns.clear()
 
     def loss_check(self, mini_batch: MiniBatch) -> LossCheck:
-        """Return the check of the first update of a step."""
+        """Return the object that checks token weights and log-probs (a critic: values) in the first update of
+        a step."""
         from megarl.megatron.loss_check import LossCheck
 
         counts = mini_batch.num_tokens, mini_batch.num_sequences
@@ -217,7 +225,8 @@ class MegatronRole(HostedRole):
         return LossCheck(self.name, self.objective.what, promised, *counts, self.pass_limit())
 
     def pass_limit(self) -> PassLimit | None:
-        """Return the largest distance of the first update from the previous pass; None for no check."""
+        """Return how far the first update's outputs may be from those of the pass before it, with equal
+        weights; None for no check."""
         raise NotImplementedError
 
     def loss_of_update(
@@ -262,7 +271,8 @@ class MegatronRole(HostedRole):
         rows: torch.Tensor,
         inputs: LossInputs | ValueLossInputs,
     ) -> None:
-        """Pass the inputs of the loss to a check.
+        """Record the inputs of the loss in `check`, which compares token weights and outputs after the
+        update.
 
         Args:
             rows: indices into the micro-batch's response tokens."""
@@ -275,7 +285,8 @@ class MegatronRole(HostedRole):
             )
 
     def scored_mini_batches(self) -> list[MiniBatch]:
-        """Return the step's mini-batches with the counts of the samples that have a reward.
+        """Return the step's mini-batches with token and sample counts that leave out samples whose reward
+        failed.
 
         These counts are the denominators of the loss. Collective over the mesh.
 
@@ -305,14 +316,15 @@ class MegatronRole(HostedRole):
         return amended
 
     def memory_metrics(self) -> dict[str, float]:
-        """Return this rank's metrics of `OffloadManager.take_metrics`.
+        """Return this rank's metrics of offloading (memory/*_resident_bytes, time/offload_s); {} in a job
+        without offload.
 
         Only the mesh's first rank reports the time."""
         return self.offload_manager.take_metrics(self.name, with_time=self.rank == self.mesh.ranks[0])
 
     @needs("parameters")
     def export_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder. Collective over the mesh.
+        """Write the weights into `folder` as a Hugging Face checkpoint. Collective over the mesh.
 
         Adapters are merged into the weights, and written alone to <folder>_adapter in PEFT's format."""
         self.model.merge_adapters()
@@ -324,7 +336,8 @@ class MegatronRole(HostedRole):
 
     @needs("parameters", "optimizer")
     def save_checkpoint(self, folder: str, state: dict[str, object] | None = None) -> None:
-        """Write the model, its optimizer, its schedule and a state for JSON. Collective over the mesh.
+        """Write the model, its optimizer, its schedule and `state` to `folder`. Collective over the mesh;
+        raises CheckpointError on every rank if one fails.
 
         Raises: CheckpointError, on every rank, if `folder` exists or cannot be written. No new folder is left
         in that case."""
@@ -334,7 +347,8 @@ class MegatronRole(HostedRole):
 
     @needs("parameters", "optimizer")
     def begin_checkpoint(self, folder: str) -> None:
-        """Copy the data of `save_checkpoint`, and let a thread write the copy while training continues.
+        """Copy the model, its optimizer and its schedule to host memory, and return; a thread writes the copy
+        to `folder`.
 
         `checkpoint_written` reports when the checkpoint is complete. Collective over the mesh."""
         self.writer.begin(
@@ -345,14 +359,13 @@ class MegatronRole(HostedRole):
         )
 
     def checkpoint_written(self, wait: bool = False) -> str | None:
-        """Return the SHA-256 of the manifest once the current checkpoint is complete, else None.
-
-        Raises: CheckpointError if a rank failed."""
+        """Return the SHA-256 of the manifest once the checkpoint in progress is complete, else None. Raises
+        CheckpointError if a rank failed."""
         return self.writer.written(wait)
 
     @needs("parameters", "optimizer")
     def damage_of_checkpoint(self, folder: str) -> str | None:
-        """Return why `load_checkpoint` would fail, the same on every rank, or None if it would succeed.
+        """Return why `load_checkpoint` would fail, the same text on every rank, or None if it would succeed.
 
         Collective over the mesh."""
         from megarl.megatron.training_state import verify_checkpoint
@@ -367,7 +380,8 @@ class MegatronRole(HostedRole):
     def load_checkpoint(
         self, folder: str, weights_only: bool = False, digests: bool = True
     ) -> dict[str, object]:
-        """Load a checkpoint of any layout, or its weights only.
+        """Load a checkpoint of any parallel layout, or its weights only, and return the `state` that was
+        saved with it. Raises CheckpointError on every rank if it cannot be loaded.
 
         Collective over the mesh. Call this after `setup`.
 
@@ -386,7 +400,8 @@ class MegatronRole(HostedRole):
 def with_target(
     columns: Mapping[str, torch.Tensor | None], target: torch.Tensor
 ) -> dict[str, torch.Tensor | None]:
-    """Return the rows of [N] columns where `target` is a number: the tokens of samples that have a reward."""
+    """Return only those rows of each [N] column where `target` is not NaN: the tokens of samples that have a
+    reward."""
     rows = (~target.isnan()).nonzero()[:, 0]
     return {name: None if column is None else column[rows] for name, column in columns.items()}
 

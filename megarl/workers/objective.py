@@ -1,4 +1,4 @@
-"""Define the objective of a trained role: its loss, and the inputs of the loss."""
+"""Define what a trained role optimizes: which loss of the algorithm, computed from which columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a trained role, in which the updates of an actor and of a critic differ.
+    """Which loss of the algorithm a trained role uses, from which token columns: the difference between actor
+    and critic.
 
     Example, of a critic:
         Objective(

@@ -1,4 +1,5 @@
-"""Decide which parts of this rank's models are on its device during which call.
+"""Decide which parts of this rank's models (parameters, gradients, optimizer) are on its GPU during which
+call.
 
 during a call
     The device has the parts that the call needs. It starts to load the parts that the next call needs, as far
@@ -41,7 +42,7 @@ class _Model:
 
 
 class OffloadManager:
-    """The models of one process and the locations of their parts."""
+    """Moves the parts of a process's models between GPU and host memory, as the calls of roles need them."""
 
     def __init__(self, ahead_bytes: int = 0) -> None:
         """Start without models. `ahead_bytes` limits the bytes loaded before the call that needs them."""
@@ -55,12 +56,13 @@ class OffloadManager:
         Activations and engines are not counted."""
 
     def add(self, role: str, memory: ModelMemory, offloaded_parts: Collection[str]) -> None:
-        """Manage a model that was just built, with all of its parts on the device."""
+        """Take charge of a model that was just built, with all of its parts on the device."""
         self._models[role] = _Model(memory, frozenset(offloaded_parts), memory.resident_bytes())
         self.note_peak()
 
     def enter(self, role: str | None, parts: Collection[str]) -> None:
-        """Load the parts of a role's model that a call needs, and start to load those of the next call."""
+        """Offload what the coming call does not need, load the parts of the role's model that it needs, and
+        start to load the next call's."""
         call = role, frozenset(parts)
         self._followed |= {self._recent: call, self._recent[-1:]: call}
         self._recent = *self._recent[-1:], call
@@ -76,7 +78,8 @@ class OffloadManager:
         self.note_peak()
 
     def _ahead(self, call: _Call) -> tuple[str | None, list[str]]:
-        """Return the role of the next call and its parts to load ahead.
+        """Predict the next call. Returns its role and the parts to load before it begins; (None, []) if
+        nothing is known.
 
         Gradients are never loaded ahead: they come back as zeros, at no cost."""
         role, parts = self._followed.get(self._recent) or self._followed.get(self._recent[-1:], (None, ()))
@@ -103,7 +106,8 @@ class OffloadManager:
         return sum(model.memory.resident_bytes() for model in self._models.values())
 
     def take_metrics(self, role: str, with_time: bool) -> dict[str, float]:
-        """Return this rank's metrics since the last call; {} in a job without offload.
+        """Return this rank's memory and copy-time metrics since the last call of this function; {} in a job
+        without offload.
 
         memory/<kind>_resident_bytes is the least number of bytes that this role had on the device, while
         other roles worked. time/offload_s, if `with_time`, covers all roles of the rank."""
@@ -120,7 +124,8 @@ class OffloadManager:
 
 
 def needs(*parts: str, of: str | None = None) -> Callable[[Callable], Callable]:
-    """Declare which parts of its model a role's method needs on the device.
+    """Make a role's method load these parts of its model (parameters, gradients, optimizer) to the device
+    first. Use as a decorator.
 
         @needs("parameters")
         def log_probs(self): ...

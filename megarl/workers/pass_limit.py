@@ -1,4 +1,5 @@
-"""Limit the distance of a step's first update from the previous pass, with the same weights and samples."""
+"""Limit how far a step's first update may be from the pass before it, in outputs computed with the same
+weights and samples."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def log_prob_limit(config: TrainConfig, shape: ModelShape, device: torch.device)
 
 
 def value_limit(device: torch.device) -> PassLimit | None:
-    """Return how much a critic's value may differ between the two passes.
+    """Return how much a critic's value may differ between the pass before the updates and the first update;
+    None on a GPU.
 
     Returns: None on a GPU, because the scale of the values is unknown."""
     return SAME_KERNELS if device.type == "cpu" else None

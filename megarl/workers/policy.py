@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PolicyRole(MegatronRole):
-    """A policy that starts from --model."""
+    """One rank's part of a role whose model is a language model that starts from the weights of --model."""
 
     def build(self) -> Policy:
         from megarl.megatron.policy import Policy
@@ -19,7 +19,8 @@ class PolicyRole(MegatronRole):
         return self.build_as(Policy)
 
     def write_log_probs(self, column: str) -> None:
-        """Write the log-probs of the response tokens under this policy as a token column."""
+        """Compute the log-probs of this rank's response tokens under the policy, and store them as the token
+        column `column`."""
         micro_batches = self.micro_batches(self.shard.mini_batches)
         log_probs = self.model.log_probs(micro_batches, self.config.sampling.temperature)
         self.write_column(column, log_probs, largest=0.0)

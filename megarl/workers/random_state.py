@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 
 class RandomStateOfRank:
-    """Base class of the role that is on every rank of a job.
+    """Gives the driver access to a rank's random number generators. It is a base class of the role that is on
+    every rank.
 
     That role is data or, in supervised fine-tuning, the actor."""
 
     def random_state(self) -> dict[str, str]:
-        """Return the random state of this process; see `megatron.random_state`."""
+        """Return the state of this process's random number generators as text by name."""
         from megarl.megatron.random_state import random_state
 
         return random_state()

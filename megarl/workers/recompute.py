@@ -1,4 +1,5 @@
-"""Recompute the advantages of some samples by the algorithm's reference, at every step and on every rank.
+"""Recompute the advantages of a few samples by the algorithm's slow reference, at every step and on every
+rank, to find errors.
 
 Digests cannot find a fault inside the computation: advantages in reversed order are written and moved as
 faithfully as right ones. Each rank therefore draws its own samples, looks everything up by their ids, and
@@ -36,7 +37,8 @@ def check_advantages(
     seed: str,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Check the columns that the algorithm has just written.
+    """Recompute advantages of some samples on this rank, and raise InvariantError if the stored columns
+    differ by more than rounding.
 
     Collective over the ranks of `sum_over_ranks`, if the algorithm needs sums.
 
@@ -82,7 +84,7 @@ def check_advantages(
 def _draw(
     groups: Mapping[int, Sequence[int]], group_of: Mapping[int, int], here: Sequence[int], seed: str
 ) -> list[list[int]]:
-    """Return the samples on this rank, group by group in a random order."""
+    """Return the ids of the samples on this rank as one list per group, the groups in a random order."""
     mine = set(here)
     order = sorted({group_of[sample] for sample in here})
     random.Random(seed).shuffle(order)
@@ -92,9 +94,8 @@ def _draw(
 def _compare(
     sample: int, name: str, reference: ReferenceColumn, found: Sequence[float], reward: float
 ) -> int:
-    """Compare a column with its reference, and return the number of tokens compared.
-
-    Raises: InvariantError for the first token that differs by more than rounding."""
+    """Return the number of tokens compared, or raise InvariantError if a sample's column differs from its
+    reference by more than rounding."""
     for position, (value, wanted, magnitude) in enumerate(
         zip(found, reference.values, reference.magnitudes, strict=True)
     ):

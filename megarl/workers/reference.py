@@ -12,20 +12,20 @@ from megarl.workers.policy import PolicyRole
 
 @implements(Reference)
 class ReferenceRole(PolicyRole):
-    """A policy that keeps the initial weights of the training."""
+    """A frozen policy on one rank, which keeps the weights that training started from."""
 
     @needs("parameters")
     def log_probs(self) -> dict[str, float]:
-        """Write the column ref_log_probs. Returns metrics of the memory."""
+        """Write the column ref_log_probs for this rank's samples. Returns metrics of offloading, which may be
+        {}."""
         self.write_log_probs("ref_log_probs")
         return self.memory_metrics()
 
 
 @implements(Reference)
 class AdapterlessReferenceRole:
-    """The reference of an actor that trains adapters on the same ranks.
-
-    The reference is the actor's model with the adapters switched off, and has no separate weights."""
+    """The reference of an actor that trains LoRA adapters: the actor's model with its adapters switched off,
+    without separate weights."""
 
     def __init__(self, actor: ActorRole) -> None:
         self.actor, self.offload_manager = actor, actor.offload_manager
@@ -35,13 +35,15 @@ class AdapterlessReferenceRole:
 
     @needs("parameters", of="actor")
     def log_probs(self) -> dict[str, float]:
-        """Write the column ref_log_probs."""
+        """Write the column ref_log_probs for this rank's samples, with the adapters switched off. Returns
+        {}."""
         with self.actor.model.adapters.off():
             self.actor.write_log_probs("ref_log_probs")
         return {}
 
     @needs("parameters", of="actor")
     def export_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder. Collective over the mesh."""
+        """Write the weights without adapters into `folder` as a Hugging Face checkpoint. Collective over the
+        mesh."""
         actor = self.actor
         save_hf(folder, actor.folder, actor.shape, actor.atlases, actor.model.parameters)

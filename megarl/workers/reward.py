@@ -19,7 +19,8 @@ from megarl.workers.store import RolloutSample
 
 @implements(Reward)
 class RewardRole(HostedRole):
-    """Scores the samples of one engine by a rule."""
+    """Scores the samples of this rank's engine by a rule, e.g. the comparison of a number with the ground
+    truth."""
 
     pool: RewardPool | None = None
     """Processes that run the rule; None if the job has no rule, or if another rank calls the rule."""
@@ -28,7 +29,8 @@ class RewardRole(HostedRole):
     """The engine whose samples are scored."""
 
     def setup(self) -> None:
-        """Start the processes of the rule on the engine's first rank."""
+        """Start the worker processes that run the rule. Only the engine's first rank has some, and only in a
+        job with a rule."""
         if uses_rule_reward(self.config) and self.mesh.coordinates(self.rank)["tp"] == 0:
             self.pool = RewardPool(self.config.data, num_workers(self.config.data.reward_num_workers))
 
@@ -37,7 +39,8 @@ class RewardRole(HostedRole):
             self.pool.close()
 
     def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
-        """Score the samples of this engine, on its first rank only.
+        """Score the samples of this engine. Its first rank returns one record per sample, in the order of the
+        rollouts; its other ranks return [].
 
         Args:
             num_logged: number of samples of the step, counted from its first, whose records carry their texts
@@ -70,7 +73,7 @@ class RewardRole(HostedRole):
     def _verdicts(
         self, rollouts: Sequence[RolloutSample], texts: Sequence[str], dataset: PromptDataset
     ) -> list[Verdict]:
-        """Return the pool's verdict on each rollout; empty verdicts without a pool."""
+        """Return the rule's verdict on each rollout in order, or empty verdicts in a job without a rule."""
         if self.pool is None:
             return [Verdict(None)] * len(rollouts)
         samples = []
@@ -90,7 +93,8 @@ class RewardRole(HostedRole):
 
 
 def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, object]:
-    """Return the fields of a record in the rollouts/ files."""
+    """Return texts, token ids and lengths of a sample, which are added to its record for the rollouts/
+    files."""
     return {
         "row": rollout.row,
         "prompt": prompt.messages,
@@ -104,7 +108,7 @@ def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, obje
 
 
 def num_workers(asked: int | None) -> int:
-    """Return the number of processes of one rank's pool.
+    """Return how many processes run the rule on one rank.
 
     The number is --reward-num-workers if given, else the node's cores divided by its ranks, at most 8."""
     return (

@@ -1,4 +1,4 @@
-"""Score the samples of this rank's batch shard by a reward model.
+"""Score this rank's samples of the training batch by a reward model.
 
     transformers   the whole classifier on each rank; each rank scores its own samples
     megatron       a value model split over the mesh
@@ -39,7 +39,8 @@ Records = list[Record]
 
 @implements(RewardModel)
 class RewardModelRole(HostedRole):
-    """A reward model: a classifier, a value model or a judge."""
+    """One rank's part of a reward model: a Hugging Face classifier, a Megatron value model or a vLLM
+    judge."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,9 +55,8 @@ class RewardModelRole(HostedRole):
 
     @needs()
     def setup(self) -> None:
-        """Load the model, or start the judge. Collective over the mesh for the megatron backend.
-
-        Raises: ValueError or EngineDied naming the model."""
+        """Load the model, or start the judge. Raises ValueError or EngineDied, naming the model, if that
+        fails. Collective over the mesh for the megatron backend."""
         self.actor_tokenizer = load_tokenizer(self.config.model.tokenizer_model or self.config.model.model)
         self.retokenizes = True
         {
@@ -71,7 +71,8 @@ class RewardModelRole(HostedRole):
 
     @needs("parameters")
     def score(self, rows: Mapping[int, int]) -> Records:
-        """Score the samples that this rank reports on.
+        """Return one record per sample that this rank reports, with its unweighted score; [] on ranks that
+        leave it to another rank.
 
         Args:
             rows: sample id -> dataset row, of all samples of the step.
@@ -173,7 +174,8 @@ class RewardModelRole(HostedRole):
         return [shard.micro_batch(ids) for m in shard.mini_batches for ids in m.micro_batches[dp_rank]]
 
     def _own_micro_batches(self, batch: Batch, rows: Mapping[int, int]) -> list[MicroBatch]:
-        """Pack the model's own token ids, which have other lengths than the actor's.
+        """Return micro-batches of the samples in the reward model's own token ids, equally many on all
+        data-parallel ranks.
 
         Empty micro-batches are added until all data-parallel ranks have equally many."""
         packed: list[Batch] = []
@@ -258,7 +260,7 @@ class RewardModelRole(HostedRole):
             )
 
     def _token_ids(self, batch: Batch, rows: Mapping[int, int]) -> list[list[int]]:
-        """Return the ids of each sample, in the order of the batch."""
+        """Return the token ids of each sample in the reward model's vocabulary, in the order of the batch."""
         if not self.retokenizes:
             return [part.tolist() for part in batch.tokens.split(batch.lengths.tolist())]
         return [
@@ -270,7 +272,7 @@ class RewardModelRole(HostedRole):
         return [self.dataset[rows[sample_id]] for sample_id in batch.sample_ids.tolist()]
 
     def _responses(self, batch: Batch) -> list[str]:
-        """Return each sample's text from its first response token on."""
+        """Return each sample's text from its first response token on, in the order of the batch."""
         lengths = batch.lengths.tolist()
         parts = zip(batch.tokens.split(lengths), batch.response_mask.split(lengths), strict=True)
         return self.actor_tokenizer.decode_batch(
@@ -282,7 +284,7 @@ class RewardModelRole(HostedRole):
 
 
 def same_tokenizer(actor, own) -> bool:
-    """Return whether a reward model can read the token ids of the actor.
+    """Return whether a reward model can read the actor's token ids without tokenizing the text again.
 
     The model must have all words of the actor at the same ids, and the same chat template.
 
@@ -298,5 +300,5 @@ def same_tokenizer(actor, own) -> bool:
 
 
 def _record(sample_id: int, score: float | None, failure: str) -> dict[str, object]:
-    """Return the record of a sample, with `failure` only if there is no score."""
+    """Return the record of a sample: its id, its score and, only if the score is None, `failure`."""
     return {"sample_id": sample_id, "score": score} | ({"failure": failure} if score is None else {})

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @implements(Rollout)
 class RolloutRole(HostedRole):
-    """One engine, or this rank's part of it, and the datasets of its prompts."""
+    """One vLLM engine, or this rank's part of it, and the data sets of its prompts."""
 
     actor: ActorRole | None = None
     """The actor in this process, if there is one."""
@@ -45,7 +45,7 @@ class RolloutRole(HostedRole):
 
     @needs("parameters", of="actor")
     def setup(self) -> None:
-        """Start the engine and plan how the actor's weights get into it.
+        """Load the data sets, start the engine, and plan how the actor's weights are copied into it.
 
         Collective over the world, after the actor's `setup`."""
         config = self.config
@@ -84,7 +84,7 @@ class RolloutRole(HostedRole):
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """Ranks that own the samples of this rank's engine.
+        """Global ranks that hold the samples of this rank's engine after `generate`.
 
         These are all ranks of an in-process engine, and the first rank of an out-of-process one."""
         ranks = self.mesh.peers(self.rank, "tp")
@@ -92,7 +92,8 @@ class RolloutRole(HostedRole):
 
     @needs("parameters", of="actor")
     def sync(self, version: int) -> dict[str, float]:
-        """Bring the actor's current weights into the engine as `version`.
+        """Copy the actor's current weights into the engine as `version`. Returns the metric sync/bytes, or {}
+        on a rank without an engine object.
 
         Collective over the rollout ranks and the other actor ranks, which call ActorRole.send_weights."""
         if self.engine is not None:
@@ -105,7 +106,8 @@ class RolloutRole(HostedRole):
 
     @needs()
     def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False) -> list[Sample]:
-        """Sample responses to dataset rows ('train': num_samples_per_prompt each, 'eval': one each).
+        """Sample responses to dataset rows. The first rank of each engine returns the engine's samples,
+        ordered as `visits`; its other ranks return [].
 
         The samples of the last call for this purpose are released. Prompts are spread over the engines in
         contiguous blocks. Every sample draws by a unique key (run seed, purpose, visit, index). Its draws

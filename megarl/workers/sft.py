@@ -18,12 +18,11 @@ from megarl.workers.store import BatchShard
 
 @implements(Actor)
 class SFTActorRole(ActorRole, RandomStateOfRank):
-    """An actor that learns the responses of its dataset."""
+    """An actor that learns the responses of its dataset, for supervised fine-tuning."""
 
     def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows.
-
-        Returns: (length, response length) of every row, on the mesh's first rank only."""
+        """Tokenize the training rows. The mesh's first rank returns (length, response length) of every row;
+        other ranks return None."""
         config = self.config
         tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         dataset = PromptDataset.load(
@@ -37,7 +36,7 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
         return [(len(p) + len(r), len(r)) for p, r in zip(self.prompts, self.responses, strict=True)]
 
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
-        """Pack this rank's rows of a step.
+        """Make the dataset rows that this rank trains on in a step its training batch.
 
         Args:
             visits: visit -> dataset row; the visit is the sample id."""

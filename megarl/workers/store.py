@@ -1,4 +1,4 @@
-"""Store the samples of a rank and their columns by id until they are released.
+"""Hold the samples of a rank and their columns, found by sample id, in memory until they are released.
 
     store.source("train")    rollouts: samples of this rank's engine, with row, group and weight version
     store.mesh("actor")      batch shards: samples that a mesh of this rank trains on, with the columns that
@@ -27,12 +27,12 @@ from megarl.packing import MiniBatch, Sample
 
 
 class MissingSampleError(LookupError):
-    """A sample was read that this rank does not hold: it was released, or it was never here."""
+    """Raised when a sample is read that this rank does not hold: it was released, or it was never here."""
 
 
 @dataclass(eq=False, slots=True)
 class RolloutSample:
-    """One sample as the engine made it."""
+    """One sample as the engine made it: prompt, response and the response's log-probs."""
 
     sample_id: int
     row: int
@@ -54,7 +54,7 @@ class RolloutSample:
     The first samples are logged with their texts."""
 
     def record(self, owners: tuple[int, ...], truncated: bool = False) -> Sample:
-        """Return the driver's record of this sample."""
+        """Return the ids and lengths of this sample, which go to the driver in place of its tokens."""
         num_response = len(self.response)
         return Sample(
             self.sample_id,
@@ -69,7 +69,7 @@ class RolloutSample:
 
 
 class PackedSamples:
-    """Samples in one packed batch, with a digest of each sample's rows in every column."""
+    """Samples concatenated into one Batch, with a digest (hash) of each sample's rows in every column."""
 
     batch: Batch
     digests: Digests
@@ -80,17 +80,19 @@ class PackedSamples:
         return self.batch.sample_ids.tolist()
 
     def digests_for(self, columns: Iterable[str]) -> Digests:
-        """Return the digests of the tokens and of the named columns that exist."""
+        """Return column -> sample id -> digest, for the tokens and for those of the named columns that
+        exist."""
         names = ["tokens", *(name for name in columns if name in self.batch.columns)]
         self.digests |= digests_of(self.batch, [name for name in names if name not in self.digests])
         return {name: self.digests[name] for name in names}
 
     def forget(self, sample_ids: Iterable[int]) -> None:
-        """Note that these samples were released."""
+        """Note that these samples were released, so that their memory may become free."""
 
 
 class RolloutBlock(PackedSamples):
-    """Rollouts that came together. They are packed when the first of them is sent to a mesh."""
+    """Rollouts of one `generate` call. They are concatenated to a Batch when the first of them is sent to
+    other ranks."""
 
     def __init__(self, rollouts: Iterable[RolloutSample]) -> None:
         self.rollouts = {rollout.sample_id: rollout for rollout in rollouts}
@@ -102,7 +104,8 @@ class RolloutBlock(PackedSamples):
 
     @cached_property
     def batch(self) -> Batch:
-        """Packed rollouts with the column rollout_log_probs, and routed_experts if the engine has them."""
+        """The rollouts as one Batch, with the column rollout_log_probs, and routed_experts if the engine
+        reports experts."""
         rollouts = list(self.rollouts.values())
         batch = Batch.from_samples(
             [r.sample_id for r in rollouts],
@@ -121,7 +124,7 @@ class RolloutBlock(PackedSamples):
 
 @dataclass(eq=False)
 class BatchShard(PackedSamples):
-    """This rank's part of a training batch: the samples of its forward passes in their order, packed once."""
+    """This rank's part of a training batch: the samples of its forward passes, concatenated in that order."""
 
     batch: Batch
     mini_batches: list[MiniBatch]
@@ -134,12 +137,14 @@ class BatchShard(PackedSamples):
         self.digests |= digests_of(self.batch, {"tokens", *self.batch.columns} - self.digests.keys())
 
     def set_column(self, name: str, column: torch.Tensor) -> None:
-        """Store a token column as `Batch.set_column` does, and bind it to its samples by digests."""
+        """Store a token column as `Batch.set_column` does, and compute its digest per sample, which later
+        reads compare."""
         self.batch.set_column(name, column)
         self.digests |= digests_of(self.batch, [name])
 
     def take_columns(self, columns: Mapping[str, torch.Tensor], digests: Digests) -> None:
-        """Store columns that come from another mesh, with the digests that they had there.
+        """Store columns that were computed on other ranks. Raises InvariantError if their digests there do
+        not fit the values or tokens here.
 
         Raises: InvariantError if the values are not those that were written there, or were computed for other
         tokens than the ones here."""
@@ -151,9 +156,8 @@ class BatchShard(PackedSamples):
         self.digests |= written
 
     def micro_batch(self, sample_ids: Sequence[int]) -> MicroBatch:
-        """Return the micro-batch of these samples.
-
-        Raises: InvariantError if a sample no longer has the tokens or values written for it."""
+        """Return the micro-batch of these samples. Raises InvariantError if a sample no longer has the tokens
+        or values written for it."""
         batch = self.batch.select_samples(sample_ids)
         check_digests(batch, self.digests)
         return MicroBatch.of(batch)
@@ -165,7 +169,8 @@ class BatchShard(PackedSamples):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The plan of a mesh's batch, known to every rank that exchanges samples or columns with the mesh."""
+    """Which rank trains on which sample of a mesh's batch. Every rank that exchanges data with the mesh has
+    it."""
 
     source: str
     """Rollout source of the samples."""
@@ -183,7 +188,7 @@ Block = TypeVar("Block", bound=PackedSamples)
 
 
 class SampleTable(Generic[Block]):
-    """Samples by id, in the blocks that they came in.
+    """Finds samples by id, in the blocks (packed batches) that they came in.
 
     Example:
         table.add(RolloutBlock(rollouts))     add samples of an engine
@@ -191,7 +196,7 @@ class SampleTable(Generic[Block]):
         table.release([7])                    sample 7 cannot be read any more"""
 
     def __init__(self, name: str) -> None:
-        """Start empty. `name` is the table's name in errors."""
+        """Create an empty table. `name` is what errors call its samples."""
         self.name = name
         self._block_of: dict[int, Block] = {}
 
@@ -206,7 +211,7 @@ class SampleTable(Generic[Block]):
         return sample_id in self._block_of
 
     def add(self, block: Block) -> None:
-        """Hold the samples of a block. Raises: InvariantError for a sample that is already held."""
+        """Add the samples of a block. Raises: InvariantError for a sample that is already in the table."""
         ids = block.sample_ids
         for sample in ids:
             if sample in self._block_of:
@@ -214,7 +219,8 @@ class SampleTable(Generic[Block]):
         self._block_of |= dict.fromkeys(ids, block)
 
     def block(self, sample_id: int) -> Block:
-        """Return the block with this sample. Raises: MissingSampleError."""
+        """Return the block with this sample. Raises: MissingSampleError for a sample that is not in the
+        table."""
         if sample_id not in self._block_of:
             raise MissingSampleError(
                 f"sample {sample_id} is not among the {self.name} of this rank: it was released, or never here"
@@ -222,15 +228,13 @@ class SampleTable(Generic[Block]):
         return self._block_of[sample_id]
 
     def blocks(self, sample_ids: Iterable[int]) -> list[Block]:
-        """Return the blocks with these samples, each block once.
-
-        Raises: MissingSampleError for a sample that is not held."""
+        """Return the blocks with these samples, each block once. Raises MissingSampleError for a sample that
+        is not in the table."""
         return list({id(block): block for block in map(self.block, sample_ids)}.values())
 
     def release(self, sample_ids: Iterable[int] | None = None) -> None:
-        """Forget these samples, or all of them (None).
-
-        Raises: MissingSampleError for a sample that is not held; in that case no sample is forgotten."""
+        """Remove these samples, or all of them (None). Raises MissingSampleError, and removes none, if one is
+        not in the table."""
         ids = list(self if sample_ids is None else sample_ids)
         ids_of: dict[int, list[int]] = {}
         blocks = [self.block(sample) for sample in ids]
@@ -242,7 +246,7 @@ class SampleTable(Generic[Block]):
 
 
 class SampleStore:
-    """All samples of one rank: rollouts by source, batch shards by mesh."""
+    """All samples of one rank: those that its engine sampled, and those that its roles train on."""
 
     def __init__(self) -> None:
         self._sources: dict[str, SampleTable[RolloutBlock]] = {}
@@ -252,22 +256,22 @@ class SampleStore:
         """Last batch of every mesh that this rank exchanges samples or columns with, by shard key."""
 
     def source(self, name: str) -> SampleTable[RolloutBlock]:
-        """Return the table of a rollout source; it is empty on a rank without engine."""
+        """Return the table of the samples of one rollout source ("train", "eval", "train_2"); it is empty on
+        a rank without engine."""
         if name not in self._sources:
             self._sources[name] = SampleTable(f"rollouts '{name}'")
         return self._sources[name]
 
     def rollouts(self, source: str, sample_ids: Iterable[int] | None = None) -> list[RolloutSample]:
-        """Return rollouts by id, or all rollouts of the source in the order of arrival.
+        """Return the sampled rollouts with these ids, or all rollouts of the source in the order of arrival.
 
         Raises: MissingSampleError for a sample that is not held."""
         table = self.source(source)
         return [table.block(s).rollouts[s] for s in (table if sample_ids is None else sample_ids)]
 
     def check_records(self, source: str, samples: Iterable[Sample]) -> None:
-        """Check the driver's records of the samples that an engine of this rank made.
-
-        Raises: InvariantError for a sample whose group, version or digest is wrong in the driver's record."""
+        """Raise InvariantError if the driver's record of a sample made on this rank has another group, weight
+        version or digest."""
         table = self.source(source)
         for sample in samples:
             if sample.sample_id not in table:
@@ -281,25 +285,28 @@ class SampleStore:
                     )
 
     def mesh(self, key: str) -> SampleTable[BatchShard]:
-        """Return the table of the samples that a mesh works on."""
+        """Return the table of the samples that the roles with this shard key train on."""
         if key not in self._meshes:
             self._meshes[key] = SampleTable(f"samples of batch shard '{key}'")
         return self._meshes[key]
 
     def set_batch(self, key: str, shard: BatchShard) -> None:
-        """Let the roles of a mesh train on this batch shard from here on."""
+        """Add a batch shard. The roles with this shard key (those on the same mesh) train on it from here
+        on."""
         self.mesh(key).add(shard)
         self._batches[key] = shard
 
     def release_batch(self, key: str, sample_ids: Iterable[int] | None = None) -> None:
-        """Forget samples of a mesh, or all of them with the batch (None). Raises: MissingSampleError."""
+        """Free samples of a batch shard, or the whole shard (None). Raises: MissingSampleError for a sample
+        that is not there."""
         table = self.mesh(key)
         table.release(sample_ids)
         if not len(table):
             self._batches.pop(key, None)
 
     def batch(self, key: str) -> BatchShard:
-        """Return the batch shard that the roles of a mesh train on.
+        """Return the batch shard that the roles with this shard key train on. Raises MissingSampleError if
+        it, or one of its samples, was released.
 
         Raises: MissingSampleError if there is none, or if one of its samples was released."""
         if key not in self._batches:

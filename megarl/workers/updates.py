@@ -21,7 +21,7 @@ A skipped update leaves the weights as they are, so further retries would hardly
 
 
 class Updates:
-    """Makes the updates of one role on one rank.
+    """Makes the optimizer updates of one role on one rank, and counts those that are skipped.
 
     Args:
         on_nonfinite: see --on-nonfinite."""
@@ -37,7 +37,8 @@ class Updates:
         num_epochs: int,
         update: Callable[[MiniBatch], dict[str, float]],
     ) -> dict[str, float]:
-        """Make one update per mini-batch and epoch. A mini-batch without a scored sample makes no update.
+        """Make one optimizer update per mini-batch and epoch, and return this rank's part of the mean
+        metrics. Mini-batches without a scored sample are left out.
 
         Args:
             update: makes one update, and raises NonFiniteUpdate as `model` does.

@@ -73,7 +73,8 @@ def join_world(timeout_s: float) -> None:
 
 
 def _take_device() -> torch.device:
-    """Make the GPU of this rank the current one."""
+    """Make the GPU of this rank the current one and return it, or the CPU device if there is no GPU. Raises
+    RuntimeError if there are too few GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -103,7 +104,8 @@ def _check_that_ranks_agree() -> None:
 
 
 def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
-    """Return this rank's roles. Models and engines are built later, when the driver calls their setup().
+    """Return name -> this rank's part of each role that it hosts. Models and engines are built later, when
+    the driver calls setup().
 
     Collective over the world: process groups of all meshes are made here, in the same order on every rank."""
     if trains_in_fp32(config):
@@ -141,7 +143,8 @@ def _data_role(config: TrainConfig, meshes: Mapping[str, MeshSpec], store: Sampl
 
 
 def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:
-    """Return a checkpoint writer per trained role of this rank, each with its own process group.
+    """Return role -> checkpoint writer for the trained roles of this rank, each with its own gloo process
+    group.
 
     Collective over the world."""
     groups = {
@@ -163,7 +166,8 @@ def _roles_of_actor(
     store: SampleStore,
     offload_manager: OffloadManager,
 ) -> dict[str, object]:
-    """Return the roles of one actor that are on this rank.
+    """Return name -> role for the roles of one actor (actor, reference, critic, rollout, ...) that are on
+    this rank.
 
     Args:
         suffix, config: suffix and configuration of the actor."""
