@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class UnreadableFile(ValueError):
-    """The whole file cannot be used; the message names the file and the requirement."""
+    """Error of a data file that cannot be used at all; the message names the file and the requirement."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadableRow:
-    """Replaces a row that could not be parsed."""
+    """Takes the place of a row that could not be parsed, and holds the reason."""
 
     reason: str
 
