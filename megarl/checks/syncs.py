@@ -1,4 +1,4 @@
-"""Check that every weight sync can be planned.
+"""Check that every weight sync, from the actor's ranks to the engines, can be planned.
 
 A plan needs the atlases (sharding specs) of both sides, and a source for each element of every engine."""
 
