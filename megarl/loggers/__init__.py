@@ -22,5 +22,5 @@ __all__ = ["LOGGERS", "Logger", "LoggerContext", "open_loggers"]
 
 
 def open_loggers(names: Sequence[str], context: LoggerContext) -> list[Logger]:
-    """Start the loggers with these names, in this order. Only now their libraries are imported."""
+    """Return started loggers for these names, in this order. Their libraries are imported only now."""
     return [pkgutil.resolve_name(LOGGERS[name])(context) for name in names]
