@@ -35,7 +35,7 @@ PHASES = ("rollout", "log-probs", "update", "sync")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Memory of one kind that a role holds on one rank.
+    """Memory of one kind, such as gradients, that a role holds on one rank.
 
     Args:
         name: parameters, gradients, optimizer, activations, engine or KV cache.

@@ -51,7 +51,8 @@ Every other field is compared with a checkpoint's, and so is a field that is add
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The architecture of a model: all sizes and switches that building it needs, named as in Megatron.
+    """The architecture of a model: all sizes and switches that building it needs, with Megatron's names where
+    it has them.
 
     Args:
         head_dim: Megatron's kv_channels.

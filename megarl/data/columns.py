@@ -1,4 +1,5 @@
-"""Parse one row in verl's columns into prompt, ground truth and response, or into a list of its problems.
+"""Parse one row in verl's columns into a prompt with its ground truth or response, and list the row's
+problems.
 
     {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5-1 ?"}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "17"}, "extra_info": {"split": "train", "index": 0}}

@@ -13,7 +13,8 @@ from typing import Any
 
 
 class DataCursor:
-    """Walks over `num_rows` rows, pass after pass.
+    """Gives the next rows of a dataset with `num_rows` rows, pass after pass. Its state can be saved and
+    restored.
 
     Within a pass no row is skipped or repeated, and no row is dropped at its end. Every pass has a separate
     order, drawn from (seed, pass) alone, so a state of six numbers restores the walk.

@@ -24,7 +24,7 @@ class UnreadableRow:
 
 
 def read_rows(path: str) -> Iterator[tuple[str, object]]:
-    """Yield (where, row) of each row of a file.
+    """Yield (where, row): the place and the parsed value of each row of a *.jsonl or *.parquet file.
 
     `where` is "file:line" or "file row n". `row` is the parsed value or an `UnreadableRow`.
 

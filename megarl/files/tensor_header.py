@@ -84,7 +84,7 @@ def read_header(path: str | os.PathLike) -> tuple[int, dict[str, HeaderEntry]]:
 
 
 def _entry(item: dict[str, object]) -> HeaderEntry:
-    """Return the dtype, shape and bytes of a tensor, from its item in a header.
+    """Return the dtype, shape and byte range of a tensor, from its item in a header.
 
     Raises: KeyError, TypeError or ValueError if it does not describe a tensor."""
     shape, (start, end) = tuple(item["shape"]), item["data_offsets"]

@@ -1,4 +1,4 @@
-"""Where a run's metrics and samples go: files in the run folder, the console, and the trackers that
+"""Log a run's metrics and samples to files in the run folder, to the console, and to the trackers that
 --log-with names.
 
 A new logger is a file with a class that has the four methods of `Logger`, a line in LOGGERS,

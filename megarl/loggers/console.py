@@ -1,5 +1,5 @@
-"""What a person watching the run sees: a live display on a terminal, else one line per step, `name=value`,
-easy to grep.
+"""Show the progress of a run: a live display on a terminal, else one line per step, `name=value`, easy to
+grep.
 
 step=3/20 reward=0.512 eval=0.730 length=21.4 tokens/s=3210 s/step=0.43 left=0:07
 """

@@ -1,5 +1,5 @@
-"""The files that every run has: metrics.jsonl, rollouts/step_<step>.jsonl and rollouts/eval.jsonl. A resumed
-run reads them."""
+"""Write the files that every run has: metrics.jsonl, rollouts/step_<step>.jsonl and rollouts/eval.jsonl. A
+resumed run reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run an untrusted Python program within limits.
+"""Run an untrusted Python program within limits of network, files, system calls, memory and time.
 
     outcome = run_confined(program, stdin="3 4", timeout_s=10.0, memory_limit_bytes=1 << 30)
     outcome.stdout if outcome.exit_code == 0 else ...
@@ -276,7 +276,7 @@ class _Program(ctypes.Structure):
 
 
 def _confine_calls() -> None:
-    """Make the denied calls fail with EPERM in this process and its children, by seccomp.
+    """Make the system calls in `_DENIED_CALLS` fail with EPERM in this process and its children, by seccomp.
 
     Calls of other ABIs have other numbers, so the filter kills the process."""
     architecture, denied = _DENIED_CALLS[os.uname().machine]
