@@ -123,7 +123,8 @@ def layer_bytes(kind: ModelShape, parallel: ParallelConfig, mesh: MeshSpec, bf16
 
 
 def head_bytes(shape: ModelShape, mesh: MeshSpec, tokens: int, bf16: bool, on_cpu: bool) -> int:
-    """Return the bytes of the last norm, hidden states with their gradient, and the buffer of logits.
+    """Return the bytes that are held after the last layer: its norm, hidden states with their gradient, and a
+    buffer of logits.
 
     A value head has no logits."""
     itemsize, columns = 2 if bf16 else 4, shape.padded_vocab_size() // mesh.tp
@@ -136,7 +137,7 @@ def head_bytes(shape: ModelShape, mesh: MeshSpec, tokens: int, bf16: bool, on_cp
 
 
 def logit_rows(num_columns: int, on_cpu: bool) -> int:
-    """Return the number of rows of the buffer of logits."""
+    """Return the number of tokens whose logits the output layer holds at once, in its buffer."""
     if on_cpu:
         return max(_LOGIT_ELEMENTS_CPU // num_columns, _MIN_ROWS_CPU)
     return min(max(_LOGIT_BYTES_CUDA // (4 * num_columns) // 128 * 128, _MIN_ROWS_CUDA), _MAX_ROWS_CUDA)

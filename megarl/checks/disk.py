@@ -60,12 +60,12 @@ def checkpoints_at_once(config: TrainConfig) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
-    """Return the size of one checkpoint of all trained roles."""
+    """Return the bytes of one checkpoint with all trained roles."""
     return sum(size for _, _, size in _checkpoints(config))
 
 
 def copy_bytes(config: TrainConfig, world_size: int) -> int:
-    """Return the host memory for checkpoint copies on the rank that needs most.
+    """Return the bytes of checkpoint copies in host memory, on the rank that needs most.
 
     The copies exist while a checkpoint is written. The ranks of a role share its checkpoint."""
     copies = dict.fromkeys(range(world_size), 0)
@@ -93,7 +93,7 @@ def _checkpoints(config: TrainConfig) -> Iterator[tuple[TrainConfig, str, int]]:
 
 
 def export_bytes(config: TrainConfig) -> int:
-    """Return the size of the exports: hf/, hf_critic/, and those of further actors."""
+    """Return the bytes of the exports: hf/, hf_critic/, and those of further actors."""
     return sum(
         canonical_elements(model.shape) * ITEMSIZE[of_actor.model.dtype]
         for of_actor in configs_of_actors(config).values()

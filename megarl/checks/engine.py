@@ -14,7 +14,7 @@ from megarl.config.schema import TrainConfig
 
 
 def engine_errors(config: TrainConfig, machine: Machine) -> Errors:
-    """Yield one line per model whose head size has no kernel in vLLM's CPU attention.
+    """Yield an error per model whose head size has no kernel in vLLM's CPU attention; none on a GPU.
 
     The configuration must have no other errors."""
     sizes = None if machine.has_gpu or not config.algorithm.needs_rollout else cpu_head_sizes()

@@ -1,4 +1,4 @@
-"""Check that a job fits into memory, and print its memory table."""
+"""Check that a job fits into memory, and format the table of the memory that its ranks need."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def memory_errors(
         return
 
     def fits(changed: TrainConfig) -> tuple[bool, _Shortage | None]:
-        """Return whether a configuration breaks no rule and fits, and the memory that is missing."""
+        """Return whether a configuration fits into memory and breaks no rule, and the shortage of memory, if
+        there is one."""
         needed = estimate(changed, len(parts), machine, new_run)
         if (missing := _shortage(needed, machine, ranks_per_node)) is not None:
             return False, missing
@@ -82,7 +83,8 @@ class _Shortage:
 
 
 def _shortage(parts: Parts, machine: Machine, ranks_per_node: int) -> _Shortage | None:
-    """Return the shortage of one rank on its GPU, or on a CPU of all ranks of a machine together."""
+    """Return the shortage of one rank on its GPU, or on a CPU of all ranks of a machine together; None if the
+    memory suffices."""
     needs = {rank: peak_bytes(of_rank) for rank, of_rank in parts.items()}
     worst = max(needs, key=needs.__getitem__)
     if machine.has_gpu:
@@ -97,7 +99,7 @@ def _shortage(parts: Parts, machine: Machine, ranks_per_node: int) -> _Shortage 
 
 
 def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield (flags, configuration with these flags), the smallest change first.
+    """Yield (flags, configuration with these flags) of changes that may save memory, the smallest first.
 
     Changes that cost time come before changes of numbers or layout."""
     now = config.actor.tensor_model_parallel_size
@@ -116,7 +118,8 @@ def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainC
 
 
 def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield the configuration, then with recomputed activations, then also with shorter micro-batches."""
+    """Yield (flags, configuration): first as given, then with recomputed activations, then also with shorter
+    micro-batches."""
     yield flags, config
     if config.actor.recompute_granularity is None:
         roles = _megatron_roles(
@@ -132,7 +135,7 @@ def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, Tra
 
 
 def _megatron_roles(config: TrainConfig, **changes: object) -> dict[str, ParallelConfig]:
-    """Return section -> its content with these changes, for the roles that Megatron runs."""
+    """Return role -> its `ParallelConfig` with these changes, for the roles that Megatron runs."""
     roles = {role: getattr(config, role) for role in ROLES}
     return {role: replace(parallel, **changes) for role, parallel in roles.items() if parallel is not None}
 
@@ -140,9 +143,8 @@ def _megatron_roles(config: TrainConfig, **changes: object) -> dict[str, Paralle
 def _smaller_cache(
     config: TrainConfig, machine: Machine, shortage: _Shortage
 ) -> tuple[str, TrainConfig] | None:
-    """Return (flags, configuration) with a KV cache that is smaller by the missing bytes.
-
-    Return None if the cache is not that large, or if no flag sets its size."""
+    """Return (flags, configuration) with a KV cache that is smaller by the missing bytes; None if the cache
+    is not that large, or if no flag sets its size."""
     rollout, given = config.rollout, config.rollout.kv_cache_memory_bytes
     if given is not None:
         name, size = "kv_cache_memory_bytes", (given - shortage.excess_of_rank) // 10**6 * 10**6

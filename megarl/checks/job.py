@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of all checks.
+    """The errors of all checks of a job, and the lines of its summary.
 
     Args:
         errors: errors, each `flag (value): rule. Try ...`.
@@ -58,7 +58,7 @@ def examine(
     ranks_per_node: int | None = None,
     machine: Machine | None = None,
 ) -> Report:
-    """Check a job and return the report.
+    """Run all checks of a job and return a `Report`, which holds the errors; they are not raised.
 
     Args:
         new_run: whether --save will be written, so it must be free and have room.
@@ -103,7 +103,7 @@ def examine(
 
 
 def _without_activations(parts: Parts) -> Parts:
-    """Return the parts whose sizes are known, not estimated."""
+    """Return the parts of memory whose sizes are known: all but the activations, which are estimated."""
     return {
         rank: tuple(part for part in of_rank if part.name != "activations") for rank, of_rank in parts.items()
     }

@@ -35,7 +35,7 @@ PHASES = ("rollout", "log-probs", "update", "sync")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Memory of one kind that a role holds on one rank.
+    """Memory of one kind, such as gradients, that a role holds on one rank.
 
     Args:
         name: parameters, gradients, optimizer, activations, engine or KV cache.
@@ -58,7 +58,8 @@ Parts = dict[int, tuple[Part, ...]]
 
 
 def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: bool = True) -> Parts:
-    """Estimate the parts on each rank of a configuration without errors.
+    """Return rank -> the parts of memory (parameters, gradients, KV cache, ...) that it needs, for a
+    configuration without errors.
 
     If `trains` is False, the estimate is for `megarl eval`, which builds only the first actor and its
     engines."""
@@ -71,7 +72,7 @@ def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: boo
 
 
 def phase_bytes(parts: Sequence[Part], phase: str) -> int:
-    """Return the bytes on one rank in a phase.
+    """Return the bytes that the parts on one rank need in a phase of a step.
 
     Parts that a call brings back or computes with count for one call at a time."""
     roles = [[part for part in parts if part.role == role] for role in roles_of(parts)]
@@ -86,12 +87,12 @@ def phase_bytes(parts: Sequence[Part], phase: str) -> int:
 
 
 def peak_phase(parts: Sequence[Part]) -> str:
-    """Return the phase that needs most memory."""
+    """Return the phase of a step in which the parts on one rank need most memory."""
     return max(PHASES, key=lambda phase: phase_bytes(parts, phase))
 
 
 def peak_bytes(parts: Sequence[Part]) -> int:
-    """Return the bytes that a step needs in its largest phase."""
+    """Return the bytes that the parts on one rank need in the largest phase of a step."""
     return phase_bytes(parts, peak_phase(parts))
 
 
@@ -100,7 +101,7 @@ def roles_of(parts: Sequence[Part]) -> list[str]:
 
 
 class _ActorParts:
-    """Iterates over (rank, part) of one actor's roles. Role names have no actor number."""
+    """Iterates over (rank, part of memory) of one actor's roles. Role names have no actor number."""
 
     def __init__(self, config: TrainConfig, world_size: int, machine: Machine) -> None:
         self.config, self.world_size, self.machine = config, world_size, machine
@@ -135,7 +136,7 @@ class _ActorParts:
         optimizer: OptimizerConfig | None = None,
         lora: LoRAConfig | None = None,
     ) -> Iterator[tuple[int, Part]]:
-        """Yield (rank, part) of one Megatron role. `optimizer` is None if the role is frozen."""
+        """Yield (rank, part of memory) of one Megatron role. `optimizer` is None if the role is frozen."""
         parallel, bf16, mesh = parallel_of(self.config, role), self.config.model.bf16, self.meshes[role]
         away = parallel.offload if self.machine.has_gpu else ()  # a CPU has no other memory to offload to
         forward, update = role_activations(self.config, role, shape, mesh, on_cpu=not self.machine.has_gpu)
@@ -187,7 +188,7 @@ class _ActorParts:
 
 
 def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
-    """Return the parts that are sharded over data-parallel ranks."""
+    """Return the names of the parts, optimizer or gradients, that are sharded over data-parallel ranks."""
     if optimizer.use_megatron_fsdp:
         return _FSDP_SHARDS[optimizer.data_parallel_sharding_strategy]
     return ("optimizer",) if optimizer.use_distributed_optimizer else ()

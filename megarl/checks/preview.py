@@ -37,7 +37,7 @@ class Preview:
 
 
 def preview(config: TrainConfig) -> Preview:
-    """Preview the data of one actor.
+    """Read the first rows of one actor's data, tokenize them, and return the errors with a summary.
 
     Missing files are not reported here, because the rules of the configuration report them."""
     seen = Preview()
@@ -60,7 +60,8 @@ def preview(config: TrainConfig) -> Preview:
 
 
 def _datasets(config: TrainConfig, errors: list[str]) -> dict[str, PromptDataset]:
-    """Return flag -> the first rows of its files. A flag whose files have errors is left out."""
+    """Return flag -> the first rows of its files. A flag whose files have errors is left out, and they are
+    added to `errors`."""
     needs = "response" if not config.algorithm.needs_rollout else None
     try:
         needs = "ground_truth" if needs is None and needs_ground_truth(config) else needs
@@ -178,5 +179,5 @@ def _is_routed(source: str) -> bool:
 
 
 def _with_flag(text: str, *flag: str) -> str:
-    """Put the flag in front of an error that does not begin with a flag."""
+    """Return an error with the flag in front, if it does not begin with a flag."""
     return text if text.startswith("--") else f"{flag[0]}{f' ({flag[1]})' if len(flag) > 1 else ''}: {text}"

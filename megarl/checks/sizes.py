@@ -37,7 +37,7 @@ class Held:
 def megatron_held(
     shape: ModelShape, mesh: MeshSpec, qkv_layout: str, lora: LoRAConfig | None = None
 ) -> dict[int, Held]:
-    """Return rank -> elements that it holds, with the padding of the vocabulary."""
+    """Return rank -> numbers of elements of Megatron's parameters on it, the padded vocabulary included."""
     places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
     held = {place: _place_held(shape, place, qkv_layout, lora) for place in dict.fromkeys(places.values())}
     return {rank: held[place] for rank, place in places.items()}
@@ -49,7 +49,7 @@ def canonical_elements(shape: ModelShape) -> int:
 
 
 def engine_held(shape: ModelShape, tp_size: int) -> int:
-    """Return the number of elements on one engine rank.
+    """Return the number of elements of vLLM's parameters on one rank of an engine.
 
     For a model type without a table this is a lower bound."""
     if shape.model_type not in TABLES:
@@ -60,7 +60,8 @@ def engine_held(shape: ModelShape, tp_size: int) -> int:
 def aliased_elements(
     shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str
 ) -> dict[int, int]:
-    """Return the engine's elements that share the trainer's memory, for each rank that has both.
+    """Return rank -> number of elements of the engine's parameters that share the trainer's memory, for ranks
+    with both.
 
     The dtypes must be equal for the memory to be shared."""
     if shape.model_type not in TABLES:
@@ -89,9 +90,8 @@ def _place_held(shape: ModelShape, place: MegatronPlace, qkv_layout: str, lora: 
 
 
 def _kinds_of_stage(shape: ModelShape, place: MegatronPlace) -> Counter[bool]:
-    """Count the layers of the rank's stage by kind, over all its chunks.
-
-    The key says whether a layer is a mixture of experts."""
+    """Return is_moe -> number of the layers of that kind in the rank's pipeline stage, over all its model
+    chunks."""
     per_chunk = shape.num_layers // (place.pp_size * place.vpp_size)
     starts = [(chunk * place.pp_size + place.pp_rank) * per_chunk for chunk in range(place.vpp_size)]
     return Counter(shape.is_moe_layer(layer) for start in starts for layer in range(start, start + per_chunk))
@@ -108,14 +108,16 @@ def _one_layer(shape: ModelShape, place: MegatronPlace, is_moe: bool, qkv_layout
 
 
 def _ends(shape: ModelShape, place: MegatronPlace, qkv_layout: str) -> Atlas:
-    """Return the atlas of the rank's parameters outside of layers: embedding, last norm and output layer."""
+    """Return the atlas (sharding spec) of the rank's parameters outside of layers: embedding, last norm and
+    output layer."""
     short = replace(shape, num_layers=place.pp_size, dense_layers=())
     atlas = place_atlas(short, replace(place, vpp_size=1), qkv_layout=qkv_layout)
     return {name: param for name, param in atlas.items() if not name.startswith(_LAYER)}
 
 
 def _model_elements(shape: ModelShape, atlas_of) -> int:
-    """Count the elements of all layers of an atlas that is not split by layers."""
+    """Return the number of elements of all parameters on a rank. `atlas_of` gives the atlas (sharding spec)
+    of a model with one layer."""
     kinds, total = Counter(shape.is_moe_layer(layer) for layer in range(shape.num_layers)), 0
     for index, (kind, layers) in enumerate(kinds.items()):
         for name, param in atlas_of(_of_one_layer(shape, kind)).items():

@@ -1,6 +1,7 @@
-"""Check that every weight sync can be planned.
+"""Check that every weight sync can be planned: each element of an engine's weights needs a source on the
+actor's ranks.
 
-A plan needs the atlases (sharding specs) of both sides, and a source for each element of every engine."""
+A plan also needs the atlases (sharding specs) of both sides."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def sync_errors(config: TrainConfig, world_size: int) -> Errors:
 
 
 def unplanned(config: TrainConfig) -> str | None:
-    """Return the model_type whose engine layout is known only after the engine has started, or None."""
+    """Return a model_type whose weight layout in vLLM is known only after the engine has started, or None."""
     if not config.algorithm.needs_rollout:
         return None
     types = [

@@ -29,7 +29,7 @@ def _of_actor(config: TrainConfig, trains: bool) -> Errors:
 
 
 def _folders(config: TrainConfig, trains: bool) -> Iterator[tuple[str, str, ModelShape | None]]:
-    """Yield (flag, folder, shape) of every folder that is loaded.
+    """Yield (flag, folder, shape) of every model folder whose weights the job loads.
 
     The shape is None for models that transformers or vLLM loads and Megatron does not know."""
     model = config.model

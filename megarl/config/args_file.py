@@ -1,4 +1,4 @@
-"""Args files: flags in a text file, as one would type them.
+"""Read flags from the command line and from args files, which are text files of flags as one would type them.
 
 `#` starts a comment, shell quotes group a value (also over several lines), `@other.args` includes another
 file, relative to the one that names it. A file's own flags override those of the files that it includes, and
@@ -26,7 +26,7 @@ _NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.
 
 
 def number_and_base(name: str) -> tuple[int, str]:
-    """Split a flag's name into the actor's number and the rest.
+    """Split a flag's name into the number of the actor that it addresses (1 if it names none) and the rest.
 
     Examples: critic-2-lr gives (2, "critic-lr"), lr gives (1, "lr")."""
     match = _NUMBERED.fullmatch(name)
@@ -34,7 +34,7 @@ def number_and_base(name: str) -> tuple[int, str]:
 
 
 def numbered(name: str, number: int) -> str:
-    """Return an actor's form of a flag's name.
+    """Return the name by which a flag of the first actor is given for the actor with this number.
 
     Examples for the second actor: critic-lr gives critic-2-lr, seed gives actor-2-seed."""
     if number == 1:
@@ -44,7 +44,8 @@ def numbered(name: str, number: int) -> str:
 
 
 class Word(NamedTuple):
-    """A word of the command line or of an args file; a quoted word of a file is always a value."""
+    """A word of the command line or of an args file. A quoted word of a file is a value, whatever it begins
+    with."""
 
     text: str
     quoted: bool = False
@@ -74,7 +75,7 @@ class Occurrence:
         self.number, self.base = number_and_base(self.name)
 
     def error(self, text: str) -> str:
-        """Return an error about the flag: the flag and its value, the text, the place."""
+        """Return the text of an error about the flag: --lr (abc): must be a number. [run.args:3]"""
         return f"{self}: {text} [{self.place}]"
 
     @property
@@ -83,12 +84,12 @@ class Occurrence:
         return "".join(f" {word.text}" for word in self.words)
 
     def __str__(self) -> str:
-        """Return the head of an error: --lr (abc)."""
+        """Return the flag and its words as errors show them: --lr (abc)."""
         return f"--{self.name} ({self.value[1:]})" if self.words else f"--{self.name}"
 
 
 class Reader:
-    """Collects the flags of a command line and of the args files in it.
+    """Collects the flags of a command line and of the args files that it includes with @.
 
     After `read`, `occurrences` holds the flags with their levels, and `errors` the problems of reading."""
 
@@ -103,7 +104,8 @@ class Reader:
     def _read_words(
         self, words: Iterable[tuple[Word, str]], folder: Path, including: tuple[Path, ...]
     ) -> None:
-        """Group words into flags. An included file is read first, so its flags get a lower level."""
+        """Group words into flags and append these to `occurrences`. An included file is read first, so its
+        flags get a lower level."""
         own: list[Occurrence] = []
         current: Occurrence | None = None
         for word, place in words:
@@ -154,7 +156,8 @@ class Reader:
         self._read_words(self._split(text, str(path)), path.parent, (*including, resolved))
 
     def _split(self, text: str, path: str) -> Iterator[tuple[Word, str]]:
-        """Yield the words of an args file with their places; an unclosed quote ends it with an error."""
+        """Yield (word, "file:line") for each word of an args file's text. An unclosed quote is added to
+        `errors` and ends the reading."""
         position = _SKIP.match(text).end()
         counted, line = 0, 1
         while position < len(text):
@@ -175,7 +178,8 @@ class Reader:
 
 
 def _unquoted(word: str) -> str:
-    """Return a word as a shell reads it; a backslash at the end of a line joins it with the next one."""
+    """Return a word without its quotes and backslashes, as a shell would read it; a backslash at the end of a
+    line joins it with the next one."""
     text = ""
     for part in _PART.finditer(word):
         if part["double"] is not None:

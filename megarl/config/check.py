@@ -52,7 +52,7 @@ def check(
     new_run: bool = True,
     critic_shape: ModelShape | None = None,
 ) -> list[str]:
-    """Return the errors of one actor and its roles.
+    """Return the errors in the configuration of one actor and its roles, one text each; [] if there are none.
 
     Args:
         shape: shape of config.model.model. None skips the rules about the shape, because config.json itself
@@ -79,16 +79,16 @@ def _broken(
     critic_shape: ModelShape | None,
     world_size: int,
 ) -> list[str]:
-    """Return the errors in the lists of ranks, and the rules that one actor breaks, each once."""
+    """Return the errors of one actor, each once: those in its --...-ranks flags, and those that the rules
+    yield."""
     ranks, errors = place(config, world_size)
     job = Job(config, shape, critic_shape or shape, world_size, ranks)
     return list(dict.fromkeys([*errors, *(error for rule in rules for error in rule(job))]))
 
 
 def check_layout(config: TrainConfig, world_size: int) -> None:
-    """Check ranks, parallel sizes and the model's shape alone: no weights, data or run folder need exist.
-
-    Raises: ConfigError with all errors."""
+    """Raise ConfigError with all errors in ranks, parallel sizes and the model's shape. No weights, data or
+    run folder need exist."""
 
     def errors_of(of_actor: TrainConfig) -> list[str]:
         *shapes, errors = _load_shapes(of_actor)
@@ -99,13 +99,14 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
-    """Return the first actor's shape. Raises: ConfigError with `job_errors`."""
+    """Check the configuration of all actors and return the first actor's `ModelShape`. Raises: ConfigError
+    with `job_errors`."""
     raise_errors(job_errors(config, world_size, new_run))
     return ModelShape.load(config.model.model)
 
 
 def job_errors(config: TrainConfig, world_size: int, new_run: bool) -> list[str]:
-    """Return the errors of every actor, those in the models' config.json included.
+    """Return the errors in every actor's configuration and in the models' config.json, one text each.
 
     If there are none, return the errors of --load."""
 
@@ -118,7 +119,8 @@ def job_errors(config: TrainConfig, world_size: int, new_run: bool) -> list[str]
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:
-    """Return the shapes of actor and critic, if there is one, and the errors in their config.json."""
+    """Return the shapes of the actor's and the critic's model (None if absent or with errors), and the errors
+    in their config.json."""
     shapes: dict[str, ModelShape] = {}
     errors: list[str] = []
     for role, model in trained_models(config).items():
@@ -133,7 +135,8 @@ def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | N
 
 
 def of_all_actors(config: TrainConfig, errors_of: Callable[[TrainConfig], Iterable[str]]) -> list[str]:
-    """Return the errors of every actor. From the second actor on they begin with the actor's name.
+    """Call `errors_of` for the configuration of every actor and return all errors. From the second actor on
+    each begins with the actor's name.
 
     An error that the first actor has too is reported for the first actor only."""
     found: list[str] = []
@@ -144,7 +147,8 @@ def of_all_actors(config: TrainConfig, errors_of: Callable[[TrainConfig], Iterab
 
 
 def _with_number(line: str, number: int) -> str:
-    """Return an error with an actor's forms of its flags, e.g. --actor-2-seed in place of --seed."""
+    """Return an error's text with its flags renamed to those of one actor, e.g. --actor-2-seed in place of
+    --seed."""
 
     def flag(match: re.Match) -> str:
         name = match[2] if match[2] in _FLAGS_OF_JOB else numbered(match[2], number)
@@ -154,7 +158,7 @@ def _with_number(line: str, number: int) -> str:
 
 
 def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> Errors:
-    """Yield an error per rule about several actors in one job."""
+    """Yield an error per broken rule about several actors in one job; none for a job with one actor."""
     if config.placement.num_actors == 1 and not config.others:
         return
     head, actors = f"--num-actors ({config.placement.num_actors})", configs_of_actors(config)

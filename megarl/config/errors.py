@@ -60,7 +60,8 @@ class Bound(typing.NamedTuple):
     limit: float
 
     def error(self, value: float, default: object) -> str | None:
-        """Return the rule and a value that works if `value` is out of bounds, else None."""
+        """Return the bound with a value to try, e.g. 'must be at least 1. Try 8.', if `value` is out of
+        bounds, else None."""
         if self.holds(value, self.limit):
             return None
         has_number = isinstance(default, (int, float)) and not isinstance(default, bool)
@@ -86,7 +87,7 @@ Decay = Annotated[float, at_least(0), below(1)]
 
 @functools.cache
 def field_types(cls: type) -> dict[str, object]:
-    """Return the resolved annotations of a dataclass, with their bounds."""
+    """Return field -> resolved annotation of a dataclass, with the bounds and rules in `Annotated`."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -100,19 +101,21 @@ def rules_in(hint: object) -> Iterator[Rule | Bound]:
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def section(cls: type[T]) -> type[T]:
-    """Make a class a dataclass, as all sections of the configuration are."""
+    """Return the class as a frozen, keyword-only dataclass with slots, the form of all sections of the
+    configuration."""
     return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
 
 
 class Section:
-    """Base of the dataclasses of the configuration. An instance checks its fields when it is created.
+    """Base of the dataclasses of the configuration. Creating one with values that break rules raises
+    FieldErrors.
 
     The rules of an annotation do not apply to None."""
 
     __slots__ = ()
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        """Return (holds, field, rule) of the rules that no annotation can state."""
+        """Return (whether it holds, field, text of the rule) for the rules that no annotation can state."""
         return ()
 
     def __post_init__(self) -> None:
@@ -165,7 +168,8 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_path(path: Path, fits: Callable[[Path], bool]) -> Path | None:
-    """Return the path in the same folder that fits and has the most similar name; None if nothing fits."""
+    """Return the path in the same folder with the most similar name that `fits` accepts; None if there is
+    none, or the folder cannot be read."""
     try:
         beside = list(itertools.islice(path.parent.iterdir(), _MOST_LOOKED_AT))
         found = sorted(one for one in beside if one != path and fits(one))
@@ -177,6 +181,7 @@ def nearest_path(path: Path, fits: Callable[[Path], bool]) -> Path | None:
 
 
 def try_path(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
-    """Return ' Try data/train.jsonl.' with the nearest path that fits, or `otherwise` if none fits."""
+    """Return ' Try data/train.jsonl.' with the path that `nearest_path` finds, or `otherwise` if it finds
+    none."""
     found = nearest_path(path, fits)
     return f" Try {found}." if found is not None else f" {otherwise}"

@@ -33,7 +33,7 @@ PREFIXES = {"rollout": "rollout-"}
 
 
 def _dataclass_in(hint: object) -> type | None:
-    """Return the dataclass of an annotation `X` or `X | None`."""
+    """Return the dataclass X of an annotation `X` or `X | None`; None if the annotation has no dataclass."""
     if typing.get_origin(hint) is tuple:
         return None
     return next((cls for cls in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(cls)), None)
@@ -66,7 +66,7 @@ OF_JOB = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """The type of a flag.
+    """The type of a flag's value: how its words are parsed, and how --help shows it.
 
     Args:
         bases: names in `_PARSERS`, tried in that order.
@@ -160,7 +160,8 @@ _PARSERS = {
 
 
 def kind_of_hint(hint: object) -> Kind:
-    """Return the kind of a resolved annotation. Raises: TypeError for a type that no flag can carry."""
+    """Return the `Kind` that parses the values of a field with this annotation. Raises: TypeError for a type
+    that no flag can carry."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return kind_of_hint(arguments[0])
@@ -186,7 +187,7 @@ def kind_of_hint(hint: object) -> Kind:
 
 
 def _either(left: Kind, right: Kind) -> Kind:
-    """Return the kind of a value of either kind; text is tried last, as it accepts everything."""
+    """Return a `Kind` that accepts the values of both kinds; text is tried last, as it accepts everything."""
     many = left.many or right.many
     return Kind(
         bases=tuple(sorted({*left.bases, *right.bases}, key=[*_PARSERS].index)),
@@ -216,7 +217,7 @@ class Flag:
 
     @property
     def field(self) -> str:
-        """The name of the field, the same in all sections."""
+        """The name of the field that the flag sets, the same in all sections."""
         return self.targets[0][1]
 
     @property
@@ -225,7 +226,10 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """The string under the field, on one line. The source is read on first use, as this takes long."""
+        """The text for --help: the string literal under the field in the source, on one line; "" if there is
+        none.
+
+        The source is read on first use, as this takes long."""
         return field_docs(self.owner).get(self.field, "") if self.owner is not None else ""
 
     @property
@@ -235,12 +239,12 @@ class Flag:
 
 
 def flag_name(field: str, prefix: str = "") -> str:
-    """Return the flag of a field, without the dashes."""
+    """Return the name of a field's flag without the leading dashes, e.g. min-lr for min_lr."""
     return prefix + field.replace("_", "-")
 
 
 def build_flags(algorithm: type | None) -> dict[str, Flag]:
-    """Return all flags by name, in the order of the schema.
+    """Return name -> `Flag` for all fields of the schema and of the chosen algorithm.
 
     Args:
         algorithm: dataclass of the chosen algorithm. None: no flags of an algorithm.
@@ -278,7 +282,8 @@ def _with_targets(cls: type, prefix: str, sections: tuple[str, ...]) -> Iterator
 
 @functools.cache
 def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
-    """Return the flags of one dataclass. Dict fields have none: they hold flags outside the schema."""
+    """Return one flag per field of a dataclass. A dict field has none: it holds the values of flags that the
+    schema does not define."""
     hints = field_types(cls)
     return tuple(
         Flag(
@@ -328,7 +333,7 @@ def algorithm_flags(algorithms: Mapping[str, type]) -> dict[str, list[str]]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the string literal under each field of a dataclass and of its base classes, on one line."""
+    """Return field -> the string literal under it, on one line, for a dataclass and its base classes."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         source = getattr(sys.modules.get(base.__module__), "__file__", None)

@@ -51,7 +51,8 @@ Every other field is compared with a checkpoint's, and so is a field that is add
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """All numbers and switches that building a model needs. Names are Megatron's where it has one.
+    """The architecture of a model: all sizes and switches that building it needs, with Megatron's names where
+    it has them.
 
     Args:
         head_dim: Megatron's kv_channels.
@@ -138,7 +139,8 @@ class ModelShape:
 
     @classmethod
     def load(cls, folder: str | Path, value_head: bool = False) -> ModelShape:
-        """Read config.json and, if it exists, generation_config.json.
+        """Return the shape of the model in a Hugging Face folder, from config.json and, if it exists,
+        generation_config.json.
 
         Args:
             value_head: whether to return the shape with a value head. The folder holds a causal language
@@ -167,12 +169,14 @@ class ModelShape:
         return replace(shape, value_head=True, tie_word_embeddings=False) if value_head else shape
 
     def padded_vocab_size(self, multiple: int = 64) -> int:
-        """Return the rows of the padded embedding. 64 is vLLM's padding, so both sides' shards coincide."""
+        """Return the vocabulary size rounded up to a multiple: 64 is vLLM's padding, so the shards of
+        Megatron and vLLM coincide."""
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def is_moe(self) -> bool:
-        """Whether a layer is a mixture of experts: every layer that is not in dense_layers."""
+        """Whether the model has mixture-of-experts layers, which are all layers that are not in
+        dense_layers."""
         return self.num_moe_experts > 0
 
     @property
@@ -184,13 +188,15 @@ class ModelShape:
         return self.is_moe and layer not in self.dense_layers
 
     def of_layer(self, layer: int) -> ModelShape:
-        """Return the shape of a model whose layers are all like this one."""
+        """Return the shape of a model whose layers are all like one layer of this model, dense or a mixture
+        of experts."""
         kind = self if self.is_moe_layer(layer) else replace(self, num_moe_experts=0)
         return replace(kind, dense_layers=()) if self.dense_layers else kind
 
     @property
     def names_blocks_sparse(self) -> bool:
-        """Whether checkpoints have block_sparse_moe.experts.<e>.w1, w3 and w2.
+        """Whether Hugging Face checkpoints name the experts' weights block_sparse_moe.experts.<e>.w1, w3 and
+        w2, as Mixtral's do.
 
         Others have mlp.experts.<e>.gate_proj, up_proj and down_proj."""
         return self.is_moe and self.model_type == "mixtral"
@@ -201,7 +207,8 @@ class ModelShape:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether checkpoints have mlp.shared_experts; Qwen2-MoE, with a gate, has mlp.shared_expert."""
+        """Whether the model has shared experts without a gate, in checkpoints mlp.shared_experts. Qwen2-MoE's
+        has a gate and is mlp.shared_expert."""
         return (
             self.is_moe and self.moe_shared_expert_intermediate_size > 0 and not self.moe_shared_expert_gate
         )
@@ -229,7 +236,8 @@ class ModelShape:
 
     @property
     def has_query_projection(self) -> bool:
-        """Whether queries are a projection of the hidden states."""
+        """Whether queries are projected from the hidden states directly, and not from a latent of
+        q_lora_rank."""
         return not self.has_query_latent
 
     @property
@@ -253,7 +261,8 @@ def _raise(errors: Iterable[str], path: Path) -> None:
 
 
 def read_json(path: Path, flag: str = "--model") -> Json:
-    """Return the JSON object in a file of a model folder. Raises: ConfigError naming the folder's flag."""
+    """Return the JSON object in a file of a model folder. Raises: ConfigError naming the folder's flag if the
+    file cannot be read or is no JSON object."""
     head = f"{flag} ({path.parent}):"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -270,7 +279,7 @@ def read_json(path: Path, flag: str = "--model") -> Json:
 
 
 def _unknown_family(name: str) -> str:
-    """Return the rule that a model_type breaks.
+    """Return the text of the error for a model_type that is not supported, with those that are.
 
     A similar name is proposed for a typing error only: qwen3_next and qwen4 are other models than qwen3."""
     rule = f"must be one of {', '.join(FAMILIES)}."
@@ -309,7 +318,8 @@ def _shape(config: Json, family: Family, eos_token_ids: tuple[int, ...]) -> Mode
 
 
 def _plain_fields(config: Json, family: Family) -> Json:
-    """Return the rotary and window fields of a model whose layers are all alike."""
+    """Return the `ModelShape` fields of rotary embeddings and sliding windows, for a model whose layers are
+    all alike."""
     rope = rope_parameters(config, family.rope_theta)
     window = config.get("sliding_window", family.sliding_window) if family.sliding_window else None
     return {
@@ -333,7 +343,7 @@ def _eos_token_ids(config: Json, family: Family, generation_config: Path) -> tup
 
 
 def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> Json:
-    """Return the fields that decide what the weights compute, with the types that JSON has.
+    """Return name -> value, as JSON types, of the `ModelShape` fields that decide what the weights compute.
 
     Checkpoints store these fields, and they are compared before weights are loaded. Adapters are described by
     rank and scale."""
@@ -348,7 +358,8 @@ def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> Json:
 
 
 def differences(saved: Json, now: Json) -> list[str]:
-    """Return 'rope_theta 10000.0, not 1000000.0' for every saved field that differs now."""
+    """Return a text such as 'rope_theta 10000.0, not 1000000.0' for every field whose saved value (named
+    first) differs from the current one."""
     return [
         f"{name} {saved[name]}, not {now.get(name, 'none')}"
         for name in {**now, **saved}
@@ -357,7 +368,8 @@ def differences(saved: Json, now: Json) -> list[str]:
 
 
 def not_compared(saved: Json, now: Json) -> list[str]:
-    """Return the fields that a checkpoint of an earlier version did not store.
+    """Return the names of the fields that a model has now and that a checkpoint of an earlier version did not
+    store.
 
     Fields whose value now has no effect (0, null, false) are left out."""
     return [name for name, value in now.items() if name not in saved and value]

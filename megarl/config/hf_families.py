@@ -193,7 +193,7 @@ def kind_errors(config: Json) -> Errors:
 
 
 def value_of(config: Json, key: str, default: object) -> object:
-    """Return the value of a key; null is the same as absent."""
+    """Return the value of a key, or `default` if the key is absent or null."""
     return default if config.get(key) is None else config[key]
 
 
@@ -203,7 +203,7 @@ def num_labels(config: Json) -> int:
 
 
 def missing_keys(config: Json, family: Family) -> Errors:
-    """Yield an error per required size that is missing or not positive."""
+    """Yield an error per required size, such as hidden_size, that is missing or cannot be right."""
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
         if not isinstance(config.get(key), int) or config[key] < 1:
             yield f"{key} ({config.get(key, 'missing')}): must be a positive whole number."
@@ -215,7 +215,8 @@ def missing_keys(config: Json, family: Family) -> Errors:
 
 
 def unsupported_keys(config: Json, family: Family, value_head: bool) -> Errors:
-    """Yield an error per key of any family whose value the training model would ignore."""
+    """Yield an error per value in config.json that the training model does not implement. Keys of windows,
+    experts and latents are checked elsewhere."""
     for key, (accepted, reason) in (ONLY | family.only).items():
         if config.get(key) is not None and config[key] not in accepted:
             yield f"{key} ({config[key]}): {reason}."
@@ -240,7 +241,8 @@ def unsupported_keys(config: Json, family: Family, value_head: bool) -> Errors:
 
 
 def unsupported_windows(config: Json, family: Family) -> Errors:
-    """Yield the errors in sliding windows of a family whose layers are all alike."""
+    """Yield an error per setting of sliding windows that is not supported, for a family whose layers are all
+    alike."""
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if sliding:
         yield f"layer_types ({sliding[0]}): only full_attention is supported."
@@ -283,7 +285,8 @@ _KEYS = {
 
 
 def rope_parameters(config: Json, theta: float = 10000.0) -> Json:
-    """Return the rotary parameters of config.json in the form of transformers 5.
+    """Return the rotary parameters of config.json as transformers 5 writes them: one object with rope_type,
+    rope_theta and the keys of its scaling.
 
     Older versions write rope_theta and rope_scaling as two keys.
 
@@ -293,7 +296,8 @@ def rope_parameters(config: Json, theta: float = 10000.0) -> Json:
 
 
 def standard(parameters: Json, config: Json, theta: float) -> Json:
-    """Return `parameters` with the keys that config.json may have outside of them, and with defaults."""
+    """Return the rotary `parameters` with defaults, and with rope_theta and original_max_position_embeddings
+    where config.json has them outside."""
     rope = dict(parameters)
     rope.setdefault("rope_theta", theta if config.get("rope_theta") is None else config["rope_theta"])
     rope.setdefault("rope_type", rope.get("type", "default"))
@@ -305,7 +309,8 @@ def standard(parameters: Json, config: Json, theta: float) -> Json:
 
 
 def scaling(rope: Json) -> Json | None:
-    """Return rope_type and the keys of `rope_parameters` that scale; None without scaling."""
+    """Return rope_type and those keys of `rope_parameters` that scale frequencies; None if nothing is
+    scaled."""
     needed, optional = TYPES[rope["rope_type"]]
     return {key: rope[key] for key in ("rope_type", *needed, *optional) if key in rope} if needed else None
 

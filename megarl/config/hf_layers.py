@@ -119,7 +119,8 @@ _COUNTS = (
 
 
 def expert_values(model_type: str, config: Json) -> Json:
-    """Return the values of the keys of `KEYS`. null is the same as absent."""
+    """Return key -> value of config.json for the keys of experts, with the defaults of `KEYS` for keys that
+    are absent or null."""
     values = {}
     for key, default in KEYS[model_type].items():
         names = NAMES[model_type].get(key, (key,))
@@ -132,7 +133,7 @@ def unsupported_experts(model_type: str, config: Json) -> Errors:
     values = expert_values(model_type, config)
 
     def said(key: str) -> str:
-        """Return the family's name of the key, and its value."""
+        """Return a key by the family's name, with its value in brackets, for errors."""
         value = values[key]
         return f"{NAMES[model_type].get(key, (key,))[0]} ({'missing' if value is None else value})"
 
@@ -180,7 +181,7 @@ _DENSE = ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
 
 
 def _dense_layers(values: Json, num_layers: int) -> tuple[int, ...]:
-    """Return the numbers of the layers without experts."""
+    """Return the indices, from 0, of the layers without experts."""
     first, step, dense = (values.get(key, default) for key, default in zip(_DENSE, (0, 1, ()), strict=True))
     return tuple(
         layer for layer in range(num_layers) if layer < first or (layer + 1) % step or layer in dense
@@ -188,7 +189,8 @@ def _dense_layers(values: Json, num_layers: int) -> tuple[int, ...]:
 
 
 def _unsupported_groups(model_type: str, values: Json) -> Errors:
-    """Check the keys that restrict a token's experts to topk_group of n_group groups."""
+    """Yield an error if the keys that restrict a token's experts to topk_group of n_group groups are not
+    valid."""
     if "n_group" not in values:
         return
     if values["topk_method"] == "greedy":
@@ -217,7 +219,8 @@ def group_best(model_type: str) -> int:
 
 
 def expert_fields(model_type: str, config: Json) -> Json:
-    """Return the fields of ModelShape that follow from `KEYS`."""
+    """Return name -> value of the `ModelShape` fields about experts, for a family with mixtures of
+    experts."""
     values = expert_values(model_type, config)
     size = values["moe_intermediate_size"]
     has_groups = values.get("n_group") is not None and values["topk_method"] != "greedy"
@@ -248,7 +251,8 @@ LATENT_NORM_EPS = 1e-6
 
 
 def latent_values(config: Json) -> dict[str, int]:
-    """Return the values of the keys of `DEFAULTS`, and q_lora_rank, 0 where there is none."""
+    """Return key -> value of config.json for the sizes of multi-head latent attention, with defaults;
+    q_lora_rank is 0 where queries have no latent."""
     found = {key: value_of(config, key, default) for key, default in DEFAULTS.items()}
     return found | {"q_lora_rank": config.get("q_lora_rank", Q_LORA_RANK) or 0}
 
@@ -296,7 +300,7 @@ def unsupported_latents(config: Json) -> Errors:
 
 
 def latent_fields(config: Json) -> Json:
-    """Return the fields of ModelShape for multi-head latent attention.
+    """Return name -> value of the `ModelShape` fields for multi-head latent attention.
 
     They replace the fields of other kinds of attention."""
     values = latent_values(config)
@@ -316,7 +320,8 @@ _WINDOW, _EVERY, _SCALAR = 4096, 6, 256
 
 
 def gemma_fields(config: Json) -> Json:
-    """Return the fields of ModelShape that only Gemma 3 has."""
+    """Return name -> value of the `ModelShape` fields that Gemma 3 sets in its own way: windows, rotary
+    embeddings, norms and scales."""
     rope, local = _rope(config, "full_attention"), _rope(config, "sliding_attention")
     return dict(
         activation="gelu_tanh",
@@ -358,7 +363,7 @@ def unsupported_gemma(config: Json) -> Errors:
 
 
 def _rope(config: Json, kind: str) -> Json:
-    """Return the rotary parameters of a kind of layer.
+    """Return the rotary parameters of Gemma 3's layers of one kind, full_attention or sliding_attention.
 
     Older versions write rope_theta, rope_scaling and rope_local_base_freq as separate keys."""
     rope = {"rope_type": "default"} | dict((config.get("rope_parameters") or {}).get(kind) or {})
@@ -368,7 +373,8 @@ def _rope(config: Json, kind: str) -> Json:
 
 
 def _layer_types(config: Json) -> list[str]:
-    """Return the kind of every layer. By default every sixth layer attends to all tokens."""
+    """Return full_attention or sliding_attention for every layer. By default every sixth layer has full
+    attention."""
     every = value_of(config, "sliding_window_pattern", _EVERY)
     pattern = [_KINDS[(layer + 1) % every == 0] for layer in range(value_of(config, "num_hidden_layers", 0))]
     return value_of(config, "layer_types", pattern)

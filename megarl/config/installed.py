@@ -96,7 +96,7 @@ def tracker_errors(names: Sequence[str]) -> Errors:
 
 @dataclass(frozen=True, slots=True)
 class InstalledClass:
-    """A dataclass of an installed library.
+    """The fields of a dataclass of an installed library, as its source declares them.
 
     Args:
         annotations: public field -> its annotation.
@@ -109,13 +109,14 @@ class InstalledClass:
 
 @functools.cache
 def engine_args() -> InstalledClass | None:
-    """Return vLLM's EngineArgs; None if vLLM is not installed."""
+    """Return the fields of vLLM's EngineArgs, read from its source; None if vLLM is not installed."""
     return _installed_class("vllm", ("engine/arg_utils.py", "EngineArgs"))
 
 
 @functools.cache
 def transformer_config() -> InstalledClass | None:
-    """Return Megatron-Core's TransformerConfig with its base class; None if it is not installed."""
+    """Return the fields of Megatron-Core's TransformerConfig and of its base class, merged; None if it is not
+    installed."""
     return _installed_class(
         "megatron",
         ("core/model_parallel_config.py", "ModelParallelConfig"),
@@ -135,7 +136,7 @@ def cpu_head_sizes() -> tuple[int, ...] | None:
 
 
 def is_transformers_model(model_type: str) -> bool:
-    """Return whether the installed transformers has a model of this name."""
+    """Return whether the installed transformers has an architecture with this model_type."""
     return model_type.isidentifier() and any(_files("transformers", f"models/{model_type}/__init__.py"))
 
 
@@ -169,7 +170,8 @@ def syntax_tree(path: Path) -> ast.Module:
 
 
 def class_annotations(path: Path, name: str) -> dict[str, ast.expr]:
-    """Return the public annotated fields of a class. Raises: LookupError if the file has no such class."""
+    """Return field -> annotation of the public fields of a class in a source file. Raises: LookupError if the
+    file has no such class."""
     for node in syntax_tree(path).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             items = [item for item in node.body if isinstance(item, ast.AnnAssign)]
@@ -179,7 +181,8 @@ def class_annotations(path: Path, name: str) -> dict[str, ast.expr]:
 
 
 def _imported_names(path: Path, folder: Path) -> dict[str, Path]:
-    """Return name -> file of the module for the names that a file imports from its own package."""
+    """Return name -> file of the module that it comes from, for the names that a file imports from its own
+    package."""
     names = {}
     for node in syntax_tree(path).body:
         if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
@@ -208,7 +211,8 @@ def visible_gpus() -> int:
 
 
 def _count_gpus(chosen: str, there: int) -> int:
-    """Count the entries of CUDA_VISIBLE_DEVICES up to the first one without a GPU, as CUDA does."""
+    """Return the number of entries of CUDA_VISIBLE_DEVICES before the first one without a GPU, as CUDA counts
+    them."""
     names = [name.strip() for name in chosen.split(",")]
     exist = [bool(name) and (not name.lstrip("-").isdigit() or 0 <= int(name) < there) for name in names]
     return exist.index(False) if False in exist else len(names)

@@ -50,7 +50,7 @@ class Setting:
 def load_config(
     argv: Sequence[str], algorithms: Mapping[str, type], prog: str = "megarl train"
 ) -> TrainConfig:
-    """Parse flags and args files.
+    """Return the configuration that flags and args files give, or raise ConfigError with all errors.
 
     Args:
         argv: flags and @files, without the program's name.
@@ -92,7 +92,8 @@ def load_config(
 
 
 class _Loader:
-    """Makes the configuration of one actor from the flags without a number and those with its number.
+    """Makes the configuration of one actor from the flags without an actor's number (--lr) and those with its
+    number (--actor-2-lr).
 
     Only the first actor's loader reports errors of flags without a number."""
 
@@ -114,14 +115,16 @@ class _Loader:
         return min(max(setting.value, 1), 64) if setting is not None and setting.valid else 1
 
     def sections(self) -> dict[str, object | None]:
-        """Return the fields of TrainConfig. Their errors are added to `errors`."""
+        """Return name -> value for the fields of TrainConfig: None for an absent role, and for a section with
+        errors, which are added to `errors`."""
         sections = {"algorithm": self._build("algorithm", self.algorithm)} if self.algorithm else {}
         sections |= {name: self._build(name, cls) for name, cls in SECTIONS.items()}
         self._leave_out_absent_roles(sections)
         return sections | {"transformer": self._passed_through("transformer")}
 
     def _leave_out_absent_roles(self, sections: dict[str, object | None]) -> None:
-        """Set the sections of absent roles to None. A flag of an absent role is an error."""
+        """Set the sections of roles that the actor does not have to None, and add an error to `errors` for a
+        flag of such a role."""
         if sections.get("algorithm") is None or sections.get("reward_models") is None:
             return  # their errors are reported
         reward_models = sections["reward_models"].reward_model
@@ -155,7 +158,8 @@ class _Loader:
         return self.algorithms.get(name)
 
     def _set_all(self, given: list[Occurrence]) -> None:
-        """Set the fields of all flags. A later value replaces an earlier one.
+        """Parse the words of all flags and store the values in `settings`. A later value replaces an earlier
+        one.
 
         Lower levels come first. Within a level, flags of all actors come before this actor's flags, and flags
         of several roles before flags of one."""
@@ -175,7 +179,8 @@ class _Loader:
             self.settings |= {target: setting for target in flag.targets}
 
     def _find(self, given: Occurrence) -> tuple[Flag, bool] | None:
-        """Return the flag and whether it was negated (--no-flag), or None after reporting an error."""
+        """Return the flag and whether it was negated (--no-flag); None if it is unknown or refused, which is
+        added to `errors`."""
         number, name = given.number, given.base
         found, is_negated = self._resolve(name)
         if number > 1 and not isinstance(found, Flag) and name.removeprefix("no-").startswith("actor-"):
@@ -193,7 +198,8 @@ class _Loader:
         return None
 
     def _resolve(self, name: str) -> tuple[Flag | str | None, bool]:
-        """Return the flag of a name, or why it is refused, or None; and whether the name negates the flag."""
+        """Return a name's flag (the reason if it is refused, None if it is unknown) and whether the name
+        negates it."""
         found = self._lookup(name)
         if not isinstance(found, Flag) and name.startswith("no-"):
             positive = self._lookup(name.removeprefix("no-"))
@@ -211,7 +217,7 @@ class _Loader:
         return find_library_flag(name)
 
     def _unknown(self, given: Occurrence) -> str:
-        """Return the error of a flag that does not exist, with the flag that was probably meant."""
+        """Return the text of the error for a flag that does not exist, and propose a similar one."""
         name, value = given.base, given.value
         role = next((role for role in ROLES if name.startswith(f"{role}-")), None)
         if role and self._lookup(name.removeprefix(f"{role}-")) is not None:
@@ -226,7 +232,8 @@ class _Loader:
         return f"no such flag.{near or ' Leave it out; --help lists all.'}"
 
     def _elsewhere(self, name: str, value: str) -> str | None:
-        """Return the error of another framework's flag, with the name of the flag here."""
+        """Return the text of the error for a flag of another framework, with the flag of the same meaning
+        here; None for any other name."""
         name = our_name(name)
         if name in REASON_OF:
             return f"no such flag: {REASON_OF[name]}. Leave it out."
@@ -238,8 +245,8 @@ class _Loader:
         return f"no such flag. Try --{numbered(first, self.number)}{space}{rest} instead."
 
     def _names(self) -> list[str]:
-        """Return all names that could be meant. The schema's come first, because the first of two equally
-        similar names is proposed."""
+        """Return all names that a misspelled flag could mean. The schema's come first, because the first of
+        two equally similar names is proposed."""
         names = [*self.flags, "algorithm", *self.owners, *passthrough_names()]
         negated = [name for name, flag in self.flags.items() if flag.kind.is_bool]
         return [numbered(name, self.number) for name in names] + [
@@ -259,7 +266,8 @@ class _Loader:
             return Setting(None, given, valid=False)
 
     def _build(self, section: str, cls: type) -> object | None:
-        """Return one section; None if a rule is broken.
+        """Return one section of the configuration as a dataclass; None if a rule is broken, which is added to
+        `errors`.
 
         A missing or invalid field is set to None, so that the rules of the other fields still report."""
         values, complete = {}, True
@@ -285,7 +293,8 @@ class _Loader:
         return None
 
     def _passed_through(self, section: str) -> dict[str, object]:
-        """Return the valid values of vLLM's engine arguments or of Megatron's TransformerConfig."""
+        """Return name -> value of the flags that are passed on as vLLM's engine arguments or as fields of
+        Megatron's TransformerConfig."""
         settings = self.settings.items()
         return {name: found.value for (owner, name), found in settings if owner == section and found.valid}
 
@@ -305,7 +314,7 @@ class _Loader:
         return next(found, Flag(name=field, targets=((section, field),), kind=Kind()))
 
     def _name(self, flag: Flag) -> str:
-        """Return the name that the flag has for this actor."""
+        """Return the flag's name for this loader's actor, e.g. critic-2-lr for the second."""
         return flag.name if flag.is_of_job else numbered(flag.name, self.number)
 
 

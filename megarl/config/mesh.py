@@ -1,4 +1,5 @@
-"""Compute the mesh of a role, a list of ranks and its parallel sizes, and the coordinates of ranks in it.
+"""Compute the mesh of a role (its ranks and their parallel sizes: tp, cp, dp, pp) and the coordinates of
+ranks in it.
 
 The order of ranks is Megatron's default: tp varies fastest, then cp, dp and pp. The experts of a mixture form
 a second grid over the ranks of each pipeline stage: etp varies fastest, then ep and edp."""
@@ -101,12 +102,13 @@ class MeshSpec:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Return the sizes by name, fastest-varying first."""
+        """Return the parallel sizes by name (tp, cp, dp, pp), the one that varies fastest over ranks
+        first."""
         return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
 
     @property
     def expert_shape(self) -> dict[str, int]:
-        """Return the sizes of the experts' grid by name, fastest-varying first."""
+        """Return the parallel sizes of the experts' grid by name (etp, ep, edp, pp), in the same order."""
         return {
             "etp": self.expert_tp,
             "ep": self.ep,
@@ -115,7 +117,8 @@ class MeshSpec:
         }
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank in both grids, which share pp."""
+        """Return the coordinates of a rank by name: tp, cp, dp and pp, and those in the experts' grid, etp,
+        ep and edp."""
         index = self.ranks.index(rank)
         return _coordinates(index, self.shape) | _coordinates(index, self.expert_shape)
 
@@ -124,7 +127,8 @@ class MeshSpec:
         return tuple(r for r in self.ranks if fixed.items() <= self.coordinates(r).items())
 
     def peers(self, rank: int, *varied: str) -> Ranks:
-        """Return the ranks with the coordinates of `rank`, except along the varied names of one grid."""
+        """Return the ranks that differ from `rank` at most in the varied coordinates of one grid: for "tp",
+        its tensor-parallel group."""
         grid = self.shape if self.shape.keys() >= {*varied} else self.expert_shape
         mine = self.coordinates(rank)
         return self.ranks_where(**{name: mine[name] for name in grid if name not in varied})
@@ -138,7 +142,7 @@ def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
 
 
 def megatron_mesh(ranks: Ranks, parallel: ParallelConfig) -> MeshSpec:
-    """Return the mesh of a role that Megatron runs."""
+    """Return the mesh of a role that Megatron runs, from its ranks and the sizes of its flags."""
     return MeshSpec(
         ranks,
         parallel.tensor_model_parallel_size,
@@ -151,7 +155,7 @@ def megatron_mesh(ranks: Ranks, parallel: ParallelConfig) -> MeshSpec:
 
 
 def shard_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
-    """Return role -> key of its batch shard: roles with one key have the same samples on each rank.
+    """Return role -> key of its batch shards. Roles with the same key have the same samples on each rank.
 
     The key is the first role of the same actor on the same ranks with the same sizes. The sizes of experts
     and virtual pipelines do not count, because they do not change which rank has which sample. Every actor
@@ -208,7 +212,7 @@ def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 
 def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
-    """Return role -> the ranks of its mesh.
+    """Return role -> the ranks on which it runs.
 
     The role `data`, which moves samples and columns between meshes, is on all ranks."""
     ranks = {role: list(mesh.ranks) for role, mesh in role_meshes(config, world_size).items()}
@@ -226,7 +230,7 @@ def parallel_of(config: TrainConfig, role: str) -> ParallelConfig:
 
 
 def engine_mode(config: TrainConfig, world_size: int) -> str:
-    """Return the mode of one actor's engines, 'in-process' or 'out-of-process'."""
+    """Return where one actor's vLLM engines run: 'in-process' (in the workers) or 'out-of-process'."""
     if config.placement.rollout_engine != "auto":
         return config.placement.rollout_engine
     everywhere = role_ranks(config, world_size)["rollout"] == tuple(range(world_size))

@@ -251,7 +251,7 @@ _OBJECTS = re.compile(
 
 
 class Library(NamedTuple):
-    """A library that takes flags by the names of its own fields."""
+    """A library, vLLM or Megatron-Core, whose fields can be set by flags of the same names."""
 
     name: str
     prefix: str
@@ -267,9 +267,8 @@ LIBRARIES = (
 
 
 def find_library_flag(name: str) -> Flag | str | None:
-    """Return the flag of an engine argument (--rollout-<name>) or of a field of TransformerConfig.
-
-    Return the reason if it is refused, and None if there is no such field."""
+    """Return the flag of a vLLM engine argument (--rollout-<name>) or of a field of Megatron's
+    TransformerConfig; the reason if it is refused, None if there is no such field."""
     if "_" in name:  # --num_layers is an unknown flag; the nearest name is suggested
         return None
     library = next(library for library in LIBRARIES if name.startswith(library.prefix))
@@ -290,7 +289,8 @@ def find_library_flag(name: str) -> Flag | str | None:
 
 @functools.cache
 def passthrough_names() -> list[str]:
-    """Return all flags beyond the schema's that are not refused, for suggestions."""
+    """Return the names of all flags for vLLM's engine arguments and Megatron's fields that are not refused,
+    to propose them for a misspelled name."""
     names = [
         flag_name(field, library.prefix)
         for library in LIBRARIES
@@ -301,7 +301,8 @@ def passthrough_names() -> list[str]:
 
 
 def our_name(name: str) -> str:
-    """Return the form of a flag's name that the tables have, e.g. save-freq for trainer.save_freq.
+    """Return another framework's flag in the spelling of the tables of synonyms, e.g. save-freq for
+    trainer.save_freq.
 
     data.train_batch_size keeps its section, because verl counts prompts and OpenRLHF counts samples."""
     name = name.replace("_", "-")
@@ -309,7 +310,8 @@ def our_name(name: str) -> str:
 
 
 def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind | None:
-    """Return the kind of a field with this annotation; None if no flag can carry its values.
+    """Return the `Kind` that parses the values of a field with this annotation; None if no flag can carry
+    them.
 
     The annotation is evaluated with stand-ins for the library's classes, because the library is not imported.
 

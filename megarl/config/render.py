@@ -44,7 +44,7 @@ for _section, _cls in SECTIONS.items():
 
 
 def write_args(config: TrainConfig) -> str:
-    """Return the args file that parses back to an equal configuration.
+    """Return the text of the args file that parses back to an equal configuration.
 
     The file holds every value, so that it means the same after a default has changed. A None that is the
     default is left out."""
@@ -77,7 +77,8 @@ def _lines(node: object, flags: Sequence[Flag]) -> list[str]:
 
 
 def _role_lines(config: TrainConfig, cls: type) -> list[str]:
-    """Return one flag per field if all roles have the same value, else one flag per role."""
+    """Return the lines of an args file for a section that each role has: one flag per field if all roles have
+    the same value, else one flag per role."""
     nodes = {role: getattr(config, section) for role, section in OF_ROLES[cls].items()}
     nodes = {role: node for role, node in nodes.items() if node is not None}
     lines = []

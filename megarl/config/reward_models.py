@@ -24,7 +24,7 @@ _NO_EFFECT = "has no effect without {}. Leave it out."
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSpec:
-    """One model of --reward-model."""
+    """One model of --reward-model: its role, folder, backend and the weight of its score."""
 
     name: str
     """Name of its role, without its actor's number: reward_model, reward_model_2, ..."""
@@ -46,7 +46,8 @@ def reward_models(config: TrainConfig) -> list[RewardModelSpec]:
 
 
 def _backends(given: RewardModelConfig) -> tuple[str, ...]:
-    """Return the word of --reward-model-backend for each model. A single word is for all models."""
+    """Return what --reward-model-backend says (`auto` included) for each model. A single word is for all
+    models."""
     backends = given.reward_model_backend
     return backends * len(given.reward_model) if len(backends) == 1 else backends
 
@@ -66,7 +67,8 @@ def needs_ground_truth(config: TrainConfig) -> bool:
 
 
 def find_backend(path: str) -> str:
-    """Return the backend that --reward-model-backend auto chooses for a folder.
+    """Return the backend (megatron, transformers or judge) that --reward-model-backend auto chooses for a
+    folder.
 
     Raises: ConfigError for a folder without a usable config.json, or whose architecture is neither a
     classifier nor a language model."""
@@ -88,12 +90,13 @@ def find_backend(path: str) -> str:
 
 
 def read_model_config(path: str) -> Json:
-    """Return the config.json of a reward model. Raises: ConfigError naming the flag."""
+    """Return the content of a reward model's config.json. Raises: ConfigError naming the flag if it cannot be
+    read."""
     return read_json(Path(path) / "config.json", "--reward-model")
 
 
 def value_model_shape(path: str) -> ModelShape:
-    """Return the shape of a reward model. Raises: ConfigError if Megatron cannot run it."""
+    """Return a reward model's shape with its value head. Raises: ConfigError if Megatron cannot run it."""
     return ModelShape.load(path, value_head=True)
 
 

@@ -16,12 +16,12 @@ KINDS = ("actor", "reference", "critic", "reward", "rollout")
 
 
 def tells_experts(config: TrainConfig, shape: ModelShape) -> bool:
-    """Return whether engines of a model of this shape report the experts of each token."""
+    """Return whether the engines of a model of this shape report to which experts each token was routed."""
     return shape.is_moe and config.experts.moe_routing_replay == "engine"
 
 
 class TrainedModel(NamedTuple):
-    """The model of a role that is trained."""
+    """Folder, optimizer and adapters of a role that is trained: an actor or a critic."""
 
     folder: str
     optimizer: OptimizerConfig
@@ -65,12 +65,12 @@ def trains_in_fp32(config: TrainConfig) -> bool:
 
 
 def configs_of_actors(config: TrainConfig) -> dict[str, TrainConfig]:
-    """Return suffix of the actor -> its configuration, as if it were the only actor."""
+    """Return suffix -> configuration of each actor; the suffix is "" for the first, "_2" for the second."""
     return {suffix_of(index): one for index, one in enumerate((config, *config.others))}
 
 
 def parse_ranks(text: str, world_size: int) -> Ranks:
-    """Return ranks in ascending order. Example: parse_ranks("0-2,6", 8) == (0, 1, 2, 6).
+    """Return the ranks that a text lists, in ascending order: parse_ranks("0-2,6", 8) == (0, 1, 2, 6).
 
     Raises: ValueError for a malformed list, for ranks that do not ascend, and for a rank outside the world.
     """
@@ -90,7 +90,7 @@ def parse_ranks(text: str, world_size: int) -> Ranks:
 
 
 def parse_pools(pools: tuple[str, ...]) -> dict[str, str]:
-    """Return name -> its list of ranks as text, from ("train=0-3", "serve=4").
+    """Return pool -> its ranks as text: ("train=0-3", "serve=4") gives {"train": "0-3", "serve": "4"}.
 
     Raises: ValueError for a pool that is not name=ranks, and for a name that comes twice or could be a list
     of ranks."""
@@ -122,7 +122,7 @@ class DeviceMap:
         self.ranks = {role: of_role for role, of_role in ranks.items() if of_role is not None}
 
     def flags(self) -> list[str]:
-        """Return the placement as command-line flags."""
+        """Return the placement as words of a command line, e.g. ["--actor-ranks", "0,1"]."""
         flags = []
         for role, ranks in self.ranks.items():
             lists = ranks if ranks and not isinstance(ranks[0], int) else [ranks]
@@ -131,7 +131,7 @@ class DeviceMap:
 
 
 def place(config: TrainConfig, world_size: int) -> tuple[dict[str, Ranks | None], list[str]]:
-    """Return role -> ranks for the roles of one actor, and the errors of the flags.
+    """Return role -> ranks for the roles of one actor, and the errors in the flags that place them.
 
     The ranks are None if the role's flag has an error. The roles are in the order of set-up: actor,
     reference, critic, reward models, rollout. Rule rewards are computed on the rollout ranks."""
@@ -185,7 +185,8 @@ def _rank_flags(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
 
 
 def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, Ranks]:
-    """Return role -> ranks as `place` does. Raises: ValueError with all errors."""
+    """Return role -> ranks for the roles of one actor. Raises: ValueError with all errors in the flags that
+    place them."""
     placed, errors = place(config, world_size)
     if errors:
         raise ValueError("\n".join(errors))

@@ -117,7 +117,8 @@ def _reward_function(name: str | None) -> Errors:
 
 
 def _other_function(path: Path) -> str:
-    """Propose a function of the file, or else of the Python file in its folder with the most similar name."""
+    """Return a sentence that proposes a function of the file, or else of the Python file in its folder with
+    the most similar name."""
 
     def functions(one: Path) -> list[str]:
         try:
@@ -136,7 +137,7 @@ def _functions(tree: ast.Module) -> list[str]:
 
 
 def _function_in_file(name: str, path: Path, function: str) -> Errors:
-    """Yield an error for a function that the file does not define. The file is read, not run.
+    """Yield an error if the file does not define the function. The file is read, not run.
 
     A file with star imports is accepted, because only running it shows its names."""
     try:
@@ -212,7 +213,8 @@ def uncompared_models(config: TrainConfig, saved: Json) -> list[str]:
 
 
 def checkpoint_notes(config: TrainConfig) -> list[str]:
-    """Return notes about --load that are no errors."""
+    """Return the notes about --load that are no errors: what an older checkpoint does not store and could not
+    be compared."""
     try:
         found = newest_job(config) if config.checkpoint.load is not None else None
     except JobFileError:
@@ -253,7 +255,8 @@ def _unsavable(config: TrainConfig) -> Errors:
 
 
 def _unclear_restart(config: TrainConfig) -> Errors:
-    """Refuse restarts if the newest checkpoint of --save is newer than the one that --load names.
+    """Yield an error if the newest checkpoint of --save, from which --max-restarts goes on, is newer than the
+    one that --load names.
 
     A restart takes the newest checkpoint. The first attempt may fail before it has removed the checkpoints
     after --load."""
@@ -270,7 +273,8 @@ def _unclear_restart(config: TrainConfig) -> Errors:
 
 
 def newest_job(config: TrainConfig) -> tuple[Path, Json] | None:
-    """Return the checkpoint that is tried first and its job.json; None if --save is still empty.
+    """Return the folder and the job.json of the newest complete checkpoint that --load names; None if --load
+    is --save and that holds none yet.
 
     Raises: JobFileError if --load names no checkpoint."""
     problems = []
@@ -343,7 +347,8 @@ def _order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:
 
 
 def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Json) -> str | None:
-    """Return the error if an actor's number of training rows is not that of the run that --load names.
+    """Return an error if an actor's number of training rows differs from that of the run that --load names,
+    else None.
 
     Args:
         saved: the content of job.json."""

@@ -20,7 +20,7 @@ from megarl.role_names import kind_and_suffix
 
 @dataclass(frozen=True, slots=True)
 class MegatronRole:
-    """A role that Megatron runs.
+    """The parallel sizes, ranks, model shape and optimizer of one role that Megatron runs.
 
     Args:
         name: actor, critic, reference, or reward.
@@ -60,7 +60,7 @@ class MegatronRole:
 
 @dataclass(frozen=True)
 class Job:
-    """One actor with its roles, in the form that the rules need.
+    """The configuration, model shapes and ranks of one actor with its roles, in the form that the rules need.
 
     Args:
         shape: shape of the actor's model, None if config.json has errors.
@@ -122,7 +122,7 @@ class Job:
 
 
 def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str]:
-    """Return the fields with the same value in all roles.
+    """Return the names of the fields (parallelism, optimizer, LoRA) with the same value in all roles.
 
     Of the fields of optimizer or LoRA, all are returned or none."""
     nodes = [getattr(config, role) for role in present]
@@ -135,7 +135,7 @@ def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str
 
 
 def executor(job: Job) -> Errors:
-    """Refuse --executor inline with several ranks."""
+    """Yield an error for --executor inline with several ranks."""
     placement = job.config.placement
     if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):
         ranks = max(job.world_size, placement.nproc_per_node)
@@ -143,7 +143,8 @@ def executor(job: Job) -> Errors:
 
 
 def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) -> Errors:
-    """Refuse a rank that no role is on. A role's ranks are None if their flag has an error."""
+    """Yield an error if a rank has no role. If some role's ranks are None, because their flag has an error,
+    nothing is checked."""
     if not all(ranks_of.values()):
         return
     idle = [rank for rank in range(world_size) if not any(rank in ranks for ranks in ranks_of.values())]
@@ -158,7 +159,7 @@ def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) ->
 
 
 def idle_ranks_of_actor(job: Job) -> Errors:
-    """Refuse a rank that no role of the only actor is on."""
+    """Yield an error if a rank has no role, for a job with one actor."""
     if job.config.placement.num_actors == 1:
         yield from idle_ranks(job.ranks, job.world_size)
 
@@ -170,7 +171,7 @@ def _ranks_flag(role: str) -> str:
 
 
 def megatron_roles(job: Job) -> Errors:
-    """Check the split of every role that Megatron runs."""
+    """Yield an error per rule about parallel sizes that a role breaks, for all roles that Megatron runs."""
     for role in job.megatron_roles:
         yield from parallel_errors(role)
 
@@ -182,7 +183,7 @@ def parallel_errors(role: MegatronRole) -> Errors:
 
 
 def recompute(role: MegatronRole) -> Errors:
-    """Refuse recompute flags that Megatron refuses, and those that it would ignore."""
+    """Yield an error per recompute flag that Megatron refuses or would ignore."""
     parallel, flag = role.parallel, role.flag
     granularity, layers = parallel.recompute_granularity, parallel.recompute_num_layers
     granularity_flag, layers_flag = flag("recompute_granularity"), flag("recompute_num_layers")
@@ -208,7 +209,8 @@ def recompute(role: MegatronRole) -> Errors:
 
 
 def role_ranks(role: MegatronRole) -> Errors:
-    """Refuse parallel sizes that do not divide the role's ranks, and sequence parallelism alone."""
+    """Yield an error if a role's parallel sizes do not divide its ranks, or sequence parallelism is on
+    without tensor parallelism."""
     tp_flag = role.flag("tensor_model_parallel_size")
     if role.parallel.sequence_parallel and role.tp == 1:
         yield (
@@ -233,7 +235,7 @@ def role_ranks(role: MegatronRole) -> Errors:
 
 
 def virtual_pipeline(role: MegatronRole) -> Errors:
-    """Refuse model chunks that do not divide a pipeline stage's layers, or without a pipeline."""
+    """Yield an error for model chunks that do not divide a pipeline stage's layers, or without a pipeline."""
     flag = role.flag("virtual_pipeline_model_parallel_size")
     pp_flag = role.flag("pipeline_model_parallel_size")
     layers = role.shape.num_layers if role.shape is not None else 0
@@ -246,7 +248,8 @@ def virtual_pipeline(role: MegatronRole) -> Errors:
 
 
 def dense_split(role: MegatronRole) -> Errors:
-    """Refuse sizes by which Megatron cannot split the dense part of the model."""
+    """Yield an error per tensor- or pipeline-parallel size by which Megatron cannot split the model, experts
+    aside."""
     shape, num_ranks = role.shape, len(role.ranks or ()) // role.cp
     if shape is None:
         return
@@ -269,14 +272,16 @@ def split_dimensions(shape: ModelShape) -> dict[str, int]:
 
 
 def _shares_heads(shape: ModelShape, tp: int) -> bool:
-    """Return whether each rank has whole key-value heads, or equally many ranks share each head."""
+    """Return whether a tensor-parallel size splits the key-value heads evenly: each rank has whole heads, or
+    equally many ranks share each head."""
     return shape.num_query_groups % tp == 0 or tp % shape.num_query_groups == 0
 
 
 def _tensor_split(
     flag: str, tp: int, shape: ModelShape, dimensions: Mapping[str, int], num_ranks: int = 0, pp: int = 1
 ) -> Errors:
-    """Refuse a size that does not divide the dimensions or the heads.
+    """Yield an error if a tensor-parallel size does not divide the dimensions or does not split the key-value
+    heads evenly.
 
     Sizes are proposed by which `num_ranks` ranks can be split into `pp` stages, if there are any."""
     sizes = [n for n in divisors(shape.num_attention_heads) if _shares_heads(shape, n)]
@@ -292,7 +297,8 @@ def _tensor_split(
 
 
 def expert_split(role: MegatronRole) -> Errors:
-    """Refuse sizes by which a mixture's experts cannot be split, and any for a dense model."""
+    """Yield an error per size by which a mixture's experts cannot be split, and per expert size that is set
+    for a dense model."""
     shape, flag, tp, ep = role.shape, role.flag, role.tp, role.parallel.expert_model_parallel_size
     if shape is None:
         return
@@ -324,7 +330,7 @@ def expert_split(role: MegatronRole) -> Errors:
 
 
 def qkv_layout(role: MegatronRole) -> Errors:
-    """Refuse --qkv-layout stacked where ranks share key-value heads, or there is no linear_qkv."""
+    """Yield an error for --qkv-layout stacked if ranks share key-value heads or there is no linear_qkv."""
     if role.shape is None or role.parallel.qkv_layout != "stacked":
         return
     flag, groups = role.flag("qkv_layout"), role.shape.num_query_groups
@@ -342,7 +348,7 @@ def qkv_layout(role: MegatronRole) -> Errors:
 
 
 def engine_ranks(job: Job) -> Errors:
-    """Refuse engines that do not fit their ranks, and combinations of modes that do not work."""
+    """Yield an error if engines do not fit their ranks, or other flags contradict in-process engines."""
     tp, ranks, placement = job.config.rollout.tensor_parallel_size, job.ranks["rollout"], job.config.placement
     if not ranks:
         return
@@ -363,7 +369,7 @@ def engine_ranks(job: Job) -> Errors:
 
 
 def engine_split(job: Job) -> Errors:
-    """Refuse tensor-parallel sizes by which vLLM cannot split the model."""
+    """Yield an error if vLLM cannot split the model by --rollout-tensor-parallel-size."""
     shape, tp = job.shape, job.config.rollout.tensor_parallel_size
     if shape is not None:
         experts = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}

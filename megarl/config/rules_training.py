@@ -21,7 +21,8 @@ _UNPROVEN_SHARDING = {
 
 
 def batch(job: Job) -> Errors:
-    """Refuse a batch that does not divide the samples of a step, or that ranks cannot share equally."""
+    """Yield an error if --global-batch-size does not divide the samples of a step, or data-parallel ranks
+    cannot share it equally."""
     sizes, dp = job.config.batch, job.data_parallel_size
     size, samples = sizes.global_batch_size, sizes.num_prompts * sizes.num_samples_per_prompt
     fits = []
@@ -47,7 +48,7 @@ def batch(job: Job) -> Errors:
 
 
 def optimizer(job: Job) -> Errors:
-    """Refuse contradictory schedules of the learning rate."""
+    """Yield an error per contradiction in the schedule of the learning rate, e.g. --min-lr above --lr."""
     for role in job.trained_roles:
         values, flag = role.optimizer, role.flag
         if values.min_lr > values.lr:
@@ -63,7 +64,8 @@ def optimizer(job: Job) -> Errors:
 
 
 def critic(job: Job) -> Errors:
-    """Refuse a critic's model with another vocabulary than the actor's, or too few positions."""
+    """Yield an error for a critic's model with another vocabulary than the actor's, or with too few positions
+    for a sample."""
     shape, name = job.critic_shape, job.config.model.critic_model
     if shape is None:
         return
@@ -83,7 +85,7 @@ def critic(job: Job) -> Errors:
 
 
 def fp8(job: Job) -> Errors:
-    """Refuse combinations with fp8 that are not supported.
+    """Yield an error per setting that --fp8 does not support: weights in fp32, a mixture of experts.
 
     The ranks check that there is a GPU and Transformer Engine. The driver's machine may have neither."""
     value = job.config.transformer.get("fp8")
@@ -97,7 +99,7 @@ def fp8(job: Job) -> Errors:
 
 
 def experts_of_dense_model(job: Job) -> Errors:
-    """Refuse flags about experts for models without any."""
+    """Yield an error per flag about experts that is set, if neither actor nor critic has experts."""
     shapes = [job.shape] if job.config.critic is None else [job.shape, job.critic_shape]
     shapes = [shape for shape in shapes if shape is not None]
     if not shapes or any(shape.is_moe for shape in shapes):
@@ -107,7 +109,7 @@ def experts_of_dense_model(job: Job) -> Errors:
 
 
 def expert_balance(job: Job) -> Errors:
-    """Refuse a balancing loss without its factor, and a factor without its loss."""
+    """Yield an error for a balancing loss of experts without its factor, or a factor without its loss."""
     experts = job.config.experts
     kind, coeff = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
     if kind == "none" and coeff:
@@ -123,7 +125,7 @@ def expert_balance(job: Job) -> Errors:
 
 
 def routing_replay(job: Job) -> Errors:
-    """Refuse to replay the routing of experts if nothing records it."""
+    """Yield an error for --moe-routing-replay if nothing records the routing of experts."""
     source = job.config.experts.moe_routing_replay
     if source == "engine" and not job.config.rollout.enable_prefix_caching:
         yield (
@@ -138,7 +140,8 @@ def routing_replay(job: Job) -> Errors:
 
 
 def lora(job: Job) -> Errors:
-    """Refuse adapters for layers that cannot have them, and flags of adapters without adapters."""
+    """Yield an error for adapters in layers that cannot have them, and per flag of adapters that is set
+    without adapters."""
     for role in job.trained_roles:
         rank_flag, rank = role.flag("lora_rank"), role.lora.lora_rank
         if not rank:
@@ -167,7 +170,8 @@ def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Errors:
 
 
 def fsdp(job: Job) -> Errors:
-    """Refuse combinations with Megatron-FSDP that are not supported, and its flags without it."""
+    """Yield an error per setting that --use-megatron-fsdp does not support, and per flag of it that is set
+    without it."""
     for role in job.trained_roles:
         flag, strategy_flag = role.flag("use_megatron_fsdp"), role.flag("data_parallel_sharding_strategy")
         strategy = role.optimizer.data_parallel_sharding_strategy
@@ -217,7 +221,7 @@ def _fsdp_with(role: MegatronRole, flag: str) -> Errors:
 
 
 def offload(job: Job) -> Errors:
-    """Refuse to offload parts that a role does not have, or that an engine reads on the device."""
+    """Yield an error for --offload of parts that a role does not have, or an engine reads on the device."""
     config = job.config
     for role in job.megatron_roles:
         flag, parts = role.flag("offload"), role.parallel.offload
@@ -242,7 +246,8 @@ def offload(job: Job) -> Errors:
 
 
 def _offload_of_other_reward_models(job: Job) -> Errors:
-    """Check --reward-offload if Megatron runs none of the reward models."""
+    """Yield an error for --reward-offload of parts that cannot be moved, if Megatron runs none of the reward
+    models."""
     parts = () if job.config.reward is None else job.config.reward.offload
     has_megatron = any(role.name == "reward" for role in job.megatron_roles)
     if not parts or has_megatron or parts == job.config.actor.offload:
@@ -262,7 +267,7 @@ def _offload_of_other_reward_models(job: Job) -> Errors:
 
 
 def _offload_beside_engine(job: Job, flag: str) -> Errors:
-    """Refuse to offload the actor's weights if an engine reads them in place."""
+    """Yield an error if the actor's weights are offloaded and an engine reads them in place."""
     reshard = job.config.reshard
     if job.engine == "in-process" and reshard.reshard_alias:
         yield (
@@ -278,7 +283,8 @@ def _offload_beside_engine(job: Job, flag: str) -> Errors:
 
 
 def hybrid_optimizer(job: Job) -> Errors:
-    """Refuse combinations with --optimizer-cpu-offload that Megatron does not support."""
+    """Yield an error per setting that Megatron does not support with --optimizer-cpu-offload, and per flag of
+    it that is set without it."""
     for role in job.trained_roles:
         flag, values = role.flag("optimizer_cpu_offload"), role.optimizer
         if not values.optimizer_cpu_offload:
@@ -295,7 +301,7 @@ def hybrid_optimizer(job: Job) -> Errors:
 
 
 def sequence_length(job: Job) -> Errors:
-    """Refuse samples that are longer than the model can take."""
+    """Yield an error if samples can be longer than the model's max_position_embeddings."""
     if job.shape is None:
         return
     sampling, limit = job.config.sampling, job.shape.max_position_embeddings
@@ -311,7 +317,7 @@ def sequence_length(job: Job) -> Errors:
 
 
 def sampling(job: Job) -> Errors:
-    """Refuse to sample from another distribution than the policy's."""
+    """Yield an error per flag that makes engines sample from another distribution than the policy's."""
     values = job.config.sampling
     if values.temperature == 0:
         yield "--temperature (0): must be above 0, as greedy samples of one prompt are all alike. Try 1.0."
@@ -326,7 +332,7 @@ def sampling(job: Job) -> Errors:
 
 
 def algorithm(job: Job) -> Errors:
-    """Check the algorithm's own flags against the steps and their samples."""
+    """Yield an error per flag of the algorithm that does not fit the number of steps or of their samples."""
     chosen, sizes = job.config.algorithm, job.config.batch
     if chosen.critic_warmup_iters >= sizes.train_iters:
         yield (
@@ -337,7 +343,7 @@ def algorithm(job: Job) -> Errors:
 
 
 def evaluation_in_training(job: Job) -> Errors:
-    """Refuse --eval-interval without held-out data, or without a rule that scores it."""
+    """Yield an error for --eval-interval without held-out data, or without a rule that scores it."""
     interval = job.config.run.eval_interval
     if interval and job.uses_rollout and not uses_rule_reward(job.config):
         yield (
@@ -349,7 +355,8 @@ def evaluation_in_training(job: Job) -> Errors:
 
 
 def evaluation_alone(job: Job) -> Errors:
-    """Refuse `megarl eval` without held-out data, or without a rule that scores it."""
+    """Yield an error if `megarl eval` has no held-out data, no rule that scores it, or an algorithm that does
+    not sample."""
     config = job.config
     # with an interval, `evaluation_in_training` reports it
     if job.uses_rollout and not uses_rule_reward(config) and not config.run.eval_interval:

@@ -20,7 +20,8 @@ def read_text(path: str) -> str | None:
 
 
 def compile_template(source: str, where: str, **special: str) -> ChatTemplate:
-    """Return a template in a sandbox, with the functions that transformers 5.19 offers a template.
+    """Return a function that renders messages with a chat template, in a jinja sandbox with the functions
+    that transformers 5.19 offers a template.
 
     Args:
         where: names the template in errors, e.g. the file.

@@ -1,4 +1,5 @@
-"""Parse one row in verl's columns into prompt, ground truth and response, or into a list of its problems.
+"""Parse one row in verl's columns into a prompt with its ground truth or response, and list the row's
+problems.
 
     {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5-1 ?"}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "17"}, "extra_info": {"split": "train", "index": 0}}
@@ -25,7 +26,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(slots=True)
 class Prompt:
-    """One row of a dataset.
+    """One row of a dataset: the prompt's messages, and the ground truth or response that belongs to them.
 
     Example: `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},), "17")`."""
 
@@ -42,7 +43,7 @@ class Prompt:
 
 
 def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[Prompt, list[str]]:
-    """Return the row's content and its problems.
+    """Return the row's content as a `Prompt`, and its problems as texts; [] if the row is right.
 
     Each problem names the column, its value and the expected value.
 
@@ -79,7 +80,7 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[
 
 
 class _Problems:
-    """Collects the problems of one row, each column once."""
+    """Collects the problems of one row as texts, and the columns that they are about."""
 
     def __init__(self, row: dict[str, Any]):
         self.row = row
@@ -90,7 +91,7 @@ class _Problems:
         return not self._columns.isdisjoint(columns)
 
     def check(self, column: str, value: Any, kind: type, wanted: str) -> Any:
-        """Return the value if it is None or a `kind`; otherwise None, and record a problem.
+        """Return the value if it is None or a `kind`. Otherwise record a problem and return None.
 
         A required text must not be empty."""
         if value is None or isinstance(value, kind) and (value or wanted != _WANTED_TEXT):

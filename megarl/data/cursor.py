@@ -13,7 +13,8 @@ from typing import Any
 
 
 class DataCursor:
-    """Walks over `num_rows` rows, pass after pass.
+    """Gives the next rows of a dataset with `num_rows` rows, pass after pass. Its state can be saved and
+    restored.
 
     Within a pass no row is skipped or repeated, and no row is dropped at its end. Every pass has a separate
     order, drawn from (seed, pass) alone, so a state of six numbers restores the walk.
@@ -44,11 +45,13 @@ class DataCursor:
         return rows
 
     def next_visits(self, n: int) -> dict[int, int]:
-        """Visit the next `n` rows. Returns visit -> row, in order."""
+        """Use the next `n` rows. Returns visit -> row, in order; the run numbers its uses of rows, the
+        visits, from 0."""
         return self.visit(self.next_rows(n))
 
     def visit(self, rows: Sequence[int]) -> dict[int, int]:
-        """Visit these rows without moving the walk. Returns visit -> row, in order."""
+        """Use these rows without moving the walk. Returns visit -> row, in order; visits are numbered in the
+        run."""
         first = self._num_visits
         self._num_visits += len(rows)
         return dict(enumerate(rows, first))

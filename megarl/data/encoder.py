@@ -12,7 +12,7 @@ _NUM_LONG_ROWS_SHOWN = 5
 
 
 class PromptEncoder:
-    """Encodes a dataset: it takes row indices from a cursor and returns token ids."""
+    """Encodes rows of a dataset as token ids and keeps them, so that each row is encoded once."""
 
     def __init__(self, tokenizer: Tokenizer, dataset: PromptDataset):
         self._tokenizer, self._dataset = tokenizer, dataset
@@ -21,11 +21,11 @@ class PromptEncoder:
         self._responses: dict[int, array[int]] = {}
 
     def prompts(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the prompts' token ids, up to and including the assistant's header."""
+        """Return the token ids of the prompts in these rows, up to and including the assistant's header."""
         return self._encoded(rows, self._prompts, "messages", self._tokenizer.encode_prompts)
 
     def responses(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the responses' token ids, without end-of-sequence.
+        """Return the token ids of the responses in these rows, without end-of-sequence.
 
         The dataset must have been loaded with needs="response"."""
         return self._encoded(rows, self._responses, "response", self._tokenizer.encode_responses)
@@ -44,7 +44,7 @@ class PromptEncoder:
         return [known[row].tolist() for row in rows]
 
     def check_prompt_lengths(self, max_prompt_length: int, flag: str = "--train-data") -> None:
-        """Encode every row, so that a prompt that is too long is found before training starts.
+        """Encode every row before training starts, and raise ValueError if a prompt is longer than allowed.
 
         Raises: ValueError with the number of long prompts, the first few rows, and a sufficient length.
         """

@@ -1,4 +1,4 @@
-"""Put a Hugging Face tokenizer folder behind the interface of tokenizer_base.py."""
+"""Put a Hugging Face tokenizer folder behind the interface `Tokenizer` of tokenizer_base.py."""
 
 from __future__ import annotations
 

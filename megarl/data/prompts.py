@@ -16,7 +16,7 @@ _NUM_BAD_ROWS_SHOWN = 5
 
 
 class PromptDataset(Sequence[Prompt]):
-    """The rows of all files, in file order.
+    """The rows of all data files as `Prompt`s in memory, in the order of the files.
 
     The cursor (megarl/data/cursor.py) shuffles them, and the encoder makes token ids."""
 
@@ -32,7 +32,7 @@ class PromptDataset(Sequence[Prompt]):
         flag: str = "--train-data",
         first: int | None = None,
     ) -> PromptDataset:
-        """Read *.jsonl and *.parquet files, one after another.
+        """Read *.jsonl and *.parquet files, one after another, and return their rows as a dataset.
 
         Columns are verl's: `data_source`, `prompt` (messages or a string), `reward_model.ground_truth`,
         `extra_info`, and for fine-tuning `response`, or `messages` whose last turn is the assistant's.
@@ -83,7 +83,7 @@ class PromptDataset(Sequence[Prompt]):
 
 
 class _Errors:
-    """Collects all errors of a set of files, to report them at once."""
+    """Collects the errors in several files, to raise them as one ValueError."""
 
     def __init__(self, flag: str):
         self.flag = flag

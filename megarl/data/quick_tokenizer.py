@@ -32,7 +32,7 @@ def _load_folder(path: str, flag: str) -> Tokenizer | None:
 
 
 class QuickTokenizer(Tokenizer):
-    """A tokenizer.json, read by the library that made it.
+    """A tokenizer that reads tokenizer.json with the library tokenizers, without transformers.
 
     The special tokens and the chat template are those that transformers would find."""
 
@@ -95,7 +95,7 @@ class QuickTokenizer(Tokenizer):
 
 
 def _read_object(path: str, flag: str) -> dict[str, Any]:
-    """Read a JSON object from a file. Returns {} if there is no such file."""
+    """Return the JSON object in a file, {} if there is no such file. Raises: ValueError if it is not JSON."""
     folder, name = os.path.split(path)
     try:
         text = read_text(path)
@@ -108,6 +108,7 @@ def _read_object(path: str, flag: str) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """Return the text of a special token, which is written as a string or an object."""
+    """Return the text of a special token, which is written as a string or an object; None for any other
+    value."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class UnreadableFile(ValueError):
-    """The whole file cannot be used; the message names the file and the requirement."""
+    """Error of a data file that cannot be used at all; the message names the file and the requirement."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadableRow:
-    """Replaces a row that could not be parsed."""
+    """Takes the place of a row that could not be parsed, and holds the reason."""
 
     reason: str
 
 
 def read_rows(path: str) -> Iterator[tuple[str, object]]:
-    """Yield (where, row) of each row of a file.
+    """Yield (where, row): the place and the parsed value of each row of a *.jsonl or *.parquet file.
 
     `where` is "file:line" or "file row n". `row` is the parsed value or an `UnreadableRow`.
 

@@ -1,4 +1,4 @@
-"""Put a SentencePiece *.model file behind the interface of tokenizer_base.py.
+"""Put a SentencePiece *.model file behind the interface `Tokenizer` of tokenizer_base.py.
 
 Such a file has no chat template. A `chat_template.jinja` in the same folder is used if present (Hugging
 Face's conventions: `messages`, `add_generation_prompt`, `bos_token`, `eos_token`, `raise_exception`).

@@ -13,7 +13,8 @@ def load_tokenizer(
     flag: str = "--tokenizer-model",
     load_folder: Callable[[str, str], Tokenizer | None] | None = None,
 ) -> Tokenizer | None:
-    """Load a folder with a Hugging Face tokenizer, or a SentencePiece *.model file (also alone in a folder).
+    """Return the tokenizer in a Hugging Face folder, or in a SentencePiece *.model file (also alone in a
+    folder); None if `load_folder` returns None.
 
     Args:
         load_folder: reads a Hugging Face folder. Default: transformers.
@@ -47,7 +48,7 @@ def load_tokenizer(
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int, model: str) -> None:
-    """Check that every id of the tokenizer has a row in the model's embedding.
+    """Raise ValueError if an id of the tokenizer has no row in the model's embedding.
 
     More rows than ids are normal (padding).
 

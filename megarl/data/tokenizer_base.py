@@ -11,7 +11,7 @@ ChatTemplate = Callable[[list[dict[str, Any]]], str]
 
 
 class Tokenizer(ABC):
-    """The interface of a tokenizer.
+    """The interface of every tokenizer: it encodes prompts and responses as token ids, and decodes ids.
 
     Ids hold nothing that the text does not ask for, except for the BOS rule of `encode_prompts`."""
 
@@ -29,16 +29,16 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of responses. Nothing is added; the caller appends `eos_token_id`."""
+        """Return the token ids of each response. Nothing is added; the caller appends `eos_token_id`."""
 
     @abstractmethod
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of ids, without special tokens.
+        """Return the text of each sequence of token ids, without special tokens.
 
         Ids >= vocab_size are left out too. A model with a padded vocabulary can sample them."""
 
     def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
-        """Return the ids of prompts.
+        """Return the token ids of each prompt, which is a list of messages or a string.
 
         Messages go through the chat template. A string is encoded as it is, after the beginning-of-sequence
         token, unless the string has it already: a user may have rendered the template before."""

@@ -30,7 +30,8 @@ _FEW_FILES = 4096  # sockets and files of a job with many ranks; most systems' h
 
 
 def versions() -> dict[str, str]:
-    """Return package -> version, "" where it is not installed."""
+    """Return package -> installed version: "" for a required one that is not installed, no entry for an
+    optional one."""
     found = {"python": platform.python_version()} | {name: _version(name) for name in ("megarl", *PACKAGES)}
     return {name: version for name, version in found.items() if version or name in _NEEDED}
 
@@ -60,7 +61,7 @@ def _version(package: str) -> str:
 
 
 def machine() -> dict[str, str]:
-    """Return the machine's cores and memory, and what processes may use of them."""
+    """Return name -> text for the machine's cores and memory, and for the limits of its processes."""
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(memory[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -87,7 +88,8 @@ def gib(num_bytes: int) -> str:
 
 
 def devices() -> list[str]:
-    """Return the GPUs. If there are none, jobs run on the CPU."""
+    """Return a line per GPU with its name, memory and compute capability; [] if there is none, and jobs run
+    on the CPU."""
     import torch
 
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))

@@ -1,5 +1,5 @@
-"""One rank of the self-test: `python -P -m megarl.doctor.probe RANK`, two of them. One JSON object per line
-on stdout as soon as it is known.
+"""Run one of the two ranks of the self-test: `python -P -m megarl.doctor.probe RANK`. Every result is one
+line of JSON on stdout, as soon as it is known.
 
     rank 0   opens a store, tells its port; reduces a sum with rank 1; describes the machine; tries extension, kernel, Megatron
     rank 1   is told the port on stdin; reduces; imports what megarl needs of vLLM
@@ -75,7 +75,7 @@ def tell(**facts: object) -> None:
 
 
 def attempt(name: str, work: Callable[[], str]) -> None:
-    """Run one test. `work` returns what it saw, or raises."""
+    """Run one test and print its result as JSON. `work` returns what it saw, or raises if the test fails."""
     tell(begins=name)
     start = time.perf_counter()
     try:
@@ -116,7 +116,8 @@ def copy() -> str:
 
 
 def kernel() -> str:
-    """Compare a Triton kernel, on a CPU in Triton's interpreter, with fp64."""
+    """Compare a Triton kernel, on a CPU in Triton's interpreter, with PyTorch in fp64. Returns the error as
+    text; raises ValueError if it is too large."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -138,7 +139,8 @@ def kernel() -> str:
 
 
 def update() -> str:
-    """Update a small Megatron model in a world of this rank alone."""
+    """Update a small Megatron model in a world of this rank alone. Returns the log-prob before and after as
+    text; raises ValueError if it did not rise."""
     import torch
     import torch.distributed as dist
 

@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _probes() -> Iterator[Iterator[dict]]:
-    """Run two probe processes and yield their results as they come. Both have ended afterwards."""
+    """Context manager that runs two probe processes and gives an iterator over their results as they come.
+    Both have ended afterwards."""
     env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONSAFEPATH": "1"}
     for name in ("RANK", "WORLD_SIZE"):
         env.pop(name, None)

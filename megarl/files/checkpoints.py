@@ -44,7 +44,7 @@ def write_json(path: Path, form: str, version: int, body: Mapping[str, object]) 
 
 
 def read_json(path: Path, form: str, version: int, error: type[ValueError]) -> dict[str, object]:
-    """Read a file that `write_json` wrote.
+    """Return the content of a JSON file that `write_json` wrote, after comparing its digest.
 
     Raises: FileNotFoundError; `error` naming the file and the problem."""
     try:
@@ -68,7 +68,7 @@ def _digest(body: Mapping[str, object]) -> str:
 
 
 def file_digest(path: str | os.PathLike) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -83,7 +83,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def folder_of_step(run: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
+    """Return the path of the folder with the checkpoint of a step."""
     return run / CHECKPOINTS / f"step_{step:06d}"
 
 
@@ -94,19 +94,20 @@ def step_of(folder: Path) -> int | None:
 
 
 def checkpoints_in(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, newest first, damaged ones too."""
+    """Return the folders of a run's checkpoints, newest first, damaged ones too."""
     found = (run / CHECKPOINTS).iterdir() if (run / CHECKPOINTS).is_dir() else ()
     found = [path for path in found if step_of(path) is not None and path.is_dir()]
     return sorted(found, key=step_of, reverse=True)
 
 
 def is_one_checkpoint(load: Path) -> bool:
-    """Return whether a folder is a checkpoint. A run folder is not."""
+    """Return whether --load names one checkpoint, and not a run folder."""
     return step_of(load) is not None and ((load / JOB).exists() or load.parent.name == CHECKPOINTS)
 
 
 def found_by(load: str) -> list[Path]:
-    """Return the checkpoints that --load names, in the order of attempts: one, or all of a run."""
+    """Return the folders of the checkpoints to try for --load, in order: the one that it names, or all of the
+    run, newest first."""
     folder = Path(load)
     return [folder] if is_one_checkpoint(folder) else checkpoints_in(folder)
 
@@ -117,7 +118,7 @@ def write_job(folder: Path, body: Mapping[str, object]) -> None:
 
 
 def read_job(folder: Path) -> dict[str, Any]:
-    """Read job.json, and compare the digests of the roles' manifests.
+    """Return the content of a checkpoint's job.json, after comparing the digests of the roles' manifests.
 
     Raises: JobFileError naming the file and the problem, also for the manifests."""
     path = folder / JOB

@@ -33,7 +33,8 @@ class TensorFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor of a file. Its elements are the bytes from `start` to `end` behind the header."""
+    """One tensor of a file. Its elements are the bytes from `start` to `end`, counted from the end of the
+    header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +43,8 @@ class HeaderEntry:
 
 
 def read_header(path: str | os.PathLike) -> tuple[int, dict[str, HeaderEntry]]:
-    """Read the header of a file and compare it with the file's size.
+    """Return where the elements of a file begin, and its tensors by name, after comparing them with the
+    file's size.
 
     Returns: the offset of the first element, and the tensors by name.
     Raises: TensorFileError for a file that is missing, cut short or not safetensors."""
@@ -82,7 +84,7 @@ def read_header(path: str | os.PathLike) -> tuple[int, dict[str, HeaderEntry]]:
 
 
 def _entry(item: dict[str, object]) -> HeaderEntry:
-    """Read one tensor's item of a header.
+    """Return the dtype, shape and byte range of a tensor, from its item in a header.
 
     Raises: KeyError, TypeError or ValueError if it does not describe a tensor."""
     shape, (start, end) = tuple(item["shape"]), item["data_offsets"]

@@ -37,7 +37,8 @@ class WriteError(OSError):
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-    """Raise WriteError in place of any OSError while a file is opened, written and closed."""
+    """Context manager that raises WriteError in place of any OSError while a file is opened, written and
+    closed."""
     try:
         yield
     except WriteError:

@@ -1,4 +1,4 @@
-"""Where a run's metrics and samples go: files in the run folder, the console, and the trackers that
+"""Log a run's metrics and samples to files in the run folder, to the console, and to the trackers that
 --log-with names.
 
 A new logger is a file with a class that has the four methods of `Logger`, a line in LOGGERS,
@@ -22,5 +22,5 @@ __all__ = ["LOGGERS", "Logger", "LoggerContext", "open_loggers"]
 
 
 def open_loggers(names: Sequence[str], context: LoggerContext) -> list[Logger]:
-    """Start the loggers with these names, in this order. Only now their libraries are imported."""
+    """Return started loggers for these names, in this order. Their libraries are imported only now."""
     return [pkgutil.resolve_name(LOGGERS[name])(context) for name in names]

@@ -15,7 +15,7 @@ Samples = Sequence[Mapping[str, object]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggerContext:
-    """What a logger knows about the run."""
+    """The run folder, names and first step, which every logger gets when it starts."""
 
     folder: Path
     """The run folder."""

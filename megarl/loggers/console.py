@@ -1,5 +1,5 @@
-"""What a person watching the run sees: a live display on a terminal, else one line per step, `name=value`,
-easy to grep.
+"""Show the progress of a run: a live display on a terminal, else one line per step, `name=value`, easy to
+grep.
 
 step=3/20 reward=0.512 eval=0.730 length=21.4 tokens/s=3210 s/step=0.43 left=0:07
 """
@@ -26,8 +26,8 @@ _RECENT_STEPS = 20
 
 
 class Progress:
-    """Steps of one run, shown on `stream` (default: stdout). `terminal`: live display or lines; default: as
-    the stream is one."""
+    """Shows the steps of one run on `stream` (default: stdout), as a live display if `terminal` is true, else
+    as lines. Default of `terminal`: whether the stream is one."""
 
     def __init__(self, num_steps: int, stream: TextIO | None = None, terminal: bool | None = None):
         self._num_steps, self._stream = num_steps, sys.stdout if stream is None else stream
@@ -69,8 +69,8 @@ class Progress:
             self._line(text)
 
     def time_left(self) -> str:
-        """Return the remaining time as h:mm:ss, from the mean of the recent steps including what lies
-        between them (evaluation, export); "?" before there are two."""
+        """Return the remaining time as h:mm:ss, by the mean of the recent steps with the evaluations and
+        exports between them; "?" before there are two."""
         if len(self._ends) < 2:
             return "?"
         per_step = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -94,7 +94,8 @@ def clock(seconds: float) -> str:
 
 
 def _columns(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the columns to show: reward_2 and so on for the second actor, beside the first one's."""
+    """Return column -> formatted value of the metrics to show. Those of the second actor are reward_2 and so
+    on."""
     shown = {}
     for name, (key, form) in COLUMNS.items():
         group = key.split("/")[0]

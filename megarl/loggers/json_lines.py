@@ -1,5 +1,5 @@
-"""The files that every run has: metrics.jsonl, rollouts/step_<step>.jsonl and rollouts/eval.jsonl. A resumed
-run reads them."""
+"""Write the files that every run has: metrics.jsonl, rollouts/step_<step>.jsonl and rollouts/eval.jsonl. A
+resumed run reads them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class JsonLines:
 
 
 def to_json_line(metrics: Mapping[str, float | int]) -> str:
-    """Return one strict JSON object, which every reader can parse.
+    """Return metrics as one line of strict JSON, which every reader can parse.
 
     JSON has no NaN or infinity: such a value is null, and the extra key `nonfinite` maps its name to what it
     was ("nan", "inf", "-inf"), so that a run that diverges keeps its record."""
@@ -81,7 +81,7 @@ def cut_after(folder: Path, step: int) -> None:
 
 
 def _keep_rows(path: Path, last: int) -> None:
-    """Keep the rows of steps up to `last`, without a line that a killed job did not finish."""
+    """Rewrite a file with the rows of steps up to `last`, without a line that a killed job did not finish."""
     kept = [
         line for line in path.read_bytes().splitlines(keepends=True) if last > 0 and _step_of(line) <= last
     ]

@@ -1,4 +1,4 @@
-"""MLflow, on the server or in the store that MLFLOW_TRACKING_URI names."""
+"""Log to MLflow, on the tracking server or in the database or folder that MLFLOW_TRACKING_URI names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard event files in <run folder>/tensorboard, by torch's own writer."""
+"""Log to TensorBoard event files in <run folder>/tensorboard, by torch's own writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Weights & Biases, online or offline (WANDB_MODE=offline), set up by its own environment variables."""
+"""Log to Weights & Biases, online or offline (WANDB_MODE=offline), set up by its own environment
+variables."""
 
 from __future__ import annotations
 

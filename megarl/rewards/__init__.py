@@ -1,6 +1,5 @@
-"""Rewards: rules for GSM8K and mathematics, and the user's own function, called in processes that can be
-killed (pool.py); and what reward models need besides the models (judge_prompt.py, combine.py; classifier.py
-is one)."""
+"""Score responses by rules or the user's own function, called in processes that can be killed (pool.py), and
+by reward models (judge_prompt.py, classifier.py, combine.py)."""
 
 from megarl.config.schema import DataConfig
 from megarl.rewards.base import RewardFunction, RewardSample

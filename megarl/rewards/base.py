@@ -24,7 +24,7 @@ class RewardFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """One response to judge."""
+    """One response to score, with the data of its row that a reward function gets."""
 
     data_source: str
     solution_str: str
@@ -45,8 +45,8 @@ def digest_of_text(text: str) -> int:
 
 
 def judge(fn: RewardFunction, row: RewardSample) -> float:
-    """Return the reward of one response. Raises: ValueError if the function raises (with its traceback) or
-    returns NaN, an infinity, a number that float32 cannot hold, or something that is not a number."""
+    """Call a reward function for one response and return the reward. Raises: ValueError if the function
+    raises (with its traceback) or does not return a finite number within the range of float32."""
     try:
         value = fn(
             data_source=row.data_source,

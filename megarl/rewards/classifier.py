@@ -12,7 +12,8 @@ from megarl.rewards.judge_prompt import Messages, conversation_text
 
 
 class Classifier:
-    """The whole model on this process's device, frozen."""
+    """A frozen sequence classifier, whole on this process's device, that scores sequences of token ids
+    (`scores`)."""
 
     def __init__(self, path: str) -> None:
         """Load config, *.safetensors and tokenizer of a folder; no code from it is run. The weights keep the
@@ -96,7 +97,8 @@ class Classifier:
 
 
 def load_tokenizer(path: str):
-    """Load a reward model's own tokenizer. Raises: ValueError naming the folder."""
+    """Return a reward model's own tokenizer. Raises: ValueError naming the folder if transformers cannot load
+    it."""
     from transformers import AutoTokenizer
 
     try:
@@ -130,8 +132,8 @@ def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]
 
 
 def batches_of_like_length(lengths: Mapping[int, int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield keys in groups, longest first, so that group size * longest length is at most max_tokens.
-    Little of a batch is then padding."""
+    """Yield the keys of `lengths` in batches, longest first: padded to its longest, a batch has at most
+    max_tokens tokens, and little of it is padding. A length above max_tokens is a batch of its own."""
     group: list[int] = []
     for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
         if group and (len(group) + 1) * lengths[group[0]] > max_tokens:

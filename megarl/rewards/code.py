@@ -1,4 +1,4 @@
-"""--reward code: whether the response's program passes the tests of its row.
+"""--reward code: 1.0 if the response's program passes the tests of its row, else 0.0.
 
 The program is the response's last fenced block, or all of it if there is none. `ground_truth` is JSON (as
 text) of one of these forms:
@@ -46,8 +46,8 @@ _FORMS = (
 
 
 class CodeReward:
-    """1.0 if the program passes every test, else 0.0. Its constructor raises ValueError where programs
-    cannot be confined."""
+    """Reward function that returns 1.0 if the response's program passes every test, else 0.0. Its constructor
+    raises ValueError where programs cannot be confined."""
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
@@ -61,7 +61,8 @@ class CodeReward:
         ground_truth: str | None,
         extra_info: dict[str, Any] | None = None,
     ) -> float:
-        """Judge one response. Raises: ValueError if `ground_truth` is of none of the forms above."""
+        """Return 1.0 if the response's program passes every test in `ground_truth`, else 0.0. Raises:
+        ValueError if `ground_truth` is not JSON with tests."""
         tests = read_tests(ground_truth)
         return float(all(self._passes(test, program_of(solution_str)) for test in tests))
 
@@ -78,7 +79,7 @@ class CodeReward:
         return bool(found) and (kind == "asserts" or _equal(answer, wanted))
 
     def _run(self, program: str, stdin: str) -> str | None:
-        """Run a program. Returns what it wrote, None if it failed."""
+        """Run a program in the sandbox. Returns its stdout; None if it failed or took too long."""
         data = self.data
         outcome = run_confined(
             program, stdin, data.code_timeout_s, data.code_memory_limit_bytes, data.allow_unsandboxed_code
@@ -93,7 +94,8 @@ def program_of(response: str) -> str:
 
 
 def read_tests(ground_truth: str | None) -> list[tuple]:
-    """Return (kind, input, wanted output) of each test. Raises: ValueError for what is none of the forms."""
+    """Return (kind, input, wanted output) of each test in `ground_truth`. Raises: ValueError if that is not
+    JSON with tests in one of the forms."""
     try:
         tests = json.loads(ground_truth or "null")
     except (ValueError, RecursionError):  # not JSON; brackets in brackets
@@ -126,8 +128,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _equal(answer: str, wanted: object) -> bool:
-    """Compare a result with the wanted one. JSON has lists only, so a tuple equals a list. APPS wraps some
-    results in a list of one."""
+    """Return whether an answer in JSON equals the wanted result, or is its only element, as APPS wraps some
+    results. JSON has lists only, so a tuple equals a list."""
     try:
         got = json.loads(answer)
     except (ValueError, RecursionError):  # not JSON; brackets in brackets

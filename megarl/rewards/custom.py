@@ -1,4 +1,4 @@
-"""The user's own reward: --reward-function path/to/file.py:function."""
+"""Load the user's own reward function: --reward-function path/to/file.py:function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WANTED = f"Wanted path/to/file.py:function, with def function({', '.join(_KEYWO
 
 
 def load_custom_reward(reward_function: str) -> RewardFunction:
-    """Run the file and return the function that it defines.
+    """Run the user's file and return the reward function that it defines.
 
     Raises: ValueError if there is no such file or function, the file fails, or the function cannot be called
     as we call it.

@@ -1,4 +1,5 @@
-"""The prompt of a generative judge, and the score in its answer. Text only.
+"""Write the prompt of a judge, a language model that serves as reward model, and parse the score in its
+answer.
 
 prompt = JudgePrompt.load(None, r"Score: (\\d+)", (0, 10))
 prompt.fill("2+2 ?", "4", "4")             the question
@@ -47,13 +48,14 @@ class JudgePrompt:
 
     @staticmethod
     def load(template: str | None, pattern: str, score_range: Sequence[float]) -> JudgePrompt:
-        """Load the prompt. template: a file; None is the one that ships with megarl."""
+        """Return a prompt with the template in a file, or with the one that ships with megarl if `template`
+        is None."""
         text = DEFAULT_TEMPLATE if template is None else Path(template).read_text(encoding="utf-8")
         return JudgePrompt(text, re.compile(pattern), *score_range)
 
     def fill(self, prompt: Messages, response: str, ground_truth: str | None) -> str:
-        """Fill in the template in one pass: a placeholder that the response itself holds stays text, and
-        so do other braces of the template."""
+        """Return the template with the texts filled in, in one pass: a placeholder that the response itself
+        holds stays text, and so do other braces of the template."""
         truth = _NO_GROUND_TRUTH if ground_truth is None else ground_truth
         values = {"prompt": conversation_text(prompt), "response": response, "ground_truth": truth}
         return _PLACEHOLDER.sub(lambda match: values[match[1]], self.template)

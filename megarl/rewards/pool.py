@@ -57,7 +57,7 @@ class Verdict:
 
 
 class RewardPool:
-    """Processes that judge samples. A process that had to be killed is started again.
+    """Processes that call the reward function for samples. One that had to be killed is replaced.
 
     Use a pool on the main thread: the kernel ends the processes with the thread that started them.
 
@@ -89,7 +89,7 @@ class RewardPool:
             worker.kill()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Verdict]:
-        """Judge samples and return the verdicts in their order.
+        """Return a `Verdict` per sample, in order: its reward, or the reason why the reward function failed.
 
         Raises: ValueError if the function cannot be loaded again after a process had to be killed."""
         if self._function is not None:
@@ -163,7 +163,7 @@ def _verdict(sample: RewardSample, reward: float | None, failure: str | None) ->
 
 
 def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-data") -> None:
-    """Judge a few rows before training starts, to find a broken function early.
+    """Score a few rows before training starts, and raise ValueError if the reward function fails for one.
 
     The first row of every data source is judged twice: for an empty response, and for its ground truth as the
     response.
@@ -186,7 +186,8 @@ def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-
 
 
 class _Worker:
-    """One process of a pool (pool_worker.py). Its messages are not trusted."""
+    """One process of a pool (pool_worker.py), as the pool sees it. Its replies are checked, as the user's
+    code may write into the pipe."""
 
     request = digest = -1
     """Number of the last request, and digest of its text."""
@@ -212,12 +213,12 @@ class _Worker:
             self._requests.send_bytes(encode(message))
 
     def ask(self, request: int, sample: RewardSample) -> None:
-        """Ask the process to judge a sample. `request` is a unique number."""
+        """Send the process a sample to score, without waiting for the reply. `request` is a unique number."""
         self.request, self.digest = request, sample.digest
         self._tell(Request.of(request, sample))
 
     def fileno(self) -> int:
-        """Return the pipe of the replies, for `wait`."""
+        """Return the file descriptor of the pipe of replies, so that `wait` accepts a worker."""
         return self.replies.fileno()
 
     def wait_until_ready(self) -> None:

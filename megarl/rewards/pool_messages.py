@@ -16,7 +16,7 @@ from megarl.rewards.base import RewardSample
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A sample to judge."""
+    """Message to a reward process: score this sample."""
 
     number: int
     """Unique number of the request in the pool."""
@@ -34,9 +34,8 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message of a process.
-
-    The process reports that it is ready or why it is not, or the reward of a request or why there is none."""
+    """Message of a reward process: that it is ready or why not, or the reward of a request or why there is
+    none."""
 
     pid: int | None = None
     """Id of the writing process, which may be a child of the process that was asked."""

@@ -35,13 +35,13 @@ class Printed:
         self._thread.start()
 
     def end_call(self) -> None:
-        """Pass on the rest of this call's output. Later output belongs to the next call."""
+        """Write the last bytes of this call's output to the log. Later output belongs to the next call."""
         with self._lock:
             self._take()
             self._finish()
 
     def close(self) -> None:
-        """Stop reading.
+        """Wait, at most a second, until the thread has read the rest of the output.
 
         Call this after the process has ended; a child of the process may continue to print."""
         self._thread.join(_JOIN_S)

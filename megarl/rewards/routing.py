@@ -24,12 +24,14 @@ ROUTES: tuple[tuple[str, str], ...] = (
 def auto_reward(
     data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]
 ) -> float:
-    """Judge by the rule that ROUTES has for `data_source`. Raises: ValueError if it has none."""
+    """Return the reward by the built-in rule that ROUTES has for `data_source`. Raises: ValueError if it has
+    none."""
     return BUILT_IN[route(data_source)](data_source, solution_str, ground_truth, extra_info)
 
 
 def route(data_source: str) -> str:
-    """Return the name of the built-in reward for `data_source`."""
+    """Return the name of the built-in reward for `data_source`, gsm8k or math. Raises: ValueError if none is
+    known."""
     for pattern, name in ROUTES:
         if fnmatchcase(data_source.lower(), pattern):
             return name

@@ -1,4 +1,4 @@
-"""Run an untrusted Python program within limits.
+"""Run an untrusted Python program within limits of network, files, system calls, memory and time.
 
     outcome = run_confined(program, stdin="3 4", timeout_s=10.0, memory_limit_bytes=1 << 30)
     outcome.stdout if outcome.exit_code == 0 else ...
@@ -77,7 +77,7 @@ Versions before 3 (Linux 6.2) cannot forbid truncating files."""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a program.
+    """Exit code and output of a program that ran in the sandbox.
 
     exit_code: negative if a signal killed the program; None if the program exceeded the time limit and was
     killed."""
@@ -90,7 +90,8 @@ class Outcome:
 def run_confined(
     program: str, stdin: str, timeout_s: float, memory_limit_bytes: int, allow_missing: bool = False
 ) -> Outcome:
-    """Run Python source in an empty folder, which is removed afterwards. Output beyond 1 MiB is cut.
+    """Run Python source confined to an empty folder, which is removed afterwards. Returns the exit code and
+    the output, of which all beyond 1 MiB is cut.
 
     Raises: RuntimeError if this machine cannot confine the program and `allow_missing` is False."""
     if (lacking := missing()) and not allow_missing:
@@ -149,7 +150,7 @@ def refusal(lacking: tuple[str, ...]) -> str:
 
 @functools.cache
 def missing() -> tuple[str, ...]:
-    """Return the confinement that this machine lacks.
+    """Return the kinds of confinement that this machine lacks, () if it has all.
 
     The names are "namespaces" (network), "Landlock" (files) and "seccomp" (calls). Each is tried in a child
     that ends at once."""
@@ -174,7 +175,7 @@ def missing() -> tuple[str, ...]:
 
 
 def _main(limits: dict) -> None:
-    """Give up all rights that are not needed, then become the program.
+    """Confine this process, then run the program in it.
 
     The parent is the first process of the namespace and ends with it."""
     _die_with_parent()
@@ -229,7 +230,8 @@ def _unshare() -> None:
 
 
 def _confine_files(folder: str) -> None:
-    """Restrict this process and its children to the program's files, by Landlock."""
+    """Restrict this process and its children to the program's files, by Landlock. Raises: OSError where that
+    is not possible."""
     libc = _libc()
     abi = _check(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_CREATE_RULESET_VERSION))
     if abi < min(_RIGHTS_OF_ABI):
@@ -274,7 +276,7 @@ class _Program(ctypes.Structure):
 
 
 def _confine_calls() -> None:
-    """Make the denied calls fail with EPERM in this process and its children, by seccomp.
+    """Make the system calls in `_DENIED_CALLS` fail with EPERM in this process and its children, by seccomp.
 
     Calls of other ABIs have other numbers, so the filter kills the process."""
     architecture, denied = _DENIED_CALLS[os.uname().machine]
