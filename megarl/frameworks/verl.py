@@ -1,0 +1,576 @@
+"""Say what verl's settings are here.
+
+The names are those of verl's `ppo_trainer` configuration, with the older names of the same settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.frameworks.rows import (
+    KL_ESTIMATORS,
+    RECOMPUTE,
+    Line,
+    Row,
+    Settings,
+    as_list,
+    as_number,
+    key_of,
+    known_trackers,
+    lora,
+    model_folder,
+    schedule,
+    trackers,
+    train_iters,
+)
+
+ACTOR, ROLLOUT, REF, MODEL = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.ref",
+    "actor_rollout_ref.model",
+)
+ESTIMATORS = {"gae": "ppo", "grpo": "grpo"}
+"""algorithm.adv_estimator -> --algorithm."""
+
+
+def _algorithm(settings: Settings) -> Iterator[Line]:
+    name = key_of(settings["algorithm.adv_estimator"])
+    note = "" if name in ESTIMATORS else f"the nearest; for {name} write an algorithm: docs/algorithms.md"
+    yield Line("algorithm", ESTIMATORS.get(name, "grpo"), note)
+    if name == "gae":
+        yield Line("gamma", settings["algorithm.gamma"])
+        yield Line("gae-lambda", settings["algorithm.lam"])
+        yield Line("value-clip-eps", settings["critic.cliprange_value"])
+        yield Line("critic-warmup-iters", settings["trainer.critic_warmup"])
+    elif not settings.is_on("algorithm.norm_adv_by_std_in_grpo"):
+        yield Line("normalize-advantages-by-std", False)
+
+
+def _model(settings: Settings) -> Iterator[Line]:
+    yield model_folder(settings[f"{MODEL}.path"])
+    yield Line("bf16", note="verl computes in bfloat16 too")
+    if key_of(settings["algorithm.adv_estimator"]) == "gae" and settings["critic.model.path"]:
+        yield model_folder(settings["critic.model.path"])._replace(flag="critic-model")
+
+
+def _steps(settings: Settings) -> Iterator[Line]:
+    steps = settings.number("trainer.total_training_steps")
+    if steps is not None and steps > 0:
+        yield Line("train-iters", steps)
+        return
+    prompts = settings["data.train_batch_size"]
+    yield train_iters(
+        settings.number("trainer.total_epochs") or 1, settings.rows, prompts, "trainer.total_epochs"
+    )
+
+
+def _rates(settings: Settings) -> Iterator[Line]:
+    """Yield the learning rates. verl's schedule counts steps, as ours does."""
+    has_critic = key_of(settings["algorithm.adv_estimator"]) == "gae"
+    for prefix, there in (("", f"{ACTOR}.optim"), ("critic-", "critic.optim"))[: 1 + has_critic]:
+        warmup, ratio = (
+            settings.number(f"{there}.lr_warmup_steps"),
+            settings.number(f"{there}.lr_warmup_steps_ratio"),
+        )
+        total = settings.ours.get("train-iters")
+        if (warmup is None or warmup < 0) and ratio and isinstance(total, int):
+            warmup = int(ratio * total)
+        style = next(
+            (
+                value
+                for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")
+                if (value := settings[f"{there}.{name}"]) is not None
+            ),
+            "constant",
+        )
+        yield from schedule(prefix, settings[f"{there}.lr"], style, warmup, settings[f"{there}.min_lr_ratio"])
+        if (warmup is None or warmup < 0) and ratio:
+            yield Line("", note=f"--{prefix}lr-warmup-iters = {ratio} x --train-iters")
+
+
+def _betas(settings: Settings) -> Iterator[Line]:
+    for flag, beta in zip(
+        ("adam-beta1", "adam-beta2"), as_list(settings[f"{ACTOR}.optim.betas"]), strict=False
+    ):
+        yield Line(flag, as_number(beta))
+
+
+def _kl(settings: Settings) -> Iterator[Line]:
+    """Yield where the KL is counted, its factor and its estimate."""
+    in_loss, in_reward = settings.is_on(f"{ACTOR}.use_kl_loss"), settings.is_on("algorithm.use_kl_in_reward")
+    mode = "loss" if in_loss else "reward"
+    factor = settings[f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"]
+    estimator = key_of(settings[f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty"])
+    if not (in_loss or in_reward) or not as_number(factor):
+        old = settings.given.get("algorithm.kl_ctrl.kl_coef")
+        why = (
+            f"verl without algorithm.use_kl_in_reward always subtracted it: --kl-mode reward --kl-coef {old}"
+        )
+        asked = in_loss or as_number(old) is None or "algorithm.use_kl_in_reward" in settings.given
+        yield Line("kl-mode", "none", "" if asked or not as_number(old) else f"an old {why}")
+        return
+    yield Line("kl-mode", mode)
+    yield Line("kl-coef", factor)
+    yield Line("kl-estimator", KL_ESTIMATORS.get(estimator.rstrip("+"), "k3"))
+    if estimator.endswith("+"):
+        yield Line("kl-straight-through")
+    if in_loss and in_reward:
+        yield Line("", note="algorithm.use_kl_in_reward: the KL is counted in one place here, the loss")
+    if key_of(settings["algorithm.kl_ctrl.type"]) == "adaptive" and not in_loss:
+        target = settings["algorithm.kl_ctrl.target_kl"]
+        yield Line("kl-controller", "adaptive")
+        yield Line(
+            "", note=f"--kl-target is per response: algorithm.kl_ctrl.target_kl ({target}) is per token"
+        )
+        yield Line("kl-horizon", settings["algorithm.kl_ctrl.horizon"])
+
+
+def _clip(settings: Settings) -> Iterator[Line]:
+    for side in ("low", "high"):
+        value = settings[f"{ACTOR}.clip_ratio_{side}"]
+        yield Line(f"clip-eps-{side}", settings[f"{ACTOR}.clip_ratio"] if value is None else value)
+
+
+def _lora(settings: Settings) -> Iterator[Line]:
+    names = (
+        ("lora.rank", "lora_rank"),
+        ("lora.alpha", "lora_alpha"),
+        ("lora.target_modules", "target_modules"),
+    )
+    values = [settings.given.get(f"{MODEL}.{new}", settings[f"{MODEL}.{old}"]) for new, old in names]
+    yield from lora(*values)
+
+
+def _ranks(settings: Settings) -> Iterator[Line]:
+    nodes, gpus = settings.number("trainer.nnodes"), settings.number("trainer.n_gpus_per_node")
+    if nodes is None or gpus is None:
+        yield Line("", note="--nproc-per-node = trainer.nnodes x trainer.n_gpus_per_node")
+        return
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m megarl.train @FILE"
+    yield Line("nproc-per-node", nodes * gpus, "" if nodes == 1 else f"for megarl check; start with {start}")
+
+
+def _offload(settings: Settings) -> Iterator[Line]:
+    parts = {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
+    for prefix, there in (("actor-", ACTOR), ("reference-", REF)):
+        found = [
+            ours
+            for part, ours in parts.items()
+            if any(
+                settings.is_on(f"{there}.{engine}.{part}_offload") for engine in ("fsdp_config", "megatron")
+            )
+        ]
+        has_reference = settings.ours.get("kl-mode", "none") != "none"
+        if found and (prefix == "actor-" or has_reference):
+            yield Line(f"{prefix}offload", found[:1] if prefix == "reference-" else found)
+
+
+def _folder(settings: Settings) -> Iterator[Line]:
+    name = settings["trainer.experiment_name"]
+    folder = settings["trainer.default_local_dir"] or f"runs/{name}"
+    yield Line("save", folder)
+    mode = key_of(settings["trainer.resume_mode"])
+    if mode == "resume_path":
+        yield Line("load", settings["trainer.resume_from_path"], "a megarl run folder or checkpoint")
+    elif mode == "auto":
+        yield Line("load", folder, "goes on where this run stopped, as verl does; begins if there is none")
+
+
+def _intervals(settings: Settings) -> Iterator[Line]:
+    for flag, name in (("save-interval", "save_freq"), ("eval-interval", "test_freq")):
+        value = settings.number(f"trainer.{name}")
+        yield Line(flag, max(value or 0, 0))
+
+
+def _files(settings: Settings) -> Iterator[Line]:
+    for flag, name in (("train-data", "data.train_files"), ("eval-data", "data.val_files")):
+        files = as_list(settings[name])
+        yield Line(flag, files) if files else Line("", note=f"--{flag} FILE ...: {name} is not given")
+
+
+def _rewards(settings: Settings) -> Iterator[Line]:
+    if settings.is_on("reward_model.enable") and settings["reward_model.model.path"]:
+        yield Line("reward-model", [settings["reward_model.model.path"]])
+    if path := settings["custom_reward_function.path"]:
+        yield Line("reward-function", f"{path}:{settings['custom_reward_function.name']}")
+
+
+def _loggers(settings: Settings) -> Iterator[Line]:
+    yield from trackers(settings["trainer.logger"])
+
+
+_PACKED = "sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number"
+_ONE_SIZE = "the reference is split as the actor is unless --reference-* says otherwise"
+
+TABLE = (
+    Row(
+        "algorithm.adv_estimator",
+        "--algorithm {}",
+        {"gae": "ppo"},
+        default="gae",
+        lines=_algorithm,
+    ),
+    Row("algorithm.gamma", "--gamma {}", default=1.0, lines=_algorithm),
+    Row("algorithm.lam", "--gae-lambda {}", default=1.0, lines=_algorithm),
+    Row("critic.cliprange_value", "--value-clip-eps {}", default=0.5, lines=_algorithm),
+    Row("trainer.critic_warmup", "--critic-warmup-iters {}", default=0, lines=_algorithm),
+    Row(
+        "algorithm.norm_adv_by_std_in_grpo",
+        "{}",
+        {"true": "--normalize-advantages-by-std", "false": "--no-normalize-advantages-by-std"},
+        default=True,
+        lines=_algorithm,
+    ),
+    Row(f"{MODEL}.path", "--model {}", lines=_model),
+    Row("critic.model.path", "--critic-model {}", lines=_model),
+    Row("data.tokenizer", "--tokenizer-model {}"),
+    Row("data.train_files", "--train-data {}", lines=_files),
+    Row("data.val_files", "--eval-data {}", lines=_files),
+    Row("data.prompt_key", "--prompt-key {}", default="prompt"),
+    Row("data.shuffle", "{}", {"true": "--shuffle", "false": "--no-shuffle"}, default=True),
+    Row("data.max_prompt_length", "--max-prompt-length {}", default=512),
+    Row("data.max_response_length", "--max-response-length {}", default=512),
+    Row("data.seed", "--seed {}"),
+    Row("data.train_batch_size", "--num-prompts {}", default=1024),
+    Row(f"{ROLLOUT}.n", "--num-samples-per-prompt {}", default=1),
+    Row(
+        f"{ACTOR}.ppo_mini_batch_size",
+        "--global-batch-size {}",
+        times="num-samples-per-prompt",
+        default=256,
+        note="verl counts prompts, megarl samples",
+    ),
+    Row(f"{ACTOR}.ppo_epochs", "--num-epochs {}", default=1),
+    Row("trainer.total_training_steps", "--train-iters {}", lines=_steps),
+    Row(
+        "trainer.total_epochs",
+        instead="--train-iters = epochs x (rows // --num-prompts)",
+        default=30,
+        lines=_steps,
+    ),
+    Row(f"{ACTOR}.optim.lr", "--lr {}", default=1e-6, lines=_rates),
+    Row("critic.optim.lr", "--critic-lr {}", default=1e-5, lines=_rates),
+    Row(f"{ACTOR}.optim.lr_warmup_steps critic.optim.lr_warmup_steps", "--lr-warmup-iters {}", lines=_rates),
+    Row(
+        f"{ACTOR}.optim.lr_warmup_steps_ratio critic.optim.lr_warmup_steps_ratio",
+        "--lr-warmup-iters {}",
+        times="train-iters",
+        default=0.0,
+        lines=_rates,
+    ),
+    Row(
+        " ".join(
+            f"{role}.optim.{name}"
+            for role in (ACTOR, "critic")
+            for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")
+        ),
+        "--lr-decay-style {}",
+        lines=_rates,
+    ),
+    Row(
+        f"{ACTOR}.optim.min_lr_ratio critic.optim.min_lr_ratio",
+        "--min-lr {}",
+        times="lr",
+        lines=_rates,
+    ),
+    Row(f"{ACTOR}.optim.min_lr", "--min-lr {}"),
+    Row(f"{ACTOR}.optim.lr_decay_steps", "--lr-decay-iters {}"),
+    Row(f"{ACTOR}.optim.weight_decay", "--weight-decay {}", default=0.01),
+    Row(
+        f"{ACTOR}.optim.betas",
+        instead="--adam-beta1 and --adam-beta2 take one number each",
+        default=[0.9, 0.999],
+        lines=_betas,
+    ),
+    Row(f"{ACTOR}.grad_clip {ACTOR}.optim.clip_grad", "--clip-grad {}", default=1.0),
+    Row("critic.grad_clip critic.optim.clip_grad", "--critic-clip-grad {}"),
+    Row("critic.optim.weight_decay", "--critic-weight-decay {}"),
+    Row(f"{ACTOR}.clip_ratio", "--clip-eps-low {} --clip-eps-high {}", default=0.2, lines=_clip),
+    Row(f"{ACTOR}.clip_ratio_low", "--clip-eps-low {}", lines=_clip),
+    Row(f"{ACTOR}.clip_ratio_high", "--clip-eps-high {}", lines=_clip),
+    Row(f"{ACTOR}.clip_ratio_c", "--clip-ratio-c {}", default=3.0),
+    Row(
+        f"{ACTOR}.loss_agg_mode",
+        "--loss-aggregation {}",
+        {"seq-mean-token-sum-norm": "dr-grpo"},
+        default="token-mean",
+    ),
+    Row(
+        f"{ACTOR}.use_token_level_loss",
+        "--loss-aggregation {}",
+        {"true": "token-mean", "false": "seq-mean-token-mean"},
+    ),
+    Row(f"{ACTOR}.entropy_coeff", "--entropy-coef {}", default=0),
+    Row(f"{ACTOR}.use_kl_loss", "--kl-mode {}", {"true": "loss", "false": "none"}, default=False, lines=_kl),
+    Row(
+        "algorithm.use_kl_in_reward",
+        "--kl-mode {}",
+        {"true": "reward", "false": "none"},
+        default=False,
+        lines=_kl,
+    ),
+    Row(f"{ACTOR}.kl_loss_coef", "--kl-coef {} --kl-mode loss", default=0.001, lines=_kl),
+    Row("algorithm.kl_ctrl.kl_coef", "--kl-coef {} --kl-mode reward", default=0.001, lines=_kl),
+    Row(f"{ACTOR}.kl_loss_type", "--kl-estimator {}", KL_ESTIMATORS, default="low_var_kl", lines=_kl),
+    Row("algorithm.kl_penalty", "--kl-estimator {}", KL_ESTIMATORS, default="kl", lines=_kl),
+    Row("algorithm.kl_ctrl.type", "--kl-controller {}", default="fixed", lines=_kl),
+    Row(
+        "algorithm.kl_ctrl.target_kl",
+        instead="--kl-target is in nats per response, this one per token",
+        default=0.1,
+        lines=_kl,
+    ),
+    Row("algorithm.kl_ctrl.horizon", "--kl-horizon {}", default=10000, lines=_kl),
+    Row("algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_is_threshold", "--tis-clip {}"),
+    Row(f"{ACTOR}.tis_imp_ratio_cap", "--tis-clip {}"),
+    Row(f"{ROLLOUT}.temperature", "--temperature {}", default=1.0),
+    Row(f"{ROLLOUT}.top_p", "--top-p {}", default=1.0),
+    Row(f"{ROLLOUT}.top_k", "--top-k {}", {"-1": 0}, default=-1),
+    Row(
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        "--rollout-tensor-parallel-size {}",
+        default=2,
+    ),
+    Row(f"{ROLLOUT}.gpu_memory_utilization", "--rollout-gpu-memory-utilization {}", default=0.5),
+    Row(f"{ROLLOUT}.max_num_seqs", "--rollout-max-num-seqs {}", default=1024),
+    Row(f"{ROLLOUT}.max_num_batched_tokens", "--rollout-max-num-batched-tokens {}", default=8192),
+    Row(
+        f"{ROLLOUT}.enforce_eager",
+        "{}",
+        {"true": "--rollout-enforce-eager", "false": "--no-rollout-enforce-eager"},
+    ),
+    Row(
+        f"{ROLLOUT}.enable_prefix_caching",
+        "{}",
+        {"true": "--rollout-enable-prefix-caching", "false": "--no-rollout-enable-prefix-caching"},
+    ),
+    Row(
+        f"{ROLLOUT}.enable_chunked_prefill",
+        "{}",
+        {"true": "--rollout-enable-chunked-prefill", "false": "--no-rollout-enable-chunked-prefill"},
+    ),
+    *(
+        Row(f"{ACTOR}.megatron.{name}", f"--{name.replace('_', '-')} {{}}")
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        )
+    ),
+    *(
+        Row(f"{there}.megatron.{name}", f"--{role}-{name.replace('_', '-')} {{}}", note=_ONE_SIZE)
+        for role, there in (("reference", REF), ("critic", "critic"))
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+        )
+    ),
+    Row(
+        f"{ACTOR}.megatron.sequence_parallel",
+        "{}",
+        {"true": "--sequence-parallel", "false": "--no-sequence-parallel"},
+    ),
+    Row(
+        f"{ACTOR}.ulysses_sequence_parallel_size",
+        "--context-parallel-size {}",
+        note="Megatron's ring over the sequence in place of Ulysses' all-to-all",
+    ),
+    Row(
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
+        "--max-tokens-per-micro-batch {}",
+        times="context-parallel-size",
+        default=16384,
+    ),
+    Row(f"{MODEL}.enable_gradient_checkpointing", "{}", {"true": RECOMPUTE, "false": ""}, default=True),
+    Row(f"{MODEL}.lora_rank", "--lora-rank {}", default=0, lines=_lora),
+    Row(f"{MODEL}.lora_alpha", "--lora-alpha {}", default=16, lines=_lora),
+    Row(f"{MODEL}.target_modules", "--lora-target-modules {}", default="all-linear", lines=_lora),
+    Row(f"{MODEL}.lora.rank", "--lora-rank {}", lines=_lora),
+    Row(f"{MODEL}.lora.alpha", "--lora-alpha {}", lines=_lora),
+    Row(f"{MODEL}.lora.target_modules", "--lora-target-modules {}", lines=_lora),
+    Row("trainer.n_gpus_per_node", "--nproc-per-node {}", default=8, lines=_ranks),
+    Row(
+        "trainer.nnodes",
+        instead="one torchrun per node: torchrun --nnodes N --nproc-per-node 8 -m megarl.train @FILE",
+        default=1,
+        lines=_ranks,
+    ),
+    Row(
+        " ".join(
+            f"{role}.{engine}.{part}_offload"
+            for role in (ACTOR, REF)
+            for engine in ("fsdp_config", "megatron")
+            for part in ("param", "grad", "optimizer")
+        ),
+        instead="name the parts: --actor-offload parameters gradients optimizer",
+        lines=_offload,
+    ),
+    Row("reward_model.model.path", "--reward-model {}", lines=_rewards),
+    Row("reward_model.enable", instead="--reward-model names the folder", lines=_rewards),
+    Row("custom_reward_function.path", "--reward-function {}:compute_score", lines=_rewards),
+    Row(
+        "custom_reward_function.name",
+        instead="it stands behind the file: --reward-function FILE:NAME",
+        default="compute_score",
+        lines=_rewards,
+    ),
+    Row("trainer.default_local_dir", "--save {}", lines=_folder),
+    Row("trainer.resume_mode", instead="--load FOLDER", default="auto", lines=_folder),
+    Row("trainer.resume_from_path", "--load {}", lines=_folder),
+    Row("trainer.save_freq", "--save-interval {}", {"-1": 0}, default=-1, lines=_intervals),
+    Row("trainer.test_freq", "--eval-interval {}", {"-1": 0}, default=-1, lines=_intervals),
+    Row("trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep", "--keep {}"),
+    Row(
+        "trainer.logger",
+        "--log-with {}",
+        convert=known_trackers,
+        default="['console', 'wandb']",
+        lines=_loggers,
+    ),
+    Row("trainer.project_name", "--log-project {}", default="verl_examples"),
+    Row("trainer.experiment_name", "--log-name {}", default="gsm8k"),
+    Row("trainer.log_val_generations", "--num-rollouts-to-log {}", {"0": 8}, note="per step"),
+    Row("actor_rollout_ref.nccl_timeout", "--call-timeout-s {}"),
+    # From here on: nothing to set.
+    Row(
+        f"{ACTOR}.ppo_micro_batch_size* critic.ppo_micro_batch_size* critic.forward_micro_batch_size* "
+        f"*.log_prob_micro_batch_size* {ACTOR}.use_dynamic_bsz critic.use_dynamic_bsz "
+        "*.log_prob_use_dynamic_bsz "
+        "reward_model.micro_batch_size* reward_model.use_dynamic_bsz *.log_prob_max_token_len_per_gpu "
+        "critic.ppo_max_token_len_per_gpu critic.forward_max_token_len_per_gpu",
+        instead=_PACKED,
+    ),
+    Row("critic.ppo_mini_batch_size", instead="the critic's updates have --global-batch-size too"),
+    Row("critic.ppo_epochs", instead="the critic's updates have --num-epochs too"),
+    Row("*.use_remove_padding *.use_rmpad", instead="there is no padding to remove"),
+    Row("trainer.balance_batch", instead="tokens are always balanced over the ranks"),
+    Row(
+        "data.filter_overlong_prompts* data.truncation",
+        instead="a prompt above --max-prompt-length is an error: remove such rows from the data",
+    ),
+    Row("data.val_batch_size", instead="--eval-num-prompts limits the rows of an evaluation"),
+    Row(
+        "data.gen_batch_size algorithm.filter_groups.*",
+        instead="groups with equal rewards are not sampled again; their advantage is 0",
+    ),
+    Row(
+        f"{ROLLOUT}.val_kwargs.*",
+        instead="an evaluation decodes greedily, and once more at --temperature",
+    ),
+    Row(
+        "trainer.val_before_train",
+        instead="with --eval-interval there is an evaluation before the first step",
+    ),
+    Row("trainer.val_only", instead="megarl eval @FILE evaluates only"),
+    Row(f"{ROLLOUT}.name", instead="the engine is vLLM"),
+    Row(f"{ROLLOUT}.mode", instead="--rollout-engine says where vLLM runs"),
+    Row(
+        f"{ROLLOUT}.free_cache_engine {ROLLOUT}.load_format {ROLLOUT}.layered_summon {ROLLOUT}.dtype "
+        f"{ROLLOUT}.*update_weights_bucket_megabytes {ROLLOUT}.multi_stage_wake_up",
+        instead="the engine's memory and weights are managed by megarl",
+    ),
+    Row(
+        f"{ROLLOUT}.do_sample {ROLLOUT}.ignore_eos {ROLLOUT}.prompt_length {ROLLOUT}.response_length "
+        f"{ROLLOUT}.max_model_len",
+        instead="set by --temperature, --max-prompt-length and --max-response-length",
+    ),
+    Row(
+        f"{ROLLOUT}.data_parallel_size {ROLLOUT}.expert_parallel_size {ROLLOUT}.pipeline_model_parallel_size",
+        instead="--rollout-ranks form as many engines as fit; an engine is split by tensors only",
+    ),
+    Row(f"{ROLLOUT}.calculate_log_probs", instead="the engine's log-probs are always returned and compared"),
+    Row(f"{ROLLOUT}.multi_turn.*", instead="a row is one prompt and one response; turns are not supported"),
+    Row(f"{ROLLOUT}.*kwargs.*", instead="an engine argument of vLLM: --rollout-NAME"),
+    Row(
+        f"{ACTOR}.strategy {REF}.strategy critic.strategy reward_model.strategy model_engine "
+        f"*.fsdp_config.* *.fsdp_size",
+        instead="Megatron trains: --use-distributed-optimizer shards Adam's state, --use-megatron-fsdp more",
+    ),
+    Row(
+        f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
+        "{}",
+        {"true": "--optimizer-cpu-offload", "false": ""},
+    ),
+    Row(
+        f"{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction",
+        "--optimizer-offload-fraction {}",
+    ),
+    Row(
+        "*.override_transformer_config.* *.override_ddp_config.* *.override_optimizer_config.*",
+        instead="a field of Megatron's TransformerConfig is a flag of the same name; megarl sets most itself",
+    ),
+    Row(f"{MODEL}.override_config.* critic.model.override_config.*", instead="change --model's config.json"),
+    Row(
+        "*.use_dist_checkpointing *.use_mbridge *.dist_checkpointing_path", instead="--model is read directly"
+    ),
+    Row("*.megatron.*", instead="Megatron's own flags have Megatron's own names here"),
+    Row(
+        "critic.model.enable_gradient_checkpointing *.enable_activation_offload",
+        instead="--critic-recompute-granularity and the like set it for one role",
+    ),
+    Row("reward_model.reward_manager", instead="the built-in rules are chosen by --reward and data_source"),
+    Row(
+        "reward_model.reward_kwargs.* custom_reward_function.overlong_buffer.* "
+        "reward_model.overlong_buffer.*",
+        instead="add the penalty for long responses in your own --reward-function",
+    ),
+    Row(
+        "*.use_shm *.use_liger *.use_fused_kernels *.use_torch_compile *.trust_remote_code *.external_lib "
+        "*.fused_kernel_options.* *.attn_implementation *.exclude_modules *.custom_chat_template",
+        instead="nothing to set: the kernels are fused, and no code of a model's folder is run",
+    ),
+    Row(f"{ACTOR}.policy_loss.loss_mode", "--policy-loss {}", {"vanilla": "ppo"}),
+    Row(
+        f"{ACTOR}.router_replay.mode",
+        "--moe-routing-replay {}",
+        {"r2": "policy", "r3": "engine", "disabled": "none"},
+    ),
+    Row(
+        f"{ACTOR}.policy_loss.*",
+        instead="this loss is not among --policy-loss; docs/algorithms.md says how to add one",
+    ),
+    Row(f"{ACTOR}.shuffle critic.shuffle", instead="mini-batches are drawn by --seed"),
+    Row(
+        "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt data.reward_fn_key "
+        "data.image_key data.video_key data.trust_remote_code data.use_shm data.dataloader_num_workers "
+        "data.return_multi_modal_inputs data.validation_shuffle",
+        instead="nothing to set: docs/data_and_rewards.md lists the columns",
+    ),
+    Row("data.custom_cls.* data.sampler.* data.datagen.*", instead="prepare the rows as a file instead"),
+    Row("data.apply_chat_template_kwargs.*", instead="the tokenizer's template is used as it is"),
+    Row(
+        "actor_rollout_ref.hybrid_engine",
+        instead="roles share ranks unless --actor-ranks and the like say otherwise",
+    ),
+    Row(
+        "trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.device", instead="nothing to set"
+    ),
+    Row(
+        "trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl ray_init.* ray_kwargs.* "
+        "trainer.esi_redundant_time",
+        instead="there is no Ray",
+    ),
+    Row(
+        "*.checkpoint.* trainer.rollout_data_dir trainer.validation_data_dir",
+        instead="--save holds checkpoints/, rollouts/ and hf/",
+    ),
+    Row("*profiler.* trainer.profile_steps", instead="docs/debugging.md says how to profile"),
+    Row(
+        "algorithm.use_pf_ppo algorithm.pf_ppo.* algorithm.rollout_correction.* "
+        "*.entropy_from_logits_with_chunking "
+        f"*.entropy_checkpointing {ROLLOUT}.agent.* {ROLLOUT}.trace.* {ROLLOUT}.over_sample_rate "
+        f"{ROLLOUT}.disable_log_stats {ROLLOUT}.skip_* {ROLLOUT}.cudagraph_capture_sizes "
+        "critic.rollout_n critic.loss_agg_mode critic.enable critic.model.* critic.optim.* "
+        "*.optim.num_cycles "
+        "*.optim.total_training_steps *.ulysses_sequence_parallel_size reward_model.* *._target_ "
+        f"{REF}.model {REF}.* {ACTOR}.optim.optimizer {MODEL}.lora.* {MODEL}.mtp.* {ROLLOUT}.prometheus.*",
+        instead="no counterpart",
+    ),
+)
