@@ -29,8 +29,24 @@ ACTOR, ROLLOUT, REF, MODEL = (
     "actor_rollout_ref.ref",
     "actor_rollout_ref.model",
 )
+_OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
 ESTIMATORS = {"gae": "ppo", "grpo": "grpo"}
 """algorithm.adv_estimator -> --algorithm."""
+LOSSES = {"vanilla": "ppo", "cispo": "cispo"}
+"""actor.policy_loss.loss_mode -> --policy-loss."""
+OFFLOADED = {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
+"""Part that fsdp_config.*_offload names -> its name for --offload."""
+SIZES = tuple(
+    f"{kind}_parallel_size"
+    for kind in (
+        "tensor_model",
+        "pipeline_model",
+        "virtual_pipeline_model",
+        "context",
+        "expert_model",
+        "expert_tensor",
+    )
+)
 
 
 def _algorithm(settings: Settings) -> Iterator[Line]:
@@ -126,9 +142,20 @@ def _kl(settings: Settings) -> Iterator[Line]:
 
 
 def _clip(settings: Settings) -> Iterator[Line]:
+    """Yield the loss and its clip ranges."""
+    mode = key_of(settings[f"{ACTOR}.policy_loss.loss_mode"])
+    loss = LOSSES.get(mode, "ppo")
+    near = f"the nearest to {mode}; docs/algorithms.md says how to add a loss"
+    yield Line("policy-loss", loss, "" if mode in LOSSES else near)
     for side in ("low", "high"):
         value = settings[f"{ACTOR}.clip_ratio_{side}"]
-        yield Line(f"clip-eps-{side}", settings[f"{ACTOR}.clip_ratio"] if value is None else value)
+        value = settings[f"{ACTOR}.clip_ratio"] if value is None else value
+        if side == "low" and (as_number(value) or 0) > 1:
+            yield Line("clip-eps-low", 1.0, f"{value} there: a ratio is never below 0")
+        else:
+            yield Line(f"clip-eps-{side}", value)
+    if loss == "ppo":
+        yield Line("clip-ratio-c", settings[f"{ACTOR}.clip_ratio_c"])
 
 
 def _lora(settings: Settings) -> Iterator[Line]:
@@ -150,19 +177,46 @@ def _ranks(settings: Settings) -> Iterator[Line]:
     yield Line("nproc-per-node", nodes * gpus, "" if nodes == 1 else f"for megarl check; start with {start}")
 
 
+def _sizes(settings: Settings) -> Iterator[Line]:
+    """Yield the parallel sizes of the actor, and of the other roles where they differ."""
+    roles = {"": ACTOR}
+    if settings.ours.get("kl-mode", "none") != "none":
+        roles["reference-"] = REF
+    if key_of(settings["algorithm.adv_estimator"]) == "gae":
+        roles["critic-"] = "critic"
+    for role, there in roles.items():
+        for size in SIZES:
+            value, actors = settings[f"{there}.megatron.{size}"], settings[f"{ACTOR}.megatron.{size}"]
+            if value is not None and (not role or value != actors):
+                yield Line(f"{role}{size.replace('_', '-')}", value)
+    is_split = (settings.number(f"{ACTOR}.megatron.tensor_model_parallel_size") or 1) > 1
+    if is_split and settings.is_on(f"{ACTOR}.megatron.sequence_parallel"):
+        yield Line("sequence-parallel")
+
+
 def _offload(settings: Settings) -> Iterator[Line]:
-    parts = {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
-    for prefix, there in (("actor-", ACTOR), ("reference-", REF)):
-        found = [
-            ours
-            for part, ours in parts.items()
-            if any(
-                settings.is_on(f"{there}.{engine}.{part}_offload") for engine in ("fsdp_config", "megatron")
-            )
-        ]
-        has_reference = settings.ours.get("kl-mode", "none") != "none"
-        if found and (prefix == "actor-" or has_reference):
-            yield Line(f"{prefix}offload", found[:1] if prefix == "reference-" else found)
+    """Yield what leaves the device while other roles compute."""
+    on_cpu = settings.is_on(f"{_OVERRIDE}.optimizer_cpu_offload")
+    is_saved = (settings.number("trainer.save_freq") or 0) > 0
+    parts = [part for part in OFFLOADED if _is_offloaded(settings, ACTOR, part)]
+    if on_cpu and not is_saved:  # it is in host memory all the time
+        yield Line("optimizer-cpu-offload")
+        yield Line("optimizer-offload-fraction", settings[f"{_OVERRIDE}.optimizer_offload_fraction"])
+        parts = [part for part in parts if part != "optimizer"]
+    elif on_cpu:
+        parts = list(dict.fromkeys([*parts, "optimizer"]))
+    if parts:
+        near = "optimizer between updates only: --optimizer-cpu-offload cannot be saved yet"
+        names = [OFFLOADED[part] for part in parts]
+        yield Line("actor-offload", names, near if on_cpu and is_saved else "")
+    if "param" in parts:
+        yield Line("reshard-alias", False, "the engine keeps weights of its own")
+    if _is_offloaded(settings, REF, "param") and settings.ours.get("kl-mode", "none") != "none":
+        yield Line("reference-offload", ["parameters"])
+
+
+def _is_offloaded(settings: Settings, role: str, part: str) -> bool:
+    return any(settings.is_on(f"{role}.{engine}.{part}_offload") for engine in ("fsdp_config", "megatron"))
 
 
 def _folder(settings: Settings) -> Iterator[Line]:
@@ -177,9 +231,16 @@ def _folder(settings: Settings) -> Iterator[Line]:
 
 
 def _intervals(settings: Settings) -> Iterator[Line]:
-    for flag, name in (("save-interval", "save_freq"), ("eval-interval", "test_freq")):
-        value = settings.number(f"trainer.{name}")
-        yield Line(flag, max(value or 0, 0))
+    yield Line("save-interval", max(settings.number("trainer.save_freq") or 0, 0))
+    interval = max(settings.number("trainer.test_freq") or 0, 0)
+    if interval and "reward-model" in settings.ours and not settings["custom_reward_function.path"]:
+        yield Line("", note=f"--eval-interval {interval} needs --reward, which then counts in training too")
+    elif interval and not settings["data.val_files"]:
+        yield Line("", note=f"--eval-interval {interval} needs --eval-data")
+    else:
+        yield Line("eval-interval", interval)
+    if (kept := settings.number("trainer.max_actor_ckpt_to_keep") or 0) > 0:
+        yield Line("keep", kept)
 
 
 def _files(settings: Settings) -> Iterator[Line]:
@@ -200,7 +261,6 @@ def _loggers(settings: Settings) -> Iterator[Line]:
 
 
 _PACKED = "sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number"
-_ONE_SIZE = "the reference is split as the actor is unless --reference-* says otherwise"
 
 TABLE = (
     Row(
@@ -288,7 +348,7 @@ TABLE = (
     Row(f"{ACTOR}.clip_ratio", "--clip-eps-low {} --clip-eps-high {}", default=0.2, lines=_clip),
     Row(f"{ACTOR}.clip_ratio_low", "--clip-eps-low {}", lines=_clip),
     Row(f"{ACTOR}.clip_ratio_high", "--clip-eps-high {}", lines=_clip),
-    Row(f"{ACTOR}.clip_ratio_c", "--clip-ratio-c {}", default=3.0),
+    Row(f"{ACTOR}.clip_ratio_c", "--clip-ratio-c {}", default=3.0, lines=_clip),
     Row(
         f"{ACTOR}.loss_agg_mode",
         "--loss-aggregation {}",
@@ -350,32 +410,16 @@ TABLE = (
         {"true": "--rollout-enable-chunked-prefill", "false": "--no-rollout-enable-chunked-prefill"},
     ),
     *(
-        Row(f"{ACTOR}.megatron.{name}", f"--{name.replace('_', '-')} {{}}")
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        )
-    ),
-    *(
-        Row(f"{there}.megatron.{name}", f"--{role}-{name.replace('_', '-')} {{}}", note=_ONE_SIZE)
-        for role, there in (("reference", REF), ("critic", "critic"))
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-        )
+        Row(f"{there}.megatron.{size}", f"--{role}{size.replace('_', '-')} {{}}", lines=_sizes)
+        for role, there in (("", ACTOR), ("reference-", REF), ("critic-", "critic"))
+        for size in SIZES
     ),
     Row(
         f"{ACTOR}.megatron.sequence_parallel",
         "{}",
         {"true": "--sequence-parallel", "false": "--no-sequence-parallel"},
+        default=True,
+        lines=_sizes,
     ),
     Row(
         f"{ACTOR}.ulysses_sequence_parallel_size",
@@ -426,7 +470,8 @@ TABLE = (
     Row("trainer.resume_from_path", "--load {}", lines=_folder),
     Row("trainer.save_freq", "--save-interval {}", {"-1": 0}, default=-1, lines=_intervals),
     Row("trainer.test_freq", "--eval-interval {}", {"-1": 0}, default=-1, lines=_intervals),
-    Row("trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep", "--keep {}"),
+    Row("trainer.max_actor_ckpt_to_keep", "--keep {}", lines=_intervals),
+    Row("trainer.max_critic_ckpt_to_keep", instead="--keep counts checkpoints of all roles"),
     Row(
         "trainer.logger",
         "--log-with {}",
@@ -493,14 +538,12 @@ TABLE = (
         f"*.fsdp_config.* *.fsdp_size",
         instead="Megatron trains: --use-distributed-optimizer shards Adam's state, --use-megatron-fsdp more",
     ),
+    Row(f"{_OVERRIDE}.optimizer_cpu_offload", "--optimizer-cpu-offload", default=False, lines=_offload),
     Row(
-        f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
-        "{}",
-        {"true": "--optimizer-cpu-offload", "false": ""},
-    ),
-    Row(
-        f"{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction",
+        f"{_OVERRIDE}.optimizer_offload_fraction",
         "--optimizer-offload-fraction {}",
+        default=1.0,
+        lines=_offload,
     ),
     Row(
         "*.override_transformer_config.* *.override_ddp_config.* *.override_optimizer_config.*",
@@ -526,7 +569,7 @@ TABLE = (
         "*.fused_kernel_options.* *.attn_implementation *.exclude_modules *.custom_chat_template",
         instead="nothing to set: the kernels are fused, and no code of a model's folder is run",
     ),
-    Row(f"{ACTOR}.policy_loss.loss_mode", "--policy-loss {}", {"vanilla": "ppo"}),
+    Row(f"{ACTOR}.policy_loss.loss_mode", "--policy-loss {}", LOSSES, default="vanilla", lines=_clip),
     Row(
         f"{ACTOR}.router_replay.mode",
         "--moe-routing-replay {}",

@@ -99,10 +99,14 @@ def _comments(source: Source) -> Iterator[str]:
             flags = row.flags.replace(" {}", "") if row else ""
             yield f"# {name}: {reason}{f'; set {flags}' if flags.startswith('--') else ''}"
     without = [name for name in source.settings if not any(row.has(name) for row in table)]
+    by_reason: dict[str, list[str]] = {}
     for name, value in source.settings.items():
         row = next((row for row in table if row.has(name)), None)
         if row is not None and not row.flags and row.lines is None:
-            yield f"# {name}={_short(value)}: {row.instead}"
+            by_reason.setdefault(row.instead, []).append(f"{name}={_short(value)}")
+    for reason, settings in by_reason.items():
+        yield f"# {reason}:"
+        yield from (f"#   {setting}" for setting in settings)
     for name in without:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         yield f"# {name}={_short(source.settings[name])}: not known" + (
