@@ -79,11 +79,15 @@ def apex_error() -> str | None:
     )
 
 
+TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+"""Name in --log-with, which is the module's too -> the package to install. Other loggers need none."""
+
+
 def tracker_errors(names: Sequence[str]) -> Errors:
     """Yield an error per tracker of --log-with whose package is not installed."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            package = "mlflow-skinny" if name == "mlflow" else name
+        package = TRACKER_PACKAGES.get(name)
+        if package is not None and importlib.util.find_spec(name) is None:
             yield (
                 f"--log-with ({name}): the package {package} is not installed, so nothing can be logged with "
                 f"it. Run pip install {package}, or leave {name} out."

@@ -1,7 +1,8 @@
 """Where a run's metrics and samples go: files in the run folder, the console, and the trackers that
 --log-with names.
 
-A new logger is a file with a class that has the four methods of `Logger`, and a line in LOGGERS."""
+A new logger is a file with a class that has the four methods of `Logger`, a line in LOGGERS,
+and its name in `log_with` of megarl/config/schema.py."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def translate(path, capsys):
 def test_the_translation_passes_check(path, capsys, local, tmp_path):
     text = translate(path, capsys)
     (tmp_path / "translated.args").write_text(text)
-    code = cli.main(["check", f"@{tmp_path / 'translated.args'}", *local(text)])
+    code = cli.main(["check", "--gpu-memory", "80", f"@{tmp_path / 'translated.args'}", *local(text)])
     result = capsys.readouterr()
     assert code == 0, f"{result.err}\n{text}"
 
