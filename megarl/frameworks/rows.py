@@ -80,6 +80,11 @@ class Row:
             return f"{value}{TIMES}{self.times}"
         return number * factor
 
+    def flags_here(self) -> set[str]:
+        """Return the names of our flags that this setting may set."""
+        texts = [self.flags, *(str(value) for value in self.values.values())]
+        return {flag.removeprefix("no-") for text in texts for flag, _ in _FLAG.findall(text)}
+
     def lines_here(self, value: object, ours: Mapping[str, object]) -> list[Line]:
         """Return our flags with the value; none if no flag has this meaning."""
         here = self.value_here(value, ours)

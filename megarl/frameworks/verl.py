@@ -4,261 +4,9 @@ The names are those of verl's `ppo_trainer` configuration, with the older names 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megarl.frameworks.rows import (
-    KL_ESTIMATORS,
-    RECOMPUTE,
-    Line,
-    Row,
-    Settings,
-    as_list,
-    as_number,
-    key_of,
-    known_trackers,
-    lora,
-    model_folder,
-    schedule,
-    trackers,
-    train_iters,
-)
-
-ACTOR, ROLLOUT, REF, MODEL = (
-    "actor_rollout_ref.actor",
-    "actor_rollout_ref.rollout",
-    "actor_rollout_ref.ref",
-    "actor_rollout_ref.model",
-)
-_OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
-ESTIMATORS = {"gae": "ppo", "grpo": "grpo"}
-"""algorithm.adv_estimator -> --algorithm."""
-LOSSES = {"vanilla": "ppo", "cispo": "cispo"}
-"""actor.policy_loss.loss_mode -> --policy-loss."""
-OFFLOADED = {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
-"""Part that fsdp_config.*_offload names -> its name for --offload."""
-SIZES = tuple(
-    f"{kind}_parallel_size"
-    for kind in (
-        "tensor_model",
-        "pipeline_model",
-        "virtual_pipeline_model",
-        "context",
-        "expert_model",
-        "expert_tensor",
-    )
-)
-
-
-def _algorithm(settings: Settings) -> Iterator[Line]:
-    name = key_of(settings["algorithm.adv_estimator"])
-    note = "" if name in ESTIMATORS else f"the nearest; for {name} write an algorithm: docs/algorithms.md"
-    yield Line("algorithm", ESTIMATORS.get(name, "grpo"), note)
-    if name == "gae":
-        yield Line("gamma", settings["algorithm.gamma"])
-        yield Line("gae-lambda", settings["algorithm.lam"])
-        yield Line("value-clip-eps", settings["critic.cliprange_value"])
-        yield Line("critic-warmup-iters", settings["trainer.critic_warmup"])
-    elif not settings.is_on("algorithm.norm_adv_by_std_in_grpo"):
-        yield Line("normalize-advantages-by-std", False)
-
-
-def _model(settings: Settings) -> Iterator[Line]:
-    yield model_folder(settings[f"{MODEL}.path"])
-    yield Line("bf16", note="verl computes in bfloat16 too")
-    if key_of(settings["algorithm.adv_estimator"]) == "gae" and settings["critic.model.path"]:
-        yield model_folder(settings["critic.model.path"])._replace(flag="critic-model")
-
-
-def _steps(settings: Settings) -> Iterator[Line]:
-    steps = settings.number("trainer.total_training_steps")
-    if steps is not None and steps > 0:
-        yield Line("train-iters", steps)
-        return
-    prompts = settings["data.train_batch_size"]
-    yield train_iters(
-        settings.number("trainer.total_epochs") or 1, settings.rows, prompts, "trainer.total_epochs"
-    )
-
-
-def _rates(settings: Settings) -> Iterator[Line]:
-    """Yield the learning rates. verl's schedule counts steps, as ours does."""
-    has_critic = key_of(settings["algorithm.adv_estimator"]) == "gae"
-    for prefix, there in (("", f"{ACTOR}.optim"), ("critic-", "critic.optim"))[: 1 + has_critic]:
-        warmup, ratio = (
-            settings.number(f"{there}.lr_warmup_steps"),
-            settings.number(f"{there}.lr_warmup_steps_ratio"),
-        )
-        total = settings.ours.get("train-iters")
-        if (warmup is None or warmup < 0) and ratio and isinstance(total, int):
-            warmup = int(ratio * total)
-        style = next(
-            (
-                value
-                for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")
-                if (value := settings[f"{there}.{name}"]) is not None
-            ),
-            "constant",
-        )
-        yield from schedule(prefix, settings[f"{there}.lr"], style, warmup, settings[f"{there}.min_lr_ratio"])
-        if (warmup is None or warmup < 0) and ratio:
-            yield Line("", note=f"--{prefix}lr-warmup-iters = {ratio} x --train-iters")
-
-
-def _betas(settings: Settings) -> Iterator[Line]:
-    for flag, beta in zip(
-        ("adam-beta1", "adam-beta2"), as_list(settings[f"{ACTOR}.optim.betas"]), strict=False
-    ):
-        yield Line(flag, as_number(beta))
-
-
-def _kl(settings: Settings) -> Iterator[Line]:
-    """Yield where the KL is counted, its factor and its estimate."""
-    in_loss, in_reward = settings.is_on(f"{ACTOR}.use_kl_loss"), settings.is_on("algorithm.use_kl_in_reward")
-    mode = "loss" if in_loss else "reward"
-    factor = settings[f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"]
-    estimator = key_of(settings[f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty"])
-    if not (in_loss or in_reward) or not as_number(factor):
-        old = settings.given.get("algorithm.kl_ctrl.kl_coef")
-        why = (
-            f"verl without algorithm.use_kl_in_reward always subtracted it: --kl-mode reward --kl-coef {old}"
-        )
-        asked = in_loss or as_number(old) is None or "algorithm.use_kl_in_reward" in settings.given
-        yield Line("kl-mode", "none", "" if asked or not as_number(old) else f"an old {why}")
-        return
-    yield Line("kl-mode", mode)
-    yield Line("kl-coef", factor)
-    yield Line("kl-estimator", KL_ESTIMATORS.get(estimator.rstrip("+"), "k3"))
-    if estimator.endswith("+"):
-        yield Line("kl-straight-through")
-    if in_loss and in_reward:
-        yield Line("", note="algorithm.use_kl_in_reward: the KL is counted in one place here, the loss")
-    if key_of(settings["algorithm.kl_ctrl.type"]) == "adaptive" and not in_loss:
-        target = settings["algorithm.kl_ctrl.target_kl"]
-        yield Line("kl-controller", "adaptive")
-        yield Line(
-            "", note=f"--kl-target is per response: algorithm.kl_ctrl.target_kl ({target}) is per token"
-        )
-        yield Line("kl-horizon", settings["algorithm.kl_ctrl.horizon"])
-
-
-def _clip(settings: Settings) -> Iterator[Line]:
-    """Yield the loss and its clip ranges."""
-    mode = key_of(settings[f"{ACTOR}.policy_loss.loss_mode"])
-    loss = LOSSES.get(mode, "ppo")
-    near = f"the nearest to {mode}; docs/algorithms.md says how to add a loss"
-    yield Line("policy-loss", loss, "" if mode in LOSSES else near)
-    for side in ("low", "high"):
-        value = settings[f"{ACTOR}.clip_ratio_{side}"]
-        value = settings[f"{ACTOR}.clip_ratio"] if value is None else value
-        if side == "low" and (as_number(value) or 0) > 1:
-            yield Line("clip-eps-low", 1.0, f"{value} there: a ratio is never below 0")
-        else:
-            yield Line(f"clip-eps-{side}", value)
-    if loss == "ppo":
-        yield Line("clip-ratio-c", settings[f"{ACTOR}.clip_ratio_c"])
-
-
-def _lora(settings: Settings) -> Iterator[Line]:
-    names = (
-        ("lora.rank", "lora_rank"),
-        ("lora.alpha", "lora_alpha"),
-        ("lora.target_modules", "target_modules"),
-    )
-    values = [settings.given.get(f"{MODEL}.{new}", settings[f"{MODEL}.{old}"]) for new, old in names]
-    yield from lora(*values)
-
-
-def _ranks(settings: Settings) -> Iterator[Line]:
-    nodes, gpus = settings.number("trainer.nnodes"), settings.number("trainer.n_gpus_per_node")
-    if nodes is None or gpus is None:
-        yield Line("", note="--nproc-per-node = trainer.nnodes x trainer.n_gpus_per_node")
-        return
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m megarl.train @FILE"
-    yield Line("nproc-per-node", nodes * gpus, "" if nodes == 1 else f"for megarl check; start with {start}")
-
-
-def _sizes(settings: Settings) -> Iterator[Line]:
-    """Yield the parallel sizes of the actor, and of the other roles where they differ."""
-    roles = {"": ACTOR}
-    if settings.ours.get("kl-mode", "none") != "none":
-        roles["reference-"] = REF
-    if key_of(settings["algorithm.adv_estimator"]) == "gae":
-        roles["critic-"] = "critic"
-    for role, there in roles.items():
-        for size in SIZES:
-            value, actors = settings[f"{there}.megatron.{size}"], settings[f"{ACTOR}.megatron.{size}"]
-            if value is not None and (not role or value != actors):
-                yield Line(f"{role}{size.replace('_', '-')}", value)
-    is_split = (settings.number(f"{ACTOR}.megatron.tensor_model_parallel_size") or 1) > 1
-    if is_split and settings.is_on(f"{ACTOR}.megatron.sequence_parallel"):
-        yield Line("sequence-parallel")
-
-
-def _offload(settings: Settings) -> Iterator[Line]:
-    """Yield what leaves the device while other roles compute."""
-    on_cpu = settings.is_on(f"{_OVERRIDE}.optimizer_cpu_offload")
-    is_saved = (settings.number("trainer.save_freq") or 0) > 0
-    parts = [part for part in OFFLOADED if _is_offloaded(settings, ACTOR, part)]
-    if on_cpu and not is_saved:  # it is in host memory all the time
-        yield Line("optimizer-cpu-offload")
-        yield Line("optimizer-offload-fraction", settings[f"{_OVERRIDE}.optimizer_offload_fraction"])
-        parts = [part for part in parts if part != "optimizer"]
-    elif on_cpu:
-        parts = list(dict.fromkeys([*parts, "optimizer"]))
-    if parts:
-        near = "optimizer between updates only: --optimizer-cpu-offload cannot be saved yet"
-        names = [OFFLOADED[part] for part in parts]
-        yield Line("actor-offload", names, near if on_cpu and is_saved else "")
-    if "param" in parts:
-        yield Line("reshard-alias", False, "the engine keeps weights of its own")
-    if _is_offloaded(settings, REF, "param") and settings.ours.get("kl-mode", "none") != "none":
-        yield Line("reference-offload", ["parameters"])
-
-
-def _is_offloaded(settings: Settings, role: str, part: str) -> bool:
-    return any(settings.is_on(f"{role}.{engine}.{part}_offload") for engine in ("fsdp_config", "megatron"))
-
-
-def _folder(settings: Settings) -> Iterator[Line]:
-    name = settings["trainer.experiment_name"]
-    folder = settings["trainer.default_local_dir"] or f"runs/{name}"
-    yield Line("save", folder)
-    mode = key_of(settings["trainer.resume_mode"])
-    if mode == "resume_path":
-        yield Line("load", settings["trainer.resume_from_path"], "a megarl run folder or checkpoint")
-    elif mode == "auto":
-        yield Line("load", folder, "goes on where this run stopped, as verl does; begins if there is none")
-
-
-def _intervals(settings: Settings) -> Iterator[Line]:
-    yield Line("save-interval", max(settings.number("trainer.save_freq") or 0, 0))
-    interval = max(settings.number("trainer.test_freq") or 0, 0)
-    if interval and "reward-model" in settings.ours and not settings["custom_reward_function.path"]:
-        yield Line("", note=f"--eval-interval {interval} needs --reward, which then counts in training too")
-    elif interval and not settings["data.val_files"]:
-        yield Line("", note=f"--eval-interval {interval} needs --eval-data")
-    else:
-        yield Line("eval-interval", interval)
-    if (kept := settings.number("trainer.max_actor_ckpt_to_keep") or 0) > 0:
-        yield Line("keep", kept)
-
-
-def _files(settings: Settings) -> Iterator[Line]:
-    for flag, name in (("train-data", "data.train_files"), ("eval-data", "data.val_files")):
-        files = as_list(settings[name])
-        yield Line(flag, files) if files else Line("", note=f"--{flag} FILE ...: {name} is not given")
-
-
-def _rewards(settings: Settings) -> Iterator[Line]:
-    if settings.is_on("reward_model.enable") and settings["reward_model.model.path"]:
-        yield Line("reward-model", [settings["reward_model.model.path"]])
-    if path := settings["custom_reward_function.path"]:
-        yield Line("reward-function", f"{path}:{settings['custom_reward_function.name']}")
-
-
-def _loggers(settings: Settings) -> Iterator[Line]:
-    yield from trackers(settings["trainer.logger"])
-
+from megarl.frameworks import verl_lines as lines
+from megarl.frameworks.rows import KL_ESTIMATORS, RECOMPUTE, Row, known_trackers
+from megarl.frameworks.verl_lines import ACTOR, LOSSES, MODEL, OVERRIDE, REF, ROLLOUT, SIZES
 
 _PACKED = "sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number"
 
@@ -268,24 +16,24 @@ TABLE = (
         "--algorithm {}",
         {"gae": "ppo"},
         default="gae",
-        lines=_algorithm,
+        lines=lines.algorithm,
     ),
-    Row("algorithm.gamma", "--gamma {}", default=1.0, lines=_algorithm),
-    Row("algorithm.lam", "--gae-lambda {}", default=1.0, lines=_algorithm),
-    Row("critic.cliprange_value", "--value-clip-eps {}", default=0.5, lines=_algorithm),
-    Row("trainer.critic_warmup", "--critic-warmup-iters {}", default=0, lines=_algorithm),
+    Row("algorithm.gamma", "--gamma {}", default=1.0, lines=lines.algorithm),
+    Row("algorithm.lam", "--gae-lambda {}", default=1.0, lines=lines.algorithm),
+    Row("critic.cliprange_value", "--value-clip-eps {}", default=0.5, lines=lines.algorithm),
+    Row("trainer.critic_warmup", "--critic-warmup-iters {}", default=0, lines=lines.algorithm),
     Row(
         "algorithm.norm_adv_by_std_in_grpo",
         "{}",
         {"true": "--normalize-advantages-by-std", "false": "--no-normalize-advantages-by-std"},
         default=True,
-        lines=_algorithm,
+        lines=lines.algorithm,
     ),
-    Row(f"{MODEL}.path", "--model {}", lines=_model),
-    Row("critic.model.path", "--critic-model {}", lines=_model),
+    Row(f"{MODEL}.path", "--model {}", lines=lines.model),
+    Row("critic.model.path", "--critic-model {}", lines=lines.model),
     Row("data.tokenizer", "--tokenizer-model {}"),
-    Row("data.train_files", "--train-data {}", lines=_files),
-    Row("data.val_files", "--eval-data {}", lines=_files),
+    Row("data.train_files", "--train-data {}", lines=lines.files),
+    Row("data.val_files", "--eval-data {}", lines=lines.files),
     Row("data.prompt_key", "--prompt-key {}", default="prompt"),
     Row("data.shuffle", "{}", {"true": "--shuffle", "false": "--no-shuffle"}, default=True),
     Row("data.max_prompt_length", "--max-prompt-length {}", default=512),
@@ -301,22 +49,26 @@ TABLE = (
         note="verl counts prompts, megarl samples",
     ),
     Row(f"{ACTOR}.ppo_epochs", "--num-epochs {}", default=1),
-    Row("trainer.total_training_steps", "--train-iters {}", lines=_steps),
+    Row("trainer.total_training_steps", "--train-iters {}", lines=lines.steps),
     Row(
         "trainer.total_epochs",
         instead="--train-iters = epochs x (rows // --num-prompts)",
         default=30,
-        lines=_steps,
+        lines=lines.steps,
     ),
-    Row(f"{ACTOR}.optim.lr", "--lr {}", default=1e-6, lines=_rates),
-    Row("critic.optim.lr", "--critic-lr {}", default=1e-5, lines=_rates),
-    Row(f"{ACTOR}.optim.lr_warmup_steps critic.optim.lr_warmup_steps", "--lr-warmup-iters {}", lines=_rates),
+    Row(f"{ACTOR}.optim.lr", "--lr {}", default=1e-6, lines=lines.rates),
+    Row("critic.optim.lr", "--critic-lr {}", default=1e-5, lines=lines.rates),
+    Row(
+        f"{ACTOR}.optim.lr_warmup_steps critic.optim.lr_warmup_steps",
+        "--lr-warmup-iters {}",
+        lines=lines.rates,
+    ),
     Row(
         f"{ACTOR}.optim.lr_warmup_steps_ratio critic.optim.lr_warmup_steps_ratio",
         "--lr-warmup-iters {}",
         times="train-iters",
         default=0.0,
-        lines=_rates,
+        lines=lines.rates,
     ),
     Row(
         " ".join(
@@ -325,13 +77,13 @@ TABLE = (
             for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")
         ),
         "--lr-decay-style {}",
-        lines=_rates,
+        lines=lines.rates,
     ),
     Row(
         f"{ACTOR}.optim.min_lr_ratio critic.optim.min_lr_ratio",
         "--min-lr {}",
         times="lr",
-        lines=_rates,
+        lines=lines.rates,
     ),
     Row(f"{ACTOR}.optim.min_lr", "--min-lr {}"),
     Row(f"{ACTOR}.optim.lr_decay_steps", "--lr-decay-iters {}"),
@@ -340,15 +92,15 @@ TABLE = (
         f"{ACTOR}.optim.betas",
         instead="--adam-beta1 and --adam-beta2 take one number each",
         default=[0.9, 0.999],
-        lines=_betas,
+        lines=lines.betas,
     ),
     Row(f"{ACTOR}.grad_clip {ACTOR}.optim.clip_grad", "--clip-grad {}", default=1.0),
     Row("critic.grad_clip critic.optim.clip_grad", "--critic-clip-grad {}"),
     Row("critic.optim.weight_decay", "--critic-weight-decay {}"),
-    Row(f"{ACTOR}.clip_ratio", "--clip-eps-low {} --clip-eps-high {}", default=0.2, lines=_clip),
-    Row(f"{ACTOR}.clip_ratio_low", "--clip-eps-low {}", lines=_clip),
-    Row(f"{ACTOR}.clip_ratio_high", "--clip-eps-high {}", lines=_clip),
-    Row(f"{ACTOR}.clip_ratio_c", "--clip-ratio-c {}", default=3.0, lines=_clip),
+    Row(f"{ACTOR}.clip_ratio", "--clip-eps-low {} --clip-eps-high {}", default=0.2, lines=lines.clip),
+    Row(f"{ACTOR}.clip_ratio_low", "--clip-eps-low {}", lines=lines.clip),
+    Row(f"{ACTOR}.clip_ratio_high", "--clip-eps-high {}", lines=lines.clip),
+    Row(f"{ACTOR}.clip_ratio_c", "--clip-ratio-c {}", default=3.0, lines=lines.clip),
     Row(
         f"{ACTOR}.loss_agg_mode",
         "--loss-aggregation {}",
@@ -361,26 +113,32 @@ TABLE = (
         {"true": "token-mean", "false": "seq-mean-token-mean"},
     ),
     Row(f"{ACTOR}.entropy_coeff", "--entropy-coef {}", default=0),
-    Row(f"{ACTOR}.use_kl_loss", "--kl-mode {}", {"true": "loss", "false": "none"}, default=False, lines=_kl),
+    Row(
+        f"{ACTOR}.use_kl_loss",
+        "--kl-mode {}",
+        {"true": "loss", "false": "none"},
+        default=False,
+        lines=lines.kl,
+    ),
     Row(
         "algorithm.use_kl_in_reward",
         "--kl-mode {}",
         {"true": "reward", "false": "none"},
         default=False,
-        lines=_kl,
+        lines=lines.kl,
     ),
-    Row(f"{ACTOR}.kl_loss_coef", "--kl-coef {} --kl-mode loss", default=0.001, lines=_kl),
-    Row("algorithm.kl_ctrl.kl_coef", "--kl-coef {} --kl-mode reward", default=0.001, lines=_kl),
-    Row(f"{ACTOR}.kl_loss_type", "--kl-estimator {}", KL_ESTIMATORS, default="low_var_kl", lines=_kl),
-    Row("algorithm.kl_penalty", "--kl-estimator {}", KL_ESTIMATORS, default="kl", lines=_kl),
-    Row("algorithm.kl_ctrl.type", "--kl-controller {}", default="fixed", lines=_kl),
+    Row(f"{ACTOR}.kl_loss_coef", "--kl-coef {} --kl-mode loss", default=0.001, lines=lines.kl),
+    Row("algorithm.kl_ctrl.kl_coef", "--kl-coef {} --kl-mode reward", default=0.001, lines=lines.kl),
+    Row(f"{ACTOR}.kl_loss_type", "--kl-estimator {}", KL_ESTIMATORS, default="low_var_kl", lines=lines.kl),
+    Row("algorithm.kl_penalty", "--kl-estimator {}", KL_ESTIMATORS, default="kl", lines=lines.kl),
+    Row("algorithm.kl_ctrl.type", "--kl-controller {}", default="fixed", lines=lines.kl),
     Row(
         "algorithm.kl_ctrl.target_kl",
         instead="--kl-target is in nats per response, this one per token",
         default=0.1,
-        lines=_kl,
+        lines=lines.kl,
     ),
-    Row("algorithm.kl_ctrl.horizon", "--kl-horizon {}", default=10000, lines=_kl),
+    Row("algorithm.kl_ctrl.horizon", "--kl-horizon {}", default=10000, lines=lines.kl),
     Row("algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_is_threshold", "--tis-clip {}"),
     Row(f"{ACTOR}.tis_imp_ratio_cap", "--tis-clip {}"),
     Row(f"{ROLLOUT}.temperature", "--temperature {}", default=1.0),
@@ -410,7 +168,7 @@ TABLE = (
         {"true": "--rollout-enable-chunked-prefill", "false": "--no-rollout-enable-chunked-prefill"},
     ),
     *(
-        Row(f"{there}.megatron.{size}", f"--{role}{size.replace('_', '-')} {{}}", lines=_sizes)
+        Row(f"{there}.megatron.{size}", f"--{role}{size.replace('_', '-')} {{}}", lines=lines.sizes)
         for role, there in (("", ACTOR), ("reference-", REF), ("critic-", "critic"))
         for size in SIZES
     ),
@@ -419,7 +177,7 @@ TABLE = (
         "{}",
         {"true": "--sequence-parallel", "false": "--no-sequence-parallel"},
         default=True,
-        lines=_sizes,
+        lines=lines.sizes,
     ),
     Row(
         f"{ACTOR}.ulysses_sequence_parallel_size",
@@ -433,18 +191,18 @@ TABLE = (
         default=16384,
     ),
     Row(f"{MODEL}.enable_gradient_checkpointing", "{}", {"true": RECOMPUTE, "false": ""}, default=True),
-    Row(f"{MODEL}.lora_rank", "--lora-rank {}", default=0, lines=_lora),
-    Row(f"{MODEL}.lora_alpha", "--lora-alpha {}", default=16, lines=_lora),
-    Row(f"{MODEL}.target_modules", "--lora-target-modules {}", default="all-linear", lines=_lora),
-    Row(f"{MODEL}.lora.rank", "--lora-rank {}", lines=_lora),
-    Row(f"{MODEL}.lora.alpha", "--lora-alpha {}", lines=_lora),
-    Row(f"{MODEL}.lora.target_modules", "--lora-target-modules {}", lines=_lora),
-    Row("trainer.n_gpus_per_node", "--nproc-per-node {}", default=8, lines=_ranks),
+    Row(f"{MODEL}.lora_rank", "--lora-rank {}", default=0, lines=lines.adapters),
+    Row(f"{MODEL}.lora_alpha", "--lora-alpha {}", default=16, lines=lines.adapters),
+    Row(f"{MODEL}.target_modules", "--lora-target-modules {}", default="all-linear", lines=lines.adapters),
+    Row(f"{MODEL}.lora.rank", "--lora-rank {}", lines=lines.adapters),
+    Row(f"{MODEL}.lora.alpha", "--lora-alpha {}", lines=lines.adapters),
+    Row(f"{MODEL}.lora.target_modules", "--lora-target-modules {}", lines=lines.adapters),
+    Row("trainer.n_gpus_per_node", "--nproc-per-node {}", default=8, lines=lines.ranks),
     Row(
         "trainer.nnodes",
         instead="one torchrun per node: torchrun --nnodes N --nproc-per-node 8 -m megarl.train @FILE",
         default=1,
-        lines=_ranks,
+        lines=lines.ranks,
     ),
     Row(
         " ".join(
@@ -454,30 +212,30 @@ TABLE = (
             for part in ("param", "grad", "optimizer")
         ),
         instead="name the parts: --actor-offload parameters gradients optimizer",
-        lines=_offload,
+        lines=lines.offload,
     ),
-    Row("reward_model.model.path", "--reward-model {}", lines=_rewards),
-    Row("reward_model.enable", instead="--reward-model names the folder", lines=_rewards),
-    Row("custom_reward_function.path", "--reward-function {}:compute_score", lines=_rewards),
+    Row("reward_model.model.path", "--reward-model {}", lines=lines.rewards),
+    Row("reward_model.enable", instead="--reward-model names the folder", lines=lines.rewards),
+    Row("custom_reward_function.path", "--reward-function {}:compute_score", lines=lines.rewards),
     Row(
         "custom_reward_function.name",
         instead="it stands behind the file: --reward-function FILE:NAME",
         default="compute_score",
-        lines=_rewards,
+        lines=lines.rewards,
     ),
-    Row("trainer.default_local_dir", "--save {}", lines=_folder),
-    Row("trainer.resume_mode", instead="--load FOLDER", default="auto", lines=_folder),
-    Row("trainer.resume_from_path", "--load {}", lines=_folder),
-    Row("trainer.save_freq", "--save-interval {}", {"-1": 0}, default=-1, lines=_intervals),
-    Row("trainer.test_freq", "--eval-interval {}", {"-1": 0}, default=-1, lines=_intervals),
-    Row("trainer.max_actor_ckpt_to_keep", "--keep {}", lines=_intervals),
+    Row("trainer.default_local_dir", "--save {}", lines=lines.folder),
+    Row("trainer.resume_mode", instead="--load FOLDER", default="auto", lines=lines.folder),
+    Row("trainer.resume_from_path", "--load {}", lines=lines.folder),
+    Row("trainer.save_freq", "--save-interval {}", {"-1": 0}, default=-1, lines=lines.intervals),
+    Row("trainer.test_freq", "--eval-interval {}", {"-1": 0}, default=-1, lines=lines.intervals),
+    Row("trainer.max_actor_ckpt_to_keep", "--keep {}", lines=lines.intervals),
     Row("trainer.max_critic_ckpt_to_keep", instead="--keep counts checkpoints of all roles"),
     Row(
         "trainer.logger",
         "--log-with {}",
         convert=known_trackers,
         default="['console', 'wandb']",
-        lines=_loggers,
+        lines=lines.loggers,
     ),
     Row("trainer.project_name", "--log-project {}", default="verl_examples"),
     Row("trainer.experiment_name", "--log-name {}", default="gsm8k"),
@@ -538,12 +296,12 @@ TABLE = (
         f"*.fsdp_config.* *.fsdp_size",
         instead="Megatron trains: --use-distributed-optimizer shards Adam's state, --use-megatron-fsdp more",
     ),
-    Row(f"{_OVERRIDE}.optimizer_cpu_offload", "--optimizer-cpu-offload", default=False, lines=_offload),
+    Row(f"{OVERRIDE}.optimizer_cpu_offload", "--optimizer-cpu-offload", default=False, lines=lines.offload),
     Row(
-        f"{_OVERRIDE}.optimizer_offload_fraction",
+        f"{OVERRIDE}.optimizer_offload_fraction",
         "--optimizer-offload-fraction {}",
         default=1.0,
-        lines=_offload,
+        lines=lines.offload,
     ),
     Row(
         "*.override_transformer_config.* *.override_ddp_config.* *.override_optimizer_config.*",
@@ -569,7 +327,7 @@ TABLE = (
         "*.fused_kernel_options.* *.attn_implementation *.exclude_modules *.custom_chat_template",
         instead="nothing to set: the kernels are fused, and no code of a model's folder is run",
     ),
-    Row(f"{ACTOR}.policy_loss.loss_mode", "--policy-loss {}", LOSSES, default="vanilla", lines=_clip),
+    Row(f"{ACTOR}.policy_loss.loss_mode", "--policy-loss {}", LOSSES, default="vanilla", lines=lines.clip),
     Row(
         f"{ACTOR}.router_replay.mode",
         "--moe-routing-replay {}",

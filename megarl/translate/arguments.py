@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from megarl.config.flags import Flag, build_flags, format_flag
 from megarl.frameworks.rows import TIMES, Line, Row, Settings, as_number
@@ -50,7 +51,7 @@ def write_arguments(
                 continue
             note = line.note or ("" if is_given else f"{there}'s default")
             written.setdefault(line.flag, _written(line, note))
-    return "\n".join([*written.values(), *lines, *_comments(source), ""])
+    return "\n".join([*written.values(), *lines, *_comments(source, written.keys()), ""])
 
 
 def _translated(settings: Settings) -> Iterator[tuple[Row, list[Line]]]:
@@ -85,33 +86,41 @@ def _written(line: Line, note: str) -> str:
     value = line.value
     if isinstance(value, str) and TIMES in value:
         return f"# --{line.flag} = {value}"
+    if isinstance(value, str) and value.startswith("~/"):
+        value = os.path.expanduser(value)
     text = format_flag(line.flag, tuple(value) if isinstance(value, list) else value)
     return f"{text}  # {note}" if note else text
 
 
-def _comments(source: Source) -> Iterator[str]:
-    """Yield a comment for every setting that has no counterpart here."""
+def _comments(source: Source, written: Collection[str]) -> Iterator[str]:
+    """Yield a comment for every setting that has no counterpart here, and for every one that is not known.
+
+    Args:
+        written: our flags that are in the args file."""
     table = source.framework.table
-    names = [name for row in table for name in row.names.split() if "*" not in name]
     for name, reason in source.unknown.items():
         row = next((row for row in table if row.has(name)), None)
         if row is None or row.flags or row.lines:
             flags = row.flags.replace(" {}", "") if row else ""
             yield f"# {name}: {reason}{f'; set {flags}' if flags.startswith('--') else ''}"
-    without = [name for name in source.settings if not any(row.has(name) for row in table)]
     by_reason: dict[str, list[str]] = {}
     for name, value in source.settings.items():
         row = next((row for row in table if row.has(name)), None)
-        if row is not None and not row.flags and row.lines is None:
-            by_reason.setdefault(row.instead, []).append(f"{name}={_short(value)}")
+        if row is None:
+            reason = "not known here"
+            names = [name for row in table for name in row.names.split() if "*" not in name]
+            if near := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
+                reason += f"; the nearest known is {near[0]}"
+        elif row.lines is None and not row.flags:
+            reason = row.instead
+        elif row.lines is not None and row.flags and not row.flags_here() & set(written):
+            reason = "no effect in this configuration"
+        else:
+            continue
+        by_reason.setdefault(reason, []).append(f"{name}={_short(value)}")
     for reason, settings in by_reason.items():
         yield f"# {reason}:"
         yield from (f"#   {setting}" for setting in settings)
-    for name in without:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        yield f"# {name}={_short(source.settings[name])}: not known" + (
-            f"; the nearest known is {near[0]}" if near else ""
-        )
 
 
 def _short(value: object) -> str:

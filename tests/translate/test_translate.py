@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -114,8 +115,31 @@ def test_rows_of_files_that_are_here_are_counted(translate, tmp_path):
 
 def test_no_setting_is_dropped(translate):
     _, comments = of_verl(translate, "trainer.totl_epochs=3", "data.truncation=error", "data.shuffle=False")
-    assert "trainer.totl_epochs=3: not known; the nearest known is trainer.total_epochs" in comments
-    assert "data.truncation=error" in comments
+    assert "not known here; the nearest known is trainer.total_epochs:\ntrainer.totl_epochs=3" in comments
+    assert "remove such rows from the data:\ndata.truncation=error" in comments
+
+
+def test_a_setting_without_effect_is_a_comment(translate):
+    flags, comments = of_verl(
+        translate, "algorithm.adv_estimator=grpo", "critic.optim.lr=1e-5", f"{ACTOR}.kl_loss_coef=0.1"
+    )
+    assert "--critic-lr" not in flags and "--kl-coef" not in flags
+    assert f"no effect in this configuration:\ncritic.optim.lr=1e-5\n{ACTOR}.kl_loss_coef=0.1" in comments
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent / "configs").glob("verl_*")), ids=lambda path: path.stem
+)
+def test_every_setting_of_a_configuration_is_used_or_named(translate, path):
+    """A setting's value stands in a comment, or a flag that its row may set is written."""
+    words = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    flags, comments = of_verl(translate, *words, rows=1000)
+    written = {flag.removeprefix("--").removeprefix("no-") for flag in flags}
+    for name in (word.partition("=")[0] for word in words):
+        row = next((row for row in verl.TABLE if row.has(name)), None)
+        used = row is not None and (bool(row.flags_here() & written) or (row.lines and not row.flags))
+        defaults = row is not None and row.flags == "{}" and row.lines is None
+        assert used or defaults or f"{name}=" in comments, name
 
 
 def of_file(translate, tmp_path, name, text, *options):
@@ -188,7 +212,8 @@ BATCH=(
 )
 GPUS=${GPUS:-4}
 ray job submit --address="http://127.0.0.1" -- python3 train.py --actor-num-gpus-per-node $GPUS \\
-   --hf-checkpoint /m ${MODEL_ARGS[@]} ${BATCH[@]} --context-parallel-size 2 --max-tokens-per-gpu $((1024 * 9)) %s
+   --hf-checkpoint /m ${MODEL_ARGS[@]} ${BATCH[@]} --context-parallel-size 2 \\
+   --max-tokens-per-gpu $((1024 * 9)) %s
 """
 
 
