@@ -81,9 +81,10 @@ class Row:
         return number * factor
 
     def flags_here(self) -> set[str]:
-        """Return the names of our flags that this setting may set."""
-        texts = [self.flags, *(str(value) for value in self.values.values())]
-        return {flag.removeprefix("no-") for text in texts for flag, _ in _FLAG.findall(text)}
+        """Return the names of our flags that take the value of this setting."""
+        texts = [self.flags] if self.flags != "{}" else [str(value) for value in self.values.values()]
+        found = [(flag.removeprefix("no-"), word) for text in texts for flag, word in _FLAG.findall(text)]
+        return {flag for flag, word in found if word == "{}"} or {flag for flag, _ in found}
 
     def lines_here(self, value: object, ours: Mapping[str, object]) -> list[Line]:
         """Return our flags with the value; none if no flag has this meaning."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from megarl.frameworks.rows import (
     RECOMPUTE,
+    STYLES,
     Line,
     Row,
     Settings,
@@ -234,7 +235,7 @@ TABLE = (
         lines=_steps,
     ),
     Row("learning_rate", "--lr {}", default=1e-6, lines=_rate),
-    Row("lr_scheduler_type", "--lr-decay-style {}", default="linear", lines=_rate),
+    Row("lr_scheduler_type", "--lr-decay-style {}", STYLES, default="linear", lines=_rate),
     Row("lr_scheduler_kwargs", instead="--min-lr is the rate at the end", lines=_rate),
     Row("warmup_steps", "--lr-warmup-iters {}", default=0, lines=_rate),
     Row("warmup_ratio", "--lr-warmup-iters {}", times="train-iters", default=0, lines=_rate),

@@ -5,8 +5,8 @@ The names are those of verl's `ppo_trainer` configuration, with the older names 
 from __future__ import annotations
 
 from megarl.frameworks import verl_lines as lines
-from megarl.frameworks.rows import KL_ESTIMATORS, RECOMPUTE, Row, known_trackers
-from megarl.frameworks.verl_lines import ACTOR, LOSSES, MODEL, OVERRIDE, REF, ROLLOUT, SIZES
+from megarl.frameworks.rows import KL_ESTIMATORS, RECOMPUTE, STYLES, Row, known_trackers
+from megarl.frameworks.verl_lines import ACTOR, LOSSES, MODEL, OVERRIDE, REF, ROLLOUT, SIZES, STYLE_NAMES
 
 _PACKED = "sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number"
 
@@ -58,32 +58,26 @@ TABLE = (
     ),
     Row(f"{ACTOR}.optim.lr", "--lr {}", default=1e-6, lines=lines.rates),
     Row("critic.optim.lr", "--critic-lr {}", default=1e-5, lines=lines.rates),
-    Row(
-        f"{ACTOR}.optim.lr_warmup_steps critic.optim.lr_warmup_steps",
-        "--lr-warmup-iters {}",
-        lines=lines.rates,
-    ),
-    Row(
-        f"{ACTOR}.optim.lr_warmup_steps_ratio critic.optim.lr_warmup_steps_ratio",
-        "--lr-warmup-iters {}",
-        times="train-iters",
-        default=0.0,
-        lines=lines.rates,
-    ),
-    Row(
-        " ".join(
-            f"{role}.optim.{name}"
-            for role in (ACTOR, "critic")
-            for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")
-        ),
-        "--lr-decay-style {}",
-        lines=lines.rates,
-    ),
-    Row(
-        f"{ACTOR}.optim.min_lr_ratio critic.optim.min_lr_ratio",
-        "--min-lr {}",
-        times="lr",
-        lines=lines.rates,
+    *(
+        row
+        for role, there in (("", ACTOR), ("critic-", "critic"))
+        for row in (
+            Row(f"{there}.optim.lr_warmup_steps", f"--{role}lr-warmup-iters {{}}", lines=lines.rates),
+            Row(
+                f"{there}.optim.lr_warmup_steps_ratio",
+                f"--{role}lr-warmup-iters {{}}",
+                times="train-iters",
+                default=0.0,
+                lines=lines.rates,
+            ),
+            Row(
+                " ".join(f"{there}.optim.{name}" for name in STYLE_NAMES),
+                f"--{role}lr-decay-style {{}}",
+                STYLES,
+                lines=lines.rates,
+            ),
+            Row(f"{there}.optim.min_lr_ratio", f"--{role}min-lr {{}}", times=f"{role}lr", lines=lines.rates),
+        )
     ),
     Row(f"{ACTOR}.optim.min_lr", "--min-lr {}"),
     Row(f"{ACTOR}.optim.lr_decay_steps", "--lr-decay-iters {}"),

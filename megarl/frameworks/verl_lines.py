@@ -31,6 +31,8 @@ ESTIMATORS = {"gae": "ppo", "grpo": "grpo"}
 """algorithm.adv_estimator -> --algorithm."""
 LOSSES = {"vanilla": "ppo", "cispo": "cispo"}
 """actor.policy_loss.loss_mode -> --policy-loss."""
+STYLE_NAMES = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
+"""Names that the schedule of the learning rate has had."""
 OFFLOADED = {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
 """Part that fsdp_config.*offload names -> its name for --offload."""
 SIZES = tuple(
@@ -89,11 +91,7 @@ def rates(settings: Settings) -> Iterator[Line]:
         if (warmup is None or warmup < 0) and ratio and isinstance(total, int):
             warmup = int(ratio * total)
         style = next(
-            (
-                value
-                for name in ("lr_scheduler_type", "lr_decay_style", "warmup_style")
-                if (value := settings[f"{there}.{name}"]) is not None
-            ),
+            (value for name in STYLE_NAMES if (value := settings[f"{there}.{name}"]) is not None),
             "constant",
         )
         yield from schedule(prefix, settings[f"{there}.lr"], style, warmup, settings[f"{there}.min_lr_ratio"])
