@@ -78,7 +78,8 @@ class Row:
         number = as_number(value)
         if not isinstance(factor, int | float) or number is None:
             return f"{value}{TIMES}{self.times}"
-        return number * factor
+        product = float(f"{number * factor:.9g}")
+        return int(product) if product.is_integer() else product
 
     def flags_here(self) -> set[str]:
         """Return the names of our flags that take the value of this setting."""

@@ -14,7 +14,7 @@ TABLE = (
     Row(
         "algorithm.adv_estimator",
         "--algorithm {}",
-        {"gae": "ppo"},
+        convert=lines.nearest_algorithm,
         default="gae",
         lines=lines.algorithm,
     ),

@@ -48,10 +48,15 @@ SIZES = tuple(
 )
 
 
+def nearest_algorithm(estimator: object) -> str:
+    """Return --algorithm for an estimator of advantages; grpo for one that is not here."""
+    return ESTIMATORS.get(key_of(estimator), "grpo")
+
+
 def algorithm(settings: Settings) -> Iterator[Line]:
     name = key_of(settings["algorithm.adv_estimator"])
     note = "" if name in ESTIMATORS else f"the nearest; for {name} write an algorithm: docs/algorithms.md"
-    yield Line("algorithm", ESTIMATORS.get(name, "grpo"), note)
+    yield Line("algorithm", nearest_algorithm(name), note)
     if name == "gae":
         yield Line("gamma", settings["algorithm.gamma"])
         yield Line("gae-lambda", settings["algorithm.lam"])

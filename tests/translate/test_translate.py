@@ -370,6 +370,41 @@ def test_flags_of_the_tables_exist(name, capsys):
     assert {flag.removeprefix("no-") for flag in found} - known - passed_on - roles == set()
 
 
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (
+            "--ppo_mini_batch_size 8",
+            "verl counts prompts, megarl samples. Try --global-batch-size 64 instead.",
+        ),
+        ("--ppo_mini_batch_size 8 --num-samples-per-prompt 5", "Try --global-batch-size 40 instead."),
+        ("--train_batch_size 8", "Try --global-batch-size 8 instead."),
+        ("--data.train_batch_size 8", "Try --num-prompts 8 instead."),
+        ("--rollout.n 5", "Try --num-samples-per-prompt 5 instead."),
+        ("--actor_rollout_ref.rollout.n=5", "Try --num-samples-per-prompt 5 instead."),
+        ("--use_kl_loss True", "Try --kl-mode loss instead."),
+        ("--use_kl_loss", "Try --kl-mode loss instead."),
+        ("--use_kl_in_reward True", "Try --kl-mode reward instead."),
+        ("--kl_loss_type low_var_kl", "Try --kl-estimator k3 instead."),
+        ("--kl_loss_coef 0.1", "Try --kl-coef 0.1 --kl-mode loss instead."),
+        ("--loss_agg_mode seq-mean-token-sum-norm", "Try --loss-aggregation dr-grpo instead."),
+        ("--loss_type dr_grpo", "Try --loss-aggregation dr-grpo instead."),
+        ("--trainer.logger ['console','wandb']", "Try --log-with wandb instead."),
+        ("--report_to all", "Try --log-with tensorboard wandb mlflow instead."),
+        ("--model.path m", "Try --model m instead."),
+        ("--trainer.nnodes 2", "torchrun --nnodes N --nproc-per-node 8 -m megarl.train @FILE. Leave it out."),
+        ("--lr_warmup_steps_ratio 0.1 --train-iters 50", "Try --lr-warmup-iters 5 instead."),
+        ("--adv_estimator rloo", "Try --algorithm grpo instead."),
+        ("--norm_adv_by_std_in_grpo False", "Try --no-normalize-advantages-by-std instead."),
+        ("--per_device_train_batch_size 4", "num_processes x per_device_train_batch_size"),
+    ],
+)
+def test_a_flag_of_another_framework_is_answered(capsys, flags, expected):
+    assert cli.main(["check", "--algorithm", "grpo", *flags.split()]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "no such flag" in line]
+    assert flags.split()[0].partition("=")[0] in line and expected in line
+
+
 @pytest.mark.parametrize("name", ["rollout.n", "model.path", "trainer.logger", "use-kl-loss", "kl_loss_type"])
 def test_a_short_name_is_found(name):
     assert find_row(name) is not None
