@@ -1,7 +1,7 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
-    train, evaluate, convert, doctor, translate, cli -> trainer -> workers, checks -> megatron, rollout, data, rewards ->
-    checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
+    train, evaluate, convert, doctor, translate, cli -> trainer -> workers, checks ->
+    megatron, rollout, data, rewards -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
     frameworks
 

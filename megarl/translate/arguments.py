@@ -30,12 +30,7 @@ def write_arguments(
     flags: dict[str, Flag] = {}
     written: dict[str, str] = {}
     for row, found in _translated(settings):
-        is_given = any(row.has(name) for name in source.settings) or (
-            row.lines is not None
-            and any(
-                other.has(name) for other in table if other.lines is row.lines for name in source.settings
-            )
-        )
+        is_given = _is_given(row, settings)
         for line in found:
             if line.flag == "algorithm":
                 flags = build_flags(algorithms[str(line.value)])
@@ -67,6 +62,12 @@ def _translated(settings: Settings) -> Iterator[tuple[Row, list[Line]]]:
         value = settings.given[names[0]] if names else row.default
         if row.flags and value is not None:
             yield row, row.lines_here(value, settings.ours)
+
+
+def _is_given(row: Row, settings: Settings) -> bool:
+    """Whether the configuration has a setting of this row, or of a row that is translated with it."""
+    rows = [row] if row.lines is None else [other for other in settings.table if other.lines is row.lines]
+    return any(one.has(name) for one in rows for name in settings.given)
 
 
 def _is_default(flag: Flag, value: object) -> bool:
