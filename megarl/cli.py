@@ -33,6 +33,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
              With --gpu-memory GB as on GPUs of that size, wherever it is run.
   graph      Print the flow of a step of a configuration, or draw it:
              `megarl graph @file.args --svg step.svg`.
+  translate  Print the args file of a verl, TRL or slime configuration: `megarl translate run_grpo.sh`.
   doctor     Show what this installation and machine have, and try the parts (about 15 s);
              `megarl doctor --json` for programs.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
@@ -190,6 +191,13 @@ def graph(argv: list[str]) -> int:
     return 0
 
 
+def translate(argv: list[str]) -> int:
+    """Print the args file of another framework's configuration."""
+    from megarl.translate.command import main as translate_here
+
+    return translate_here(argv)
+
+
 def doctor(argv: list[str]) -> int:
     from megarl.doctor.report import main as examine
 
@@ -235,6 +243,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "convert": convert,
     "check": check,
     "graph": graph,
+    "translate": translate,
     "doctor": doctor,
     "reshard-plan": reshard_plan,
 }

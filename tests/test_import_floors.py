@@ -1,8 +1,9 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
-    train, evaluate, convert, doctor, cli -> trainer -> workers, checks -> megatron, rollout, data, rewards ->
-    checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
-    config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures
+    train, evaluate, convert, doctor, translate, cli -> trainer -> workers, checks ->
+    megatron, rollout, data, rewards -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
+    config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
+    frameworks
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -18,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("kernels", "_C", "role_names", "packing", "metrics", "messages", "files", "futures"),
+    ("kernels", "_C", "role_names", "packing", "metrics", "messages", "files", "futures", "frameworks"),
     ("config", "flow", "runtime", "collectives"),
     ("batch", "invariants", "loggers", "gate_limits"),
     ("batch_invariants",),
@@ -27,7 +28,7 @@ FLOORS = (
     ("megatron", "rollout", "data", "rewards"),
     ("workers", "checks"),
     ("trainer",),
-    ("train", "convert", "doctor"),
+    ("train", "convert", "doctor", "translate"),
     ("evaluate",),  # is train with another driver
     ("cli",),  # starts each of them
 )
@@ -47,6 +48,8 @@ NO_TORCH = {
     "checks",
     "files",
     "gate_limits",
+    "frameworks",
+    "translate",
 }
 """Rooms that the console script and the driver read before any device is touched."""
 NO_TORCH_FILES = {

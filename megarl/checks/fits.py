@@ -46,11 +46,13 @@ def memory_errors(
     def fits(changed: TrainConfig) -> tuple[bool, _Shortage | None]:
         """Return whether a configuration fits into memory and breaks no rule, and the shortage of memory, if
         there is one."""
+        # first, because sizes that do not divide the ranks have no estimate
+        if job_errors(changed, len(parts), new_run):
+            return False, None
         needed = estimate(changed, len(parts), machine, new_run)
         if (missing := _shortage(needed, machine, ranks_per_node)) is not None:
             return False, missing
-        has_errors = any(_cache_errors(changed, needed, machine)) or job_errors(changed, len(parts), new_run)
-        return not has_errors, None
+        return not any(_cache_errors(changed, needed, machine)), None
 
     advice = "Use a smaller model, or more or larger machines."
     for flags, changed in _changes(config, len(parts)):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config.roles import KINDS
+from megarl.frameworks.answers import is_override
 
 _SKIP = re.compile(r"(?:[ \t\r\n]|\\\n|#[^\n]*)*")
 _WORD = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^ \t\r\n"'\\])+""", re.DOTALL)
@@ -97,9 +98,18 @@ class Reader:
         self.occurrences: list[Occurrence] = []
         self.errors: list[str] = []
         self._level = 0
+        self._overrides: list[tuple[str, str]] = []
 
     def read(self, argv: Iterable[str]) -> None:
         self._read_words(((Word(text), COMMAND_LINE) for text in argv), Path(), ())
+        if self._overrides:
+            (first, place), *others = self._overrides
+            more = f" and {len(others)} more" if others else ""
+            self._error(
+                f"{first}{more}: key=value is how verl is set. `megarl translate -- {first} ...` prints the "
+                "flags of all",
+                place,
+            )
 
     def _read_words(
         self, words: Iterable[tuple[Word, str]], folder: Path, including: tuple[Path, ...]
@@ -112,6 +122,8 @@ class Reader:
             text = word.text
             if _NO_TEXT.search(text):  # no path has a zero byte, and args files are UTF-8
                 self._error(f"{text!r}: has a zero byte, or is not UTF-8", place)
+            elif not word.quoted and is_override(text):
+                self._overrides.append((text, place))
             elif not word.quoted and text.startswith("@"):
                 self._include(text[1:], folder, place, including)
                 current = None

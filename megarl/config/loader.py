@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,16 +25,12 @@ from megarl.config.flags import (
     build_flags,
     section_flags,
 )
-from megarl.config.other_flags import (
-    FLAG_OF,
-    REASON_OF,
-    find_library_flag,
-    our_name,
-    passthrough_names,
-)
+from megarl.config.other_flags import find_library_flag, passthrough_names
 from megarl.config.roles import absent_roles
 from megarl.config.rules_files import unreachable_paths
 from megarl.config.schema import TrainConfig
+from megarl.frameworks.answers import find_row
+from megarl.frameworks.rows import as_number, format_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +95,7 @@ class _Loader:
     def __init__(self, given: Sequence[Occurrence], algorithms: Mapping[str, type], number: int = 1) -> None:
         self.algorithms, self.number = algorithms, number
         self.errors: list[str] = []
-        mine = [one for one in given if one.number in (1, number)]
+        self.mine = mine = [one for one in given if one.number in (1, number)]
         choosing = [one for one in mine if one.base in ("algorithm", "actor-algorithm")]
         self.algorithm = self._choose_algorithm(choosing)
         self.flags = build_flags(self.algorithm)
@@ -234,15 +229,24 @@ class _Loader:
     def _elsewhere(self, name: str, value: str) -> str | None:
         """Return the text of the error for a flag of another framework, with the flag of the same meaning
         here; None for any other name."""
-        name = our_name(name)
-        if name in REASON_OF:
-            return f"no such flag: {REASON_OF[name]}. Leave it out."
-        ours = FLAG_OF.get(name)
-        if ours is None or set(re.findall(r"--([\w-]+)", ours)) - {*self.flags, "algorithm"}:
+        row = find_row(name)
+        if row is None:
             return None
-        first, space, rest = ours.removeprefix("--").partition(" ")
-        rest = rest.replace("{}", value.strip())
-        return f"no such flag. Try --{numbered(first, self.number)}{space}{rest} instead."
+        lines = row.lines_here(value.strip() or True, self._known_values(row.times))
+        if not lines:
+            return f"no such flag: {row.instead}. Leave it out."
+        if {line.flag for line in lines} - {*self.flags, "algorithm"}:
+            return None
+        first, *rest = (format_line(line) for line in lines)
+        words = " ".join([f"--{numbered(first.removeprefix('--'), self.number)}", *rest])
+        why = f": {row.note}" if row.note else ""
+        return f"no such flag{why}. Try {words} instead."
+
+    def _known_values(self, name: str) -> dict[str, object]:
+        """Return the value of a flag by which a foreign value is multiplied, given or by default."""
+        given = [one.words[0].text for one in self.mine if one.base == name and one.words]
+        flag = self.flags.get(name)
+        return {name: as_number(given[-1]) if given else flag.default} if flag is not None else {}
 
     def _names(self) -> list[str]:
         """Return all names that a misspelled flag could mean. The schema's come first, because the first of

@@ -109,6 +109,13 @@ def test_what_is_proposed_fits(job_8b, flags, gigabytes):
     assert fits.errors + fits.estimates == () and fits.lines[0].startswith("ok: ")
 
 
+def test_no_layout_is_proposed_that_does_not_divide_the_ranks(job):  # noqa: F811
+    """Four ranks in two pipeline stages hold no four tensor-parallel ranks."""
+    report = examined(job, "--nproc-per-node 4 --pipeline-model-parallel-size 2", gpus(0.0001))
+    (finding,) = report.errors + report.estimates
+    assert "--tensor-model-parallel-size 4" not in finding and finding.endswith("more or larger machines.")
+
+
 @pytest.mark.parametrize("share", (0.97, 0.8, 0.6, 0.4))
 @pytest.mark.parametrize(
     "flags", ("", "--algorithm ppo --kl-mode reward --kl-coef 0.1", "--rollout-kv-cache-memory-bytes 8000000")

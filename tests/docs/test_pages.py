@@ -52,6 +52,9 @@ FILES = {
         "docs/data_and_rewards.md",
         '{"prompt": [{"role": "user", "content": "Describe rain in one sentence."}]}',
     ): "mine.jsonl",
+    ("docs/from_verl.md", "model=path/to/hf-model"): "run_grpo.sh",
+    ("docs/from_trl.md", "model_name_or_path: path/to/hf-model"): "grpo.yaml",
+    ("docs/from_slime.md", "CKPT_ARGS=(--hf-checkpoint path/to/hf-model --save runs/first)"): "run_slime.sh",
 }
 """(page, first line of a block) -> the reader's file that it is, as is Python that begins `# name.py`."""
 
@@ -75,7 +78,7 @@ quick: in this process; plain, in a trainer: by run_page.py; rloo: as files of a
 
 TAKES_SECONDS = {"--train-iters 100": "--train-iters 2"}
 """Words of a page's commands -> those that are run."""
-CHECKED = ("check", "graph", "reshard-plan")
+CHECKED = ("check", "graph", "reshard-plan", "translate")
 """Subcommands of megarl that start nothing."""
 JOBS = (
     "megarl train",
@@ -201,6 +204,12 @@ def in_process(arguments: list[str], capsys) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+def partition(words: list[str], word: str) -> tuple[list[str], list[str], list[str]]:
+    """The words before a word, this word, and those after it; as str.partition."""
+    at = words.index(word) if word in words else len(words)
+    return words[:at], words[at : at + 1], words[at + 1 :]
+
+
 def checked_instead(command: Command) -> list[str] | None:
     """`megarl check` with the arguments of a job; None for what is no job of a configuration."""
     words = command.words
@@ -243,7 +252,10 @@ def test_quick_commands_and_arguments_of_jobs(page, checkout, qwen_7b, capsys):
         if command.text in NOT_RUN:
             continue
         if is_quick(command):
-            code, out, err = in_process(command.words[1:], capsys)
+            words, _, target = partition(command.words, ">")
+            code, out, err = in_process(words[1:], capsys)
+            for file in target:
+                (checkout / file).write_text(out)
             if command.output:
                 assert shown(command.output, out + err), (
                     f"{command}\nprinted\n{out}{err}\nand the page shows\n{command.output}"

@@ -1,0 +1,288 @@
+"""Define the rows of the tables that say how settings of other frameworks are called here.
+
+A table has one row per setting. `megarl translate` translates a whole configuration with it, and the
+configuration's loader answers a single foreign flag with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import NamedTuple
+
+_FLAG = re.compile(r"--([\w-]+)(?: (?!--)(\S+))?")
+TIMES = " x --"
+"""Stands between a number and a flag whose value is not known yet."""
+
+
+class Line(NamedTuple):
+    """One flag of an args file, its value (True: a flag without a value), and what to know about it.
+
+    A line without a flag is a comment."""
+
+    flag: str
+    value: object = True
+    note: str = ""
+
+
+def format_line(line: Line) -> str:
+    """Return a line as one would type it, e.g. --kl-coef 0.001."""
+    if line.value is False:
+        return f"--no-{line.flag}"
+    words = [] if line.value is True else line.value if isinstance(line.value, list) else [line.value]
+    return " ".join([f"--{line.flag}", *map(str, words)])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one setting of another framework is here.
+
+    Args:
+        names: its names there, separated by spaces; * stands for anything.
+        flags: our flags, {} for the value. Empty if there is none: then `instead` says what to do.
+        values: value there -> value here. Other values are kept.
+        convert: makes the value here of the value there, in place of `values`.
+        times: our flag by whose value the value is multiplied.
+        default: the value there if it is not given.
+        note: what is only approximately the same.
+        instead: what to do where no flag has this meaning.
+        lines: makes the lines where several settings decide together. Rows that share it are translated
+            once, where the first of them stands; their `flags` serve the loader's answers.
+    """
+
+    names: str
+    flags: str = ""
+    values: Mapping[str, object] = field(default_factory=dict)
+    convert: Callable[[object], object] | None = None
+    times: str = ""
+    default: object = None
+    note: str = ""
+    instead: str = ""
+    lines: Callable[[Settings], Iterator[Line]] | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether this row is about a setting."""
+        return any(fnmatchcase(name, pattern) for pattern in self.names.split())
+
+    def value_here(self, value: object, ours: Mapping[str, object]) -> object:
+        """Return the value that our flag takes.
+
+        Args:
+            ours: our flags whose values are known, without dashes."""
+        value = self.values.get(key_of(value), value) if self.convert is None else self.convert(value)
+        if not self.times:
+            return value
+        factor = ours.get(self.times)
+        number = as_number(value)
+        if not isinstance(factor, int | float) or number is None:
+            return f"{value}{TIMES}{self.times}"
+        product = float(f"{number * factor:.9g}")
+        return int(product) if product.is_integer() else product
+
+    def flags_here(self) -> set[str]:
+        """Return the names of our flags that take the value of this setting."""
+        texts = [self.flags] if self.flags != "{}" else [str(value) for value in self.values.values()]
+        found = [(flag.removeprefix("no-"), word) for text in texts for flag, word in _FLAG.findall(text)]
+        return {flag for flag, word in found if word == "{}"} or {flag for flag, _ in found}
+
+    def lines_here(self, value: object, ours: Mapping[str, object]) -> list[Line]:
+        """Return our flags with the value; none if no flag has this meaning."""
+        here = self.value_here(value, ours)
+        if self.flags == "{}":
+            return [_switch(flag, word) for flag, word in _FLAG.findall(str(here))]
+        found = []
+        for flag, word in _FLAG.findall(self.flags):
+            found.append(Line(flag, here if word == "{}" else word or True, self.note))
+        return found
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one configuration of another framework.
+
+    Args:
+        given: name there -> value.
+        table: rows of the framework, which know its defaults.
+        rows: number of rows of the training data, if it is known.
+        ranks: number of processes, if the command line says so.
+        ours: values of our flags, without dashes: those that are translated already, else their defaults.
+    """
+
+    given: Mapping[str, object]
+    table: tuple[Row, ...]
+    rows: int | None = None
+    ranks: int | None = None
+    ours: MutableMapping[str, object] = field(default_factory=dict)
+
+    @cached_property
+    def _defaults(self) -> dict[str, object]:
+        return {name: row.default for row in self.table for name in row.names.split()}
+
+    def __getitem__(self, name: str) -> object:
+        """Return the value of a setting; its default there if it is not given."""
+        value = self.given.get(name)
+        return self._defaults.get(name) if value is None else value
+
+    def number(self, name: str) -> int | float | None:
+        """Return a setting as a number; None if it has no value or is no number."""
+        return as_number(self[name])
+
+    def is_on(self, name: str) -> bool:
+        """Whether a setting is true."""
+        return key_of(self[name]) in ("true", "1", "yes")
+
+
+def _switch(flag: str, word: str) -> Line:
+    if flag.startswith("no-"):
+        return Line(flag.removeprefix("no-"), False)
+    return Line(flag, word or True)
+
+
+def key_of(value: object) -> str:
+    """Return the form that a value has in `Row.values`: lower case, as text."""
+    return str(value).lower()
+
+
+def as_number(value: object) -> int | float | None:
+    """Return a value as an int if it is whole, else as a float; None if it is no number."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        return int(str(value))
+    except ValueError:
+        pass
+    try:
+        return float(str(value))
+    except ValueError:
+        return None
+
+
+def as_list(value: object) -> list[str]:
+    """Return the items of a list, or of its text: ['a', 'b'], [a,b], a."""
+    if isinstance(value, list | tuple):
+        return [str(item) for item in value]
+    if value is None:
+        return []
+    text = str(value).strip()
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return [item for part in inner.split(",") if (item := part.strip().strip("'\""))]
+
+
+def train_iters(epochs: float, rows: int | None, per_step: object, source: str) -> Line:
+    """Return --train-iters for passes over the data; a comment with the formula if rows are unknown.
+
+    Args:
+        per_step: prompts of one step.
+        source: what the passes are called there."""
+    if rows is None:
+        return Line(
+            "",
+            note=f"--train-iters = {source} {epochs:g} x (rows of --train-data // {per_step}). "
+            "Name the number of rows: megarl translate --rows N",
+        )
+    per_pass = rows // int(str(per_step)) if as_number(per_step) else 0
+    return Line("train-iters", int(epochs * per_pass), f"{source} {epochs:g} x ({rows} rows // {per_step})")
+
+
+def schedule(
+    prefix: str, lr: object, style: object, warmup: int | None, min_ratio: object = None
+) -> Iterator[Line]:
+    """Yield the flags of a learning rate and its schedule.
+
+    Args:
+        prefix: critic- or nothing.
+        style: name of the schedule there.
+        warmup: steps of the warm-up."""
+    yield Line(f"{prefix}lr", lr)
+    name = key_of(style)
+    if name in STYLES:
+        yield Line(f"{prefix}lr-decay-style", STYLES[name], NEAR_STYLES.get(name, ""))
+    elif style is not None:
+        yield Line(f"{prefix}lr-decay-style", "cosine", f"{style} is not known here; cosine is the nearest")
+    if warmup is not None and warmup > 0:
+        yield Line(f"{prefix}lr-warmup-iters", warmup)
+    if as_number(min_ratio) and as_number(lr) is not None:
+        yield Line(f"{prefix}min-lr", float(f"{as_number(min_ratio) * as_number(lr):.6g}"))
+
+
+STYLES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine",
+    "polynomial": "linear",
+    "wsd": "linear",
+}
+"""Schedule of the learning rate elsewhere -> --lr-decay-style."""
+NEAR_STYLES = {
+    "cosine_with_restarts": "one cosine without restarts",
+    "polynomial": "the power 1",
+    "wsd": "decays from the first step after the warm-up; there it is constant for a while",
+}
+"""What is different about some of them here."""
+KL_ESTIMATORS = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+}
+"""Name of an estimate of the KL in verl and slime -> --kl-estimator."""
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+"""What gradient checkpointing of every layer is here."""
+LORA_MODULES = {
+    "q_proj": "linear_qkv",
+    "k_proj": "linear_qkv",
+    "v_proj": "linear_qkv",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1",
+    "up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+}
+"""Layer of a Hugging Face model -> Megatron's layer, for --lora-target-modules."""
+
+
+def lora(rank: object, alpha: object, modules: object) -> Iterator[Line]:
+    """Yield the flags of adapters; nothing if the rank is 0."""
+    if not as_number(rank):
+        return
+    yield Line("lora-rank", rank)
+    yield Line("lora-alpha", alpha)
+    names = {name for name in as_list(modules) if name in LORA_MODULES}
+    if names:
+        found = list(dict.fromkeys(LORA_MODULES[name] for name in LORA_MODULES if name in names))
+        all_of_them = {name for name in LORA_MODULES if LORA_MODULES[name] in found}
+        added = " ".join(sorted(all_of_them - names))
+        yield Line("lora-target-modules", found, f"has {added} too" if added else "")
+
+
+def known_trackers(logger: object) -> list[str]:
+    """Return the trackers of a list that megarl has."""
+    names = as_list(logger)
+    return [name for name in TRACKERS if name in names or "all" in names]
+
+
+def trackers(logger: object) -> Iterator[Line]:
+    """Yield --log-with for a list of trackers; those that megarl does not have are a comment."""
+    yield Line("log-with", known_trackers(logger))
+    for name in as_list(logger):
+        if name not in (*TRACKERS, "console", "none", "null", "all"):
+            yield Line("", note=f"tracker {name}: not here; metrics.jsonl has every metric")
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+"""Values of --log-with."""
+
+
+def model_folder(path: object) -> Line:
+    """Return --model, with advice if the value is the name of a repository of the Hugging Face Hub."""
+    if path is None:
+        return Line("", note="--model FOLDER: the model is not named")
+    is_hub = isinstance(path, str) and path.count("/") == 1 and path[0].isalnum()
+    return Line("model", path, "a folder: download the model and name its folder" if is_hub else "")

@@ -1,0 +1,289 @@
+"""Say what slime's arguments are here.
+
+Megatron-LM's own arguments, which slime takes too, have the same names here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.frameworks.rows import (
+    KL_ESTIMATORS,
+    Line,
+    Row,
+    Settings,
+    as_list,
+    as_number,
+    key_of,
+    model_folder,
+    schedule,
+    trackers,
+    train_iters,
+)
+
+
+def _algorithm(settings: Settings) -> Iterator[Line]:
+    name = key_of(settings["advantage-estimator"])
+    near = f"the nearest; for {name} write an algorithm: docs/algorithms.md"
+    yield Line("algorithm", "ppo" if name == "ppo" else "grpo", "" if name in ("ppo", "grpo") else near)
+    yield model_folder(settings["hf-checkpoint"])
+    yield Line("bf16", note="slime trains in bfloat16")
+    if name == "ppo":
+        yield Line("gae-lambda", settings["lambd"])
+        yield Line("value-clip-eps", settings["value-clip"])
+    elif settings.is_on("disable-grpo-std-normalization"):
+        yield Line("normalize-advantages-by-std", False)
+
+
+def _batch(settings: Settings) -> Iterator[Line]:
+    prompts, group = settings.number("rollout-batch-size"), settings.number("n-samples-per-prompt")
+    updates = settings.number("num-steps-per-rollout")
+    samples = settings.number("global-batch-size")
+    yield Line("num-prompts", prompts)
+    yield Line("num-samples-per-prompt", group)
+    if samples is None and None not in (prompts, group):
+        samples = prompts * group // (updates or 1)
+    yield Line("global-batch-size", samples)
+
+
+def _steps(settings: Settings) -> Iterator[Line]:
+    steps, epochs = settings.number("num-rollout"), settings.number("num-epoch")
+    if steps is not None or epochs is None:
+        yield Line("train-iters", steps)
+    else:
+        yield train_iters(epochs, settings.rows, settings.ours.get("num-prompts"), "--num-epoch")
+
+
+def _updates(settings: Settings) -> int:
+    """Return the optimizer updates per rollout."""
+    sizes = [settings.ours.get(f) for f in ("num-prompts", "num-samples-per-prompt", "global-batch-size")]
+    prompts, group, batch = (size if isinstance(size, int) else 1 for size in sizes)
+    return max(1, prompts * group // batch)
+
+
+def _rate(settings: Settings) -> Iterator[Line]:
+    """Yield the schedule. slime's counts optimizer updates, megarl's counts steps."""
+    warmup, total = settings.number("lr-warmup-iters"), settings.ours.get("train-iters")
+    if warmup:
+        warmup = -(-warmup // _updates(settings))
+    elif (share := settings.number("lr-warmup-fraction")) and isinstance(total, int):
+        warmup = int(share * total)
+    yield from schedule("", settings["lr"], settings["lr-decay-style"], warmup)
+    if decay := settings.number("lr-decay-iters"):
+        yield Line("lr-decay-iters", -(-decay // _updates(settings)))
+
+
+def _kl(settings: Settings) -> Iterator[Line]:
+    in_loss = settings.is_on("use-kl-loss")
+    factor = settings["kl-loss-coef" if in_loss else "kl-coef"]
+    if not as_number(factor):
+        yield Line("kl-mode", "none", "the factor is 0" if in_loss else "")
+        return
+    yield Line("kl-mode", "loss" if in_loss else "reward")
+    yield Line("kl-coef", factor)
+    yield Line("kl-estimator", KL_ESTIMATORS.get(key_of(settings["kl-loss-type"]), "k3"))
+
+
+def _loss(settings: Settings) -> Iterator[Line]:
+    yield Line(
+        "loss-aggregation",
+        "token-mean" if settings.is_on("calculate-per-token-loss") else "seq-mean-token-mean",
+    )
+    low, high = settings["eps-clip"], settings["eps-clip-high"]
+    yield Line("clip-eps-low", low)
+    yield Line("clip-eps-high", low if high is None else high)
+
+
+def _importance(settings: Settings) -> Iterator[Line]:
+    if settings.is_on("use-tis"):
+        yield Line("tis-clip", settings["tis-clip"])
+
+
+def _ranks(settings: Settings) -> Iterator[Line]:
+    nodes, gpus = settings.number("actor-num-nodes") or 1, settings.number("actor-num-gpus-per-node") or 8
+    actor = nodes * gpus
+    engines = 0 if settings.is_on("colocate") else settings.number("rollout-num-gpus") or actor
+    start = f"start with torchrun --nnodes N --nproc-per-node {gpus} -m megarl.train @FILE"
+    yield Line("nproc-per-node", actor + engines, "" if nodes == 1 else f"for megarl check; {start}")
+    if engines:
+        yield Line("actor-ranks", f"0-{actor - 1}")
+        yield Line("rollout-ranks", f"{actor}-{actor + engines - 1}")
+
+
+def _eval(settings: Settings) -> Iterator[Line]:
+    words = as_list(settings["eval-prompt-data"])
+    files = [word for word in words if "/" in word or "." in word]
+    if files:
+        yield Line("eval-data", files)
+
+
+def _folders(settings: Settings) -> Iterator[Line]:
+    yield Line("save", settings["save"])
+    if settings["load"]:
+        yield Line(
+            "load", settings["save"], "a megarl run folder or checkpoint; the run begins if there is none"
+        )
+
+
+def _loggers(settings: Settings) -> Iterator[Line]:
+    names = [name for name in ("wandb", "tensorboard") if settings.is_on(f"use-{name}")]
+    yield from trackers(names)
+
+
+TABLE = (
+    Row("advantage-estimator", "--algorithm {}", default="grpo", lines=_algorithm),
+    Row("bf16", "--bf16", lines=_algorithm),
+    Row("hf-checkpoint", "--model {}", lines=_algorithm),
+    Row("lambd", "--gae-lambda {}", default=1.0, lines=_algorithm),
+    Row("value-clip", "--value-clip-eps {}", default=0.2, lines=_algorithm),
+    Row(
+        "disable-grpo-std-normalization",
+        "--no-normalize-advantages-by-std",
+        lines=_algorithm,
+    ),
+    Row("prompt-data", "--train-data {}"),
+    Row("input-key", "--prompt-key {}", default="input"),
+    Row("rollout-shuffle", "{}", {"true": "--shuffle", "false": "--no-shuffle"}, default=False),
+    Row("rollout-seed", "--seed {}", default=42),
+    Row("rollout-max-prompt-len", "--max-prompt-length {}"),
+    Row("rollout-max-response-len", "--max-response-length {}", default=1024),
+    Row("rollout-batch-size", "--num-prompts {}", lines=_batch),
+    Row("n-samples-per-prompt", "--num-samples-per-prompt {}", default=1, lines=_batch),
+    Row(
+        "num-steps-per-rollout",
+        instead="--global-batch-size = --num-prompts x --num-samples-per-prompt / it",
+        lines=_batch,
+    ),
+    Row("global-batch-size", "--global-batch-size {}", lines=_batch),
+    Row("num-rollout", "--train-iters {}", lines=_steps),
+    Row("num-epoch", instead="--train-iters = epochs x (rows // --num-prompts)", lines=_steps),
+    Row("lr", "--lr {}", default=1e-6, lines=_rate),
+    Row("lr-decay-style", "--lr-decay-style {}", default="constant", lines=_rate),
+    Row("lr-warmup-iters", "--lr-warmup-iters {}", lines=_rate),
+    Row("lr-warmup-fraction", "--lr-warmup-iters {}", times="train-iters", lines=_rate),
+    Row("lr-decay-iters", "--lr-decay-iters {}", lines=_rate),
+    Row("min-lr", "--min-lr {}"),
+    Row("weight-decay", "--weight-decay {}", default=0.01),
+    Row("adam-beta1", "--adam-beta1 {}", default=0.9),
+    Row("adam-beta2", "--adam-beta2 {}", default=0.999),
+    Row("adam-eps", "--adam-eps {}", default=1e-8),
+    Row("clip-grad", "--clip-grad {}", default=1.0),
+    Row("eps-clip", "--clip-eps-low {} --clip-eps-high {}", default=0.2, lines=_loss),
+    Row("eps-clip-high", "--clip-eps-high {}", lines=_loss),
+    Row(
+        "calculate-per-token-loss",
+        "--loss-aggregation token-mean",
+        default=False,
+        lines=_loss,
+    ),
+    Row("eps-clip-c", "--clip-ratio-c {}"),
+    Row("entropy-coef", "--entropy-coef {}", default=0.0),
+    Row("use-kl-loss", "--kl-mode loss", default=False, lines=_kl),
+    Row("kl-loss-coef", "--kl-coef {} --kl-mode loss", default=0.0, lines=_kl),
+    Row("kl-coef", "--kl-coef {}", default=0.0, lines=_kl),
+    Row("kl-loss-type", "--kl-estimator {}", KL_ESTIMATORS, default="k1", lines=_kl),
+    Row("gamma", "--gamma {}"),
+    Row("use-tis", "--tis-clip 2.0", default=False, lines=_importance),
+    Row("tis-clip", "--tis-clip {}", default=2.0, lines=_importance),
+    Row("rollout-temperature", "--temperature {}", default=1.0),
+    Row("rollout-top-p", "--top-p {}", default=1.0),
+    Row("rollout-top-k", "--top-k {}", {"-1": 0}, default=-1),
+    Row("rollout-stop", "--stop {}"),
+    Row("rollout-stop-token-ids", "--stop-token-ids {}"),
+    *(
+        Row(name, f"--{name} {{}}")
+        for name in (
+            "tensor-model-parallel-size",
+            "pipeline-model-parallel-size",
+            "context-parallel-size",
+            "expert-model-parallel-size",
+            "expert-tensor-parallel-size",
+            "recompute-granularity",
+            "recompute-method",
+            "recompute-num-layers",
+            "recompute-modules",
+            "optimizer-offload-fraction",
+            "moe-router-load-balancing-type",
+            "moe-aux-loss-coeff",
+            "save-interval",
+            "eval-interval",
+        )
+    ),
+    *(
+        Row(name, "{}", {"true": f"--{name}", "false": f"--no-{name}"})
+        for name in ("sequence-parallel", "optimizer-cpu-offload", "overlap-grad-reduce")
+    ),
+    Row("num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size {}"),
+    Row(
+        "max-tokens-per-gpu",
+        "--max-tokens-per-micro-batch {}",
+        times="context-parallel-size",
+    ),
+    Row("actor-num-gpus-per-node", "--nproc-per-node {}", lines=_ranks),
+    Row("actor-num-nodes", instead="--nproc-per-node = nodes x GPUs of a node", lines=_ranks),
+    Row(
+        "colocate", instead="roles share ranks unless --actor-ranks and the like say otherwise", lines=_ranks
+    ),
+    Row("rollout-num-gpus", instead="--rollout-ranks 4-7", lines=_ranks),
+    Row("rollout-num-gpus-per-engine", "--rollout-tensor-parallel-size {}", default=1),
+    Row(
+        "sglang-mem-fraction-static",
+        "--rollout-gpu-memory-utilization {}",
+        note="vLLM's share of all memory in place of SGLang's",
+    ),
+    Row("sglang-max-running-requests", "--rollout-max-num-seqs {}"),
+    Row("eval-prompt-data", "--eval-data {}", lines=_eval),
+    Row(
+        "custom-rm-path",
+        "--reward-function {}",
+        note="path/to/file.py:function, called as in docs/data_and_rewards.md",
+    ),
+    Row("save", "--save {}", default="runs/slime", lines=_folders),
+    Row("load", "--load {}", lines=_folders),
+    Row("use-wandb", "--log-with wandb", lines=_loggers),
+    Row("use-tensorboard", "--log-with tensorboard", lines=_loggers),
+    Row("wandb-project", "--log-project {}"),
+    Row("wandb-group", "--log-name {}"),
+    # From here on: nothing to set.
+    Row(
+        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers",
+        instead="stages with different numbers of layers are not supported",
+    ),
+    Row("update-weight-*", instead="--reshard-* says how weights get into the engines"),
+    Row("use-opd opd-* use-rollout-logprobs", instead="no counterpart"),
+    Row("mtp-* enable-mtp-training", instead="layers for multi-token prediction are not supported"),
+    Row("ref-load", instead="the reference starts from --model"),
+    Row(
+        "label-key apply-chat-template tool-key metadata-key",
+        instead="docs/data_and_rewards.md lists the columns",
+    ),
+    Row("rm-type", instead="--reward math, gsm8k or code, or your own --reward-function"),
+    Row(
+        "use-dynamic-batch-size balance-data micro-batch-size seq-length log-probs-max-tokens-per-gpu "
+        "ref-micro-batch-size",
+        instead="sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number",
+    ),
+    Row(
+        "n-samples-per-eval-prompt eval-max-response-len eval-top-p eval-temperature eval-top-k "
+        "eval-input-key eval-label-key skip-eval-before-train",
+        instead="an evaluation decodes greedily, and once more at --temperature",
+    ),
+    Row(
+        "num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups "
+        "kv-channels normalization swiglu rotary-* use-rotary-position-embeddings qk-layernorm norm-epsilon "
+        "vocab-size disable-bias-linear add-qkv-bias untie-embeddings-and-output-weights num-experts moe-*",
+        instead="the shape comes from --model's config.json",
+    ),
+    Row(
+        "attention-dropout hidden-dropout accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 "
+        "attention-backend optimizer use-distributed-optimizer use-precision-aware-optimizer "
+        "overlap-cpu-optimizer-d2h-h2d no-* make-vocab-size-divisible-by",
+        instead="nothing to set: megarl decides it",
+    ),
+    Row(
+        "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout rollout-function-path",
+        instead="groups with equal rewards are not sampled again; their advantage is 0",
+    ),
+    Row("sglang-*", instead="the engine is vLLM: --rollout-NAME for its arguments"),
+    Row("wandb-* tensorboard-dir", instead="trackers are set up by their own environment variables"),
+    Row("megatron-to-hf-mode train-backend custom-* debug-* dump-details", instead="no counterpart"),
+)

@@ -1,0 +1,82 @@
+"""Define `megarl translate`: print the args file of another framework's configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.frameworks.rows import as_list
+from megarl.translate.arguments import write_arguments
+from megarl.translate.sources import Source, read_file, read_words
+
+DESCRIPTION = """\
+Print the args file of a verl, TRL or slime configuration.
+
+    megarl translate run_grpo.sh > mine.args                a script with a command of verl, TRL or slime
+    megarl translate grpo.yaml > mine.args                  verl's YAML, or TRL's GRPOConfig as YAML or JSON
+    megarl translate train.py > mine.args                   a Python file that calls GRPOConfig(...)
+    megarl translate -- data.train_batch_size=128 ...       the words of a verl command
+
+What has no counterpart, and what is only approximately the same, are comments. The exit code is 0, or 2 if
+nothing can be translated."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "megarl translate",
+        usage="megarl translate [--rows N] [--ranks N] FILE | -- key=value ...",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        help="rows of the training data, to turn passes over it into --train-iters; default: those of the "
+        "files, if they are here",
+    )
+    parser.add_argument("--ranks", type=int, help="processes that TRL was started with; default: as in FILE")
+    separator = argv.index("--") if "--" in argv else len(argv)
+    words = argv[separator + 1 :]
+    parser.add_argument("file", nargs="?" if words else 1, metavar="FILE", help="script or configuration")
+    options = parser.parse_args(argv[:separator])
+    for name, value in (("rows", options.rows), ("ranks", options.ranks)):
+        if value is not None and value < 1:
+            raise ConfigError([f"--{name} ({value}): must be at least 1. Try 1000."])
+    if words and options.file:
+        raise ConfigError(
+            [f"FILE ({options.file}): name a file, or give key=value words after --, not both."]
+        )
+    source = read_words(words) if words else read_file(options.file[0], os.environ)
+    from megarl.algorithms import REGISTRY
+
+    rows = options.rows or count_rows(source)
+    sys.stdout.write(write_arguments(source, REGISTRY, rows, options.ranks))
+    return 0
+
+
+def count_rows(source: Source) -> int | None:
+    """Return the rows of the training files; None if one is not here, or is no JSON lines or Parquet file."""
+    names = ("data.train_files", "prompt-data", "train_dataset", "dataset_name")
+    files = [Path(text).expanduser() for name in names for text in as_list(source.settings.get(name))]
+    if not files or not all(file.is_file() and file.suffix in COUNTERS for file in files):
+        return None
+    return sum(COUNTERS[file.suffix](file) for file in files)
+
+
+def _count_parquet(file: Path) -> int:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(file).num_rows
+
+
+def _count_lines(file: Path) -> int:
+    with file.open("rb") as lines:
+        return sum(bool(line.strip()) for line in lines)
+
+
+COUNTERS = {".parquet": _count_parquet, ".jsonl": _count_lines}
+"""Ending of a data file's name -> what counts its rows."""
