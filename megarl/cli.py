@@ -30,6 +30,8 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   check      Report everything that is wrong with a job, and what memory and disk it needs, without touching a device. With --gpu-memory GB
              as on GPUs of that size, wherever it is run.
   graph      Print the flow of a step of a configuration, or draw it: `megarl graph @file.args --svg step.svg`.
+  show       Show samples of a run, such as the best and the worst: `megarl show RUN --help`.
+  plot       Draw the curves of one or several runs into a PNG: `megarl plot RUN [RUN ...] --help`.
   doctor     Show what this installation and machine have, and try the parts (about 15 s): `megarl doctor --json` for programs.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
 
@@ -203,6 +205,18 @@ def doctor(argv: list[str]) -> int:
     return examine(argv)
 
 
+def show(argv: list[str]) -> int:
+    from megarl.inspect.show import main as show_samples
+
+    return show_samples(argv)
+
+
+def plot(argv: list[str]) -> int:
+    from megarl.inspect.plot import main as draw_curves
+
+    return draw_curves(argv)
+
+
 def _load_layout(
     argv: list[str], prog: str, world_size: int | None = None
 ) -> tuple[TrainConfig, dict[str, MeshSpec]]:
@@ -236,6 +250,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "check": check,
     "graph": graph,
     "doctor": doctor,
+    "show": show,
+    "plot": plot,
     "reshard-plan": reshard_plan,
 }
 

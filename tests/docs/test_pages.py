@@ -82,6 +82,8 @@ JOBS = (
     "megarl eval",
     "megarl convert",
     "megarl doctor",
+    "megarl show",
+    "megarl plot",
     "torchrun",
     "python -m pdb",
     "python examples/",
