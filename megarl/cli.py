@@ -1,5 +1,7 @@
-"""The console script `megarl`. Every subcommand reads the configuration first and reports all that is wrong
-with it; torch is imported only by what trains or evaluates."""
+"""Define the console script `megarl`.
+
+Every subcommand reads the configuration first and reports all of its errors. Only training and evaluation
+import torch."""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   train      Train; starts as many ranks as --nproc-per-node says.
   eval       Evaluate a model on --eval-data.
   convert    Convert models and checkpoints: `megarl convert --help`.
-  check      Report everything that is wrong with a job, and what memory and disk it needs, without touching a device. With --gpu-memory GB
-             as on GPUs of that size, wherever it is run.
-  graph      Print the flow of a step of a configuration, or draw it: `megarl graph @file.args --svg step.svg`.
-  show       Show samples of a run, such as the best and the worst: `megarl show RUN --help`.
-  plot       Draw the curves of one or several runs into a PNG: `megarl plot RUN [RUN ...] --help`.
-  doctor     Show what this installation and machine have, and try the parts (about 15 s): `megarl doctor --json` for programs.
+  check      Report all errors of a job, and what memory and disk it needs, without touching a device.
+             With --gpu-memory GB as on GPUs of that size, wherever it is run.
+  graph      Print the flow of a step of a configuration, or draw it:
+             `megarl graph @file.args --svg step.svg`.
+  show       Show samples of a run, such as the best and the worst: `megarl show --help`.
+  plot       Draw the curves of one or several runs into a picture: `megarl plot --help`.
+  data       Show data files as the model will see them: `megarl data --help`.
+  chat       Talk to a model, in a terminal or through a pipe: `megarl chat --help`.
+  doctor     Show what this installation and machine have, and try the parts (about 15 s);
+             `megarl doctor --json` for programs.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
 
   megarl train --help     every flag
@@ -41,11 +47,10 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 1 if a job failed; 2 if it cannot start as it is; 130 after Ctrl-C; 143 after
-    SIGTERM.
+    """Run a command and return the exit code.
 
-    Without `argv` this process is the command: then a signal is handled from here to the end of the
-    process."""
+    The code is 0; 1 if the job failed; 2 if it cannot start; 130 after Ctrl-C; 143 after SIGTERM. Without
+    `argv` this process is the command, and signals are handled until the process ends."""
     if argv is not None:
         return _run(argv)
     exit_on_signals(signal.SIGTERM)  # until the command has something to undo
@@ -79,19 +84,15 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def train(argv: list[str]) -> int:
-    """Check the job (`megarl check`), then run it: here if the executor is inline, else on ranks that this
-    process starts."""
-    from megarl.checks.job import check_everything
-    from megarl.config.loader import load_config
+    """Check the job as `megarl check` does, then run it in this process or on ranks that it starts."""
     from megarl.trainer.executors import has_rank_processes
 
-    config = load_config(argv, _registry(), "megarl train")
     if "RANK" in os.environ:
         sys.stderr.write(
             "megarl train starts the ranks itself. Under torchrun, run: torchrun ... -m megarl.train ...\n"
         )
         return 2
-    check_everything(config, config.placement.nproc_per_node)
+    config = _load_and_check(argv, "megarl train", new_run=True)
     if not has_rank_processes(config):
         from megarl.train import run_in_process
 
@@ -103,13 +104,10 @@ def train(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """As `train`, with megarl.evaluate. --save may hold the run that is evaluated."""
-    from megarl.checks.job import check_everything
-    from megarl.config.loader import load_config
+    """Check and run an evaluation. --save may hold the run that is evaluated."""
     from megarl.trainer.executors import has_rank_processes
 
-    config = load_config(argv, _registry(), "megarl eval")
-    check_everything(config, config.placement.nproc_per_node, new_run=False)
+    config = _load_and_check(argv, "megarl eval", new_run=False)
     if not has_rank_processes(config):
         from megarl.evaluate import main as evaluate_here
 
@@ -127,10 +125,9 @@ def convert(argv: list[str]) -> int:
 
 
 def check(argv: list[str]) -> int:
-    """Print what the job amounts to, under 'ok' or 'not ok', and everything that is wrong with it."""
+    """Print a summary of the job that begins with 'ok' or 'not ok', and all of its errors."""
     from megarl.checks.job import examine
     from megarl.checks.machine import Machine
-    from megarl.config.loader import load_config
 
     parser = argparse.ArgumentParser("megarl check", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu-memory", type=float)
@@ -139,7 +136,7 @@ def check(argv: list[str]) -> int:
         raise ConfigError(
             [f"--gpu-memory ({options.gpu_memory:g}): must be above 0, GB of each GPU. Try 80."]
         )
-    config = load_config(rest, _registry(), "megarl check [--gpu-memory GB]")
+    config = _load(rest, "megarl check [--gpu-memory GB]")
     machine = (
         None
         if options.gpu_memory is None
@@ -148,13 +145,14 @@ def check(argv: list[str]) -> int:
     report = examine(config, config.placement.nproc_per_node, machine=machine)
     sys.stdout.write("".join(f"{line}\n" for line in report.lines))
     sys.stdout.flush()  # before what is wrong, where both go to one place
-    raise_errors([*report.findings, *report.estimates])
+    raise_errors([*report.errors, *report.estimates])
     return 0
 
 
 def reshard_plan(argv: list[str]) -> int:
-    """Plan the weight sync of a configuration and print what it moves. Needs the model's config.json only,
-    and no run folder or data."""
+    """Plan the weight sync of a configuration and print what it moves.
+
+    Only the model's config.json must exist, but no run folder or data."""
     from megarl.config.hf_config import ModelShape
     from megarl.config.roles import configs_of_actors
     from megarl.reshard.report import parse, report
@@ -166,12 +164,11 @@ def reshard_plan(argv: list[str]) -> int:
             ["--algorithm (sft): has no rollout engine, so no weights are synced. Try --algorithm grpo."]
         )
     for suffix, of_actor in configs_of_actors(config).items():
-        train = "bfloat16" if of_actor.model.bf16 else "float32"
-        rollout = train if of_actor.rollout.dtype == "auto" else of_actor.rollout.dtype
+        dtypes = of_actor.model.dtype, of_actor.engine_dtype
         shape = ModelShape.load(of_actor.model.model)
         sys.stdout.write(f"actor{suffix}\n" if suffix else "")
         actor, engines = meshes[f"actor{suffix}"], meshes[f"rollout{suffix}"]
-        sys.stdout.write(report(shape, actor, engines, train, rollout, of_actor.actor.qkv_layout, options))
+        sys.stdout.write(report(shape, actor, engines, *dtypes, of_actor.actor.qkv_layout, options))
     return 0
 
 
@@ -189,12 +186,8 @@ def graph(argv: list[str]) -> int:
         try:
             Path(options.svg).write_text(flow.svg(meshes))
         except OSError as error:
-            raise ConfigError(
-                [
-                    f"--svg ({options.svg}): cannot be written: {error.strerror}. Name a file in a "
-                    "folder that exists."
-                ]
-            ) from error
+            text = f"--svg ({options.svg}): cannot be written: {error.strerror}."
+            raise ConfigError([f"{text} Name a file in a folder that exists."]) from error
     sys.stdout.write(flow.text(meshes))
     return 0
 
@@ -217,30 +210,48 @@ def plot(argv: list[str]) -> int:
     return draw_curves(argv)
 
 
+def data(argv: list[str]) -> int:
+    from megarl.inspect.data import main as show_data
+
+    return show_data(argv)
+
+
+def chat(argv: list[str]) -> int:
+    from megarl.inspect.chat import main as talk
+
+    return talk(argv)
+
+
 def _load_layout(
     argv: list[str], prog: str, world_size: int | None = None
 ) -> tuple[TrainConfig, dict[str, MeshSpec]]:
-    """The configuration and the meshes of the roles, without what only a run needs: run folder, data,
-    steps."""
+    """Return the configuration and the meshes of the roles. Run folder, data and steps need not be given."""
     from megarl.config.check import check_layout
-    from megarl.config.loader import load_config
     from megarl.config.mesh import role_meshes
 
-    with tempfile.NamedTemporaryFile(
-        "w", suffix=".args"
-    ) as unneeded:  # a file that comes first is overridden by all that follow
+    with tempfile.NamedTemporaryFile("w", suffix=".args") as unneeded:
+        # A file that comes first is overridden by all that follow.
         unneeded.write("--save unneeded --train-data unneeded --train-iters 1")
         unneeded.flush()
-        config = load_config([f"@{unneeded.name}", *argv], _registry(), prog)
+        config = _load([f"@{unneeded.name}", *argv], prog)
     world_size = world_size or config.placement.nproc_per_node
     check_layout(config, world_size)
     return config, role_meshes(config, world_size)
 
 
-def _registry() -> dict[str, type]:
-    from megarl.algorithms import REGISTRY
+def _load_and_check(argv: list[str], prog: str, new_run: bool) -> TrainConfig:
+    from megarl.checks.job import check_everything
 
-    return REGISTRY
+    config = _load(argv, prog)
+    check_everything(config, config.placement.nproc_per_node, new_run)
+    return config
+
+
+def _load(argv: list[str], prog: str) -> TrainConfig:
+    from megarl.algorithms import REGISTRY
+    from megarl.config.loader import load_config
+
+    return load_config(argv, REGISTRY, prog)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -252,6 +263,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": doctor,
     "show": show,
     "plot": plot,
+    "data": data,
+    "chat": chat,
     "reshard-plan": reshard_plan,
 }
 

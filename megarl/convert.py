@@ -1,23 +1,22 @@
-"""`megarl convert`: Hugging Face folders, megarl checkpoints and Megatron's checkpoints into Hugging Face
-folders or megarl checkpoints.
+"""Convert Hugging Face folders, megarl checkpoints and Megatron checkpoints (`megarl convert`).
 
-    megarl convert --model M --save OUT --dtype bfloat16                      another dtype, other shard sizes
-    megarl convert --model M --load runs/a/checkpoint --save OUT              of a megarl checkpoint, a Hugging Face folder
-    megarl convert --model M --load iter_0000100 --save OUT                   of a Megatron checkpoint (--ckpt-format torch_dist)
-    megarl convert --model M --save OUT --to checkpoint                       a checkpoint of the weights
-    megarl convert --model M --save OUT --tensor-model-parallel-size 2        through Megatron's shards: the proof that nothing is lost
+    megarl convert --model M --save OUT --dtype bfloat16            another dtype, other shard sizes
+    megarl convert --model M --load runs/a/checkpoint --save OUT    a megarl checkpoint to Hugging Face
+    megarl convert --model M --load iter_0000100 --save OUT         a Megatron checkpoint (torch_dist)
+    megarl convert --model M --save OUT --to checkpoint             a megarl checkpoint of the weights
+    megarl convert --model M --save OUT --tensor-model-parallel-size 2
+                                                                    through Megatron's shards, as a proof
 
-Rows move from file to file, without ranks; memory does not grow with the model. A checkpoint serves any
-layout, so there is none to name. With a parallel size, ranks are started that load the weights as training
-does at that layout, write them again, and compare every tensor. Then the log-probs of a few tokens by
-Megatron are compared with those by plain transformers: a fault of the mapping that loading and writing share
-changes no tensor, but it changes these. --no-compare-forward leaves that out."""
+Rows move from file to file without ranks, and memory does not grow with the model. A megarl checkpoint serves
+any layout, so no layout has to be named. With a parallel size, ranks are started that load the weights as
+training does at that layout, write them again, and compare every tensor. Then the log-probs of a few tokens
+by Megatron are compared with those by plain transformers. This finds errors of the mapping that loading and
+writing share, which change no tensor. --no-compare-forward leaves it out."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import re
@@ -28,17 +27,21 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.flags import flag_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, megatron_mesh
 from megarl.config.rules_files import free_name
 from megarl.config.rules_layout import MegatronRole, parallel_errors
 from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.files.checkpoints import MANIFEST
 from megarl.files.writing import obstacle
+from megarl.reshard.hf_folder import is_sequence_classifier
 
 if TYPE_CHECKING:
     import torch
 
     from megarl.checkpoint.sources import WeightSource
+    from megarl.megatron.trained_model import TrainedModel
 
 SIZES = (
     "tensor_model_parallel_size",
@@ -49,23 +52,21 @@ SIZES = (
 _RANKS_WAIT_S = 1800.0
 COMPARED_SEQUENCES, COMPARED_TOKENS = 4, 24
 FORWARD_LIMIT = 1e-3
-"""Largest difference of log-probs that rounding in fp32 makes: 1e-6 a layer at the sizes that were measured,
-with room for deep models."""
+"""Largest difference of log-probs that rounding in fp32 explains. It was 1e-6 per layer at the measured
+sizes; the limit leaves room for deep models."""
 MOST_REROUTED = 0.1
-"""Share of the tokens of a mixture that may go to other experts because of rounding."""
+"""Share of tokens that rounding may send to other experts of a mixture."""
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    through_megatron = any(getattr(arguments, name) is not None for name in SIZES)
-    if "RANK" in os.environ and through_megatron:
+    if "RANK" in os.environ and arguments.sizes:
         return convert_on_ranks(arguments)
-    problems = find_problems(arguments)
-    if problems:
+    if problems := find_problems(arguments):
         sys.stderr.write("\n".join(problems) + "\n")
         return 2
-    if through_megatron:
+    if arguments.sizes:
         from megarl.trainer.launch import launch_ranks
 
         return launch_ranks(argv, len(mesh_of(arguments).ranks), "megarl.convert")
@@ -105,7 +106,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-shard-size", default="5GB", help="of a file, such as 500MB; default: 5GB")
     for name in SIZES:
         parser.add_argument(
-            f"--{name.replace('_', '-')}",
+            f"--{flag_name(name)}",
             type=int,
             help="go through Megatron's shards on ranks, at this layout",
         )
@@ -116,11 +117,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="with a parallel size: do not compare Megatron's log-probs with those of transformers, "
         "which needs the whole model in fp32 on rank 0",
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.sizes = {name: size for name in SIZES if (size := getattr(arguments, name)) is not None}
+    return arguments
 
 
 def find_problems(arguments: argparse.Namespace) -> list[str]:
-    """Everything that is wrong with the arguments, each with a value that works. Without torch."""
+    """Return the errors of the arguments, each with a value that works. Imports no torch."""
     shape, save = load_shape(arguments), Path(arguments.save)
     problems = []
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
@@ -133,11 +136,7 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
         )
     if arguments.load is not None and not Path(arguments.load).is_dir():
         problems.append(f"--load ({arguments.load}): there is no such folder.")
-    if (
-        arguments.to == "checkpoint"
-        and arguments.dtype == "float16"
-        and any(getattr(arguments, name) is not None for name in SIZES)
-    ):
+    if arguments.to == "checkpoint" and arguments.dtype == "float16" and arguments.sizes:
         problems.append(
             "--dtype (float16): Megatron's shards are float32 or bfloat16 here. Leave the parallel "
             "sizes out, or try --dtype bfloat16."
@@ -146,46 +145,41 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
         problems.append(
             f"--max-shard-size ({arguments.max_shard_size}): must be a number and KB, MB or GB. Try 5GB."
         )
-    for name in SIZES:
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            problems.append(f"--{name.replace('_', '-')} ({getattr(arguments, name)}): must be at least 1.")
-    if all((getattr(arguments, name) or 1) >= 1 for name in SIZES):
+    below_1 = {name: size for name, size in arguments.sizes.items() if size < 1}
+    problems += [f"--{flag_name(name)} ({size}): must be at least 1." for name, size in below_1.items()]
+    if not below_1:
         shared = frozenset(field.name for field in fields(ParallelConfig))
         problems += parallel_errors(MegatronRole("model", parallel_of(arguments), None, shape, shared))
     return problems
 
 
 def load_shape(arguments: argparse.Namespace) -> ModelShape:
-    """Of --model; with a value head if the weights have one."""
-    config = Path(arguments.model) / "config.json"
-    try:
-        names = json.loads(config.read_text()).get("architectures") or [] if arguments.load is None else []
-    except (OSError, ValueError, AttributeError):
-        names = []  # ModelShape.load says it better
-    if arguments.load is not None and (manifest := Path(arguments.load) / "checkpoint.json").is_file():
-        names = (
-            ["ForSequenceClassification"]
-            if '"score.weight"' in manifest.read_text(encoding="utf-8", errors="replace")
-            else []
-        )
-    return ModelShape.load(
-        arguments.model, value_head=any(name.endswith("ForSequenceClassification") for name in names)
-    )
+    """Return the shape of --model, with a value head if the weights have one."""
+    if arguments.load is not None:
+        manifest = Path(arguments.load) / MANIFEST
+        text = manifest.read_text(encoding="utf-8", errors="replace") if manifest.is_file() else ""
+        value_head = '"score.weight"' in text
+    else:
+        try:
+            value_head = is_sequence_classifier(arguments.model)
+        except (OSError, ValueError, AttributeError, TypeError):
+            value_head = False  # ModelShape.load says it better
+    return ModelShape.load(arguments.model, value_head=value_head)
 
 
 def shard_bytes(text: str) -> int | None:
-    """The size that is meant by 5GB; None if none is."""
+    """Return the bytes of a size such as 5GB; None if the text is not a size."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)(KB|MB|GB)", text.upper())
     return max(1, int(float(match[1]) * UNITS[match[2]])) if match else None
 
 
 def parallel_of(arguments: argparse.Namespace) -> ParallelConfig:
-    sizes = {name: size for name in SIZES if (size := getattr(arguments, name)) is not None}
+    sizes = arguments.sizes
     return ParallelConfig(**sizes, sequence_parallel=sizes.get("tensor_model_parallel_size", 1) > 1)
 
 
 def mesh_of(arguments: argparse.Namespace) -> MeshSpec:
-    """The fewest ranks that the sizes allow."""
+    """Return the mesh of the smallest number of ranks that the parallel sizes allow."""
     parallel = parallel_of(arguments)
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     stage = math.lcm(tp, ep * (parallel.expert_tensor_parallel_size or tp))
@@ -193,21 +187,19 @@ def mesh_of(arguments: argparse.Namespace) -> MeshSpec:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """From file to file, in this process."""
+    """Convert from file to file in this process. Returns the exit code."""
     from megarl.checkpoint.sources import open_weights
     from megarl.checkpoint.stream import write_checkpoint, write_hf
 
     shape, save = load_shape(arguments), Path(arguments.save)
     if save.exists():
-        save.rmdir()  # it is empty; a folder appears when it is whole
+        save.rmdir()  # it is empty; the folder appears when the conversion is complete
     limit = shard_bytes(arguments.max_shard_size)
+    exit_code = 2  # the arguments name no weights that can be read
     try:
         source = open_weights(Path(arguments.load or arguments.model), shape)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"megarl convert: {error}\n")
-        return 2
-    dtype = wanted_dtype(arguments, source)
-    try:
+        exit_code = 1  # the conversion fails
+        dtype = wanted_dtype(arguments, source)
         source.check()
         if arguments.to == "checkpoint":
             write_checkpoint(save, source, shape, dtype, limit)
@@ -215,14 +207,14 @@ def convert(arguments: argparse.Namespace) -> int:
             write_hf(save, source, shape, Path(arguments.model), dtype, limit)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"megarl convert: {error}\n")
-        return 1
+        return exit_code
     dtypes = sorted({str(dtype or stored) for stored, _ in source.tensors.values()})
     sys.stdout.write(f"{len(source.tensors)} tensors in {' and '.join(dtypes)}: {save}\n")
     return 0
 
 
 def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.dtype | None:
-    """Of the files; None: each tensor's own."""
+    """Return the dtype of all written tensors; None if each tensor keeps its dtype."""
     import torch
 
     if arguments.dtype is not None:
@@ -231,7 +223,9 @@ def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.d
 
 
 def convert_on_ranks(arguments: argparse.Namespace) -> int:
-    """One rank's part of the way through Megatron. Rank 0 compares what was written with what was read."""
+    """Convert through Megatron's shards, as one of its ranks. Rank 0 compares the result with the source.
+
+    Returns the exit code."""
     from megarl.runtime.process import DRIVER_PID, end_with_parent, quiet_libraries
 
     if launcher := os.environ.get(DRIVER_PID):
@@ -243,9 +237,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     from megarl.checkpoint.sources import CheckpointWeights, HFWeights, open_weights
     from megarl.config.mesh import group_timeout
     from megarl.megatron.mesh import create_groups
-    from megarl.megatron.policy import Policy
     from megarl.megatron.training_state import load_checkpoint, save_checkpoint
-    from megarl.megatron.value_model import ValueModel
     from megarl.reshard.transfer import load_hf, save_hf
     from megarl.workers.megatron_role import megatron_atlases
     from megarl.workers.worker import join_world
@@ -263,9 +255,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     dtype = wanted_dtype(arguments, source) or (stored.pop() if len(stored) == 1 else torch.float32)
     create_groups(mesh, group_timeout(_RANKS_WAIT_S))
     bf16 = dtype == torch.bfloat16  # else fp32, which holds every value of fp16
-    model = (ValueModel if shape.value_head else Policy)(
-        shape, mesh, ModelConfig(model=arguments.model, bf16=bf16), parallel
-    )
+    model = model_of(shape, mesh, ModelConfig(model=arguments.model, bf16=bf16), parallel)
     atlases = megatron_atlases(shape, mesh, parallel)
     atlas = atlases[dist.get_rank()]
     if isinstance(source, HFWeights):
@@ -298,10 +288,19 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def model_of(shape: ModelShape, mesh: MeshSpec, model: ModelConfig, parallel: ParallelConfig) -> TrainedModel:
+    """Build this rank's part of a policy, or of a value model if the shape has a value head."""
+    from megarl.megatron.policy import Policy
+    from megarl.megatron.value_model import ValueModel
+
+    return (ValueModel if shape.value_head else Policy)(shape, mesh, model, parallel)
+
+
 @contextlib.contextmanager
 def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: ModelShape) -> Iterator[Path]:
-    """A Hugging Face folder of the converted weights, the same on all ranks: what was written or read, else
-    one that rank 0 makes for a while."""
+    """Yield a Hugging Face folder with the converted weights, the same on all ranks.
+
+    It is the folder that was written or read. If neither is one, rank 0 makes a temporary folder."""
     import torch.distributed as dist
 
     from megarl.checkpoint.sources import HFWeights, open_weights
@@ -310,17 +309,11 @@ def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: Mod
     if arguments.to == "hf" or isinstance(source, HFWeights):
         yield Path(arguments.save if arguments.to == "hf" else arguments.load or arguments.model)
         return
-    made = Path(arguments.save).with_name(f".{Path(arguments.save).name}.compared")
+    save, model = Path(arguments.save), Path(arguments.model)
+    made = save.with_name(f".{save.name}.compared")
     try:
         if dist.get_rank() == 0:
-            write_hf(
-                made,
-                open_weights(Path(arguments.save), shape),
-                shape,
-                Path(arguments.model),
-                None,
-                shard_bytes("5GB"),
-            )
+            write_hf(made, open_weights(save, shape), shape, model, None, shard_bytes("5GB"))
         dist.barrier()
         yield made
     finally:
@@ -330,19 +323,18 @@ def hf_folder_of(arguments: argparse.Namespace, source: WeightSource, shape: Mod
 
 
 def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig) -> None:
-    """Compute the log-probs (of a value head: the values) of a few sequences by Megatron at this layout and
-    by plain transformers, in fp32.
+    """Compare the log-probs (or values) of a few sequences by Megatron at this layout with those by plain
+    transformers, in fp32.
 
-    Collective over the mesh. Raises: RuntimeError if they differ by more than rounding. Random tokens serve:
-    every weight takes part in what comes out. Of a mixture a few tokens may differ: two experts that the
-    router scores alike are chosen by rounding."""
+    Collective over the mesh. The tokens are random, because every weight takes part in the result. In a
+    mixture of experts a few tokens may differ: rounding decides between experts with nearly equal scores.
+
+    Raises: RuntimeError if the results differ by more than rounding."""
     import torch
     import torch.distributed as dist
 
     from megarl.batch import Batch, MicroBatch
     from megarl.collectives import all_gather_messages
-    from megarl.megatron.policy import Policy
-    from megarl.megatron.value_model import ValueModel
     from megarl.reshard.transfer import load_hf
     from megarl.workers.megatron_role import megatron_atlases
 
@@ -350,15 +342,10 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
     length = min(COMPARED_TOKENS, shape.max_position_embeddings)
     tokens = torch.randint(0, shape.vocab_size, (COMPARED_SEQUENCES, length), generator=generator)
     batch = Batch.from_samples(list(range(len(tokens))), tokens[:, :1].tolist(), tokens[:, 1:].tolist())
-    model = (ValueModel if shape.value_head else Policy)(
-        shape, mesh, ModelConfig(model=str(folder)), parallel
-    )
+    model = model_of(shape, mesh, ModelConfig(model=str(folder)), parallel)
     load_hf(folder, megatron_atlases(shape, mesh, parallel)[dist.get_rank()], model.parameters, shape)
-    ours = (
-        model.values([MicroBatch.of(batch)])
-        if shape.value_head
-        else model.log_probs([MicroBatch.of(batch)], temperature=1.0)
-    )
+    micro_batches = [MicroBatch.of(batch)]
+    ours = model.values(micro_batches) if shape.value_head else model.log_probs(micro_batches, 1.0)
     del model
     of_ranks = all_gather_messages(None if ours is None else ours[0].tolist(), list[float] | None)
     if dist.get_rank() == 0:
@@ -366,27 +353,25 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
         errors = torch.stack(
             [(torch.tensor(found) - expected).abs() for found in of_ranks if found is not None]
         )
-        share, what = (
-            float((errors > FORWARD_LIMIT).float().mean()),
-            "values" if shape.value_head else "log-probs",
-        )
+        share = float((errors > FORWARD_LIMIT).float().mean())
+        what = "values" if shape.value_head else "log-probs"
         told = (
             f"{what} of {expected.numel()} tokens by Megatron and by transformers differ by up "
             f"to {float(errors.max()):.2g}"
         )
         if not errors.isfinite().all() or share > (MOST_REROUTED if shape.is_moe else 0):
             raise RuntimeError(
-                f"{told}, and rounding explains {FORWARD_LIMIT:g}: a tensor is not where the model "
-                "reads it; this is a bug in megarl, "
-                f"please report it. Do not use {folder}."
+                f"{told}, and rounding explains {FORWARD_LIMIT:g}: a tensor is not where the model reads "
+                f"it; this is a bug in megarl, please report it. Do not use {folder}."
             )
         sys.stdout.write(f"{told}\n")
     dist.barrier()
 
 
 def transformers_outputs(folder: Path, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probs, or values, of all tokens but the first of each sequence, one after the other, by
-    transformers' own model on a CPU in fp32."""
+    """Return the log-probs, or values, of all tokens but the first of each sequence, flat.
+
+    They are computed by transformers' own model on a CPU in fp32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -407,8 +392,9 @@ def transformers_outputs(folder: Path, shape: ModelShape, tokens: torch.Tensor) 
 
 
 def compare(source: WeightSource, written: WeightSource, folder: Path, save: str) -> None:
-    """Read both again and compare every tensor, in the dtype of the second. Raises RuntimeError naming those
-    that differ."""
+    """Read source and result again, and compare every tensor in the dtype of the result.
+
+    Raises: RuntimeError if tensors differ."""
     from megarl.checkpoint.stream import row_blocks
 
     different = [

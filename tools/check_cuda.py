@@ -1,9 +1,9 @@
-"""Compiles csrc/*.cu for each architecture and fails if a kernel spills registers or keeps a stack frame.
+"""Compile csrc/*.cu for each architecture, and fail if a kernel spills registers or uses a stack frame.
 
     python tools/check_cuda.py [--archs 80 90 100]
 
-Needs nvcc (on PATH, in CUDA_HOME, or named in CUDACXX) and no GPU; without nvcc it says so and exits with 77,
-as a skipped check."""
+Needs nvcc (on PATH, in CUDA_HOME, or named in CUDACXX) but no GPU. Without nvcc the check counts as skipped,
+with exit code 77."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def find_nvcc() -> str | None:
 
 
 def compile_kernels(nvcc: str, source: Path, arch: str) -> list[dict[str, str | int]]:
-    """One record per kernel of `source`, by ptxas. Raises: RuntimeError if it does not compile or reports
-    nothing."""
+    """Return one record per kernel of `source`, as ptxas reports it.
+
+    Raises: RuntimeError if the source does not compile or ptxas reports nothing."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             nvcc,
@@ -83,7 +84,7 @@ def compile_kernels(nvcc: str, source: Path, arch: str) -> list[dict[str, str | 
 
 
 def parse(report: str) -> list[dict[str, str | int]]:
-    """What `ptxas -v` says of each kernel."""
+    """Parse the report of `ptxas -v`: one record per kernel."""
     return [
         {name: int(value) if value.isdigit() else value for name, value in match.groupdict().items()}
         for match in PROPERTIES.finditer(report)

@@ -1,14 +1,14 @@
-"""Compiles every Triton kernel ahead of time, without a GPU, and refuses register spills and too much shared
-memory:
+"""Compile every Triton kernel ahead of time, without a GPU, and fail on register spills and too much shared
+memory.
 
     python tools/check_kernels.py [--capabilities 80 90 100] [--only gae] [--json out.json] [--triton-path
     DIR]
 
-Each megarl.kernels.*_triton lists what to compile in AOT_CASES. Printed per kernel and compute capability:
-registers per thread, bytes of spill stores and loads, bytes of shared memory per block, and how many
-tensor-core (mma.sync, wgmma, tcgen05) and bulk-copy (cp.async.bulk.tensor) instructions there are.
+AOT_CASES of each megarl.kernels.*_triton lists the kernels to compile. The table has, per kernel and compute
+capability, registers per thread, bytes of spill stores and loads, bytes of shared memory per block, and the
+numbers of tensor-core (mma.sync, wgmma, tcgen05) and bulk-copy (cp.async.bulk.tensor) instructions.
 
---triton-path is a folder with another Triton, made with `pip install --no-deps --target DIR
+--triton-path names a folder with another Triton, made with `pip install --no-deps --target DIR
 triton==3.6.0`."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 
 MAX_SHARED_BYTES = {80: 166912, 90: 232448, 100: 232448}
-"""Dynamic shared memory that a block can have."""
+"""Compute capability -> largest dynamic shared memory of a block."""
 TENSOR_CORE = re.compile(r"^\s*(?:@\S+ )?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", re.MULTILINE)
 BULK_COPY = re.compile(r"\bcp\.async\.bulk\.tensor\b")
 COLUMNS = ("registers", "spill_store_bytes", "spill_load_bytes", "shared_bytes", "tensor_core", "bulk_copy")
@@ -45,15 +45,15 @@ class Report:
     kernel: str
     capability: int
     registers: int = 0
-    """Per thread."""
+    """Registers per thread."""
     spill_store_bytes: int = 0
     spill_load_bytes: int = 0
-    """Per thread, as ptxas counts them."""
+    """Bytes per thread, as ptxas counts them."""
     shared_bytes: int = 0
-    """Per block."""
+    """Bytes per block."""
     tensor_core: int = 0
     bulk_copy: int = 0
-    """Instructions in the PTX."""
+    """Numbers of instructions in the PTX."""
     problem: str | None = None
 
 
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     if not pairs:
         parser.error(f"nothing to compile: --only ({arguments.only}) must be part of a name in an AOT_CASES")
     logger.info("Triton %s, %s", triton.__version__, Path(triton.__file__).parent)
-    # Forked, so that a worker has the modules already; this process itself compiles nothing.
+    # Workers are forked, so that they have the modules already. This process compiles nothing.
     with ProcessPoolExecutor(
         arguments.jobs, mp_context=multiprocessing.get_context("fork"), initializer=_share, initargs=(pairs,)
     ) as pool:
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def modules(files: list[Path] | None) -> list[ModuleType]:
-    """The modules that may have AOT_CASES."""
+    """Return the modules that may have AOT_CASES."""
     if files is None:
         import megarl.kernels
 
@@ -142,7 +142,7 @@ def modules(files: list[Path] | None) -> list[ModuleType]:
 
 
 def name_of(case) -> str:
-    """The kernel's name and the constants that tell its cases apart."""
+    """Return the kernel's name with the constants that distinguish its cases."""
     constants = " ".join(
         value if isinstance(value, str) else f"{key}={value}" for key, value in case.constants.items()
     )
@@ -157,12 +157,12 @@ def _share(pairs: list) -> None:
 
 
 def _compile(index: int) -> Report:
-    """Runs in a worker: compile one case for one capability and judge it."""
+    """Compile one case for one capability and check the result. Runs in a worker."""
     case, capability = _pairs[index]
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # Triton prints the whole PTX that ptxas refuses
             compiled = compile_case(case, capability)
-    except Exception as error:  # noqa: BLE001 - Triton's compiler raises what it likes, and the others are wanted too
+    except Exception as error:  # noqa: BLE001 - Triton may raise anything, and the other cases must run
         return Report(
             kernel=name_of(case),
             capability=capability,
@@ -200,7 +200,7 @@ def _compile(index: int) -> Report:
 
 
 def compile_case(case, capability: int):
-    """Triton's compiled kernel."""
+    """Return Triton's compiled kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -222,7 +222,9 @@ def compile_case(case, capability: int):
 
 
 def registers_and_spills(ptx: str) -> dict[str, int]:
-    """What Triton's own ptxas says of a kernel. (A compiled kernel's n_regs and n_spills need a driver.)"""
+    """Return registers and spills of a kernel from Triton's own ptxas.
+
+    The kernel's attributes n_regs and n_spills need a driver."""
     import triton
 
     architecture = re.search(r"^\.target\s+(sm_\w+)", ptx, re.MULTILINE)[1]

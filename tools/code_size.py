@@ -1,10 +1,10 @@
-"""Measure how much code there is: tokens of Python, the longest functions, the longest files.
+"""Measure the amount of code: tokens of Python, functions and files that are too long.
 
     python tools/code_size.py                       this tree
-    python tools/code_size.py --against COMMIT      and the tree of a commit beside it
+    python tools/code_size.py --against COMMIT      this tree and the tree of a commit
 
-A token is one of Python's tokenizer. Docstrings, comments, line ends and indentation are not counted. Only what is
-installed counts (megarl/ and triton_kernels/); moved files count like any other."""
+The tokens are those of Python's tokenizer. Docstrings, comments, line ends and indentation are not counted.
+The files are those that are installed (megarl/ and triton_kernels/); moved files count like any other."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def git(*arguments: str) -> str:
 
 
 def report(name: str, files: dict[str, str]) -> int:
-    """Print the size of these files. Returns their tokens."""
+    """Print the size of these files. Returns the number of tokens."""
     rooms: dict[str, int] = {}
     for path, source in files.items():
         room = "/".join(path.split("/")[:2])

@@ -1,4 +1,4 @@
-"""Shows that a change of the code has changed no number: records the quickstart's jobs, and compares two
+"""Show that a change of the code has changed no metric: record the quickstart's jobs, and compare two
 recordings.
 
     python tools/compare_metrics.py record /tmp/old --python ../megarl-before/.venv/bin/python
@@ -6,8 +6,8 @@ recordings.
     python tools/compare_metrics.py compare /tmp/old /tmp/new [--renamed old/name=new/name ...]
 
 `record` runs supervised fine-tuning in two stages, GRPO and PPO, each with two data-parallel ranks and with
-two tensor-parallel ranks, from one seed. `compare` prints every metric that differs in any bit and exits with
-1 if there is one. Times, throughput and memory are not compared: they differ from run to run."""
+two tensor-parallel ranks, all with the same seed. `compare` prints every metric that differs in any bit, and
+then exits with 1. Times, throughput and memory are not compared, because they differ from run to run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ import pathlib, sys
 sys.path.insert(0, sys.argv[1] + "/examples")
 try:
     from sums.files import make_sums
-except ModuleNotFoundError:  # a tree from before the quickstart's task moved to examples/
+except ModuleNotFoundError:  # a tree in which the quickstart's task is not in examples/ yet
     from megarl.data.sums_files import make_sums
 make_sums(pathlib.Path(sys.argv[2]), int(sys.argv[3]))
 """
-"""Arguments: the recorded tree, the folder for the data, the seed."""
+"""Program that writes the data. Arguments: the recorded tree, the folder for the data, the seed."""
 LAYOUTS = {"dp2": [], "tp2": ["--tensor-model-parallel-size", "2", "--sequence-parallel"]}
 
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def record(folder: Path, python: str, seed: int, layouts: list[str]) -> int:
-    """Run all jobs of all layouts one after the other. Returns the exit code of the first that fails, or
+    """Run all jobs of all layouts, one after another. Returns the exit code of the first job that fails, or
     0."""
     folder.mkdir(parents=True)
     find_tree = "import megarl, os; print(os.path.dirname(os.path.dirname(megarl.__file__)))"
@@ -81,7 +81,7 @@ def record(folder: Path, python: str, seed: int, layouts: list[str]) -> int:
 
 
 def jobs(folder: Path, data: Path, layout: str) -> dict[str, list[str]]:
-    """The jobs of one layout in their order, each with its model and data."""
+    """Return job -> flags for the jobs of one layout in order, each with its model and data."""
     runs = folder / layout
     prompts = ["--train-data", f"{data}/train.jsonl", "--eval-data", f"{data}/test.jsonl"]
     return {
@@ -93,8 +93,7 @@ def jobs(folder: Path, data: Path, layout: str) -> dict[str, list[str]]:
 
 
 def compare(old: Path, new: Path, renamed: Mapping[str, str]) -> Iterator[str]:
-    """One line per difference between the metrics.jsonl of two recordings; nothing if they agree to the last
-    bit."""
+    """Yield a line per difference between the metrics.jsonl of two recordings."""
     old_files, new_files = (
         {path.relative_to(folder): path for path in folder.glob("**/metrics.jsonl")} for folder in (old, new)
     )
@@ -111,7 +110,7 @@ def compare(old: Path, new: Path, renamed: Mapping[str, str]) -> Iterator[str]:
 
 
 def compare_rows(old: list[dict], new: list[dict], renamed: Mapping[str, str]) -> Iterator[str]:
-    """One line per difference between the rows of two metrics.jsonl."""
+    """Yield a line per difference between the rows of two metrics.jsonl."""
     if len(old) != len(new):
         yield f"{len(old)} rows against {len(new)}"
     for row, (before, after) in enumerate(zip(old, new)):
@@ -122,7 +121,7 @@ def compare_rows(old: list[dict], new: list[dict], renamed: Mapping[str, str]) -
 
 
 def _is_compared(name: str) -> bool:
-    """False for time/step_s and time_2/step_s, which name the actor's number."""
+    """Return whether a metric is compared. Times are not, e.g. time/step_s, or time_2/step_s of actor 2."""
     return name.split("/")[0].split("_")[0] not in NOT_COMPARED
 
 

@@ -1,13 +1,12 @@
-"""A model folder of Qwen2.5-0.5B-Instruct's exact shape, made without a download, to try memory and speed of
-a machine.
+"""Make a model folder with the exact shape of Qwen2.5-0.5B-Instruct, without a download, to test the memory
+and speed of a machine.
 
-    python tools/make_random_model.py --out models/random-0.5b              config and tokenizer; train with --random-init
-    python tools/make_random_model.py --out models/random-0.5b --weights    also model.safetensors, bf16, N(0, 0.02)
+    python tools/make_random_model.py --out models/random-0.5b             for training with --random-init
+    python tools/make_random_model.py --out models/random-0.5b --weights   with weights in bf16, N(0, 0.02)
 
-config.json and generation_config.json are the real model's. The tokenizer has its 151,643 tokens, its special
-tokens at their ids, its splitting into words and a chat template like its own; but its merges are made up:
-all pairs and many triples of printable ASCII characters, so texts get other ids, and somewhat more of
-them."""
+config.json and generation_config.json are those of the real model. The tokenizer has the same number of
+tokens (151,643), special tokens, splitting into words, and a similar chat template. Its merges are made up:
+all pairs and many triples of printable ASCII characters. Texts therefore get other ids, and more of them."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The characters that texts are made of come first: not all triples fit.
+# The most frequent characters come first, because not all triples fit.
 CHARACTERS = (
     " "
     + string.ascii_lowercase
@@ -80,7 +79,7 @@ CHARACTERS = (
 
 
 def write_model_folder(out: Path, weights: bool, seed: int) -> None:
-    """Writes the folder; files of an earlier call are replaced."""
+    """Write the folder. Files of an earlier call are replaced."""
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "config.json", CONFIG)
     write_json(out / "generation_config.json", GENERATION_CONFIG)
@@ -125,8 +124,9 @@ def write_tokenizer(out: Path) -> None:
 
 
 def made_up_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """(token -> id, merges in order) of a byte-level BPE with NUM_TOKENS tokens: bytes, then pairs, then
-    triples of CHARACTERS."""
+    """Return (token -> id, merges in order) of a byte-level BPE with NUM_TOKENS tokens.
+
+    The tokens are bytes, then pairs, then triples of CHARACTERS."""
     from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -141,7 +141,7 @@ def made_up_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def write_weights(out: Path, seed: int) -> None:
-    """model.safetensors: norms 1, biases 0, matrices N(0, initializer_range), in bf16."""
+    """Write model.safetensors in bf16: norms are 1, biases 0, matrices N(0, initializer_range)."""
     import torch
     from safetensors.torch import save_file
 

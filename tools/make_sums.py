@@ -1,5 +1,6 @@
-"""Write the quickstart's data, tokenizer and initial model: `python tools/make_sums.py --out data/sums
---seed 0`."""
+"""Write the quickstart's data, tokenizer and initial model.
+
+python tools/make_sums.py --out data/sums --seed 0"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Plots a GRPO run's reward, held-out accuracy and response length over its steps.
+"""Plot the reward, held-out accuracy and response length of a GRPO run over its steps.
 
     python tools/plot_quickstart.py runs/quickstart/grpo runs/quickstart/curves.png
     python tools/plot_quickstart.py runs/quickstart/grpo docs/quickstart_curve.svg
 
-An SVG has no background and takes its text colour from the reader's light or dark theme."""
+An SVG has no background, and the color of its text follows the reader's light or dark theme."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Draw the rows of metrics.jsonl into a file."""
+    """Plot the rows of metrics.jsonl into a file."""
     with new_figure(path, 1, 2, 10, 3.4) as figure:
         left, right = figure.axes
         draw(left, rows, "reward/mean", "-", color="#2f81f7", label="reward, training prompts")

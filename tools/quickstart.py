@@ -1,8 +1,8 @@
-"""`make quickstart`: data -> supervised warm-up -> GRPO -> a table, an answer before and after, and a plot.
-Two cores, no GPU.
+"""Run the quickstart (`make quickstart`): make data, fine-tune, train with GRPO, and show the results.
 
-python tools/quickstart.py [--seed 0] [--out runs/quickstart] [--small] [flags of megarl train for the GRPO
-job]
+    python tools/quickstart.py [--seed 0] [--out runs/quickstart] [--small] [flags of megarl train for GRPO]
+
+The results are a table, an answer before and after training, and a plot. Two cores are enough, without a GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def start_over(out: Path) -> None:
-    """Remove an earlier quickstart, and nothing else."""
+    """Remove the folders of an earlier quickstart, and nothing else."""
     if out.exists() and any(out.iterdir()):
         if not (out / "data" / "model" / "config.json").exists():
             raise SystemExit(f"--out ({out}) exists and is not an earlier quickstart: name another folder")
@@ -69,7 +69,7 @@ def start_over(out: Path) -> None:
 
 
 def stage_flags(out: Path, seed: int, grpo_flags: list[str]) -> list[list[str]]:
-    """Flags that differ from the recipes: where things are, and the seed."""
+    """Return the flags that differ from the recipe of a stage: paths and the seed."""
     data, common = out / "data", ["--seed", str(seed)]
     return [
         [

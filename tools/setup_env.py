@@ -1,15 +1,15 @@
-"""Makes .venv and installs megarl into it; called by the Makefile with a Python that has nothing installed.
+"""Make .venv and install megarl into it. The Makefile runs this file with a Python without packages.
 
     python3.11 tools/setup_env.py [--device auto|cpu|gpu]
 
-1. PyTorch first, because vLLM and the extension's build look at which PyTorch is there.
-2. megarl, editable, with the extra `cpu` or `gpu`, `dev` and `docs`; on a GPU Transformer Engine too, if it
-   installs.
-3. torchvision, torchaudio and torchcodec leave again if they do not import: vLLM asks for them and megarl
-   never uses them, but builds for another PyTorch break `import transformers`.
+1. PyTorch is installed first, because vLLM and the build of the extension depend on its version.
+2. megarl is installed as an editable package with the extras `cpu` or `gpu`, `dev` and `docs`. On a GPU
+   Transformer Engine is installed too, if its build succeeds.
+3. torchvision, torchaudio and torchcodec are removed if they cannot be imported. vLLM requires them and
+   megarl does not use them, but builds for another PyTorch break `import transformers`.
 
-All versions come from pyproject.toml; which index pip asks is pip's own configuration. Safe to repeat;
-.venv/.ready says it ended well."""
+All versions come from pyproject.toml. pip's own configuration decides the index. The set-up can be repeated;
+.venv/.ready exists after a set-up without errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("setup")
 
 
 class SetupError(Exception):
-    """Ends the set-up with a message for the user."""
+    """Error that ends the set-up with a message for the user."""
 
 
 def check_python() -> None:
@@ -46,7 +46,7 @@ def check_python() -> None:
 
 
 def find_gpu() -> str | None:
-    """How an NVIDIA GPU was found, or None."""
+    """Return how an NVIDIA GPU was found, or None without a GPU."""
     if Path("/proc/driver/nvidia/version").exists():
         return "the NVIDIA driver is loaded"
     if shutil.which("nvidia-smi"):
@@ -57,7 +57,7 @@ def find_gpu() -> str | None:
 
 
 def read_pins() -> dict:
-    """pyproject.toml's [project] table."""
+    """Return the [project] table of pyproject.toml."""
     import tomllib  # from 3.11 on: after check_python
 
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -85,8 +85,9 @@ def last_line(skip: tuple[str, ...] = ("WARNING",)) -> str:
 
 
 def pip(doing: str, *arguments: str, timeout_s: float | None = None) -> bool:
-    """Runs pip with its output in .venv/setup.log, and says every half minute where it is. Returns whether it
-    worked."""
+    """Run pip with its output in .venv/setup.log, and report its progress every half minute.
+
+    Returns whether pip succeeded."""
     logger.info("%s ...", doing)
     start = time.monotonic()
     with LOG.open("a") as log:
@@ -123,7 +124,7 @@ def require_pip(doing: str, *arguments: str) -> None:
 
 
 def installed() -> dict[str, importlib.metadata.Distribution]:
-    """Distributions in .venv by normalized name."""
+    """Return the distributions in .venv by normalized name."""
     site_packages = [str(path) for path in VENV.glob("lib/python*/site-packages")]
     found = importlib.metadata.distributions(path=site_packages)
     return {normalize(distribution.metadata["Name"]): distribution for distribution in found}
@@ -156,8 +157,9 @@ def install_megarl(project: dict, extra: str) -> None:
 
 
 def install_transformer_engine(project: dict) -> None:
-    """Its PyTorch part is compiled against the PyTorch that is there; where that fails, megarl runs on
-    Megatron's local layers."""
+    """Install Transformer Engine, whose PyTorch part is compiled against the installed PyTorch.
+
+    If this fails, megarl runs on Megatron's local layers."""
     requirements = project["optional-dependencies"]["te"]
     if not pip(
         f"installing {requirements[0]}",
@@ -170,7 +172,7 @@ def install_transformer_engine(project: dict) -> None:
 
 
 def remove_mismatched() -> None:
-    """Uninstalls what vLLM pulled in and this PyTorch cannot load. A package that imports stays."""
+    """Uninstall dependencies of vLLM that cannot be imported with this PyTorch."""
     distributions = installed()
     for name in PULLED_BY_VLLM:
         if name not in distributions:
@@ -193,13 +195,13 @@ def remove_mismatched() -> None:
 
 
 def requirement_names(distribution: importlib.metadata.Distribution) -> set[str]:
-    """What it needs without extras."""
+    """Return the requirements without extras."""
     needed = [line for line in distribution.requires or [] if "extra ==" not in line]
     return {normalize(re.match(r"[A-Za-z0-9._-]+", line).group()) for line in needed}
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:
-    """In the new environment and outside the checkout, where only what is installed can be imported."""
+    """Run Python of the new environment, outside the checkout, so that only installed files are imported."""
     environment = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [PYTHON, "-c", code], cwd=VENV, env=environment, capture_output=True, text=True, check=False
@@ -212,7 +214,7 @@ def error_line(stderr: str) -> str:
 
 
 def check_environment() -> None:
-    """Imports what every job imports, and says whether the extension is there."""
+    """Import what every job imports, and report whether the extension is there."""
     tried = run_python(
         "import torch, transformers, megatron.core\nfrom transformers import AutoModelForCausalLM"
     )

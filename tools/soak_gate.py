@@ -1,12 +1,11 @@
-"""Measure how near healthy jobs come to the limits of the log-prob gate, and write the table of
-docs/reliability.md.
+"""Measure the distance of healthy jobs from the limits of the log-prob gate, for docs/reliability.md.
 
     python tools/soak_gate.py --quickstart runs/quickstart --out runs/soak [--steps 2000] [--recipes lora
     experts] [--write-table]
 
-Every recipe is one job whose gate accepts everything; its metrics are then judged by the limits that hold by
-default. A recipe that was interrupted goes on from its last checkpoint, and one that has made its steps is
-not run again. Two cores need about 20 minutes for 2000 steps of a recipe."""
+Every recipe is a job whose gate accepts everything. Its metrics are then compared with the default limits. An
+interrupted recipe continues from its last checkpoint, and a completed one is not run again. On two cores,
+2000 steps of a recipe take about 20 minutes. --write-table replaces the table in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ EXPERTS = {
 
 
 def long_answer(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
-    """Reward long answers that do not repeat themselves, so that the policy fills --max-response-length and
-    stays unsure."""
+    """Reward long answers without repetitions, so that responses fill --max-response-length and the policy's
+    entropy stays high."""
     return len({solution_str[i : i + 3] for i in range(len(solution_str))}) / 192
 
 
@@ -105,8 +104,9 @@ def main() -> int:
 
 
 def run(recipe: str, quickstart: Path, out: Path, steps: int, flags: list[str]) -> int:
-    """Run a recipe up to so many steps, from its last checkpoint if it has one. Returns the job's exit
-    code."""
+    """Run a recipe up to a number of steps, from its last checkpoint if it has one.
+
+    Returns the exit code of the job."""
     folder = out / recipe
     if len(read_steps(folder)) >= steps:
         return 0
@@ -149,8 +149,9 @@ def run(recipe: str, quickstart: Path, out: Path, steps: int, flags: list[str]) 
 
 
 def fine_tune_experts(quickstart: Path, out: Path) -> int:
-    """Do the quickstart's two stages of fine-tuning with a mixture of experts. Returns the exit code of the
-    first job that fails."""
+    """Run the quickstart's two stages of fine-tuning with a mixture of experts.
+
+    Returns the exit code of the first job that fails, or 0."""
     model = out / "experts-model"
     model.mkdir(parents=True, exist_ok=True)
     for file in (quickstart / "data" / "model").iterdir():
@@ -184,8 +185,7 @@ def fine_tune_experts(quickstart: Path, out: Path) -> int:
 
 
 def train(stage: str, *flags: object) -> int:
-    """Run a job of the quickstart's recipe `stage` with other flags; a flag that comes twice has its last
-    value."""
+    """Run a job of the quickstart's recipe `stage` with other flags. The last of two equal flags wins."""
     merged: dict[str, list[str]] = {}
     for word in map(str, flags):
         if word.startswith("--"):
@@ -200,7 +200,7 @@ def train(stage: str, *flags: object) -> int:
 
 
 def read_steps(folder: Path) -> list[dict[str, float]]:
-    """Return the last row of each step of a run folder, [] if there is none."""
+    """Return the last row of each step in a run folder, [] without rows."""
     path = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return list({row["step"]: row for row in rows if "mismatch/max_abs" in row}.values())
@@ -211,12 +211,12 @@ HEAD = (
     "difference, of its limit | steps above 1e-4 " + "| false alarms |",
     "|---|---|---|---|---|---|---|---|---|",
 )
-"""The worst step's, each."""
+"""Head of the table. Means, outliers and differences are those of the worst step."""
 
 
 @dataclass(frozen=True)
 class Headroom:
-    """How near a healthy job came to the default limits."""
+    """The distance of a healthy job from the default limits."""
 
     recipe: str
     rows: list[dict[str, float]]
@@ -224,7 +224,7 @@ class Headroom:
 
     @classmethod
     def read(cls, recipe: str, folder: Path) -> Headroom:
-        """Judge a run folder by the default limits of its configuration."""
+        """Compare the metrics in a run folder with the default limits of its configuration."""
         config = load_config(
             [f"@{folder / 'resolved.args'}", "--gate-max-abs", "none", "--gate-mean-abs", "none"], REGISTRY
         )
@@ -232,7 +232,7 @@ class Headroom:
 
     @property
     def false_alarms(self) -> int:
-        """Steps that the default limits would have ended the job at."""
+        """Return the number of steps at which the default limits would have ended the job."""
         return sum(gate_finding(row, self.limits) is not None for row in self.rows)
 
     def __str__(self) -> str:
@@ -240,7 +240,7 @@ class Headroom:
         accepted = [self.limits.accepted(row) for row in self.rows]
 
         def worst(name: str) -> tuple[float, float]:
-            """The value nearest to its limit, and that limit."""
+            """Return the value nearest to its limit, and the limit."""
             return max(
                 (
                     (row[f"mismatch/{name}"], limits[name])

@@ -1,18 +1,17 @@
-"""Run the tests that start processes, send signals or depend on time again and again, under conditions that a
-quiet machine does not show.
+"""Run the tests that start processes, send signals or depend on time, many times in several conditions.
 
-    make test-stress                                              every such test, 20 times in each condition: days on two cores
-    make test-stress ARGS="tests/runtime/test_shutdown.py"         these alone
-    make test-stress ARGS="--budget-s 3600"                       as far as an hour goes; the same command again goes on from there
+    make test-stress                                          20 times in each condition: days on two cores
+    make test-stress ARGS="tests/runtime/test_shutdown.py"    the tests of one file
+    make test-stress ARGS="--budget-s 3600"                   for an hour; called again, it continues
 
-    quiet      nothing beside it, that is, what else the machine does
-    busy       three busy loops beside it
-    one-core   all its processes on one core
+    quiet      nothing else is started
+    busy       three busy loops run at the same time
+    one-core   all processes of the tests share one core
     delayed    SIGINT and SIGTERM reach every process up to 300 ms late, at random (tools/delay_signals.c)
 
-The tests of a file run together, in one pytest process. build/stress/ has state.json, the first failure of
-each test in each condition, and table.md. Exit code 1 if any test has failed in any of the runs that
-state.json knows; `--forget TEXT` drops the runs of tests whose name has this text, after a fix."""
+The tests of a file run in one pytest process. build/stress/ holds state.json, the first failure of each test
+in each condition, and table.md. The exit code is 1 if a test has failed in any run in state.json. After a
+fix, `--forget TEXT` removes the runs of tests whose name contains the text."""
 
 from __future__ import annotations
 
@@ -32,15 +31,16 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 CONDITIONS = ("quiet", "busy", "one-core", "delayed")
 KINDS = ("signals", "deadlines", "children")
-"""Of tests/processes.py: the most suspicious first."""
+"""Kinds of tests by the names of tests/processes.py that they use. Tests of the first kind run first."""
 DELAY_MS = 300
 RUN_LIMIT_S = 3600.0
 PYTEST = [sys.executable, "-P", "-m", "pytest", "--import-mode=importlib", "-p", "no:cacheprovider", "-q"]
 
 
 class State:
-    """What was run: test -> condition -> results, oldest first. Written after every run, so that an
-    interrupted command can go on."""
+    """Results of all runs: test -> condition -> results, oldest first.
+
+    They are written after every run, so that an interrupted command can continue."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "state.json"
@@ -123,7 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def collect(tests: list[str], slow: bool) -> dict[str, list[str]]:
-    """File -> its tests that start processes or depend on time, the most suspicious files first."""
+    """Return file -> its tests that start processes or depend on time, the most fragile files first."""
     marks = "processes" if slow else "processes and not slow"
     with tempfile.NamedTemporaryFile("r", suffix=".json") as found:
         env = os.environ | {"STRESS_COLLECTED": found.name, "PYTHONPATH": str(Path(__file__).parent)}
@@ -145,7 +145,7 @@ def collect(tests: list[str], slow: bool) -> dict[str, list[str]]:
 
 
 def pytest_collection_finish(session: object) -> None:
-    """This file is also a plugin of the pytest that `collect` starts: it writes test -> kind."""
+    """Write test -> kind. Pytest calls this, because `collect` loads this file as a plugin."""
     if "STRESS_COLLECTED" in os.environ:
         kinds = {item.nodeid: item.get_closest_marker("processes").args[0] for item in session.items}
         Path(os.environ["STRESS_COLLECTED"]).write_text(json.dumps(kinds))
@@ -154,7 +154,7 @@ def pytest_collection_finish(session: object) -> None:
 def what_to_run(
     files: dict[str, list[str]], state: State, options: argparse.Namespace
 ) -> Iterator[tuple[str, str]]:
-    """File and condition of each run that is left: a few runs of everything, then a few more."""
+    """Yield file and condition of each remaining run: a few runs of all tests, then a few more."""
     for up_to in [*range(options.at_once, options.runs, options.at_once), options.runs]:
         for file, tests in files.items():
             for condition in options.conditions:
@@ -205,7 +205,7 @@ def run(file: str, tests: list[str], condition: str, state: State, folder: Path)
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a pytest that is still running; first by a Ctrl-C, after which it ends the jobs of its tests."""
+    """End a pytest that is still running. A Ctrl-C comes first, so that it can end the jobs of its tests."""
     for signum, wait_s in ((signal.SIGINT, 60.0), (signal.SIGKILL, None)):
         if process.poll() is None:
             os.killpg(process.pid, signum)
@@ -215,8 +215,9 @@ def end(process: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def surroundings(condition: str, scratch: Path) -> Iterator[dict[str, str]]:
-    """The environment of what is run in here. Which cores it may use, and what runs beside it, this sees to
-    by itself."""
+    """Create a condition, and yield the environment variables for the tests that run in it.
+
+    Cores and busy loops are set up and restored here."""
     env, cores, loops = dict(os.environ), os.sched_getaffinity(0), []
     if condition == "one-core":
         os.sched_setaffinity(0, {min(cores)})  # children inherit it
@@ -248,7 +249,7 @@ def surroundings(condition: str, scratch: Path) -> Iterator[dict[str, str]]:
 
 
 def read_report(report: Path) -> dict[str, tuple[str, float]]:
-    """Test, without its file -> (outcome, seconds)."""
+    """Return test, without its file -> (outcome, seconds)."""
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         wrong = [child for child in case if child.tag in ("failure", "error")]
@@ -262,7 +263,7 @@ def read_report(report: Path) -> dict[str, tuple[str, float]]:
 
 
 def table(state: State) -> str:
-    """Markdown: failures of runs per test and condition; then what failed."""
+    """Return Markdown: a table of failures and runs per test and condition, then the failed tests."""
     head = f"| test | {' | '.join(CONDITIONS)} |\n|---|{'---|' * len(CONDITIONS)}\n"
     rows, failures, total = [], [], {condition: [0, 0] for condition in CONDITIONS}
     for test, runs in sorted(state.results.items()):

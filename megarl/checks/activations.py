@@ -99,7 +99,7 @@ def micro_batch_tokens(config: TrainConfig, mesh: MeshSpec) -> int:
 
     It is --max-tokens-per-micro-batch, less if a mini-batch has fewer tokens, and more if one sequence is
     longer."""
-    longest, batch = config.sampling.max_prompt_length + config.sampling.max_response_length, config.batch
+    longest, batch = config.sampling.max_length, config.batch
     return max(
         longest, min(batch.max_tokens_per_micro_batch, -(-batch.global_batch_size // mesh.dp) * longest)
     )

@@ -9,15 +9,16 @@ from pathlib import Path
 from megarl.checks.fits import gb
 from megarl.checks.memory import MASTER_BYTES, MOMENT_BYTES
 from megarl.checks.sizes import canonical_elements, megatron_held
-from megarl.config.hf_config import ModelShape
+from megarl.config.errors import Errors
 from megarl.config.mesh import MeshSpec, actor_meshes
-from megarl.config.roles import configs_of_actors
+from megarl.config.roles import configs_of_actors, trained_models
 from megarl.config.rules_files import free_name
-from megarl.config.schema import LoRAConfig, TrainConfig
+from megarl.config.schema import TrainConfig
 from megarl.files.writing import obstacle
+from megarl.reshard.report import ITEMSIZE
 
 
-def save_findings(config: TrainConfig) -> Iterator[str]:
+def save_errors(config: TrainConfig) -> Errors:
     """Yield an error if this machine cannot create or write the run folder, with a folder that works."""
     folder = Path(config.run.save)
     if (why := obstacle(folder)) is not None:
@@ -27,16 +28,18 @@ def save_findings(config: TrainConfig) -> Iterator[str]:
         yield f"--save ({folder}): cannot be written: {why}. {advice}"
 
 
-def disk_findings(config: TrainConfig, free: int | None) -> Iterator[str]:
+def disk_errors(config: TrainConfig, free: int | None) -> Errors:
     """Yield an error if the run folder's file system lacks room for checkpoints and exports.
 
     The checkpoints are those that exist at the same time."""
-    needed = checkpoints_at_once(config) * checkpoint_bytes(config) + export_bytes(config)
-    if free is not None and needed > free:
+    if free is not None and _run_bytes(config) > free:
         fewer = replace(config, checkpoint=replace(config.checkpoint, keep=1))
-        fits = checkpoints_at_once(fewer) * checkpoint_bytes(config) + export_bytes(config) <= free
-        advice = "Try --keep 1." if fits else "Name a folder on another file system."
+        advice = "Try --keep 1." if _run_bytes(fewer) <= free else "Name a folder on another file system."
         yield f"--save ({config.run.save}): {disk_line(config, free)}. {advice}"
+
+
+def _run_bytes(config: TrainConfig) -> int:
+    return checkpoints_at_once(config) * checkpoint_bytes(config) + export_bytes(config)
 
 
 def disk_line(config: TrainConfig, free: int | None) -> str:
@@ -58,11 +61,7 @@ def checkpoints_at_once(config: TrainConfig) -> int:
 
 def checkpoint_bytes(config: TrainConfig) -> int:
     """Return the size of one checkpoint of all trained roles."""
-    return sum(
-        _of_role(of_actor, *trained)
-        for of_actor in configs_of_actors(config).values()
-        for trained in _trained(of_actor)
-    )
+    return sum(size for _, _, size in _checkpoints(config))
 
 
 def copy_bytes(config: TrainConfig, world_size: int) -> int:
@@ -70,42 +69,33 @@ def copy_bytes(config: TrainConfig, world_size: int) -> int:
 
     The copies exist while a checkpoint is written. The ranks of a role share its checkpoint."""
     copies = dict.fromkeys(range(world_size), 0)
-    for of_actor in configs_of_actors(config).values():
-        meshes = actor_meshes(of_actor, world_size)
-        for folder, lora, is_critic in _trained(of_actor):
-            ranks = meshes["critic" if is_critic else "actor"].ranks
-            for rank in ranks:
-                copies[rank] += _of_role(of_actor, folder, lora, is_critic) // len(ranks)
+    for of_actor, role, size in _checkpoints(config):
+        ranks = actor_meshes(of_actor, world_size)[role].ranks
+        for rank in ranks:
+            copies[rank] += size // len(ranks)
     return max(copies.values())
 
 
-def _of_role(config: TrainConfig, folder: str, lora: LoRAConfig, is_critic: bool) -> int:
-    """Return the checkpoint size of one role: fp32 weights (master weights under bf16) and moments.
+def _checkpoints(config: TrainConfig) -> Iterator[tuple[TrainConfig, str, int]]:
+    """Yield (actor, role, bytes of the checkpoint) of each trained role.
 
-    With adapters these are the adapters' weights and moments, plus the frozen weights."""
-    shape = ModelShape.load(folder, value_head=is_critic)
-    if not lora.lora_rank:
-        return canonical_elements(shape) * (MASTER_BYTES + MOMENT_BYTES)
-    adapters = megatron_held(shape, MeshSpec((0,)), "grouped", lora)[0].adapters
-    return canonical_elements(shape) * (2 if config.model.bf16 else 4) + adapters * (
-        MASTER_BYTES + MOMENT_BYTES
-    )
+    A checkpoint has fp32 weights (master weights under bf16) and moments. With adapters these are the
+    adapters' weights and moments, plus the frozen weights."""
+    state_bytes = MASTER_BYTES + MOMENT_BYTES
+    for of_actor in configs_of_actors(config).values():
+        for role, model in trained_models(of_actor).items():
+            elements = canonical_elements(model.shape)
+            if model.lora.lora_rank:
+                adapters = megatron_held(model.shape, MeshSpec((0,)), "grouped", model.lora)[0].adapters
+                yield of_actor, role, elements * ITEMSIZE[of_actor.model.dtype] + adapters * state_bytes
+            else:
+                yield of_actor, role, elements * state_bytes
 
 
 def export_bytes(config: TrainConfig) -> int:
     """Return the size of the exports: hf/, hf_critic/, and those of further actors."""
     return sum(
-        canonical_elements(ModelShape.load(folder, value_head=is_critic)) * (2 if of_actor.model.bf16 else 4)
+        canonical_elements(model.shape) * ITEMSIZE[of_actor.model.dtype]
         for of_actor in configs_of_actors(config).values()
-        for folder, _, is_critic in _trained(of_actor)
-    )
-
-
-def _trained(config: TrainConfig) -> list[tuple[str, LoRAConfig, bool]]:
-    """Return (folder, adapters, whether it is the critic) of each trained role."""
-    actor = (config.model.model, config.lora, False)
-    return (
-        [actor]
-        if config.critic is None
-        else [actor, (config.model.critic_model or config.model.model, config.critic_lora, True)]
+        for model in trained_models(of_actor).values()
     )

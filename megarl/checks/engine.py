@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.checks.machine import Machine
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.installed import cpu_head_sizes
 from megarl.config.reward_models import reward_models
@@ -13,7 +13,7 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 
 
-def engine_findings(config: TrainConfig, machine: Machine) -> Iterator[str]:
+def engine_errors(config: TrainConfig, machine: Machine) -> Errors:
     """Yield one line per model whose head size has no kernel in vLLM's CPU attention.
 
     The configuration must have no other errors."""
@@ -27,9 +27,8 @@ def engine_findings(config: TrainConfig, machine: Machine) -> Iterator[str]:
             continue  # a judge that only vLLM knows
         if shape.is_gqa and shape.head_dim not in sizes:
             yield (
-                f"{flag} ({folder}): its head_dim is {shape.head_dim}, and vLLM's attention on a "
-                f"CPU has kernels for {', '.join(map(str, sizes))} "
-                "only. Use another model, or a GPU."
+                f"{flag} ({folder}): its head_dim is {shape.head_dim}, and vLLM's attention on a CPU has "
+                f"kernels for {', '.join(map(str, sizes))} only. Use another model, or a GPU."
             )
 
 

@@ -19,10 +19,10 @@ from megarl.checks.memory import (
     roles_of,
 )
 from megarl.config.check import job_errors
-from megarl.config.errors import divisors
-from megarl.config.schema import TrainConfig
+from megarl.config.errors import Errors, divisors
+from megarl.config.flags import ROLES, flag_name
+from megarl.config.schema import ParallelConfig, TrainConfig
 
-_SPLIT = ("actor", "critic", "reference", "reward")
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _PHASE_NAMES = {
     "rollout": "the rollout",
@@ -32,47 +32,38 @@ _PHASE_NAMES = {
 }
 
 
-def memory_findings(
+def memory_errors(
     config: TrainConfig, parts: Parts, machine: Machine, ranks_per_node: int, new_run: bool = True
-) -> Iterator[str]:
+) -> Errors:
     """Yield errors if a step needs more memory than the machine has, or an engine cannot hold one sequence.
 
     The first error names the smallest change of flags that was computed to fit."""
     found = _shortage(parts, machine, ranks_per_node)
     if found is None:
-        yield from _cache_findings(config, parts, machine)
+        yield from _cache_errors(config, parts, machine)
         return
+
+    def fits(changed: TrainConfig) -> tuple[bool, _Shortage | None]:
+        """Return whether a configuration breaks no rule and fits, and the memory that is missing."""
+        needed = estimate(changed, len(parts), machine, new_run)
+        if (missing := _shortage(needed, machine, ranks_per_node)) is not None:
+            return False, missing
+        has_errors = any(_cache_errors(changed, needed, machine)) or job_errors(changed, len(parts), new_run)
+        return not has_errors, None
+
     advice = "Use a smaller model, or more or larger machines."
     for flags, changed in _changes(config, len(parts)):
-        if (tried := _made_to_fit(flags, changed, len(parts), machine, ranks_per_node, new_run)) is not None:
-            advice = f"Try {tried}."
+        is_fit, missing = fits(changed)
+        if missing is not None and (smaller := _smaller_cache(changed, machine, missing)) is not None:
+            flags, is_fit = f"{smaller[0]} {flags}".strip(), fits(smaller[1])[0]
+        if is_fit:
+            advice = f"Try {flags}."
             break
     elsewhere = "" if machine.has_gpu else " A job for GPUs: megarl check --gpu-memory GB."
     yield (
         f"--model ({config.model.model}): {found.who} {gb(found.needed)} GB {found.when}, of "
         f"{gb(found.there)} GB. {advice}{elsewhere}"
     )
-
-
-def _made_to_fit(
-    flags: str, config: TrainConfig, world_size: int, machine: Machine, ranks_per_node: int, new_run: bool
-) -> str | None:
-    """Return the flags of a change that makes the job fit, or None.
-
-    The flags include a smaller KV cache if only that is missing. None means that the configuration does not
-    fit or breaks a rule."""
-    parts = estimate(config, world_size, machine, new_run)
-    shortage = _shortage(parts, machine, ranks_per_node)
-    if shortage is not None:
-        smaller = _smaller_cache(config, machine, shortage)
-        if smaller is None:
-            return None
-        flags, config = f"{smaller[0]} {flags}".strip(), smaller[1]
-        parts = estimate(config, world_size, machine, new_run)
-    fits = _shortage(parts, machine, ranks_per_node) is None and not list(
-        _cache_findings(config, parts, machine)
-    )
-    return flags if fits and not job_errors(config, world_size, new_run) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,67 +85,56 @@ def _shortage(parts: Parts, machine: Machine, ranks_per_node: int) -> _Shortage 
     """Return the shortage of one rank on its GPU, or on a CPU of all ranks of a machine together."""
     needs = {rank: peak_bytes(of_rank) for rank, of_rank in parts.items()}
     worst = max(needs, key=needs.__getitem__)
-    when = f"during {_PHASE_NAMES[peak_phase(parts[worst])]}"
     if machine.has_gpu:
-        found = _Shortage(f"on its GPU rank {worst} needs", when, needs[worst], machine.gpu_bytes or 0)
-        known = machine.gpu_bytes is not None
+        who, here, there = f"on its GPU rank {worst} needs", [needs[worst]], machine.gpu_bytes
     else:
         here = [size for rank, size in needs.items() if rank < ranks_per_node]
         who = f"on this machine {len(here)} {'ranks need' if len(here) > 1 else 'rank needs'}"
-        found, known = (
-            _Shortage(who, when, sum(here), machine.ram_bytes or 0, len(here)),
-            machine.ram_bytes is not None,
-        )
-    return found if known and found.needed > found.there else None
+        there = machine.ram_bytes
+    when = f"during {_PHASE_NAMES[peak_phase(parts[worst])]}"
+    is_short = there is not None and sum(here) > there
+    return _Shortage(who, when, sum(here), there, len(here)) if is_short else None
 
 
 def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainConfig]]:
     """Yield (flags, configuration with these flags), the smallest change first.
 
     Changes that cost time come before changes of numbers or layout."""
-    yield from _cheaper_updates("", config)
-    half = replace(config, model=replace(config.model, bf16=True))
-    if not config.model.bf16:
-        yield from _cheaper_updates("--bf16", half)
-    if config.others:
-        return
-    for tp in [tp for tp in divisors(world_size) if tp > config.actor.tensor_model_parallel_size]:
-        split = {
-            role: replace(getattr(config, role), tensor_model_parallel_size=tp)
-            for role in _SPLIT
-            if getattr(config, role) is not None
-        }
-        split["rollout"] = replace(config.rollout, tensor_parallel_size=tp)
-        flags = f"--tensor-model-parallel-size {tp} --rollout-tensor-parallel-size {tp}"
-        yield from _cheaper_updates(flags, replace(config, **split))
+    now = config.actor.tensor_model_parallel_size
+    larger = [] if config.others else [tp for tp in divisors(world_size) if tp > now]
+    for tp in [now, *larger]:
+        flags, changed = "", config
+        if tp > now:
+            rollout = replace(config.rollout, tensor_parallel_size=tp)
+            split = _megatron_roles(config, tensor_model_parallel_size=tp)
+            flags = f"--tensor-model-parallel-size {tp} --rollout-tensor-parallel-size {tp}"
+            changed = replace(config, rollout=rollout, **split)
+        yield from _cheaper_updates(flags, changed)
         if not config.model.bf16:
-            yield from _cheaper_updates(f"--bf16 {flags}", replace(half, **split))
+            half = replace(changed, model=replace(config.model, bf16=True))
+            yield from _cheaper_updates(f"--bf16 {flags}".strip(), half)
 
 
 def _cheaper_updates(flags: str, config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """Yield the configuration, then with recomputed activations, then also with shorter micro-batches."""
     yield flags, config
     if config.actor.recompute_granularity is None:
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-        roles = {
-            role: replace(getattr(config, role), **recompute)
-            for role in _SPLIT
-            if getattr(config, role) is not None
-        }
+        roles = _megatron_roles(
+            config, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
         flags, config = f"{flags} {_RECOMPUTE}".strip(), replace(config, **roles)
         yield flags, config
-    longest, tokens = (
-        config.sampling.max_prompt_length + config.sampling.max_response_length,
-        config.batch.max_tokens_per_micro_batch,
-    )
-    while tokens // 2 >= longest:
+    tokens = config.batch.max_tokens_per_micro_batch
+    while tokens // 2 >= config.sampling.max_length:
         tokens //= 2
         shorter = replace(config.batch, max_tokens_per_micro_batch=tokens)
         yield f"{flags} --max-tokens-per-micro-batch {tokens}".strip(), replace(config, batch=shorter)
+
+
+def _megatron_roles(config: TrainConfig, **changes: object) -> dict[str, ParallelConfig]:
+    """Return section -> its content with these changes, for the roles that Megatron runs."""
+    roles = {role: getattr(config, role) for role in ROLES}
+    return {role: replace(parallel, **changes) for role, parallel in roles.items() if parallel is not None}
 
 
 def _smaller_cache(
@@ -164,24 +144,20 @@ def _smaller_cache(
 
     Return None if the cache is not that large, or if no flag sets its size."""
     rollout, given = config.rollout, config.rollout.kv_cache_memory_bytes
-    if not config.algorithm.needs_rollout:
+    if given is not None:
+        name, size = "kv_cache_memory_bytes", (given - shortage.excess_of_rank) // 10**6 * 10**6
+    elif machine.has_gpu:
+        share = rollout.gpu_memory_utilization - shortage.excess_of_rank / machine.gpu_bytes
+        name, size = "gpu_memory_utilization", math.floor(100 * share) / 100
+    else:
         return None
-    if given is not None and (rest := (given - shortage.excess_of_rank) // 10**6 * 10**6) > 0:
-        return f"--rollout-kv-cache-memory-bytes {rest}", replace(
-            config, rollout=replace(rollout, kv_cache_memory_bytes=rest)
-        )
-    if given is None and machine.has_gpu:
-        percent = math.floor(
-            100 * (rollout.gpu_memory_utilization - shortage.excess_of_rank / machine.gpu_bytes)
-        )
-        if percent > 0:
-            return f"--rollout-gpu-memory-utilization {percent / 100:g}", replace(
-                config, rollout=replace(rollout, gpu_memory_utilization=percent / 100)
-            )
-    return None
+    if not config.algorithm.needs_rollout or size <= 0:
+        return None
+    smaller = replace(config, rollout=replace(rollout, **{name: size}))
+    return f"--{flag_name(name, 'rollout-')} {size}", smaller
 
 
-def _cache_findings(config: TrainConfig, parts: Parts, machine: Machine) -> Iterator[str]:
+def _cache_errors(config: TrainConfig, parts: Parts, machine: Machine) -> Errors:
     """Yield an error if an engine's KV cache cannot hold one sequence of full length.
 
     vLLM refuses to start in that case."""
@@ -196,10 +172,9 @@ def _cache_findings(config: TrainConfig, parts: Parts, machine: Machine) -> Iter
 
 
 def _no_room_for_a_sequence(config: TrainConfig, rank: int, cache: int, one: int, machine: Machine) -> str:
-    longest = config.sampling.max_prompt_length + config.sampling.max_response_length
     said = (
-        f"leaves {gb(cache)} GB of KV cache on rank {rank}, and one sequence of {longest} tokens "
-        f"needs {gb(one)} GB"
+        f"leaves {gb(cache)} GB of KV cache on rank {rank}, and one sequence of "
+        f"{config.sampling.max_length} tokens needs {gb(one)} GB"
     )
     given, share = config.rollout.kv_cache_memory_bytes, config.rollout.gpu_memory_utilization
     if given is not None:

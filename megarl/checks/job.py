@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checks.disk import copy_bytes, disk_findings, disk_line, save_findings
-from megarl.checks.engine import engine_findings
-from megarl.checks.fits import gb, memory_findings, memory_table
+from megarl.checks.disk import copy_bytes, disk_errors, disk_line, save_errors
+from megarl.checks.engine import engine_errors
+from megarl.checks.fits import gb, memory_errors, memory_table
 from megarl.checks.machine import Machine, free_bytes, this_machine
 from megarl.checks.memory import Parts, estimate
 from megarl.checks.preview import preview
-from megarl.checks.syncs import sync_findings, unplanned
-from megarl.checks.weights import weight_findings
+from megarl.checks.syncs import sync_errors, unplanned
+from megarl.checks.weights import weight_errors
 from megarl.config.check import job_errors, of_all_actors
-from megarl.config.errors import raise_errors
+from megarl.config.errors import Errors, raise_errors
 from megarl.config.installed import version_notes
 from megarl.config.mesh import role_meshes
 from megarl.config.roles import configs_of_actors
@@ -31,12 +31,12 @@ class Report:
     """The result of all checks.
 
     Args:
-        findings: errors, each `flag (value): rule. Try ...`.
+        errors: errors, each `flag (value): rule. Try ...`.
         estimates: errors that rest on an estimate of the activations, in the same form.
         lines: a summary of the job, as far as the errors permit one. The first line begins with ok or not
             ok."""
 
-    findings: tuple[str, ...]
+    errors: tuple[str, ...]
     lines: tuple[str, ...]
     estimates: tuple[str, ...] = ()
 
@@ -46,9 +46,9 @@ def check_everything(
 ) -> None:
     """Raise ConfigError with all errors. Log a warning for each error that is only estimated."""
     report = examine(config, world_size, new_run, ranks_per_node)
-    raise_errors(report.findings)
-    for finding in report.estimates:
-        logger.warning("by an estimate of the activations this job does not fit. %s", finding)
+    raise_errors(report.errors)
+    for error in report.estimates:
+        logger.warning("by an estimate of the activations this job does not fit. %s", error)
 
 
 def examine(
@@ -64,36 +64,34 @@ def examine(
         new_run: whether --save will be written, so it must be free and have room.
         ranks_per_node: number of ranks on this machine. The default is all ranks.
         machine: the machine to check for. The default is this machine."""
-    findings = job_errors(config, world_size, new_run)
+    errors = job_errors(config, world_size, new_run)
     previews = {suffix: preview(of_actor) for suffix, of_actor in configs_of_actors(config).items()}
     of_data = iter(previews.values())
-    findings += of_all_actors(config, lambda _: next(of_data).findings)
-    if findings:
-        return Report(tuple(findings), ())  # the checks below assume that the layouts are right
-    machine = machine or this_machine()
+    errors += of_all_actors(config, lambda _: next(of_data).errors)
+    if errors:
+        return Report(tuple(errors), ())  # the checks below assume that the layouts are right
+    machine, ranks_per_node = machine or this_machine(), ranks_per_node or world_size
     free = free_bytes(Path(config.run.save)) if new_run else None
-    of_disk = [*(save_findings(config) if new_run else ()), *disk_findings(config, free)]
+    of_disk = [*(save_errors(config) if new_run else ()), *disk_errors(config, free)]
     parts = estimate(config, world_size, machine, new_run)
-    findings = [
-        *weight_findings(config, new_run),
-        *engine_findings(config, machine),
-        *_gpu_findings(config, world_size, new_run, ranks_per_node or world_size, machine),
-        *sync_findings(config, world_size),
+    errors = [
+        *weight_errors(config, new_run),
+        *engine_errors(config, machine),
+        *_gpu_errors(config, world_size, new_run, ranks_per_node, machine),
+        *sync_errors(config, world_size),
         *(of_disk if machine.is_this else ()),
     ]
-    of_memory = tuple(memory_findings(config, parts, machine, ranks_per_node or world_size, new_run))
-    is_certain = any(
-        memory_findings(config, _without_activations(parts), machine, ranks_per_node or world_size, new_run)
-    )
-    findings += of_memory if is_certain else ()
+    of_memory = tuple(memory_errors(config, parts, machine, ranks_per_node, new_run))
+    is_certain = any(memory_errors(config, _without_activations(parts), machine, ranks_per_node, new_run))
+    errors += of_memory if is_certain else ()
     estimates = () if is_certain else of_memory
     notes = [
-        *(f"on this machine {finding}" for finding in of_disk if not machine.is_this),
+        *(f"on this machine {error}" for error in of_disk if not machine.is_this),
         *(checkpoint_notes(config) if new_run else ()),
         *version_notes(),
     ]
     lines = [
-        _summary(config, world_size, is_ok=not findings and not estimates),
+        _summary(config, world_size, is_ok=not errors and not estimates),
         *dict.fromkeys(line for seen in previews.values() for line in seen.lines),
         *_sync_lines(config),
         *([f"--save: {disk_line(config, free)}"] if new_run else []),
@@ -101,7 +99,7 @@ def examine(
         *_copy_line(config, world_size),
         *(f"note: {note}" for note in notes),
     ]
-    return Report(tuple(findings), tuple(lines), estimates)
+    return Report(tuple(errors), tuple(lines), estimates)
 
 
 def _without_activations(parts: Parts) -> Parts:
@@ -111,9 +109,7 @@ def _without_activations(parts: Parts) -> Parts:
     }
 
 
-def _gpu_findings(
-    config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine
-) -> Iterator[str]:
+def _gpu_errors(config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine) -> Errors:
     """Yield an error if there are more ranks than GPUs on this machine. On a CPU ranks share the cores."""
     if machine.num_gpus is None or ranks <= machine.num_gpus:
         return

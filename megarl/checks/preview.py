@@ -4,11 +4,12 @@ All rows are read when the job starts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.config.errors import ConfigError, did_you_mean
+from megarl.config.errors import ConfigError, Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 from megarl.config.rules_files import DATA_SUFFIXES
@@ -31,7 +32,7 @@ _NO_PROMPTS = ("data_source", "ability", "answer", "response", "solution")
 class Preview:
     """The errors of one actor's data, and a summary of the data for people."""
 
-    findings: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
 
@@ -40,10 +41,10 @@ def preview(config: TrainConfig) -> Preview:
 
     Missing files are not reported here, because the rules of the configuration report them."""
     seen = Preview()
-    datasets = _datasets(config, seen.findings)
+    datasets = _datasets(config, seen.errors)
     tokenizer = _tokenizer(config, seen)
     for flag, dataset in datasets.items():
-        seen.findings += _reward_findings(config, dataset, flag)
+        seen.errors += _reward_errors(config, dataset, flag)
         if tokenizer is not None:
             try:
                 encoder = PromptEncoder(tokenizer, dataset)
@@ -54,11 +55,11 @@ def preview(config: TrainConfig) -> Preview:
                     f"{max(lengths)} tokens"
                 )
             except ValueError as error:
-                seen.findings.append(_with_flag(str(error), flag))
+                seen.errors.append(_with_flag(str(error), flag))
     return seen
 
 
-def _datasets(config: TrainConfig, findings: list[str]) -> dict[str, PromptDataset]:
+def _datasets(config: TrainConfig, errors: list[str]) -> dict[str, PromptDataset]:
     """Return flag -> the first rows of its files. A flag whose files have errors is left out."""
     needs = "response" if not config.algorithm.needs_rollout else None
     try:
@@ -77,7 +78,7 @@ def _datasets(config: TrainConfig, findings: list[str]) -> dict[str, PromptDatas
                 files, prompt_key=config.data.prompt_key, needs=needs, flag=flag, first=NUM_ROWS
             )
         except ValueError as error:
-            findings += _better_column(config, flag, files, needs) or [_with_flag(str(error), flag)]
+            errors += _better_column(config, flag, files, needs) or [_with_flag(str(error), flag)]
     return datasets
 
 
@@ -95,15 +96,9 @@ def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: 
         if column not in _NO_PROMPTS
         and not parse_row({**row, "messages": None, "question": None, column: row[column]}, column, needs)[1]
     ]
-    near = did_you_mean(config.data.prompt_key, fits, prefix="").removeprefix(" Did you mean ").removesuffix(
-        "?"
-    ) or next(iter(fits), None)
-    if near is None:
-        return []
-    return [
-        f"--prompt-key ({config.data.prompt_key}): {flag} ({files[0]}) has no such column (there: "
-        f"{', '.join(row)}). Try --prompt-key {near}."
-    ]
+    near = [*difflib.get_close_matches(config.data.prompt_key, fits, n=1), *fits]
+    head = f"--prompt-key ({config.data.prompt_key}): {flag} ({files[0]}) has no such column"
+    return [f"{head} (there: {', '.join(row)}). Try --prompt-key {near[0]}."] if near else []
 
 
 def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
@@ -125,14 +120,14 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
             return None
         if shape is not None:
             check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
-            seen.findings += _special_ids(config, shape, tokenizer)
+            seen.errors += _special_ids(config, shape, tokenizer)
     except ValueError as error:
-        seen.findings.append(_with_flag(str(error), flag, path))
+        seen.errors.append(_with_flag(str(error), flag, path))
         return None
     return tokenizer
 
 
-def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -> Iterator[str]:
+def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -> Errors:
     """Yield an error if the end-of-sequence ids of model and tokenizer disagree.
 
     Engines stop at the model's ids, and fine-tuning ends its responses with the tokenizer's id."""
@@ -149,14 +144,13 @@ def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -
         )
     elif ids and tokenizer.eos_token_id not in ids and not config.algorithm.needs_rollout:
         yield (
-            f"{flag}: ends responses with token {tokenizer.eos_token_id}, and the model's "
-            f"eos_token_id is {' '.join(map(str, ids))}: what is "
-            f"learnt would stop no engine. Add {tokenizer.eos_token_id} to eos_token_id in "
-            f"{source.with_name('generation_config.json')}."
+            f"{flag}: ends responses with token {tokenizer.eos_token_id}, and the model's eos_token_id is "
+            f"{' '.join(map(str, ids))}: what is learnt would stop no engine. Add {tokenizer.eos_token_id} "
+            f"to eos_token_id in {source.with_name('generation_config.json')}."
         )
 
 
-def _reward_findings(config: TrainConfig, dataset: PromptDataset, flag: str) -> Iterator[str]:
+def _reward_errors(config: TrainConfig, dataset: PromptDataset, flag: str) -> Errors:
     """Yield an error for each data source that --reward auto has no rule for."""
     if (
         not config.algorithm.needs_rollout
@@ -170,9 +164,8 @@ def _reward_findings(config: TrainConfig, dataset: PromptDataset, flag: str) -> 
         if not _is_routed(source):
             known = ", ".join(pattern for pattern, _ in ROUTES)
             yield (
-                f"--reward (auto): no rule is known for data_source {source!r} of {flag} (known: "
-                f"{known}). Try --reward math, or bring your own "
-                "with --reward-function path/to/file.py:function."
+                f"--reward (auto): no rule is known for data_source {source!r} of {flag} (known: {known}). "
+                "Try --reward math, or bring your own with --reward-function path/to/file.py:function."
             )
 
 

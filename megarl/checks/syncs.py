@@ -4,9 +4,9 @@ A plan needs the atlases (sharding specs) of both sides, and a source for each e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
+from megarl.config.errors import Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, actor_meshes
 from megarl.config.roles import configs_of_actors
@@ -16,7 +16,7 @@ from megarl.reshard.plan import make_plan
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 
 
-def sync_findings(config: TrainConfig, world_size: int) -> Iterator[str]:
+def sync_errors(config: TrainConfig, world_size: int) -> Errors:
     """Yield an error for each weight sync that cannot be planned, for a configuration without other errors.
 
     Layers of a kind are alike, so one layer of each kind is planned per model chunk."""
@@ -37,7 +37,7 @@ def unplanned(config: TrainConfig) -> str | None:
     return next((name for name in types if name not in TABLES), None)
 
 
-def _findings(shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str) -> Iterator[str]:
+def _findings(shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str) -> Errors:
     chunks = actor.pp * actor.vpp
     short = replace(shape, num_layers=chunks, dense_layers=(0,) if shape.dense_layers and chunks > 1 else ())
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.check import of_all_actors
+from megarl.config.errors import Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.schema import TrainConfig
@@ -13,7 +14,7 @@ from megarl.reshard.hf_folder import folder_problem
 _ADVICE = "Copy or convert the folder again, or give another one."
 
 
-def weight_findings(config: TrainConfig, trains: bool = True) -> list[str]:
+def weight_errors(config: TrainConfig, trains: bool = True) -> list[str]:
     """Return one error per folder with missing or damaged files, or with tensors of another model.
 
     The configuration must have no other errors. `trains` is False for `megarl eval`, which loads only the
@@ -21,7 +22,7 @@ def weight_findings(config: TrainConfig, trains: bool = True) -> list[str]:
     return of_all_actors(config, lambda of_actor: list(_of_actor(of_actor, trains)))
 
 
-def _of_actor(config: TrainConfig, trains: bool) -> Iterator[str]:
+def _of_actor(config: TrainConfig, trains: bool) -> Errors:
     for flag, folder, shape in _folders(config, trains):
         if (problem := folder_problem(folder, shape)) is not None:
             yield f"{flag} ({folder}): {problem.removesuffix('.')}. {_ADVICE}"

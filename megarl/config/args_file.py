@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.roles import KINDS
+
 _SKIP = re.compile(r"(?:[ \t\r\n]|\\\n|#[^\n]*)*")
 _WORD = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^ \t\r\n"'\\])+""", re.DOTALL)
 _PART = re.compile(
@@ -20,6 +22,25 @@ _PART = re.compile(
 _ESCAPED_IN_DOUBLE_QUOTES = re.compile(r"""\\([\\"$`\n])""")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 COMMAND_LINE = "command line"
+_NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")
+
+
+def number_and_base(name: str) -> tuple[int, str]:
+    """Split a flag's name into the actor's number and the rest.
+
+    Examples: critic-2-lr gives (2, "critic-lr"), lr gives (1, "lr")."""
+    match = _NUMBERED.fullmatch(name)
+    return (int(match[3]), f"{match[1] or ''}{match[2]}-{match[4]}") if match else (1, name)
+
+
+def numbered(name: str, number: int) -> str:
+    """Return an actor's form of a flag's name.
+
+    Examples for the second actor: critic-lr gives critic-2-lr, seed gives actor-2-seed."""
+    if number == 1:
+        return name
+    kind, _, rest = name.partition("-")
+    return f"{kind}-{number}-{rest}" if kind in KINDS and rest else f"actor-{number}-{name}"
 
 
 class Word(NamedTuple):
@@ -31,13 +52,14 @@ class Word(NamedTuple):
 
 @dataclass(slots=True)
 class Occurrence:
-    """A flag as it was written.
+    """One use of a flag on the command line or in an args file.
 
     Args:
-        name: without the dashes.
-        place: file:line, or command line.
-        level: a higher level overrides a lower one; each reading of a file is one level, the command line is
-            the highest.
+        name: without the dashes, e.g. critic-2-lr.
+        number, base: the number of the flag's actor, and the name without it: 2, critic-lr.
+        place: "file:line", or "command line".
+        level: a higher level overrides a lower one. Each reading of a file is one level. The command line is
+            the highest level.
         words: the words between this flag and the next.
     """
 
@@ -45,6 +67,15 @@ class Occurrence:
     place: str
     level: int = 0
     words: list[Word] = field(default_factory=list)
+    number: int = field(init=False)
+    base: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number, self.base = number_and_base(self.name)
+
+    def error(self, text: str) -> str:
+        """Return an error about the flag: the flag and its value, the text, the place."""
+        return f"{self}: {text} [{self.place}]"
 
     @property
     def value(self) -> str:
@@ -59,7 +90,7 @@ class Occurrence:
 class Reader:
     """Collects the flags of a command line and of the args files in it.
 
-    After `read`, `occurrences` holds the flags with their levels, and `errors` what could not be read."""
+    After `read`, `occurrences` holds the flags with their levels, and `errors` the problems of reading."""
 
     def __init__(self) -> None:
         self.occurrences: list[Occurrence] = []
@@ -72,12 +103,12 @@ class Reader:
     def _read_words(
         self, words: Iterable[tuple[Word, str]], folder: Path, including: tuple[Path, ...]
     ) -> None:
-        """Group words into flags. Included files are read on the way, so they end up on lower levels."""
+        """Group words into flags. An included file is read first, so its flags get a lower level."""
         own: list[Occurrence] = []
         current: Occurrence | None = None
         for word, place in words:
             text = word.text
-            if _NO_TEXT.search(text):  # no path has a zero byte, and no args file can say what is not UTF-8
+            if _NO_TEXT.search(text):  # no path has a zero byte, and args files are UTF-8
                 self._error(f"{text!r}: has a zero byte, or is not UTF-8", place)
             elif not word.quoted and text.startswith("@"):
                 self._include(text[1:], folder, place, including)
@@ -106,7 +137,7 @@ class Reader:
         path = folder / name
         try:
             resolved = path.resolve()
-        except RuntimeError:  # links in a circle
+        except RuntimeError:  # symbolic links form a loop
             self._error(f"@{name!r}: is not the path of a file", place)
             return
         if resolved in including:

@@ -1,22 +1,23 @@
-"""All rules across fields: what one flag, the model's shape and the number of ranks mean for each other.
+"""Check a configuration by all rules that concern several fields, the model's shape or the number of ranks.
 
-They run before any device is touched. Every rule that is broken is reported at once, as `flag (value): rule.
-Try ...`. A rule of a single field stands beside the field in the schema."""
+The rules run before any device is touched. All broken rules are reported at once, each as `flag (value):
+rule. Try ...`. A rule of a single field stands beside the field in the schema."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megarl.config import rules_layout as layout
 from megarl.config import rules_training as training
-from megarl.config.errors import ConfigError, raise_errors
-from megarl.config.flags import OF_JOB, flag_name, numbered
+from megarl.config.args_file import numbered
+from megarl.config.errors import ConfigError, Errors, raise_errors
+from megarl.config.flags import OF_JOB, flag_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.installed import apex_error, megatron_error, tracker_errors
 from megarl.config.mesh import engine_mode
 from megarl.config.reward_models import reward_errors
-from megarl.config.roles import configs_of_actors, place
+from megarl.config.roles import configs_of_actors, place, trained_models
 from megarl.config.rules_files import checkpoint_errors, path_errors
 from megarl.config.rules_layout import Job
 from megarl.config.schema import TrainConfig
@@ -51,14 +52,14 @@ def check(
     new_run: bool = True,
     critic_shape: ModelShape | None = None,
 ) -> list[str]:
-    """Return all rules that one actor with its roles breaks; [] if none.
+    """Return the errors of one actor and its roles.
 
     Args:
-        shape: of config.model.model. None leaves the rules about it out, for when config.json itself is
-            wrong.
-        world_size: ranks of the job.
-        new_run: --save is going to be written, so it must not hold a run. False: the model is only evaluated.
-        critic_shape: of the critic's model, with its value head. Default: `shape`.
+        shape: shape of config.model.model. None skips the rules about the shape, because config.json itself
+            has errors.
+        world_size: number of ranks of the job.
+        new_run: whether --save is going to be written, so it must not hold a run. False for an evaluation.
+        critic_shape: shape of the critic's model, with its value head. Default: `shape`.
     """
     rules = LAYOUT + TRAINING + ([] if new_run else EVALUATION)
     rules += ENGINE_LAYOUT + SAMPLING if config.algorithm.needs_rollout else []
@@ -78,7 +79,7 @@ def _broken(
     critic_shape: ModelShape | None,
     world_size: int,
 ) -> list[str]:
-    """Return what is wrong with the lists of ranks, and the rules that one actor breaks, each once."""
+    """Return the errors in the lists of ranks, and the rules that one actor breaks, each once."""
     ranks, errors = place(config, world_size)
     job = Job(config, shape, critic_shape or shape, world_size, ranks)
     return list(dict.fromkeys([*errors, *(error for rule in rules for error in rule(job))]))
@@ -90,11 +91,11 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
     Raises: ConfigError with all errors."""
 
     def errors_of(of_actor: TrainConfig) -> list[str]:
-        shape, critic_shape, errors = _load_shapes(of_actor)
+        *shapes, errors = _load_shapes(of_actor)
         rules = LAYOUT + (ENGINE_LAYOUT if of_actor.algorithm.needs_rollout else [])
-        return errors or _broken(rules, of_actor, shape, critic_shape, world_size)
+        return errors or _broken(rules, of_actor, *shapes, world_size)
 
-    raise_errors(of_all_actors(config, errors_of) + actors_errors(config, world_size))
+    raise_errors([*of_all_actors(config, errors_of), *actors_errors(config, world_size)])
 
 
 def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> ModelShape:
@@ -103,42 +104,38 @@ def check_job(config: TrainConfig, world_size: int, new_run: bool = True) -> Mod
     return ModelShape.load(config.model.model)
 
 
-def job_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
-    """Return what `check` finds of every actor, together with what is wrong in the models' config.json.
+def job_errors(config: TrainConfig, world_size: int, new_run: bool) -> list[str]:
+    """Return the errors of every actor, those in the models' config.json included.
 
-    If nothing is, what is wrong with --load."""
+    If there are none, return the errors of --load."""
 
     def errors_of(of_actor: TrainConfig) -> list[str]:
         shape, critic_shape, errors = _load_shapes(of_actor)
         return errors + check(of_actor, shape, world_size, new_run, critic_shape)
 
-    errors = of_all_actors(config, errors_of) + actors_errors(config, world_size, new_run)
+    errors = [*of_all_actors(config, errors_of), *actors_errors(config, world_size, new_run)]
     return errors or (checkpoint_errors(config) if new_run else [])
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:
-    """Return the shapes of actor and critic, if there is one, and what is wrong in their config.json."""
-    shape, errors = _load_shape(config.model.model)
-    if config.critic is None:
-        return shape, None, errors
-    own = config.model.critic_model
-    critic_shape, of_critic = _load_shape(own or config.model.model, value_head=True)
-    if own:  # of one folder the actor's errors say it
-        errors = errors + [error.replace("--model ", "--critic-model ", 1) for error in of_critic]
-    return shape, critic_shape, errors
-
-
-def _load_shape(folder: str, value_head: bool = False) -> tuple[ModelShape | None, list[str]]:
-    try:
-        return ModelShape.load(folder, value_head=value_head), []
-    except ConfigError as error:
-        return None, list(error.errors)
+    """Return the shapes of actor and critic, if there is one, and the errors in their config.json."""
+    shapes: dict[str, ModelShape] = {}
+    errors: list[str] = []
+    for role, model in trained_models(config).items():
+        try:
+            shapes[role] = model.shape
+        except ConfigError as error:
+            if role == "actor":
+                errors += error.errors
+            elif config.model.critic_model:  # one folder for both has the actor's errors
+                errors += [line.replace("--model ", "--critic-model ", 1) for line in error.errors]
+    return shapes.get("actor"), shapes.get("critic"), errors
 
 
 def of_all_actors(config: TrainConfig, errors_of: Callable[[TrainConfig], Iterable[str]]) -> list[str]:
-    """Return the errors of every actor, with its name before them from the second actor on.
+    """Return the errors of every actor. From the second actor on they begin with the actor's name.
 
-    What is wrong with the first actor too is said of that alone."""
+    An error that the first actor has too is reported for the first actor only."""
     found: list[str] = []
     for suffix, of_actor in configs_of_actors(config).items():
         new = [error for error in errors_of(of_actor) if error not in found]
@@ -147,7 +144,7 @@ def of_all_actors(config: TrainConfig, errors_of: Callable[[TrainConfig], Iterab
 
 
 def _with_number(line: str, number: int) -> str:
-    """Return an error with its flags as this actor's are written: --actor-2-seed of --seed."""
+    """Return an error with an actor's forms of its flags, e.g. --actor-2-seed in place of --seed."""
 
     def flag(match: re.Match) -> str:
         name = match[2] if match[2] in _FLAGS_OF_JOB else numbered(match[2], number)
@@ -156,19 +153,15 @@ def _with_number(line: str, number: int) -> str:
     return re.sub(r"--(no-)?([a-z][a-z0-9-]*)", flag, line)
 
 
-def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> list[str]:
-    """Return the rules that are broken because there are several actors; [] for one actor."""
+def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> Errors:
+    """Yield an error per rule about several actors in one job."""
     if config.placement.num_actors == 1 and not config.others:
-        return []
-    return list(_several_actors(config, world_size, new_run))
-
-
-def _several_actors(config: TrainConfig, world_size: int, new_run: bool) -> Iterator[str]:
+        return
     head, actors = f"--num-actors ({config.placement.num_actors})", configs_of_actors(config)
     if config.placement.num_actors != len(actors):
         yield f"{head}: must be the number of actors that are configured ({len(actors)})."
     if not new_run:
-        yield f"{head}: an evaluation is of one model. Leave it out."
+        yield f"{head}: an evaluation has one model. Leave it out."
     if not all(of_actor.algorithm.needs_rollout for of_actor in actors.values()):
         yield (
             f"{head}: each actor must learn from samples, and supervised fine-tuning does not. Start a job "
@@ -188,7 +181,7 @@ def _several_actors(config: TrainConfig, world_size: int, new_run: bool) -> Iter
         if not errors and engine_mode(of_actor, world_size) == "in-process":
             inside.append(suffix)
     if broken:
-        return  # what is wrong with the lists is said of the actor
+        return  # the actor's own errors report the lists
     yield from layout.idle_ranks(ranks, world_size)
     if len(inside) > 1:
         flag = numbered("rollout-engine", int(inside[1][1:]))

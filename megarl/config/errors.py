@@ -1,4 +1,4 @@
-"""Errors of a configuration, which are reported all at once, and the rules of single fields."""
+"""Report all errors of a configuration at once, and check the rules of single fields."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+T = typing.TypeVar("T")
 _MOST_LOOKED_AT = 1000
-"""Names in a folder among which a similar one is looked for."""
+"""Number of names in a folder that are compared with a wrong name."""
+
+
+Errors = Iterator[str]
+"""Errors of a configuration, one line each: `flag (value): rule. Try another value.`"""
 
 
 class ConfigError(ValueError):
-    """A configuration that breaks rules; `errors` holds one line per error: flag (value): rule [place]."""
+    """Error of a configuration that breaks rules.
+
+    `errors` holds one line per broken rule: `flag (value): rule [place]`."""
 
     def __init__(self, errors: Sequence[str]) -> None:
         self.errors = tuple(errors)
@@ -27,11 +34,22 @@ class ConfigError(ValueError):
 
 
 class FieldErrors(ValueError):
-    """Fields of one dataclass that break their own rules; `errors` holds (field, value, rule) of each."""
+    """Error of a dataclass whose fields break their rules. `errors` holds (field, value, rule) of each."""
 
     def __init__(self, errors: Sequence[tuple[str, object, str]]) -> None:
         self.errors = tuple(errors)
         super().__init__("; ".join(f"{name} ({value}): {rule}" for name, value, rule in errors))
+
+
+class Rule(typing.NamedTuple):
+    """A rule of one field, for its annotation: `save: Annotated[str, Rule(bool, "must name a folder.")]`."""
+
+    holds: Callable[[typing.Any], object]
+    words: str
+
+    def error(self, value: object, default: object) -> str | None:
+        """Return the text of the rule if the value breaks it, else None."""
+        return None if self.holds(value) else self.words
 
 
 class Bound(typing.NamedTuple):
@@ -42,7 +60,7 @@ class Bound(typing.NamedTuple):
     limit: float
 
     def error(self, value: float, default: object) -> str | None:
-        """Return the rule that the value breaks, with advice: the default or the limit. None if it holds."""
+        """Return the rule and a value that works if `value` is out of bounds, else None."""
         if self.holds(value, self.limit):
             return None
         has_number = isinstance(default, (int, float)) and not isinstance(default, bool)
@@ -72,43 +90,41 @@ def field_types(cls: type) -> dict[str, object]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
-def bounds_in(hint: object) -> Iterator[Bound]:
-    """Yield the bounds of an annotation, `X | None` included."""
-    yield from (item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Bound))
+def rules_in(hint: object) -> Iterator[Rule | Bound]:
+    """Yield the rules of an annotation and of its alternatives, e.g. of X in `X | None`."""
+    yield from (item for item in getattr(hint, "__metadata__", ()) if isinstance(item, (Rule, Bound)))
     for argument in typing.get_args(hint):
         if typing.get_origin(hint) is not typing.Annotated:
-            yield from bounds_in(argument)
+            yield from rules_in(argument)
 
 
-def require(node: object, *rules: tuple[bool, str, str]) -> None:
-    """Check the fields of a dataclass, each by the bounds in its annotation; None is within all bounds.
-
-    Args:
-        rules: (holds, field, rule) for what is not a bound.
-    Raises: FieldErrors, a ValueError, with all that is wrong.
-    """
-    errors = []
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        for bound in bounds_in(field_types(type(node))[field.name]) if value is not None else ():
-            if error := bound.error(value, field.default):
-                errors.append((field.name, value, error))
-    errors += [(name, getattr(node, name), rule) for holds, name, rule in rules if not holds]
-    if errors:
-        raise FieldErrors(errors)
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def section(cls: type[T]) -> type[T]:
+    """Make a class a dataclass, as all sections of the configuration are."""
+    return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
 
 
 class Section:
-    """Base of the dataclasses of the configuration: an instance is checked when it is made."""
+    """Base of the dataclasses of the configuration. An instance checks its fields when it is created.
+
+    The rules of an annotation do not apply to None."""
 
     __slots__ = ()
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        """Return (holds, field, rule) of the fields' rules that are not bounds."""
+        """Return (holds, field, rule) of the rules that no annotation can state."""
         return ()
 
     def __post_init__(self) -> None:
-        require(self, *self.field_rules())
+        errors = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for rule in rules_in(field_types(type(self))[field.name]) if value is not None else ():
+                if error := rule.error(value, field.default):
+                    errors.append((field.name, value, error))
+        errors += [(name, getattr(self, name), rule) for holds, name, rule in self.field_rules() if not holds]
+        if errors:
+            raise FieldErrors(errors)
 
 
 def raise_errors(errors: Sequence[str]) -> None:
@@ -121,15 +137,25 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "--", cutoff: fl
     """Return ' Did you mean --lr?', or '' if no name is similar.
 
     Args:
-        cutoff: how alike the names must be, from 0 to 1."""
+        cutoff: required similarity of the names, from 0 to 1."""
     near = difflib.get_close_matches(name.replace("_", "-"), list(names), n=1, cutoff=cutoff)
     return f" Did you mean {prefix}{near[0]}?" if near else ""
 
 
 def try_numbers(values: Iterable[int], near: int) -> str:
-    """Return ' Try 64 or 128.' with the two values nearest to the refused one, or '' if there are none."""
+    """Return ' Try 64 or 128.' with the two values nearest to the refused one, or '' without values."""
     nearest = sorted(sorted(set(values), key=lambda value: abs(value - near))[:2])
     return f" Try {' or '.join(map(str, nearest))}." if nearest else ""
+
+
+def must_divide(flag: str, number: int, what: str, size: int, fits: Iterable[int] | None = None) -> Errors:
+    """Yield an error if the value of a flag does not divide a size.
+
+    Args:
+        fits: the numbers to propose. Default: the divisors of the size."""
+    if size % number:
+        advice = try_numbers(divisors(size) if fits is None else fits, number)
+        yield f"{flag} ({number}): must divide {what} ({size}).{advice}"
 
 
 def divisors(number: int) -> list[int]:
@@ -151,6 +177,6 @@ def nearest_path(path: Path, fits: Callable[[Path], bool]) -> Path | None:
 
 
 def try_path(path: Path, fits: Callable[[Path], bool], otherwise: str) -> str:
-    """Return ' Try data/train.jsonl.' with the nearest path that fits, or what else to do."""
+    """Return ' Try data/train.jsonl.' with the nearest path that fits, or `otherwise` if none fits."""
     found = nearest_path(path, fits)
     return f" Try {found}." if found is not None else f" {otherwise}"

@@ -1,4 +1,4 @@
-"""The configuration tree as flags: a table of name -> Flag, and the way from words to a value and back."""
+"""Make flags from the configuration tree, parse their words into values, and format values as flags."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import dataclasses
 import functools
 import itertools
 import json
-import re
 import shlex
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from megarl.config.args_file import Word
-from megarl.config.errors import field_types
+from megarl.config.errors import Errors, field_types
 from megarl.config.installed import visible_gpus
-from megarl.config.roles import KINDS
 from megarl.config.schema import (
     CheckpointConfig,
     LoRAConfig,
@@ -49,11 +47,11 @@ OF_ROLES: dict[type, dict[str, str]] = {
     OptimizerConfig: {"actor": "optimizer", "critic": "critic_optimizer"},
     LoRAConfig: {"actor": "lora", "critic": "critic_lora"},
 }
-"""Dataclass -> role -> the section that holds the role's. Their flags set every role, and with the role's
-name in front that one."""
+"""Dataclass -> role -> section of the role. A flag of such a dataclass sets every role; with a role's name
+in front it sets that role."""
 ROLES = tuple(OF_ROLES[ParallelConfig])
 FOLLOWERS = {"actor": ("reference",)}
-"""Roles that a role's own flags set too: the reference is the actor as it was."""
+"""Role -> roles that its flags set too. The reference is a copy of the actor, so it is split alike."""
 _PLACEMENT_OF_JOB = "nproc_per_node executor num_actors pools offload_ahead_bytes call_timeout_s".split()
 OF_JOB = frozenset(
     {
@@ -63,8 +61,7 @@ OF_JOB = frozenset(
         *(("run", f.name) for f in dataclasses.fields(RunConfig) if not f.name.startswith("gate_")),
     }
 )
-"""(section, field) of what all actors share."""
-_NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")
+"""(section, field) pairs whose value all actors share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +69,11 @@ class Kind:
     """The type of a flag.
 
     Args:
-        bases: of bool, int, low-high, float, json, str: tried in this order.
-        choices: the accepted values, if there are only a few.
-        many: the container of a flag that takes several words.
-        one_or_many: a single word gives the bare value, several give the container.
-        optional: the unquoted word `none` gives None.
+        bases: names in `_PARSERS`, tried in that order.
+        choices: accepted values. Empty: any value of the bases.
+        many: container of the values if the flag takes several words.
+        one_or_many: whether a single word gives the bare value and not a container.
+        optional: whether the unquoted word `none` gives None.
     """
 
     bases: tuple[str, ...] = ("str",)
@@ -98,7 +95,7 @@ class Kind:
         return f"{one} ..." if self.many else one
 
     def parse(self, words: Sequence[Word]) -> object:
-        """Return the value of the words after a flag. Raises: ValueError(rule) without the flag's name."""
+        """Return the value of the words after a flag. Raises: ValueError with the broken rule."""
         if self.optional and len(words) == 1 and words[0] == Word("none"):
             return None
         if self.many and not (self.one_or_many and len(words) == 1):
@@ -159,22 +156,25 @@ _PARSERS = {
     "json": ("a JSON object", _parse_json),
     "str": ("text", str),
 }
-"""Base of a Kind -> (what errors call it, its parser)."""
+"""Base of a Kind -> (its name in errors, its parser)."""
 
 
 def kind_of_hint(hint: object) -> Kind:
-    """Return the kind of a resolved annotation. Raises: TypeError for what no flag can carry."""
+    """Return the kind of a resolved annotation. Raises: TypeError for a type that no flag can carry."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return kind_of_hint(arguments[0])
     if origin in (typing.Union, types.UnionType):
-        members = [argument for argument in arguments if argument is not type(None)]
-        if len(members) == 1:
-            return replace(kind_of_hint(members[0]), optional=len(members) < len(arguments))
+        members = [argument for argument in arguments if argument not in (type(None), typing.Never)]
+        if members:
+            kind = functools.reduce(_either, map(kind_of_hint, members))
+            return replace(kind, optional=type(None) in arguments)
     elif origin is typing.Literal:
         return Kind(choices=arguments)
-    elif origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return replace(kind_of_hint(arguments[0]), many=tuple)
+    elif (container := origin or hint) in (tuple, list, set):
+        return replace(kind_of_hint(arguments[0] if arguments else str), many=container)
+    elif container is dict:
+        return Kind(bases=("json",))
     elif hint is RankCount:
         return Kind(bases=("int", "low-high"))
     elif hint in (bool, int, float, str):
@@ -185,29 +185,48 @@ def kind_of_hint(hint: object) -> Kind:
     )
 
 
+def _either(left: Kind, right: Kind) -> Kind:
+    """Return the kind of a value of either kind; text is tried last, as it accepts everything."""
+    many = left.many or right.many
+    return Kind(
+        bases=tuple(sorted({*left.bases, *right.bases}, key=[*_PARSERS].index)),
+        choices=left.choices + right.choices if left.choices and right.choices else (),
+        many=many,
+        one_or_many=many is not None and (left.many is None or right.many is None),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """One flag and where its value goes.
+    """One flag and the fields that it sets.
 
     Args:
         name: without the dashes, e.g. actor-tensor-model-parallel-size.
-        targets: (section, field) pairs that it sets; a flag of every role has as many as there are roles. Of
-            two flags the one with fewer targets holds.
-        required: it has no default.
-        owner: the dataclass of the field; None if the schema does not know it.
+        targets: (section, field) pairs that the flag sets, one per role for a flag of all roles. If two flags
+            set a field, the flag with fewer targets wins.
+        default: default of the field, or MISSING.
+        owner: dataclass of the field. None for a flag that the schema does not define.
     """
 
     name: str
     targets: tuple[tuple[str, str], ...]
     kind: Kind
     default: object = None
-    required: bool = False
     owner: type | None = None
 
     @property
+    def field(self) -> str:
+        """The name of the field, the same in all sections."""
+        return self.targets[0][1]
+
+    @property
+    def required(self) -> bool:
+        return self.default is MISSING
+
+    @property
     def help(self) -> str:
-        """The string under the field, on one line. Sources are read only here, as reading takes long."""
-        return field_docs(self.owner).get(self.targets[0][1], "") if self.owner is not None else ""
+        """The string under the field, on one line. The source is read on first use, as this takes long."""
+        return field_docs(self.owner).get(self.field, "") if self.owner is not None else ""
 
     @property
     def is_of_job(self) -> bool:
@@ -220,27 +239,13 @@ def flag_name(field: str, prefix: str = "") -> str:
     return prefix + field.replace("_", "-")
 
 
-def number_and_name(name: str) -> tuple[int, str]:
-    """Return (2, "critic-lr") of critic-2-lr: the number of the actor and the rest; (1, "lr") of lr."""
-    match = _NUMBERED.fullmatch(name)
-    return (int(match[3]), f"{match[1] or ''}{match[2]}-{match[4]}") if match else (1, name)
-
-
-def numbered(name: str, number: int) -> str:
-    """Return the flag of one actor: critic-2-lr of critic-lr, actor-2-seed of seed."""
-    if number == 1:
-        return name
-    kind, _, rest = name.partition("-")
-    return f"{kind}-{number}-{rest}" if kind in KINDS and rest else f"actor-{number}-{name}"
-
-
 def build_flags(algorithm: type | None) -> dict[str, Flag]:
     """Return all flags by name, in the order of the schema.
 
     Args:
-        algorithm: the chosen algorithm's dataclass; None leaves its flags out.
-    Raises: TypeError if two fields claim one flag or a field's type fits no flag: mistakes of the author of a
-        dataclass, not of its user.
+        algorithm: dataclass of the chosen algorithm. None: no flags of an algorithm.
+    Raises: TypeError if two fields have the same flag, or no flag can carry a field's type. The author of the
+        dataclass must correct this, not the user.
     """
     flags: dict[str, Flag] = {}
     for flag in _all_flags(algorithm):
@@ -267,50 +272,54 @@ def _all_flags(algorithm: type | None) -> Iterator[Flag]:
 
 def _with_targets(cls: type, prefix: str, sections: tuple[str, ...]) -> Iterator[Flag]:
     for flag in section_flags("", cls):
-        field = flag.targets[0][1]
-        targets = tuple((section, field) for section in sections)
-        yield replace(flag, name=flag_name(field, prefix), targets=targets)
+        targets = tuple((section, flag.field) for section in sections)
+        yield replace(flag, name=prefix + flag.name, targets=targets)
 
 
 @functools.cache
 def section_flags(section: str, cls: type) -> tuple[Flag, ...]:
-    """Return the flags of one dataclass. Its dicts hold flags that the schema does not know."""
+    """Return the flags of one dataclass. Dict fields have none: they hold flags outside the schema."""
     hints = field_types(cls)
-    flags = []
-    for field in dataclasses.fields(cls):
-        if typing.get_origin(hints[field.name]) is dict:
-            continue
-        flags.append(
-            Flag(
-                name=flag_name(field.name, PREFIXES.get(section, "")),
-                targets=((section, field.name),),
-                kind=kind_of_hint(hints[field.name]),
-                default=_default(field),
-                required=is_required(field),
-                owner=cls,
-            )
+    return tuple(
+        Flag(
+            name=flag_name(field.name, PREFIXES.get(section, "")),
+            targets=((section, field.name),),
+            kind=kind_of_hint(hints[field.name]),
+            default=field.default if field.default_factory is MISSING else field.default_factory(),
+            owner=cls,
         )
-    return tuple(flags)
+        for field in dataclasses.fields(cls)
+        if typing.get_origin(hints[field.name]) is not dict
+    )
 
 
-def is_required(field: dataclasses.Field) -> bool:
-    """Whether a field has no default."""
-    return field.default is MISSING and field.default_factory is MISSING
+def refuse_set(node: object, reason: str, *names: str, flag_of: Callable[[str], str] | None = None) -> Errors:
+    """Yield an error with this reason for each field whose value is not the default.
+
+    Args:
+        names: fields to check. Without names all fields are checked.
+        flag_of: returns the flag of a field. Default: the flag without a role."""
+    for flag in section_flags("", type(node)):
+        value = getattr(node, flag.field)
+        if value != flag.default and (not names or flag.field in names):
+            name = f"--{flag.name}" if flag_of is None else flag_of(flag.field)
+            yield f"{name} ({words_of(value)}): {reason}"
 
 
-def _default(field: dataclasses.Field) -> object:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return None if field.default is MISSING else field.default
+def words_of(value: object) -> str:
+    """Format a value for an error, as one would type it after the flag."""
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def algorithm_name(cls: type) -> str:
-    """Return the value of --algorithm that chooses a class: its `name`, or the class's in lower case."""
+    """Return the value of --algorithm for a class: its `name`, else the class name in lower case."""
     return getattr(cls, "name", cls.__name__.lower())
 
 
 def algorithm_flags(algorithms: Mapping[str, type]) -> dict[str, list[str]]:
-    """Return flag name -> names of the algorithms that have it."""
+    """Return flag name -> names of the algorithms that have the flag."""
     owners: dict[str, list[str]] = {}
     for name, cls in algorithms.items():
         for field in dataclasses.fields(cls):

@@ -1,14 +1,14 @@
-"""The shape of a model, read from the config.json of a Hugging Face folder. No torch.
+"""Read the shape of a model from the config.json of a Hugging Face folder. Imports no torch.
 
-What the training model would silently ignore is refused here by name: a key that changes the numbers must be
-understood or stop the job. Missing keys have the defaults of transformers' own config classes."""
+A key that changes the numbers and that the training model would ignore is an error. A missing key has the
+default of transformers' config class."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from megarl.config.errors import ConfigError, did_you_mean, raise_errors, try_pa
 from megarl.config.hf_families import (
     FAMILIES,
     Family,
+    Json,
     kind_errors,
     missing_keys,
     rope_errors,
@@ -43,8 +44,9 @@ _CHANGE_NOTHING = (
     "num_nextn_predict_layers",
     "value_head",
 )
-"""Fields of ModelShape that no forward pass reads, or that another name of the role says already. Every other
-field counts, also one that is added later."""
+"""Fields of ModelShape that do not change what the weights compute, or that the name of the role implies.
+
+Every other field is compared with a checkpoint's, and so is a field that is added later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +102,7 @@ class ModelShape:
     qk_layernorm: bool
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict[str, object] | None
+    rope_scaling: Json | None
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     torch_dtype: str
@@ -136,15 +138,15 @@ class ModelShape:
 
     @classmethod
     def load(cls, folder: str | Path, value_head: bool = False) -> ModelShape:
-        """Read config.json and, if there, generation_config.json.
+        """Read config.json and, if it exists, generation_config.json.
 
         Args:
-            value_head: of the model with a value head, from the folder of a causal language model or of a
-                sequence classifier with one label.
+            value_head: whether to return the shape with a value head. The folder holds a causal language
+                model or a sequence classifier with one label.
         Raises: ConfigError listing every key that is missing, wrong or not supported, with the file's name.
         """
         path = Path(folder) / "config.json"
-        config = _read_json(path)
+        config = read_json(path)
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             name = str(config.get("model_type", "missing"))
@@ -246,30 +248,31 @@ class ModelShape:
 
 
 def _raise(errors: Iterable[str], path: Path) -> None:
-    """Raise ConfigError that lists errors of a file, if there are any."""
+    """Raise a ConfigError with the errors of a file, if there are any."""
     raise_errors([f"{error} [{path}]" for error in errors])
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path, flag: str = "--model") -> Json:
+    """Return the JSON object in a file of a model folder. Raises: ConfigError naming the folder's flag."""
+    head = f"{flag} ({path.parent}):"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         otherwise = "Give a folder with config.json and *.safetensors."
         advice = try_path(path.parent, lambda one: (one / path.name).is_file(), otherwise)
-        reason = f"{path.name} cannot be read: {error.strerror}.{advice}"
-        text = f"--model ({path.parent}): must be a Hugging Face model folder, but {reason}"
-        raise ConfigError([text]) from error
+        reason = f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}."
+        raise ConfigError([f"{head} {reason}{advice}"]) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON; brackets in brackets
-        raise ConfigError([f"--model ({path.parent}): {path.name} is not JSON: {error}."]) from error
+        raise ConfigError([f"{head} {path.name} is not JSON: {error}."]) from error
     if not isinstance(value, dict):
-        raise ConfigError([f"--model ({path.parent}): {path.name} must hold a JSON object."])
+        raise ConfigError([f"{head} {path.name} must hold a JSON object."])
     return value
 
 
 def _unknown_family(name: str) -> str:
-    """Return why a model_type is refused.
+    """Return the rule that a model_type breaks.
 
-    A similar name is proposed for a typing error only: neither qwen3_next nor qwen4 is qwen3."""
+    A similar name is proposed for a typing error only: qwen3_next and qwen4 are other models than qwen3."""
     rule = f"must be one of {', '.join(FAMILIES)}."
     if is_transformers_model(name):
         return f"is another architecture, which is not supported; it {rule}"
@@ -277,7 +280,7 @@ def _unknown_family(name: str) -> str:
     return rule + did_you_mean(name.lower(), same_version, "", cutoff=0.8)
 
 
-def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
+def _shape(config: Json, family: Family, eos_token_ids: tuple[int, ...]) -> ModelShape:
     heads = config["num_attention_heads"]
     fields = gemma_fields(config) if family.is_gemma else _plain_fields(config, family)
     shape = ModelShape(
@@ -305,8 +308,8 @@ def _shape(config: dict[str, object], family: Family, eos_token_ids: tuple[int, 
     return replace(shape, **fields)
 
 
-def _plain_fields(config: dict[str, object], family: Family) -> dict[str, object]:
-    """Return fields of a model whose layers have one rotary embedding, and all of them a window or none."""
+def _plain_fields(config: Json, family: Family) -> Json:
+    """Return the rotary and window fields of a model whose layers are all alike."""
     rope = rope_parameters(config, family.rope_theta)
     window = config.get("sliding_window", family.sliding_window) if family.sliding_window else None
     return {
@@ -317,10 +320,10 @@ def _plain_fields(config: dict[str, object], family: Family) -> dict[str, object
     }
 
 
-def _eos_token_ids(config: dict[str, object], family: Family, generation_config: Path) -> tuple[int, ...]:
+def _eos_token_ids(config: Json, family: Family, generation_config: Path) -> tuple[int, ...]:
     sources = [config.get("eos_token_id", family.eos_token_id)]
     if generation_config.is_file():
-        generation = _read_json(generation_config)
+        generation = read_json(generation_config)
         _raise(kind_errors({"eos_token_id": generation.get("eos_token_id")}), generation_config)
         sources.append(generation.get("eos_token_id"))
     ids = []
@@ -329,11 +332,11 @@ def _eos_token_ids(config: dict[str, object], family: Family, generation_config:
     return tuple(dict.fromkeys(ids))
 
 
-def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> dict[str, object]:
-    """Return the fields that decide which function the weights compute, as JSON gives them back.
+def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> Json:
+    """Return the fields that decide what the weights compute, with the types that JSON has.
 
-    They are stored in checkpoints and compared before weights are loaded. Adapters count with rank and
-    scale."""
+    Checkpoints store these fields, and they are compared before weights are loaded. Adapters are described by
+    rank and scale."""
     fields = {
         field.name: getattr(shape, field.name)
         for field in dataclasses.fields(shape)
@@ -344,8 +347,8 @@ def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> dict[s
     return json.loads(json.dumps(fields))
 
 
-def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return 'rope_theta 10000.0, not 1000000.0' for every field that was saved and is another now."""
+def differences(saved: Json, now: Json) -> list[str]:
+    """Return 'rope_theta 10000.0, not 1000000.0' for every saved field that differs now."""
     return [
         f"{name} {saved[name]}, not {now.get(name, 'none')}"
         for name in {**now, **saved}
@@ -353,8 +356,8 @@ def differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[
     ]
 
 
-def not_compared(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return the fields that a checkpoint of an earlier version does not have.
+def not_compared(saved: Json, now: Json) -> list[str]:
+    """Return the fields that a checkpoint of an earlier version did not store.
 
-    Values that mean nothing there (0, null, false) are left out."""
+    Fields whose value now has no effect (0, null, false) are left out."""
     return [name for name, value in now.items() if name not in saved and value]

@@ -1,17 +1,22 @@
-"""Families of models, and what the values of a Hugging Face config.json must be. No torch.
+"""List the supported families of models, and check the values of a Hugging Face config.json.
 
-Rotary embeddings are read in the spellings of every version of transformers. Admitted is what transformers
-and vLLM compute alike; `megatron/rope.py` has the formulas."""
+Rotary embeddings are read in the spellings of all versions of transformers. A value is accepted if
+transformers and vLLM compute the same with it; `megatron/rope.py` has the formulas. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from megarl.config.errors import Errors
+
+Json = dict[str, object]
+"""A JSON object, such as the content of config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Defaults and kinds of layers of a model_type, where config.json does not say them."""
+    """Properties of a model_type, and the defaults of keys that its config.json may leave out."""
 
     architecture: str
     qkv_bias: bool = False
@@ -129,7 +134,7 @@ ONLY = {
 _MOST_LAYERS = 10_000
 
 
-def _is_whole(value: object, at_least: int = 0, at_most: int = 2**31 - 1) -> bool:
+def is_whole(value: object, at_least: int = 0, at_most: int = 2**31 - 1) -> bool:
     return type(value) is int and at_least <= value <= at_most  # a bool is an int to isinstance
 
 
@@ -138,7 +143,7 @@ def _is_number(value: object, above: float = 0) -> bool:
 
 
 def _are_tokens(value: object) -> bool:
-    return all(map(_is_whole, value if isinstance(value, list) else [value]))
+    return all(map(is_whole, value if isinstance(value, list) else [value]))
 
 
 def _are_texts(value: object) -> bool:
@@ -147,14 +152,14 @@ def _are_texts(value: object) -> bool:
 
 KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "must be a positive whole number": (
-        _is_whole,
+        is_whole,
         """hidden_size intermediate_size num_attention_heads vocab_size head_dim max_position_embeddings
         original_max_position_embeddings sliding_window num_labels max_window_layers
         num_nextn_predict_layers""",
     ),
-    "must be a whole number above 0": (lambda value: _is_whole(value, at_least=1), "sliding_window_pattern"),
+    "must be a whole number above 0": (lambda value: is_whole(value, at_least=1), "sliding_window_pattern"),
     f"must be a positive whole number, at most {_MOST_LAYERS}": (
-        lambda value: _is_whole(value, at_most=_MOST_LAYERS),
+        lambda value: is_whole(value, at_most=_MOST_LAYERS),
         "num_hidden_layers",
     ),
     "must be a number": (lambda value: _is_number(value, -1e300), "query_pre_attn_scalar"),
@@ -170,13 +175,12 @@ KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "must be an object": (lambda value: isinstance(value, dict), "rope_scaling rope_parameters id2label"),
     "must be a token id, or a list of them": (_are_tokens, "eos_token_id"),
 }
-"""Rule -> (whether a value is of the kind, the keys that it is for). The rules of each key say whether 0 is
-right."""
+"""Rule -> (test of a value, the keys that the rule is for). Whether a key may be 0 is checked elsewhere."""
 _OF_ROPE = ("rope_theta", "original_max_position_embeddings")
 
 
-def kind_errors(config: Mapping[str, object]) -> Iterator[str]:
-    """Yield a line per key whose value is of another kind. null is the same as absent."""
+def kind_errors(config: Json) -> Errors:
+    """Yield an error per key whose value has the wrong type. null is the same as absent."""
     for rule, (holds, keys) in KINDS.items():
         for key in keys.split():
             if config.get(key) is not None and not holds(config[key]):
@@ -188,13 +192,18 @@ def kind_errors(config: Mapping[str, object]) -> Iterator[str]:
                 yield from kind_errors({key: inner.get(key) for key in _OF_ROPE})
 
 
-def value_of(config: Mapping[str, object], key: str, default: object) -> object:
+def value_of(config: Json, key: str, default: object) -> object:
     """Return the value of a key; null is the same as absent."""
     return default if config.get(key) is None else config[key]
 
 
-def missing_keys(config: dict[str, object], family: Family) -> Iterator[str]:
-    """Yield a line per size that is missing or no size."""
+def num_labels(config: Json) -> int:
+    """Return the number of labels as in transformers: the number of their names, else num_labels, else 2."""
+    return len(config.get("id2label") or ()) or value_of(config, "num_labels", 2)
+
+
+def missing_keys(config: Json, family: Family) -> Errors:
+    """Yield an error per required size that is missing or not positive."""
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
         if not isinstance(config.get(key), int) or config[key] < 1:
             yield f"{key} ({config.get(key, 'missing')}): must be a positive whole number."
@@ -205,8 +214,8 @@ def missing_keys(config: dict[str, object], family: Family) -> Iterator[str]:
             yield f"num_key_value_heads ({groups}): must divide num_attention_heads ({heads})."
 
 
-def unsupported_keys(config: dict[str, object], family: Family, value_head: bool) -> Iterator[str]:
-    """Yield a line per key whose value the training model would ignore, whatever the kinds of its layers."""
+def unsupported_keys(config: Json, family: Family, value_head: bool) -> Errors:
+    """Yield an error per key of any family whose value the training model would ignore."""
     for key, (accepted, reason) in (ONLY | family.only).items():
         if config.get(key) is not None and config[key] not in accepted:
             yield f"{key} ({config[key]}): {reason}."
@@ -219,8 +228,7 @@ def unsupported_keys(config: dict[str, object], family: Family, value_head: bool
     architectures = config.get("architectures") or [family.architecture]
     classifier = family.sequence_classifier
     if value_head and architectures == [classifier]:
-        labels = len(config["id2label"]) if config.get("id2label") else value_of(config, "num_labels", 2)
-        if labels != 1:  # without a key they are 2 in transformers
+        if (labels := num_labels(config)) != 1:
             yield (
                 f"num_labels ({labels}): must be 1, the value. Use a {classifier} with num_labels=1, or a "
                 f"{family.architecture}."
@@ -231,8 +239,8 @@ def unsupported_keys(config: dict[str, object], family: Family, value_head: bool
         yield f"architectures ({', '.join(map(str, architectures))}): {rule}."
 
 
-def unsupported_windows(config: dict[str, object], family: Family) -> Iterator[str]:
-    """Yield what is wrong with sliding windows of a family whose layers are all alike."""
+def unsupported_windows(config: Json, family: Family) -> Errors:
+    """Yield the errors in sliding windows of a family whose layers are all alike."""
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if sliding:
         yield f"layer_types ({sliding[0]}): only full_attention is supported."
@@ -274,18 +282,18 @@ _KEYS = {
 }
 
 
-def rope_parameters(config: dict[str, object], theta: float = 10000.0) -> dict[str, object]:
+def rope_parameters(config: Json, theta: float = 10000.0) -> Json:
     """Return the rotary parameters of config.json in the form of transformers 5.
 
-    Older folders have rope_theta and rope_scaling beside each other.
+    Older versions write rope_theta and rope_scaling as two keys.
 
     Args:
-        theta: of a config.json without rope_theta."""
+        theta: default of rope_theta."""
     return standard(config.get("rope_scaling") or config.get("rope_parameters") or {}, config, theta)
 
 
-def standard(parameters: dict[str, object], config: dict[str, object], theta: float) -> dict[str, object]:
-    """Return `parameters` with the keys that may be beside them in config.json or left out."""
+def standard(parameters: Json, config: Json, theta: float) -> Json:
+    """Return `parameters` with the keys that config.json may have outside of them, and with defaults."""
     rope = dict(parameters)
     rope.setdefault("rope_theta", theta if config.get("rope_theta") is None else config["rope_theta"])
     rope.setdefault("rope_type", rope.get("type", "default"))
@@ -296,14 +304,14 @@ def standard(parameters: dict[str, object], config: dict[str, object], theta: fl
     return rope
 
 
-def scaling(rope: dict[str, object]) -> dict[str, object] | None:
-    """Return the keys of `rope_parameters` that scale, with rope_type; None if nothing does."""
+def scaling(rope: Json) -> Json | None:
+    """Return rope_type and the keys of `rope_parameters` that scale; None without scaling."""
     needed, optional = TYPES[rope["rope_type"]]
     return {key: rope[key] for key in ("rope_type", *needed, *optional) if key in rope} if needed else None
 
 
-def rope_errors(rope: dict[str, object]) -> Iterator[str]:
-    """Yield why rotary parameters cannot be used."""
+def rope_errors(rope: Json) -> Errors:
+    """Yield an error per rotary parameter that is not supported."""
     kind = str(rope["rope_type"])
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         yield (
@@ -332,7 +340,7 @@ def rope_errors(rope: dict[str, object]) -> Iterator[str]:
     yield from _scaling_errors(kind, rope)
 
 
-def _scaling_errors(kind: str, rope: dict[str, object]) -> Iterator[str]:
+def _scaling_errors(kind: str, rope: Json) -> Errors:
     needed, optional = TYPES[kind]
     if missing := [key for key in needed if not _is_number(rope.get(key))]:
         yield f"rope_type ({kind}): needs {' and '.join(missing)}."

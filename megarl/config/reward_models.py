@@ -1,26 +1,25 @@
-"""The reward models of a job, what runs each of them, and the rules about rewards.
+"""List the reward models of a job with their backends, and check the rules about rewards.
 
-Read are the --reward-model flags, the folders' config.json and the judge's template; no weights."""
+The module reads the config.json of the folders and the judge's template, but no weights."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megarl.config.errors import ConfigError
-from megarl.config.flags import flag_name
-from megarl.config.hf_config import FAMILIES, ModelShape
-from megarl.config.schema import DataConfig, RewardModelConfig, TrainConfig
+from megarl.config.errors import ConfigError, Errors
+from megarl.config.flags import refuse_set, words_of
+from megarl.config.hf_config import ModelShape, read_json
+from megarl.config.hf_families import Json, num_labels
+from megarl.config.schema import RewardModelConfig, TrainConfig
 from megarl.role_names import suffix_of
 
 _CLASSIFIER = "ForSequenceClassification"
 _LANGUAGE_MODEL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 GROUND_TRUTH = "{ground_truth}"
+_NO_EFFECT = "has no effect without {}. Leave it out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class RewardModelSpec:
 
 
 def reward_models(config: TrainConfig) -> list[RewardModelSpec]:
-    """Return the reward models in the order of --reward-model, for a configuration that `check` accepts."""
+    """Return the reward models in the order of --reward-model, for a configuration without errors."""
     given = config.reward_models
     weights = given.reward_model_weights or (1.0,) * len(given.reward_model)
     models = []
@@ -47,19 +46,19 @@ def reward_models(config: TrainConfig) -> list[RewardModelSpec]:
 
 
 def _backends(given: RewardModelConfig) -> tuple[str, ...]:
-    """Return the words of --reward-model-backend; one word is for all models."""
+    """Return the word of --reward-model-backend for each model. A single word is for all models."""
     backends = given.reward_model_backend
     return backends * len(given.reward_model) if len(backends) == 1 else backends
 
 
 def uses_rule_reward(config: TrainConfig) -> bool:
-    """Whether a rule scores responses: always without reward models, else if a rule is given."""
+    """Return whether a rule scores responses: if one is given, or if there are no reward models."""
     is_given = config.data.reward is not None or config.data.reward_function is not None
     return is_given or not config.reward_models.reward_model
 
 
 def needs_ground_truth(config: TrainConfig) -> bool:
-    """Whether every row of the data must have a ground truth. A user's own function may do without."""
+    """Return whether every row of the data must have a ground truth. A user's function need not have one."""
     if uses_rule_reward(config) and config.data.reward_function is None:
         return True
     template = config.reward_models.judge_template
@@ -67,14 +66,17 @@ def needs_ground_truth(config: TrainConfig) -> bool:
 
 
 def find_backend(path: str) -> str:
-    """Return what --reward-model-backend auto means for a folder.
+    """Return the backend that --reward-model-backend auto chooses for a folder.
 
     Raises: ConfigError for a folder without a usable config.json, or whose architecture is neither a
     classifier nor a language model."""
-    config = read_model_config(path)
-    architecture = str((config.get("architectures") or ["missing"])[0])
+    architecture = str((read_model_config(path).get("architectures") or ["missing"])[0])
     if architecture.endswith(_CLASSIFIER):
-        return "megatron" if _is_trainable(config, path) else "transformers"
+        try:
+            value_model_shape(path)
+        except ConfigError:  # a family or a key that Megatron's model does not know; transformers does
+            return "transformers"
+        return "megatron"
     if architecture.endswith(_LANGUAGE_MODEL):
         return "judge"
     text = (
@@ -85,19 +87,9 @@ def find_backend(path: str) -> str:
     raise ConfigError([text])
 
 
-def read_model_config(path: str) -> dict[str, object]:
+def read_model_config(path: str) -> Json:
     """Return the config.json of a reward model. Raises: ConfigError naming the flag."""
-    head = f"--reward-model ({path}):"
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = f"must be a Hugging Face model folder, but config.json cannot be read: {error.strerror}."
-        raise ConfigError([f"{head} {reason}"]) from error
-    except ValueError as error:
-        raise ConfigError([f"{head} config.json is not JSON: {error}."]) from error
-    if not isinstance(config, dict):
-        raise ConfigError([f"{head} config.json must hold a JSON object."])
-    return config
+    return read_json(Path(path) / "config.json", "--reward-model")
 
 
 def value_model_shape(path: str) -> ModelShape:
@@ -105,36 +97,14 @@ def value_model_shape(path: str) -> ModelShape:
     return ModelShape.load(path, value_head=True)
 
 
-def num_labels(config: dict[str, object]) -> int:
-    """Return the number of labels as transformers counts: names of labels if config.json has any, else 2."""
-    names = config.get("id2label")
-    return len(names) if isinstance(names, dict) else int(config.get("num_labels", 2))
-
-
-def _is_trainable(config: dict[str, object], path: str) -> bool:
-    if config.get("model_type") not in FAMILIES:
-        return False
-    try:
-        value_model_shape(path)
-    except ConfigError:  # a key that Megatron's model would ignore; transformers does not
-        return False
-    return True
-
-
-def reward_errors(config: TrainConfig) -> Iterator[str]:
-    """Yield a line per rule that the rewards and reward models break."""
+def reward_errors(config: TrainConfig) -> Errors:
+    """Yield an error per rule that the rewards and reward models break."""
     if config.data.reward != "code":
-        unset = DataConfig(train_data=config.data.train_data)
         names = ("code_timeout_s", "code_memory_limit_bytes", "allow_unsandboxed_code")
-        yield from _without_effect(config.data, unset, names, "--reward code")
-    yield from _reward_models(config)
-
-
-def _reward_models(config: TrainConfig) -> Iterator[str]:
-    given, default = config.reward_models, RewardModelConfig()
-    names = [field.name for field in dataclasses.fields(default)]
+        yield from refuse_set(config.data, _NO_EFFECT.format("--reward code"), *names)
+    given = config.reward_models
     if not given.reward_model:
-        yield from _without_effect(given, default, names, "--reward-model")
+        yield from refuse_set(given, _NO_EFFECT.format("--reward-model"))
         return
     if not config.algorithm.needs_rollout:
         yield (
@@ -157,38 +127,30 @@ def _reward_models(config: TrainConfig) -> Iterator[str]:
     if judged:
         yield from _judge(given)
     else:
-        of_judge = [name for name in names if name.startswith("judge_")]
-        yield from _without_effect(given, default, of_judge, "a --reward-model that is a judge")
+        of_judge = [field.name for field in fields(given) if field.name.startswith("judge_")]
+        yield from refuse_set(given, _NO_EFFECT.format("a --reward-model that is a judge"), *of_judge)
 
 
-def _without_effect(given: object, default: object, names: Iterable[str], need: str) -> Iterator[str]:
-    """Yield a line per field that was set and means nothing without another flag."""
-    for name in names:
-        if (value := getattr(given, name)) != getattr(default, name):
-            yield f"--{flag_name(name)} ({_words(value)}): has no effect without {need}. Leave it out."
-
-
-def _counts(given: RewardModelConfig) -> Iterator[str]:
+def _counts(given: RewardModelConfig) -> Errors:
     count, weights = len(given.reward_model), given.reward_model_weights
     if weights is not None and len(weights) != count:
         yield (
-            f"--reward-model-weights ({_words(weights)}): must be one number per --reward-model "
-            f"({count}). Try {_words([1.0] * count)}."
+            f"--reward-model-weights ({words_of(weights)}): must be one number per --reward-model "
+            f"({count}). Try {words_of([1.0] * count)}."
         )
     if weights is not None and not all(map(math.isfinite, weights)):
         yield (
-            f"--reward-model-weights ({_words(weights)}): must be finite numbers. Try "
-            f"{_words([1.0] * count)}."
+            f"--reward-model-weights ({words_of(weights)}): must be finite numbers. Try "
+            f"{words_of([1.0] * count)}."
         )
     if len(given.reward_model_backend) not in (1, count):
         yield (
-            f"--reward-model-backend ({_words(given.reward_model_backend)}): must be one word, or "
-            f"one per --reward-model ({count}). "
-            "Try auto."
+            f"--reward-model-backend ({words_of(given.reward_model_backend)}): must be one word, or one per "
+            f"--reward-model ({count}). Try auto."
         )
 
 
-def _model(path: str, backend: str, model: dict[str, object], config: TrainConfig) -> Iterator[str]:
+def _model(path: str, backend: str, model: Json, config: TrainConfig) -> Errors:
     if not any(Path(path).glob("*.safetensors")):
         yield (
             f"--reward-model ({path}): holds no *.safetensors. Other formats can run code when "
@@ -203,7 +165,7 @@ def _model(path: str, backend: str, model: dict[str, object], config: TrainConfi
         yield from _shape_errors(path, config)
 
 
-def _shape_errors(path: str, config: TrainConfig) -> Iterator[str]:
+def _shape_errors(path: str, config: TrainConfig) -> Errors:
     try:
         shape = value_model_shape(path)
     except ConfigError as error:
@@ -211,31 +173,25 @@ def _shape_errors(path: str, config: TrainConfig) -> Iterator[str]:
             f"--reward-model ({path}), --reward-model-backend megatron: {reason}" for reason in error.errors
         )
         return
-    longest, limit = (
-        config.sampling.max_prompt_length + config.sampling.max_response_length,
-        shape.max_position_embeddings,
-    )
+    longest, limit = config.sampling.max_length, shape.max_position_embeddings
     if longest > limit:
         yield (
             f"--reward-model ({path}): takes {limit} tokens (max_position_embeddings), and "
-            "--max-prompt-length "
-            f"({config.sampling.max_prompt_length}) + --max-response-length "
-            f"({config.sampling.max_response_length}) = {longest}. "
-            "Make them shorter."
+            f"--max-prompt-length ({config.sampling.max_prompt_length}) + --max-response-length "
+            f"({config.sampling.max_response_length}) = {longest}. Make them shorter."
         )
 
 
-def _judge_length(path: str, given: RewardModelConfig) -> Iterator[str]:
+def _judge_length(path: str, given: RewardModelConfig) -> Errors:
     limit = read_model_config(path).get("max_position_embeddings")
     if isinstance(limit, int) and given.judge_max_tokens >= limit:
         yield (
-            f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the "
-            f"{limit} tokens that {path} can take. "
-            f"Try {limit // 4}."
+            f"--judge-max-tokens ({given.judge_max_tokens}): leaves nothing for the question of the {limit} "
+            f"tokens that {path} can take. Try {limit // 4}."
         )
 
 
-def _judge(given: RewardModelConfig) -> Iterator[str]:
+def _judge(given: RewardModelConfig) -> Errors:
     template, pattern = given.judge_template, given.judge_score_pattern
     if template is not None:
         yield from _template(Path(template))
@@ -251,16 +207,15 @@ def _judge(given: RewardModelConfig) -> Iterator[str]:
             )
     bounds = given.judge_score_range
     if len(bounds) != 2 or not all(map(math.isfinite, bounds)) or bounds[0] >= bounds[1]:
-        yield f"--judge-score-range ({_words(bounds)}): must be two numbers, the lower one first. Try 0 10."
+        yield f"--judge-score-range ({words_of(bounds)}): must be two numbers, the lower one first. Try 0 10."
     if given.judge_max_model_len is not None and given.judge_max_model_len <= given.judge_max_tokens:
         yield (
             f"--judge-max-model-len ({given.judge_max_model_len}): must be above --judge-max-tokens "
-            f"({given.judge_max_tokens}), which "
-            "is a part of it. Leave it out."
+            f"({given.judge_max_tokens}), which is a part of it. Leave it out."
         )
 
 
-def _template(file: Path) -> Iterator[str]:
+def _template(file: Path) -> Errors:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -268,7 +223,3 @@ def _template(file: Path) -> Iterator[str]:
         return
     if "{response}" not in text:
         yield f"--judge-template ({file}): must hold {{response}}, which the response takes the place of."
-
-
-def _words(values: object) -> str:
-    return " ".join(map(str, values)) if isinstance(values, (tuple, list)) else str(values)

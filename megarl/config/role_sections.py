@@ -1,11 +1,10 @@
-"""Sections of the configuration tree that belong to a role: how it is split, trained, or sampled from.
+"""Define the sections of the configuration tree that belong to roles: parallelism, training and sampling.
 
 Each field is one flag, see schema.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal, get_args
 
 from megarl.config.errors import (
@@ -16,21 +15,37 @@ from megarl.config.errors import (
     NonNegative,
     Positive,
     PositiveFraction,
+    Rule,
     Section,
     at_least,
+    section,
 )
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+_RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
+RecomputeModules = Annotated[
+    tuple[str, ...],
+    Rule(
+        lambda modules: modules and {*modules} <= {*_RECOMPUTE_MODULES},
+        f"must be one or more of {', '.join(_RECOMPUTE_MODULES)}. Try {' '.join(_RECOMPUTE_MODULES)}.",
+    ),
+]
 OffloadPart = Literal["parameters", "gradients", "optimizer"]
 OFFLOAD_PARTS: tuple[str, ...] = get_args(OffloadPart)
-"""In the order in which an update uses them."""
+"""Parts in the order in which an update uses them."""
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 LORA_TARGETS: tuple[str, ...] = get_args(LoraTarget)
+LoraTargets = Annotated[
+    tuple[LoraTarget, ...],
+    Rule(
+        lambda targets: 0 < len(targets) == len({*targets}),
+        f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.",
+    ),
+]
 Transport = Literal["auto", "direct", "shared-memory", "cuda-ipc", "messages"]
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class ParallelConfig(Section):
     """parallelism (of every Megatron role; of one with its name in front:
     --critic-tensor-model-parallel-size)"""
@@ -41,15 +56,15 @@ class ParallelConfig(Section):
     """Ranks that split the stack of layers."""
     virtual_pipeline_model_parallel_size: Count = 1
     """Parts of the stack that each pipeline stage holds (Megatron-LM's
-    --num-virtual-stages-per-pipeline-rank). Above 1 the stages take turns (interleaved 1F1B): they idle that
-    many times less at the ends of a step, and send that many times more messages."""
+    --num-virtual-stages-per-pipeline-rank). Above 1 the schedule is interleaved 1F1B: the pipeline bubble is
+    that many times smaller, and there are that many times more messages."""
     context_parallel_size: Count = 1
-    """Ranks that split every sequence's tokens, for sequences too long for one. Each keeps the same weights,
-    so they are ranks of one data-parallel replica; --max-tokens-per-micro-batch counts the tokens of them
-    all."""
+    """Ranks that split the tokens of every sequence, for sequences that are too long for one rank. They hold
+    the same weights and belong to one data-parallel replica. --max-tokens-per-micro-batch counts the tokens
+    of all of them."""
     expert_model_parallel_size: Count = 1
-    """Ranks over which the experts of each mixture-of-experts layer are dealt out; they are ranks of one
-    pipeline stage. With tensor parallelism Megatron wants --sequence-parallel as well."""
+    """Ranks of one pipeline stage over which the experts of each mixture-of-experts layer are distributed.
+    With tensor parallelism Megatron needs --sequence-parallel as well."""
     expert_tensor_parallel_size: Count | None = None
     """Ranks of the same pipeline stage that split each expert's matrices. Default:
     --tensor-model-parallel-size."""
@@ -66,24 +81,14 @@ class ParallelConfig(Section):
     many."""
     recompute_num_layers: Count | None = None
     """With full recompute: layers per recomputed block."""
-    recompute_modules: tuple[str, ...] | None = None
+    recompute_modules: RecomputeModules | None = None
     """With selective recompute: modules to recompute, of core_attn, layernorm, mlp."""
     offload: tuple[OffloadPart, ...] = ()
-    """What is in host memory while the device works for others: the parameters, the gradients (they are
-    freed), the optimizer state with its fp32 master weights. A frozen model has parameters only."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [
-            (
-                self.recompute_modules is None
-                or (0 < len(self.recompute_modules) and {*RECOMPUTE_MODULES} >= {*self.recompute_modules}),
-                "recompute_modules",
-                f"must be one or more of {', '.join(RECOMPUTE_MODULES)}. Try {' '.join(RECOMPUTE_MODULES)}.",
-            )
-        ]
+    """Parts of a role that leave the device while other roles compute: the parameters, the gradients (which
+    are freed), the optimizer state with its fp32 master weights. A frozen model has parameters only."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class MoEConfig(Section):
     """mixtures of experts (of every role that is trained)"""
 
@@ -99,12 +104,13 @@ class MoEConfig(Section):
     logits)^2 in each layer; 0 is off."""
 
     moe_routing_replay: Literal["none", "policy", "engine"] = "none"
-    """Experts that the actor's updates send each token to. none: those that the router favours now. policy:
-    those of the pass that made the old log-probs. engine: those of the engine that sampled, for that pass too
-    (needs one on a GPU with its prefix cache; not run yet). Their weights are always the router's of now."""
+    """Experts to which the actor's updates send each token. none: the router's current choice. policy: the
+    choice of the pass that computed the old log-probs. engine: the choice of the engine that sampled, also
+    for the pass of the old log-probs (needs a GPU and the prefix cache; not run yet). The experts' weights
+    are always the router's current ones."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class OptimizerConfig(Section):
     """optimizer (of actor and critic; for one: --actor-lr, --critic-lr and so on)"""
 
@@ -133,8 +139,8 @@ class OptimizerConfig(Section):
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
     use_megatron_fsdp: bool = False
-    """Let Megatron-FSDP shard over the data-parallel ranks what --data-parallel-sharding-strategy says, in
-    place of Megatron's DDP and distributed optimizer."""
+    """Use Megatron-FSDP in place of Megatron's DDP and distributed optimizer.
+    --data-parallel-sharding-strategy says what it shards over the data-parallel ranks."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
         "optim_grads"
     )
@@ -142,13 +148,13 @@ class OptimizerConfig(Section):
     too (ZeRO-2)."""
     optimizer_cpu_offload: bool = False
     """Megatron's hybrid optimizer: Adam's states and the master weights are always in host memory, and the
-    CPU makes the step. Needs a GPU and --use-distributed-optimizer. To have them there between updates only:
-    --offload optimizer."""
+    CPU computes the update. Needs a GPU and --use-distributed-optimizer. With --offload optimizer they are in
+    host memory between updates only."""
     optimizer_offload_fraction: Fraction = 1.0
     """With --optimizer-cpu-offload: share of the parameters whose states are in host memory."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class LoRAConfig(Section):
     """LoRA (of actor and critic; for one: --actor-lora-rank, --critic-lora-rank and so on)"""
 
@@ -156,23 +162,13 @@ class LoRAConfig(Section):
     """Rank of the adapters that are trained in place of the weights; the engines get both, merged. 0: all
     weights are trained."""
     lora_alpha: Positive = 32.0
-    """What an adapter adds is multiplied by --lora-alpha / --lora-rank."""
-    lora_target_modules: tuple[LoraTarget, ...] = LORA_TARGETS
-    """Megatron's names of the layers that get one: of q, k and v, of o, of gate and up, and of down. Experts
-    get none."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        targets = self.lora_target_modules or ()
-        return [
-            (
-                0 < len(targets) == len({*targets}),
-                "lora_target_modules",
-                f"must name one or more of {', '.join(LORA_TARGETS)}, each once. Leave it out.",
-            )
-        ]
+    """The output of an adapter is multiplied by --lora-alpha / --lora-rank."""
+    lora_target_modules: LoraTargets = LORA_TARGETS
+    """Layers with adapters, by Megatron's names: q, k and v; o; gate and up; down. Experts have no
+    adapters."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class SamplingConfig(Section):
     """sampling"""
 
@@ -180,31 +176,30 @@ class SamplingConfig(Section):
     """Tokens of a prompt; a longer one is an error before training starts."""
     max_response_length: Count = 1024
     """Tokens of a response; a longer one is cut there (counted in response/truncated)."""
-    temperature: NonNegative = 1.0
+    temperature: Annotated[
+        NonNegative,
+        Rule(lambda t: not 0 < t < 0.01, "must be at least 0.01, to which vLLM raises it. Try 0.01."),
+    ] = 1.0
     """Sampling temperature, at least 0.01: vLLM raises a lower one to that. The trainer's log-probs use the
     same."""
     top_p: PositiveFraction = 1.0
     """Nucleus sampling. Training needs 1.0: otherwise the sampled distribution is not the policy's."""
     top_k: Natural = 0
     """Top-k sampling; 0 is off. Training needs 0, for the same reason."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Rule(all, "must hold no empty string.")] = ()
     """Strings after which generation stops (kept in the response)."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], Rule(lambda ids: min(ids, default=0) >= 0, "must not be negative.")
+    ] = ()
     """Token ids after which generation stops, besides the model's end-of-sequence ids."""
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [
-            (
-                not 0 < self.temperature < 0.01,
-                "temperature",
-                "must be at least 0.01, to which vLLM raises it. Try 0.01.",
-            ),
-            ("" not in (self.stop or ()), "stop", "must hold no empty string."),
-            (min(self.stop_token_ids or (0,)) >= 0, "stop_token_ids", "must not be negative."),
-        ]
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and response together, at most."""
+        return self.max_prompt_length + self.max_response_length
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class RolloutConfig(Section):
     """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the
     same way)"""
@@ -232,7 +227,7 @@ class RolloutConfig(Section):
     """Every other --rollout-<name>: vLLM engine arguments by their own names."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class ReshardConfig(Section):
     """weight sync (from the actor's layout into the engines')"""
 
@@ -253,24 +248,24 @@ class ReshardConfig(Section):
     """Compare every byte of every sync by checksum, not only samples of every tensor."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class RewardModelConfig(Section):
     """reward models"""
 
-    reward_model: tuple[str, ...] = ()
+    reward_model: Annotated[tuple[str, ...], Rule(all, "must name folders.")] = ()
     """Folders of reward models: sequence classifiers with one label, or language models that judge. Their
     scores are summed, and the rule reward is added if --reward or --reward-function is given too. Default:
     none."""
     reward_model_weights: tuple[float, ...] | None = None
-    """What each model's score is multiplied by, one number per model. Default: 1 each. A rule reward counts
-    1."""
+    """Weights of the models' scores in their sum, one number per model. Default: 1 each. The weight of a
+    rule reward is 1."""
     reward_model_backend: tuple[Literal["auto", "megatron", "transformers", "judge"], ...] = ("auto",)
-    """What runs the models, one word for all or one per model. megatron: a classifier of a family that megarl
-    trains, split as a role is. transformers: any classifier, whole on each rank. judge: a language model in
-    vLLM that is asked for a score. auto: by config.json."""
+    """Backend of the models, one word for all or one per model. megatron: a classifier of a family that
+    megarl trains, split as other roles are. transformers: any classifier, whole on each rank. judge: a
+    language model in vLLM that is asked for a score. auto: by config.json."""
     judge_template: str | None = None
-    """Text file of what a judge is asked, with {prompt}, {response} and {ground_truth}. Default: the template
-    that ships with megarl."""
+    """Text file with the question to a judge, which contains {prompt}, {response} and {ground_truth}.
+    Default: the template that ships with megarl."""
     judge_score_pattern: str = r"(?i)\bscore\b[\s*:=]*(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the number, that finds the score in a judge's answer; the last match
     counts."""
@@ -287,6 +282,3 @@ class RewardModelConfig(Section):
     what the judge can take if that is less."""
     judge_gpu_memory_utilization: PositiveFraction = 0.3
     """Share of GPU memory for weights and KV cache of a judge. Not used on CPU."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [("" not in (self.reward_model or ()), "reward_model", "must name folders.")]

@@ -1,28 +1,49 @@
-"""The roles of a job and the ranks of each, by flags like 0-3,6 or by names of pools of ranks."""
+"""List the roles of a job, and place them on ranks by flags like 0-3,6 or by names of pools of ranks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from megarl.config.schema import TrainConfig
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 from megarl.role_names import kind_and_suffix, suffix_of
 
-if TYPE_CHECKING:
-    from megarl.config.hf_config import ModelShape
-
+Ranks = tuple[int, ...]
 KINDS = ("actor", "reference", "critic", "reward", "rollout")
-"""As flags call them, in the order in which they are set up. `reward` stands for all reward models."""
+"""Kinds of role as flags name them, in the order of set-up. `reward` stands for all reward models."""
 
 
 def tells_experts(config: TrainConfig, shape: ModelShape) -> bool:
-    """Whether engines of a model of this shape report to which experts they sent each token."""
+    """Return whether engines of a model of this shape report the experts of each token."""
     return shape.is_moe and config.experts.moe_routing_replay == "engine"
 
 
+class TrainedModel(NamedTuple):
+    """The model of a role that is trained."""
+
+    folder: str
+    optimizer: OptimizerConfig
+    lora: LoRAConfig
+    value_head: bool = False
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape.load(self.folder, self.value_head)
+
+
+def trained_models(config: TrainConfig) -> dict[str, TrainedModel]:
+    """Return role -> model for one actor and, if it has one, its critic."""
+    models = {"actor": TrainedModel(config.model.model, config.optimizer, config.lora)}
+    if config.critic is not None:
+        critic = config.model.critic_folder, config.critic_optimizer, config.critic_lora
+        models["critic"] = TrainedModel(*critic, value_head=True)
+    return models
+
+
 def absent_roles(algorithm: object, reward_models: tuple[str, ...]) -> dict[str, str]:
-    """Return kind of role that an actor has not -> why. The actor is never absent.
+    """Return kind of role -> reason for the roles that an actor does not have.
 
     Args:
         algorithm: an instance of one of megarl/algorithms.
@@ -37,21 +58,21 @@ def absent_roles(algorithm: object, reward_models: tuple[str, ...]) -> dict[str,
 
 
 def trains_in_fp32(config: TrainConfig) -> bool:
-    """Whether some actor's weights are fp32: its log-probs are then compared with an engine's at fp32
-    rounding."""
+    """Return whether some actor's weights are fp32.
+
+    The log-probs of such an actor are compared with the engine's at the limits of fp32 rounding."""
     return any(not of_actor.model.bf16 for of_actor in configs_of_actors(config).values())
 
 
 def configs_of_actors(config: TrainConfig) -> dict[str, TrainConfig]:
-    """Return suffix of each actor -> its configuration, as if it were the only actor."""
+    """Return suffix of the actor -> its configuration, as if it were the only actor."""
     return {suffix_of(index): one for index, one in enumerate((config, *config.others))}
 
 
-def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+def parse_ranks(text: str, world_size: int) -> Ranks:
     """Return ranks in ascending order. Example: parse_ranks("0-2,6", 8) == (0, 1, 2, 6).
 
-    Raises: ValueError for what is no such list, for a rank that is named twice or out of order, and for one
-    outside the world.
+    Raises: ValueError for a malformed list, for ranks that do not ascend, and for a rank outside the world.
     """
     advice = f"Try {f'0-{world_size - 1}' if world_size > 1 else '0'}."
     ranks: list[int] = []
@@ -71,8 +92,8 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
 def parse_pools(pools: tuple[str, ...]) -> dict[str, str]:
     """Return name -> its list of ranks as text, from ("train=0-3", "serve=4").
 
-    Raises: ValueError for what is not name=ranks, and for a name that is given twice or could be a list of
-    ranks."""
+    Raises: ValueError for a pool that is not name=ranks, and for a name that comes twice or could be a list
+    of ranks."""
     named: dict[str, str] = {}
     for pool in pools:
         name, equals, text = pool.partition("=")
@@ -83,9 +104,9 @@ def parse_pools(pools: tuple[str, ...]) -> dict[str, str]:
 
 
 class DeviceMap:
-    """Placement in Python: DeviceMap(actor=[0, 1], critic=[2], reward=[3]).
+    """Placement of roles in Python: DeviceMap(actor=[0, 1], critic=[2], reward=[3]).
 
-    A role that is left out goes where its flag's default puts it. Roles: actor, critic, reference, reward,
+    A role that is left out is placed by its flag's default. Roles: actor, critic, reference, reward,
     rollout, and those of further actors: DeviceMap(actor=[0], actor_2=[1], rollout=[0], rollout_2=[1]).
     `reward` may hold a list of ranks per reward model: reward=[[2], [3]].
 
@@ -101,7 +122,7 @@ class DeviceMap:
         self.ranks = {role: of_role for role, of_role in ranks.items() if of_role is not None}
 
     def flags(self) -> list[str]:
-        """Return the same as command-line flags."""
+        """Return the placement as command-line flags."""
         flags = []
         for role, ranks in self.ranks.items():
             lists = ranks if ranks and not isinstance(ranks[0], int) else [ranks]
@@ -109,11 +130,11 @@ class DeviceMap:
         return flags
 
 
-def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ...] | None], list[str]]:
-    """Return role -> its ranks, None where its flag is wrong, and what is wrong.
+def place(config: TrainConfig, world_size: int) -> tuple[dict[str, Ranks | None], list[str]]:
+    """Return role -> ranks for the roles of one actor, and the errors of the flags.
 
-    Roles are those that one actor has, in the order in which they are set up: actor, reference, critic,
-    reward models, rollout. Rule rewards live where the rollouts are."""
+    The ranks are None if the role's flag has an error. The roles are in the order of set-up: actor,
+    reference, critic, reward models, rollout. Rule rewards are computed on the rollout ranks."""
     errors: list[str] = []
     try:
         pools = parse_pools(config.placement.pools)
@@ -121,7 +142,7 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
         pools = None
         errors.append(f"--{error}")
 
-    def ranks_of(role: str, text: str | None) -> tuple[int, ...] | None:
+    def ranks_of(role: str, text: str | None) -> Ranks | None:
         if pools is None:
             return None
         if text is None:
@@ -149,7 +170,7 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, tuple[int, ..
 
 
 def _rank_flags(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
-    """Yield (role, what its --...-ranks flag says) of every role that the actor has."""
+    """Yield (role, value of its --...-ranks flag) for every role of the actor."""
     placement = config.placement
     absent = absent_roles(config.algorithm, config.reward_models.reward_model)
     for kind in KINDS:
@@ -163,8 +184,8 @@ def _rank_flags(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
         yield from zip([f"reward_model{suffix_of(index)}" for index in range(count)], lists)
 
 
-def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, tuple[int, ...]]:
-    """Return the roles' ranks as `place` does. Raises: ValueError with all that is wrong."""
+def role_ranks(config: TrainConfig, world_size: int) -> Mapping[str, Ranks]:
+    """Return role -> ranks as `place` does. Raises: ValueError with all errors."""
     placed, errors = place(config, world_size)
     if errors:
         raise ValueError("\n".join(errors))

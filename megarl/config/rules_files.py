@@ -1,20 +1,20 @@
-"""Rules about files and folders that flags name: models, data, rewards, --save and --load.
+"""Check the files and folders that flags name: models, data, rewards, --save and --load.
 
-Paths are looked at, not opened, but for the names in a reward's file and job.json of a checkpoint; the ranks
-find what is damaged in the rest. Nothing is run or created."""
+Of the files, only the reward's Python file and a checkpoint's job.json are opened; the ranks find damage in
+the others. Nothing is run or created."""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megarl.config.errors import nearest_path, try_path
-from megarl.config.flags import numbered
-from megarl.config.hf_config import ModelShape, differences, function_fields, not_compared
-from megarl.config.roles import configs_of_actors
+from megarl.config.args_file import numbered
+from megarl.config.errors import Errors, nearest_path, try_path
+from megarl.config.hf_config import differences, function_fields, not_compared
+from megarl.config.hf_families import Json
+from megarl.config.roles import configs_of_actors, trained_models
 from megarl.config.schema import TrainConfig
 from megarl.files.checkpoints import (
     CHECKPOINTS,
@@ -33,8 +33,8 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN_FILES = ("resolved.args", "metrics.jsonl")
 
 
-def unreachable_paths(config: TrainConfig) -> Iterator[str]:
-    """Yield a line per path that cannot be looked at: its name is too long, or its folder is closed."""
+def unreachable_paths(config: TrainConfig) -> Errors:
+    """Yield an error per path that the system refuses to look up, e.g. because its name is too long."""
     seen = set()
     for number, of_actor in enumerate((config, *config.others), 1):
         model, data, rewards = of_actor.model, of_actor.data, of_actor.reward_models
@@ -57,14 +57,14 @@ def unreachable_paths(config: TrainConfig) -> Iterator[str]:
             try:
                 os.stat(path)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # other rules say whether it must be there
+                continue  # other rules decide whether the path must exist
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", error)
                 yield f"--{numbered(flag, number)} ({path}): {reason}. Give another path."
 
 
-def path_errors(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
-    """Yield a line per missing or unfit file, and for a new run one if --save holds a run."""
+def path_errors(config: TrainConfig, new_run: bool = True) -> Errors:
+    """Yield an error per missing or unusable file, and for a new run an error if --save holds a run."""
     yield from _model(config)
     for flag, files in (("--train-data", config.data.train_data), ("--eval-data", config.data.eval_data)):
         yield from _data(flag, files)
@@ -73,7 +73,7 @@ def path_errors(config: TrainConfig, new_run: bool = True) -> Iterator[str]:
         yield from _save(Path(config.run.save))
 
 
-def _model(config: TrainConfig) -> Iterator[str]:
+def _model(config: TrainConfig) -> Errors:
     folder, tokenizer = Path(config.model.model), config.model.tokenizer_model
     has_weights = config.model.random_init or any(folder.glob("*.safetensors"))
     if (folder / "config.json").is_file() and not has_weights:
@@ -86,7 +86,7 @@ def _model(config: TrainConfig) -> Iterator[str]:
         yield f"--tokenizer-model ({tokenizer}): does not exist. {advice}"
 
 
-def _data(flag: str, files: tuple[str, ...]) -> Iterator[str]:
+def _data(flag: str, files: tuple[str, ...]) -> Errors:
     for name in files:
         if not Path(name).is_file():
             yield f"{flag} ({name}): there is no such file.{_other_data(Path(name))}"
@@ -102,7 +102,7 @@ def _other_data(path: Path) -> str:
     )
 
 
-def _reward_function(name: str | None) -> Iterator[str]:
+def _reward_function(name: str | None) -> Errors:
     if name is None:
         return
     text, _, function = name.rpartition(":")
@@ -117,7 +117,7 @@ def _reward_function(name: str | None) -> Iterator[str]:
 
 
 def _other_function(path: Path) -> str:
-    """Return advice: a function of the file, or of the Python file beside it with the most similar name."""
+    """Propose a function of the file, or else of the Python file in its folder with the most similar name."""
 
     def functions(one: Path) -> list[str]:
         try:
@@ -135,10 +135,10 @@ def _functions(tree: ast.Module) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
-def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
-    """Refuse a function that the file does not bind. The file is read, not run.
+def _function_in_file(name: str, path: Path, function: str) -> Errors:
+    """Yield an error for a function that the file does not define. The file is read, not run.
 
-    A file that binds names in ways that only running shows (star imports) is left to the run."""
+    A file with star imports is accepted, because only running it shows its names."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
@@ -158,7 +158,7 @@ def _function_in_file(name: str, path: Path, function: str) -> Iterator[str]:
         yield f"--reward-function ({name}): {path} defines no {function}, but {defined}.{advice}"
 
 
-def _save(folder: Path) -> Iterator[str]:
+def _save(folder: Path) -> Errors:
     taken = next((name for name in RUN_FILES if (folder / name).exists()), None)
     advice = f"Try --save {free_name(folder)}."
     if taken is not None:
@@ -168,37 +168,33 @@ def _save(folder: Path) -> Iterator[str]:
 
 
 def free_name(folder: Path) -> Path:
-    """Return `folder` with the lowest number behind it that nothing is called yet: run-2."""
+    """Return `folder` with the lowest free number appended, e.g. run-2."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(path for path in names if not path.exists())
 
 
 def goes_on(config: TrainConfig) -> bool:
-    """Whether --load is the run in --save."""
+    """Return whether the job continues the run in --save, because --load names it."""
     if config.checkpoint.load is None:
         return False
     load, save = Path(config.checkpoint.load).resolve(), Path(config.run.save).resolve()
     return save == load or load.parent.name == CHECKPOINTS and save == load.parent.parent
 
 
-def described_models(config: TrainConfig) -> dict[str, dict[str, object]]:
-    """Return trained role -> the fields of its model that change the function of its weights.
+def described_models(config: TrainConfig) -> dict[str, Json]:
+    """Return trained role -> the fields of its model that decide what its weights compute.
 
-    Raises: ConfigError for a config.json that is wrong."""
-    models = {}
-    for suffix, of_actor in configs_of_actors(config).items():
-        models[f"actor{suffix}"] = function_fields(ModelShape.load(of_actor.model.model), of_actor.lora)
-        if of_actor.critic is not None:
-            folder = of_actor.model.critic_model or of_actor.model.model
-            models[f"critic{suffix}"] = function_fields(
-                ModelShape.load(folder, value_head=True), of_actor.critic_lora
-            )
-    return models
+    Raises: ConfigError for a config.json with errors."""
+    return {
+        f"{role}{suffix}": function_fields(model.shape, model.lora)
+        for suffix, of_actor in configs_of_actors(config).items()
+        for role, model in trained_models(of_actor).items()
+    }
 
 
-def uncompared_models(config: TrainConfig, saved: Mapping[str, object]) -> list[str]:
-    """Return a line per role whose model an older checkpoint does not describe fully.
+def uncompared_models(config: TrainConfig, saved: Json) -> list[str]:
+    """Return a note per role whose model an older checkpoint does not describe completely.
 
     Args:
         saved: the content of job.json."""
@@ -209,15 +205,14 @@ def uncompared_models(config: TrainConfig, saved: Mapping[str, object]) -> list[
     }
     return [
         f"--load ({config.checkpoint.load}): an earlier version saved it and did not store "
-        f"{', '.join(names)} of its {role}, so they could not be "
-        "compared with --model"
+        f"{', '.join(names)} of its {role}, so they could not be compared with --model"
         for role, names in missing.items()
         if names
     ]
 
 
 def checkpoint_notes(config: TrainConfig) -> list[str]:
-    """Return what is to be said about --load that is no error."""
+    """Return notes about --load that are no errors."""
     try:
         found = newest_job(config) if config.checkpoint.load is not None else None
     except JobFileError:
@@ -226,7 +221,7 @@ def checkpoint_notes(config: TrainConfig) -> list[str]:
 
 
 def checkpoint_errors(config: TrainConfig) -> list[str]:
-    """Return what is wrong with --load and restarts, for a job whose models can be read."""
+    """Return the errors of --load and of restarts, for a job whose models can be read."""
     errors = [*_unsavable(config), *_unclear_restart(config)]
     if config.checkpoint.load is None or errors:
         return errors
@@ -238,15 +233,15 @@ def checkpoint_errors(config: TrainConfig) -> list[str]:
 
 
 def is_savable(config: TrainConfig) -> bool:
-    """Whether the job can be saved: not with --optimizer-cpu-offload."""
+    """Return whether checkpoints can hold the job's state. With --optimizer-cpu-offload they cannot."""
     return not any(
-        of_role is not None and of_role.optimizer_cpu_offload
+        model.optimizer.optimizer_cpu_offload
         for of_actor in configs_of_actors(config).values()
-        for of_role in (of_actor.optimizer, of_actor.critic_optimizer)
+        for model in trained_models(of_actor).values()
     )
 
 
-def _unsavable(config: TrainConfig) -> Iterator[str]:
+def _unsavable(config: TrainConfig) -> Errors:
     given = {"save-interval": 0, "load": None, "max-restarts": 0}
     values = {name: getattr(config.checkpoint, name.replace("-", "_")) for name in given}
     flags = [f"--{name} ({value})" for name, value in values.items() if value != given[name]]
@@ -257,11 +252,11 @@ def _unsavable(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _unclear_restart(config: TrainConfig) -> Iterator[str]:
+def _unclear_restart(config: TrainConfig) -> Errors:
     """Refuse restarts if the newest checkpoint of --save is newer than the one that --load names.
 
-    A restart takes the newest one, and the first attempt may fail before it has removed those after
-    --load."""
+    A restart takes the newest checkpoint. The first attempt may fail before it has removed the checkpoints
+    after --load."""
     restarts, load = config.checkpoint.max_restarts, config.checkpoint.load
     if not restarts or load is None or not goes_on(config) or not is_one_checkpoint(Path(load)):
         return
@@ -274,10 +269,10 @@ def _unclear_restart(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def newest_job(config: TrainConfig) -> tuple[Path, dict[str, object]] | None:
-    """Return the checkpoint that is tried first, and its job.json; None: the run begins in an empty folder.
+def newest_job(config: TrainConfig) -> tuple[Path, Json] | None:
+    """Return the checkpoint that is tried first and its job.json; None if --save is still empty.
 
-    Raises: JobFileError if --load names none."""
+    Raises: JobFileError if --load names no checkpoint."""
     problems = []
     for folder in found_by(config.checkpoint.load):
         try:
@@ -286,7 +281,7 @@ def newest_job(config: TrainConfig) -> tuple[Path, dict[str, object]] | None:
             problems.append(str(error))
     if problems:
         raise JobFileError(
-            f"--load ({config.checkpoint.load}): holds no whole checkpoint. {' '.join(problems)} "
+            f"--load ({config.checkpoint.load}): holds no complete checkpoint. {' '.join(problems)} "
             "Name another run, or leave it out."
         )
     if goes_on(config) and Path(config.checkpoint.load).resolve() == Path(config.run.save).resolve():
@@ -309,7 +304,7 @@ def _why_none(load: Path) -> str:
     return "holds no checkpoints/step_*. Name a run folder, or leave it out for a new run."
 
 
-def _disagreements(config: TrainConfig, folder: Path, saved: Mapping[str, object]) -> Iterator[str]:
+def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
     head, step = f"--load ({config.checkpoint.load}): {folder.name}", saved["step"]
     if config.batch.train_iters < step:
         yield (
@@ -333,7 +328,7 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Mapping[str, object
             yield from _order_errors(of_actor, number, saved["actors"][suffix]["cursor"])
 
 
-def _order_errors(config: TrainConfig, number: int, cursor: Mapping[str, object]) -> Iterator[str]:
+def _order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:
     seed, shuffle = numbered("seed", number), numbered("shuffle", number)
     if config.batch.seed != cursor["seed"]:
         yield (
@@ -347,8 +342,8 @@ def _order_errors(config: TrainConfig, number: int, cursor: Mapping[str, object]
         yield f"{given}: the run that --load continues had {wanted}. Try {wanted}."
 
 
-def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Mapping[str, object]) -> str | None:
-    """Return what is wrong with the number of training rows of an actor, or None.
+def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Json) -> str | None:
+    """Return the error if an actor's number of training rows is not that of the run that --load names.
 
     Args:
         saved: the content of job.json."""

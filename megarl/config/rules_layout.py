@@ -1,18 +1,19 @@
-"""Rules about ranks and parallel sizes: how roles, experts and engines are split over ranks.
+"""Check how roles, experts and engines are split over ranks.
 
-`Job` and `MegatronRole` are what these rules and those of rules_training.py look at."""
+`Job` and `MegatronRole` hold the data that these rules and those of rules_training.py need."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from megarl.config.errors import divisors, try_numbers
-from megarl.config.flags import OF_ROLES, ROLES, flag_name
+from megarl.config.errors import Errors, divisors, must_divide, try_numbers
+from megarl.config.flags import ROLES, flag_name, refuse_set
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import engine_mode, experts_fit, parallel_of, replicas_fit
 from megarl.config.reward_models import reward_models, value_model_shape
+from megarl.config.roles import Ranks, trained_models
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megarl.role_names import kind_and_suffix
 
@@ -23,21 +24,21 @@ class MegatronRole:
 
     Args:
         name: actor, critic, reference, or reward.
-        ranks: None if their flag is wrong, which is reported elsewhere.
-        shape: of its model, None if config.json could not be used.
-        shared: fields whose flag is the one of all roles, as they have one value for all.
+        ranks: None if their flag has an error, which another rule reports.
+        shape: shape of the role's model, None if config.json has errors.
+        shared: fields that have the same value in all roles. Errors name their flag of all roles.
         optimizer, lora: None for a frozen role."""
 
     name: str
     parallel: ParallelConfig
-    ranks: tuple[int, ...] | None
+    ranks: Ranks | None
     shape: ModelShape | None
     shared: frozenset[str]
     optimizer: OptimizerConfig | None = None
     lora: LoRAConfig | None = None
 
     def flag(self, field: str) -> str:
-        """Return --critic-tensor-model-parallel-size, or the flag without the role where all agree."""
+        """Return the flag of a field: the role's, e.g. --critic-lr, or that of all roles if they agree."""
         return f"--{flag_name(field, '' if field in self.shared else f'{self.name}-')}"
 
     @property
@@ -59,18 +60,18 @@ class MegatronRole:
 
 @dataclass(frozen=True)
 class Job:
-    """One actor with its roles, as the rules see it.
+    """One actor with its roles, in the form that the rules need.
 
     Args:
-        shape: of the actor's model; None if config.json could not be used.
-        critic_shape: of the critic's model, with its value head.
-        ranks: role -> its ranks, None if their flag is wrong."""
+        shape: shape of the actor's model, None if config.json has errors.
+        critic_shape: shape of the critic's model, with its value head.
+        ranks: role -> its ranks, None if their flag has an error."""
 
     config: TrainConfig
     shape: ModelShape | None
     critic_shape: ModelShape | None
     world_size: int
-    ranks: Mapping[str, tuple[int, ...] | None]
+    ranks: Mapping[str, Ranks | None]
 
     @property
     def uses_rollout(self) -> bool:
@@ -86,7 +87,7 @@ class Job:
 
     @property
     def engine(self) -> str | None:
-        """Mode of the engines, 'in-process' or 'out-of-process'; None: there are none, or on wrong ranks."""
+        """Mode of the engines, 'in-process' or 'out-of-process'; None without engines or with wrong ranks."""
         places_all = self.uses_rollout and all(self.ranks.values())
         return engine_mode(self.config, self.world_size) if places_all else None
 
@@ -95,16 +96,13 @@ class Job:
         """The roles that Megatron runs, the actor first."""
         config, roles, of_model = self.config, [], self._reward_shapes()
         present = [role for role in ROLES if getattr(config, role) is not None]
-        shared = _shared_fields(config, present)
+        shared, models = _shared_fields(config, present), trained_models(config)
         for name, ranks in self.ranks.items():
             role = kind_and_suffix(name)[0].removesuffix("_model")
             if role not in present or (role == "reward" and name not in of_model):
                 continue
             shape = {"critic": self.critic_shape, "reward": of_model.get(name)}.get(role, self.shape)
-            trained = [
-                getattr(config, OF_ROLES[cls][role]) if role in OF_ROLES[cls] else None
-                for cls in (OptimizerConfig, LoRAConfig)
-            ]
+            trained = models[role][1:3] if role in models else ()
             roles.append(MegatronRole(role, parallel_of(config, name), ranks, shape, shared, *trained))
         return roles
 
@@ -114,7 +112,8 @@ class Job:
         return [role for role in self.megatron_roles if role.optimizer is not None]
 
     def _reward_shapes(self) -> dict[str, ModelShape]:
-        """Return the shapes of reward models that Megatron runs; none if one is wrong, which is reported."""
+        """Return reward model -> shape for those that Megatron runs; {} if one has errors, which are
+        reported elsewhere."""
         try:
             models = [model for model in reward_models(self.config) if model.backend == "megatron"]
             return {model.name: value_model_shape(model.path) for model in models}
@@ -123,7 +122,9 @@ class Job:
 
 
 def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str]:
-    """Return the fields with one value for all roles; those of optimizer or LoRA all, or none."""
+    """Return the fields with the same value in all roles.
+
+    Of the fields of optimizer or LoRA, all are returned or none."""
     nodes = [getattr(config, role) for role in present]
     shared = [f.name for f in fields(ParallelConfig) if len({getattr(node, f.name) for node in nodes}) == 1]
     if config.critic_optimizer in (None, config.optimizer):
@@ -133,7 +134,7 @@ def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str
     return frozenset(shared)
 
 
-def executor(job: Job) -> Iterator[str]:
+def executor(job: Job) -> Errors:
     """Refuse --executor inline with several ranks."""
     placement = job.config.placement
     if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):
@@ -141,8 +142,8 @@ def executor(job: Job) -> Iterator[str]:
         yield f"--executor (inline): has one rank, not {ranks}. Try --nproc-per-node 1."
 
 
-def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) -> Iterator[str]:
-    """Refuse a rank that no role is on; None: a list that is wrong."""
+def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) -> Errors:
+    """Refuse a rank that no role is on. A role's ranks are None if their flag has an error."""
     if not all(ranks_of.values()):
         return
     idle = [rank for rank in range(world_size) if not any(rank in ranks for ranks in ranks_of.values())]
@@ -156,52 +157,46 @@ def idle_ranks(ranks_of: Mapping[str, Sequence[int] | None], world_size: int) ->
     yield f"{' and '.join(flags)}: leave rank {idle[0]} of {world_size} ranks without work. Try {advice}."
 
 
-def idle_ranks_of_actor(job: Job) -> Iterator[str]:
+def idle_ranks_of_actor(job: Job) -> Errors:
     """Refuse a rank that no role of the only actor is on."""
     if job.config.placement.num_actors == 1:
         yield from idle_ranks(job.ranks, job.world_size)
 
 
 def _ranks_flag(role: str) -> str:
-    """Return --actor-2-ranks of actor_2; reward models share theirs."""
+    """Return the flag of a role's ranks, e.g. --actor-2-ranks. Reward models share one flag."""
     kind, suffix = kind_and_suffix(role)
     return "--reward-ranks" if kind == "reward_model" else f"--{kind}{suffix.replace('_', '-')}-ranks"
 
 
-def megatron_roles(job: Job) -> Iterator[str]:
+def megatron_roles(job: Job) -> Errors:
     """Check the split of every role that Megatron runs."""
     for role in job.megatron_roles:
         yield from parallel_errors(role)
 
 
-def parallel_errors(role: MegatronRole) -> Iterator[str]:
-    """Yield every rule about its split that one role breaks."""
+def parallel_errors(role: MegatronRole) -> Errors:
+    """Yield an error per rule about parallel sizes that one role breaks."""
     for rule in (recompute, role_ranks, virtual_pipeline, dense_split, expert_split, qkv_layout):
         yield from rule(role)
 
 
-def recompute(role: MegatronRole) -> Iterator[str]:
-    """Refuse what TransformerConfig and TransformerBlock refuse, and what they would silently ignore."""
+def recompute(role: MegatronRole) -> Errors:
+    """Refuse recompute flags that Megatron refuses, and those that it would ignore."""
     parallel, flag = role.parallel, role.flag
     granularity, layers = parallel.recompute_granularity, parallel.recompute_num_layers
     granularity_flag, layers_flag = flag("recompute_granularity"), flag("recompute_num_layers")
-    for field in ("recompute_method", "recompute_num_layers"):
-        value = getattr(parallel, field)
-        if granularity == "full" and value is None:
+    of_full = ("recompute_method", "recompute_num_layers")
+    for needed, names in {"full": of_full, "selective": ("recompute_modules",)}.items():
+        if granularity != needed:
+            reason = f"has no effect without {granularity_flag} {needed}. Leave it out, or set that."
+            yield from refuse_set(parallel, reason, *names, flag_of=flag)
+    for field in of_full:
+        if granularity == "full" and getattr(parallel, field) is None:
             yield (
                 f"{granularity_flag} (full): needs {flag(field)}. Try {flag('recompute_method')} uniform "
                 f"{layers_flag} 1."
             )
-        if granularity != "full" and value is not None:
-            yield (
-                f"{flag(field)} ({value}): has no effect without {granularity_flag} full. Leave it out, or "
-                "set that."
-            )
-    if parallel.recompute_modules is not None and granularity != "selective":
-        yield (
-            f"{flag('recompute_modules')} ({' '.join(parallel.recompute_modules)}): has no effect without "
-            f"{granularity_flag} selective. Leave it out, or set that."
-        )
     if role.shape is not None and granularity == "full" and layers is not None:
         held = max(1, role.shape.num_layers // (role.pp * role.vpp))
         what = "model chunk" if role.vpp > 1 else "pipeline stage"
@@ -212,7 +207,7 @@ def recompute(role: MegatronRole) -> Iterator[str]:
             )
 
 
-def role_ranks(role: MegatronRole) -> Iterator[str]:
+def role_ranks(role: MegatronRole) -> Errors:
     """Refuse parallel sizes that do not divide the role's ranks, and sequence parallelism alone."""
     tp_flag = role.flag("tensor_model_parallel_size")
     if role.parallel.sequence_parallel and role.tp == 1:
@@ -220,7 +215,7 @@ def role_ranks(role: MegatronRole) -> Iterator[str]:
             f"{role.flag('sequence_parallel')}: needs {tp_flag} above 1. Leave it out, or try {tp_flag} 2."
         )
     if any(dense_split(role)):
-        return  # no number of ranks would help; `dense_split` says what does
+        return  # no number of ranks would help; `dense_split` proposes what does
     sizes = {tp_flag: role.tp, role.flag("pipeline_model_parallel_size"): role.pp}
     if role.cp > 1:
         sizes = {tp_flag: role.tp, role.flag("context_parallel_size"): role.cp} | sizes
@@ -237,41 +232,34 @@ def role_ranks(role: MegatronRole) -> Iterator[str]:
         )
 
 
-def virtual_pipeline(role: MegatronRole) -> Iterator[str]:
+def virtual_pipeline(role: MegatronRole) -> Errors:
     """Refuse model chunks that do not divide a pipeline stage's layers, or without a pipeline."""
     flag = role.flag("virtual_pipeline_model_parallel_size")
     pp_flag = role.flag("pipeline_model_parallel_size")
     layers = role.shape.num_layers if role.shape is not None else 0
     if role.vpp > 1 and role.pp == 1:
         advice = f", or try {pp_flag} 2" if layers % (2 * role.vpp) == 0 else ""
-        yield f"{flag} ({role.vpp}): needs {pp_flag} above 1, stages that take turns. Leave it out{advice}."
-    elif layers % role.pp == 0 and layers // role.pp % role.vpp:
-        stage = layers // role.pp
-        yield (
-            f"{flag} ({role.vpp}): must divide the {role.name}'s layers per pipeline stage "
-            f"({stage}).{try_numbers(divisors(stage), role.vpp)}"
-        )
+        yield f"{flag} ({role.vpp}): needs {pp_flag} above 1. Leave it out{advice}."
+    elif layers % role.pp == 0:
+        what = f"the {role.name}'s layers per pipeline stage"
+        yield from must_divide(flag, role.vpp, what, layers // role.pp)
 
 
-def dense_split(role: MegatronRole) -> Iterator[str]:
+def dense_split(role: MegatronRole) -> Errors:
     """Refuse sizes by which Megatron cannot split the dense part of the model."""
     shape, num_ranks = role.shape, len(role.ranks or ()) // role.cp
     if shape is None:
         return
-    fits = tensor_sizes(shape, split_dimensions(shape))
-    fits = [n for n in fits if num_ranks % (n * role.pp) == 0] or fits
-    yield from _tensor_split(role.flag("tensor_model_parallel_size"), role.tp, shape, fits)
-    if shape.num_layers % role.pp:
-        stages = divisors(shape.num_layers)
-        stages = [n for n in stages if num_ranks % (n * role.tp) == 0] or stages
-        yield (
-            f"{role.flag('pipeline_model_parallel_size')} ({role.pp}): must divide the model's layers "
-            f"({shape.num_layers}).{try_numbers(stages, role.pp)}"
-        )
+    tp_flag = role.flag("tensor_model_parallel_size")
+    yield from _tensor_split(tp_flag, role.tp, shape, split_dimensions(shape), num_ranks, role.pp)
+    stages = divisors(shape.num_layers)
+    stages = [n for n in stages if num_ranks % (n * role.tp) == 0] or stages
+    pp_flag = role.flag("pipeline_model_parallel_size")
+    yield from must_divide(pp_flag, role.pp, "the model's layers", shape.num_layers, stages)
 
 
 def split_dimensions(shape: ModelShape) -> dict[str, int]:
-    """Return what every tensor-parallel split cuts into equal parts. Experts are split otherwise."""
+    """Return name -> size of the dimensions that tensor parallelism splits, except those of experts."""
     sizes = {"attention heads": shape.num_attention_heads}
     if shape.is_dense or shape.dense_layers:
         sizes["intermediate_size"] = shape.ffn_hidden_size
@@ -280,34 +268,30 @@ def split_dimensions(shape: ModelShape) -> dict[str, int]:
     return sizes | {"vocabulary, padded to a multiple of 64": shape.padded_vocab_size()}
 
 
-def tensor_sizes(shape: ModelShape, dimensions: Mapping[str, int]) -> list[int]:
-    """Return the tensor-parallel sizes by which the dimensions and the heads can be split."""
-    sizes = divisors(shape.num_attention_heads)
-    sizes = [n for n in sizes if not any(size % n for size in dimensions.values())]
-    return [n for n in sizes if _shares_heads(shape, n)]
-
-
 def _shares_heads(shape: ModelShape, tp: int) -> bool:
-    """Whether each rank has whole key-value heads, or as many ranks as any other share one."""
+    """Return whether each rank has whole key-value heads, or equally many ranks share each head."""
     return shape.num_query_groups % tp == 0 or tp % shape.num_query_groups == 0
 
 
 def _tensor_split(
-    flag: str, tp: int, shape: ModelShape, fits: Sequence[int], experts: Mapping[str, int] = {}
-) -> Iterator[str]:
-    advice = try_numbers(fits, tp)
-    for name, size in (split_dimensions(shape) | dict(experts)).items():
-        if size % tp:
-            yield f"{flag} ({tp}): must divide the model's {name} ({size}).{advice}"
+    flag: str, tp: int, shape: ModelShape, dimensions: Mapping[str, int], num_ranks: int = 0, pp: int = 1
+) -> Errors:
+    """Refuse a size that does not divide the dimensions or the heads.
+
+    Sizes are proposed by which `num_ranks` ranks can be split into `pp` stages, if there are any."""
+    sizes = [n for n in divisors(shape.num_attention_heads) if _shares_heads(shape, n)]
+    sizes = [n for n in sizes if not any(size % n for size in dimensions.values())]
+    sizes = [n for n in sizes if num_ranks % (n * pp) == 0] or sizes
+    for name, size in dimensions.items():
+        yield from must_divide(flag, tp, f"the model's {name}", size, sizes)
     if not _shares_heads(shape, tp):
-        groups = shape.num_query_groups
         yield (
-            f"{flag} ({tp}): must divide the model's key-value heads ({groups}), or be a multiple of "
-            f"them.{advice}"
+            f"{flag} ({tp}): must divide the model's key-value heads ({shape.num_query_groups}), or be a "
+            f"multiple of them.{try_numbers(sizes, tp)}"
         )
 
 
-def expert_split(role: MegatronRole) -> Iterator[str]:
+def expert_split(role: MegatronRole) -> Errors:
     """Refuse sizes by which a mixture's experts cannot be split, and any for a dense model."""
     shape, flag, tp, ep = role.shape, role.flag, role.tp, role.parallel.expert_model_parallel_size
     if shape is None:
@@ -322,16 +306,8 @@ def expert_split(role: MegatronRole) -> Iterator[str]:
         return
     etp, experts = role.parallel.expert_tensor_parallel_size or tp, shape.num_moe_experts
     ep_flag, etp_flag = flag("expert_model_parallel_size"), flag("expert_tensor_parallel_size")
-    if experts % ep:
-        yield (
-            f"{ep_flag} ({ep}): must divide the model's num_experts "
-            f"({experts}).{try_numbers(divisors(experts), ep)}"
-        )
-    if (size := shape.moe_ffn_hidden_size) % etp:
-        yield (
-            f"{etp_flag} ({etp}): must divide the model's moe_intermediate_size "
-            f"({size}).{try_numbers(divisors(size), etp)}"
-        )
+    yield from must_divide(ep_flag, ep, "the model's num_experts", experts)
+    yield from must_divide(etp_flag, etp, "the model's moe_intermediate_size", shape.moe_ffn_hidden_size)
     count = len(role.ranks or ())
     stage = count // role.pp
     if role.ranks and replicas_fit(count, tp, role.cp, role.pp) and not experts_fit(stage, ep, etp):
@@ -347,7 +323,7 @@ def expert_split(role: MegatronRole) -> Iterator[str]:
         )
 
 
-def qkv_layout(role: MegatronRole) -> Iterator[str]:
+def qkv_layout(role: MegatronRole) -> Errors:
     """Refuse --qkv-layout stacked where ranks share key-value heads, or there is no linear_qkv."""
     if role.shape is None or role.parallel.qkv_layout != "stacked":
         return
@@ -365,16 +341,14 @@ def qkv_layout(role: MegatronRole) -> Iterator[str]:
         )
 
 
-def engine_ranks(job: Job) -> Iterator[str]:
-    """Refuse engines that do not fit their ranks, and modes of engines that do not go together."""
+def engine_ranks(job: Job) -> Errors:
+    """Refuse engines that do not fit their ranks, and combinations of modes that do not work."""
     tp, ranks, placement = job.config.rollout.tensor_parallel_size, job.ranks["rollout"], job.config.placement
     if not ranks:
         return
-    if not replicas_fit(len(ranks), tp):
-        yield (
-            f"--rollout-tensor-parallel-size ({tp}): must divide the ranks of the rollout engines "
-            f"({len(ranks)}).{try_numbers(divisors(len(ranks)), tp)}"
-        )
+    yield from must_divide(
+        "--rollout-tensor-parallel-size", tp, "the ranks of the rollout engines", len(ranks)
+    )
     if placement.rollout_engine == "in-process" and len(ranks) < job.world_size:
         yield (
             f"--rollout-engine (in-process): needs engines on all {job.world_size} ranks, and "
@@ -388,10 +362,10 @@ def engine_ranks(job: Job) -> Iterator[str]:
         )
 
 
-def engine_split(job: Job) -> Iterator[str]:
+def engine_split(job: Job) -> Errors:
     """Refuse tensor-parallel sizes by which vLLM cannot split the model."""
     shape, tp = job.shape, job.config.rollout.tensor_parallel_size
     if shape is not None:
         experts = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}
-        fits = tensor_sizes(shape, split_dimensions(shape) | experts)
-        yield from _tensor_split("--rollout-tensor-parallel-size", tp, shape, fits, experts)
+        dimensions = split_dimensions(shape) | experts
+        yield from _tensor_split("--rollout-tensor-parallel-size", tp, shape, dimensions)

@@ -1,19 +1,16 @@
-"""Rules about training, sampling and memory: what one flag means for another, and for the model's shape.
+"""Check flags of training, sampling and memory against each other and against the model's shape.
 
-Each rule is a function of the job, named by its subject, and yields a line per flag that is wrong."""
+Each rule is a function of the job, named by its subject, and yields an error per wrong flag."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields
-
-from megarl.config.errors import divisors, try_numbers
-from megarl.config.flags import flag_name
+from megarl.config.errors import Errors, divisors, try_numbers
+from megarl.config.flags import refuse_set
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.role_sections import LORA_TARGETS
 from megarl.config.rules_layout import Job, MegatronRole
-from megarl.config.schema import LoRAConfig, MoEConfig, OptimizerConfig
+from megarl.config.schema import LoRAConfig
 
 _UNPROVEN_SHARDING = {
     "optim_grads_params": (
@@ -23,7 +20,7 @@ _UNPROVEN_SHARDING = {
 }
 
 
-def batch(job: Job) -> Iterator[str]:
+def batch(job: Job) -> Errors:
     """Refuse a batch that does not divide the samples of a step, or that ranks cannot share equally."""
     sizes, dp = job.config.batch, job.data_parallel_size
     size, samples = sizes.global_batch_size, sizes.num_prompts * sizes.num_samples_per_prompt
@@ -49,8 +46,8 @@ def batch(job: Job) -> Iterator[str]:
         )
 
 
-def optimizer(job: Job) -> Iterator[str]:
-    """Refuse schedules of the learning rate that contradict themselves."""
+def optimizer(job: Job) -> Errors:
+    """Refuse contradictory schedules of the learning rate."""
     for role in job.trained_roles:
         values, flag = role.optimizer, role.flag
         if values.min_lr > values.lr:
@@ -65,18 +62,18 @@ def optimizer(job: Job) -> Iterator[str]:
             )
 
 
-def critic(job: Job) -> Iterator[str]:
-    """Refuse a critic's model that does not read the actor's token ids, or not as many of them."""
+def critic(job: Job) -> Errors:
+    """Refuse a critic's model with another vocabulary than the actor's, or too few positions."""
     shape, name = job.critic_shape, job.config.model.critic_model
     if shape is None:
         return
     if job.shape is not None and shape.vocab_size != job.shape.vocab_size:
         yield (
-            f"--critic-model ({name}): has {shape.vocab_size} words, and --model has {job.shape.vocab_size}; "
-            "it must read the same tokens. Name a model of the same family, or leave it out."
+            f"--critic-model ({name}): has a vocabulary of {shape.vocab_size}, and --model of "
+            f"{job.shape.vocab_size}; they must be the same. Name a model of the same family, or leave it "
+            "out."
         )
-    sampling = job.config.sampling
-    longest = sampling.max_prompt_length + sampling.max_response_length
+    longest = job.config.sampling.max_length
     if name and longest > shape.max_position_embeddings:
         yield (
             f"--critic-model ({name}): takes {shape.max_position_embeddings} tokens "
@@ -85,14 +82,13 @@ def critic(job: Job) -> Iterator[str]:
         )
 
 
-def fp8(job: Job) -> Iterator[str]:
-    """Refuse what does not go with fp8.
+def fp8(job: Job) -> Errors:
+    """Refuse combinations with fp8 that are not supported.
 
-    Where the model is built, it is checked that there is a GPU and Transformer Engine: the driver may have
-    neither."""
+    The ranks check that there is a GPU and Transformer Engine. The driver's machine may have neither."""
     value = job.config.transformer.get("fp8")
     if value is not None and not job.config.model.bf16:
-        yield f"--fp8 ({value}): its weights are kept in bf16. Add --bf16."
+        yield f"--fp8 ({value}): needs weights in bf16. Add --bf16."
     if value is not None and job.shape is not None and job.shape.is_moe:
         yield (
             f"--fp8 ({value}): is not supported for a mixture of experts, whose experts get any number of "
@@ -100,23 +96,17 @@ def fp8(job: Job) -> Iterator[str]:
         )
 
 
-def experts_of_dense_model(job: Job) -> Iterator[str]:
+def experts_of_dense_model(job: Job) -> Errors:
     """Refuse flags about experts for models without any."""
     shapes = [job.shape] if job.config.critic is None else [job.shape, job.critic_shape]
     shapes = [shape for shape in shapes if shape is not None]
     if not shapes or any(shape.is_moe for shape in shapes):
         return
-    default = MoEConfig()
-    for field in fields(default):
-        value = getattr(job.config.experts, field.name)
-        if value != getattr(default, field.name):
-            yield (
-                f"--{flag_name(field.name)} ({value}): needs a mixture of experts, and "
-                f"{shapes[0].model_type} is none. Leave it out."
-            )
+    reason = f"needs a mixture of experts, and {shapes[0].model_type} is none. Leave it out."
+    yield from refuse_set(job.config.experts, reason)
 
 
-def expert_balance(job: Job) -> Iterator[str]:
+def expert_balance(job: Job) -> Errors:
     """Refuse a balancing loss without its factor, and a factor without its loss."""
     experts = job.config.experts
     kind, coeff = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
@@ -132,13 +122,13 @@ def expert_balance(job: Job) -> Iterator[str]:
         )
 
 
-def routing_replay(job: Job) -> Iterator[str]:
-    """Refuse to replay routing that nobody records."""
+def routing_replay(job: Job) -> Errors:
+    """Refuse to replay the routing of experts if nothing records it."""
     source = job.config.experts.moe_routing_replay
     if source == "engine" and not job.config.rollout.enable_prefix_caching:
         yield (
-            "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache only. "
-            "Leave --no-rollout-enable-prefix-caching out, or try --moe-routing-replay policy."
+            "--moe-routing-replay (engine): vLLM reports the experts that it chose only with its prefix "
+            "cache. Leave --no-rollout-enable-prefix-caching out, or try --moe-routing-replay policy."
         )
     if source != "none" and not job.uses_rollout:
         yield (
@@ -147,34 +137,23 @@ def routing_replay(job: Job) -> Iterator[str]:
         )
 
 
-def lora(job: Job) -> Iterator[str]:
-    """Refuse adapters that the model's layers cannot have, and their flags without adapters."""
+def lora(job: Job) -> Errors:
+    """Refuse adapters for layers that cannot have them, and flags of adapters without adapters."""
     for role in job.trained_roles:
         rank_flag, rank = role.flag("lora_rank"), role.lora.lora_rank
         if not rank:
-            yield from _lora_without_effect(role)
+            reason = f"has no effect without {rank_flag}. Leave it out, or try {rank_flag} 16."
+            yield from refuse_set(role.lora, reason, flag_of=role.flag)
         elif role.shape is not None:
             yield from _lora_targets(role.lora, role.shape, role.flag("lora_target_modules"))
         if rank and role.optimizer.optimizer_cpu_offload:
             yield (
-                f"--optimizer-cpu-offload: nobody has proven it with {rank_flag} ({rank}), whose optimizer "
+                f"--optimizer-cpu-offload: is not tested with {rank_flag} ({rank}), whose optimizer "
                 "state is small. Leave it out."
             )
 
 
-def _lora_without_effect(role: MegatronRole) -> Iterator[str]:
-    default, rank_flag = LoRAConfig(), role.flag("lora_rank")
-    for field in ("lora_alpha", "lora_target_modules"):
-        value = getattr(role.lora, field)
-        if value != getattr(default, field):
-            text = f"{value:g}" if isinstance(value, float) else " ".join(value)
-            yield (
-                f"{role.flag(field)} ({text}): has no effect without {rank_flag}. Leave it out, or try "
-                f"{rank_flag} 16."
-            )
-
-
-def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Iterator[str]:
+def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Errors:
     without = {"linear_qkv": "multi-head latent attention has no such layer"} if shape.is_mla else {}
     if shape.is_moe:
         of_experts = "in a mixture of experts it is the experts', which have no adapters"
@@ -187,8 +166,8 @@ def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Iterator[
         yield f"{flag} ({' '.join(wrong)}): {reasons}. Try {flag} {' '.join(fits)}."
 
 
-def fsdp(job: Job) -> Iterator[str]:
-    """Refuse what does not go with Megatron-FSDP, and its flags without it."""
+def fsdp(job: Job) -> Errors:
+    """Refuse combinations with Megatron-FSDP that are not supported, and its flags without it."""
     for role in job.trained_roles:
         flag, strategy_flag = role.flag("use_megatron_fsdp"), role.flag("data_parallel_sharding_strategy")
         strategy = role.optimizer.data_parallel_sharding_strategy
@@ -199,32 +178,35 @@ def fsdp(job: Job) -> Iterator[str]:
                     "optim_grads."
                 )
             yield from _fsdp_with(role, flag)
-        elif strategy != OptimizerConfig().data_parallel_sharding_strategy:
-            yield (f"{strategy_flag} ({strategy}): has no effect without {flag}. Leave it out, or set that.")
+        else:
+            reason = f"has no effect without {flag}. Leave it out, or set that."
+            yield from refuse_set(
+                role.optimizer, reason, "data_parallel_sharding_strategy", flag_of=role.flag
+            )
 
 
-def _fsdp_with(role: MegatronRole, flag: str) -> Iterator[str]:
+def _fsdp_with(role: MegatronRole, flag: str) -> Errors:
     for field in ("overlap_grad_reduce", "optimizer_cpu_offload"):
         if getattr(role.optimizer, field):
             yield f"{flag}: does not go with {role.flag(field)}. Leave one of the two out."
     if not role.optimizer.use_distributed_optimizer:
         yield (
-            f"{flag}: Megatron has it with its distributed optimizer only. Leave "
+            f"{flag}: needs Megatron's distributed optimizer. Leave "
             f"{role.flag('use_distributed_optimizer').replace('--', '--no-', 1)} out."
         )
     if role.lora.lora_rank:
         lora_flag = flag.replace("use-megatron-fsdp", "lora-rank")  # the flag for the same roles
         yield (
-            f"{flag}: nobody has proven it with {lora_flag} ({role.lora.lora_rank}), whose optimizer state "
+            f"{flag}: is not tested with {lora_flag} ({role.lora.lora_rank}), whose optimizer state "
             "is small. Leave it out."
         )
     for field in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
         if (size := getattr(role.parallel, field)) > 1:
             other = role.flag(field)
-            yield f"{flag}: nobody has proven it with {other} ({size}). Leave it out, or try {other} 1."
+            yield f"{flag}: is not tested with {other} ({size}). Leave it out, or try {other} 1."
     if role.shape is not None and role.shape.is_moe:
         yield (
-            f"{flag}: nobody has proven it with a mixture of experts, which {role.shape.model_type} is. "
+            f"{flag}: is not tested with a mixture of experts, which {role.shape.model_type} is. "
             "Leave it out."
         )
     if role.parallel.offload:
@@ -234,8 +216,8 @@ def _fsdp_with(role: MegatronRole, flag: str) -> Iterator[str]:
         )
 
 
-def offload(job: Job) -> Iterator[str]:
-    """Refuse to offload parts that a role does not have, or that somebody else reads on the device."""
+def offload(job: Job) -> Errors:
+    """Refuse to offload parts that a role does not have, or that an engine reads on the device."""
     config = job.config
     for role in job.megatron_roles:
         flag, parts = role.flag("offload"), role.parallel.offload
@@ -243,7 +225,7 @@ def offload(job: Job) -> Iterator[str]:
         if once != parts:
             yield f"{flag} ({' '.join(parts)}): names a part twice. Try {flag} {' '.join(once)}."
         surplus = [part for part in parts if part != "parameters"]
-        # a value of the flag of all roles, or of the actor's flag, means the roles that train
+        # a value that a trained role has too comes from the flag of all roles and is meant for trained roles
         is_own = all(parts != other.parallel.offload for other in job.trained_roles)
         if role.optimizer is None and surplus and is_own:
             yield (
@@ -252,24 +234,22 @@ def offload(job: Job) -> Iterator[str]:
             )
     yield from _offload_of_other_reward_models(job)
     of_roles = [role.parallel.offload for role in job.megatron_roles]
-    if config.placement.offload_ahead_bytes and not any([*of_roles, config.reward and config.reward.offload]):
-        yield (
-            f"--offload-ahead-bytes ({config.placement.offload_ahead_bytes}): has no effect without "
-            "--offload. Leave it out, or set that."
-        )
+    if not any([*of_roles, config.reward and config.reward.offload]):
+        reason = "has no effect without --offload. Leave it out, or set that."
+        yield from refuse_set(config.placement, reason, "offload_ahead_bytes")
     if "parameters" in config.actor.offload:
         yield from _offload_beside_engine(job, job.megatron_roles[0].flag("offload"))
 
 
-def _offload_of_other_reward_models(job: Job) -> Iterator[str]:
-    """Check what was said of reward models that Megatron does not run, and not of all roles."""
+def _offload_of_other_reward_models(job: Job) -> Errors:
+    """Check --reward-offload if Megatron runs none of the reward models."""
     parts = () if job.config.reward is None else job.config.reward.offload
     has_megatron = any(role.name == "reward" for role in job.megatron_roles)
     if not parts or has_megatron or parts == job.config.actor.offload:
         return
     try:
         backends = {model.backend for model in reward_models(job.config)}
-    except ValueError:  # what is wrong with them is reported
+    except ValueError:  # another rule reports it
         return
     given = f"--reward-offload ({' '.join(parts)})"
     if backends == {"judge"}:
@@ -281,8 +261,8 @@ def _offload_of_other_reward_models(job: Job) -> Iterator[str]:
         )
 
 
-def _offload_beside_engine(job: Job, flag: str) -> Iterator[str]:
-    """Refuse to move the actor's weights away from an engine that reads them where they are."""
+def _offload_beside_engine(job: Job, flag: str) -> Errors:
+    """Refuse to offload the actor's weights if an engine reads them in place."""
     reshard = job.config.reshard
     if job.engine == "in-process" and reshard.reshard_alias:
         yield (
@@ -297,33 +277,29 @@ def _offload_beside_engine(job: Job, flag: str) -> Iterator[str]:
         )
 
 
-def hybrid_optimizer(job: Job) -> Iterator[str]:
-    """Refuse what Megatron's precision-aware path refuses, and what has no sense together."""
+def hybrid_optimizer(job: Job) -> Errors:
+    """Refuse combinations with --optimizer-cpu-offload that Megatron does not support."""
     for role in job.trained_roles:
         flag, values = role.flag("optimizer_cpu_offload"), role.optimizer
-        if values.optimizer_cpu_offload and not values.use_distributed_optimizer:
+        if not values.optimizer_cpu_offload:
+            reason = f"has no effect without {flag}. Leave it out, or set that."
+            yield from refuse_set(values, reason, "optimizer_offload_fraction", flag_of=role.flag)
+            continue
+        if not values.use_distributed_optimizer:
+            yield (f"{flag}: needs {role.flag('use_distributed_optimizer')}. Leave one of the two flags out.")
+        if "optimizer" in role.parallel.offload:
             yield (
-                f"{flag}: Megatron has it with {role.flag('use_distributed_optimizer')} only. Leave one of "
-                "the two flags out."
-            )
-        if values.optimizer_cpu_offload and "optimizer" in role.parallel.offload:
-            yield (
-                f"{flag}: the optimizer state is in host memory for good, and {role.flag('offload')} "
-                "(optimizer) would move it for a while. Leave one of the two out."
-            )
-        if (fraction := values.optimizer_offload_fraction) != 1 and not values.optimizer_cpu_offload:
-            yield (
-                f"{role.flag('optimizer_offload_fraction')} ({fraction:g}): has no effect without {flag}. "
-                "Leave it out, or set that."
+                f"{flag}: the optimizer state is always in host memory, so {role.flag('offload')} "
+                "(optimizer) has nothing to move. Leave one of the two out."
             )
 
 
-def sequence_length(job: Job) -> Iterator[str]:
+def sequence_length(job: Job) -> Errors:
     """Refuse samples that are longer than the model can take."""
     if job.shape is None:
         return
     sampling, limit = job.config.sampling, job.shape.max_position_embeddings
-    total = sampling.max_prompt_length + sampling.max_response_length
+    total = sampling.max_length
     if total > limit:
         rest = limit - sampling.max_prompt_length
         advice = f"Try --max-response-length {rest}." if rest > 0 else "Make both shorter."
@@ -334,7 +310,7 @@ def sequence_length(job: Job) -> Iterator[str]:
         )
 
 
-def sampling(job: Job) -> Iterator[str]:
+def sampling(job: Job) -> Errors:
     """Refuse to sample from another distribution than the policy's."""
     values = job.config.sampling
     if values.temperature == 0:
@@ -349,7 +325,7 @@ def sampling(job: Job) -> Iterator[str]:
         yield f"--top-k ({values.top_k}): must be 0 (off) {truncated}"
 
 
-def algorithm(job: Job) -> Iterator[str]:
+def algorithm(job: Job) -> Errors:
     """Check the algorithm's own flags against the steps and their samples."""
     chosen, sizes = job.config.algorithm, job.config.batch
     if chosen.critic_warmup_iters >= sizes.train_iters:
@@ -360,7 +336,7 @@ def algorithm(job: Job) -> Iterator[str]:
     yield from chosen.step_findings(sizes.num_prompts * sizes.num_samples_per_prompt)
 
 
-def evaluation_in_training(job: Job) -> Iterator[str]:
+def evaluation_in_training(job: Job) -> Errors:
     """Refuse --eval-interval without held-out data, or without a rule that scores it."""
     interval = job.config.run.eval_interval
     if interval and job.uses_rollout and not uses_rule_reward(job.config):
@@ -372,10 +348,10 @@ def evaluation_in_training(job: Job) -> Iterator[str]:
         yield f"--eval-interval ({interval}): needs --eval-data. Leave it out, or name held-out files."
 
 
-def evaluation_alone(job: Job) -> Iterator[str]:
+def evaluation_alone(job: Job) -> Errors:
     """Refuse `megarl eval` without held-out data, or without a rule that scores it."""
     config = job.config
-    # with an interval `evaluation_in_training` says it
+    # with an interval, `evaluation_in_training` reports it
     if job.uses_rollout and not uses_rule_reward(config) and not config.run.eval_interval:
         yield (
             "--reward-model: held-out answers are scored by a rule, and with it there is none. "

@@ -1,19 +1,18 @@
-"""The configuration tree: each field is one Megatron-style flag, and the string under it is its `--help`.
+"""Define the configuration tree: each field is a Megatron-style flag, and the string under it is its help.
 
-Its default is written here and nowhere else, and its bounds are in the annotation. `loader.py` makes the tree
-from flags, `render.py` flags from the tree, and `check.py` holds the rules across fields. The sections of
-single roles are in role_sections.py.
+A default is written here and nowhere else, and the rules of a single field are in its annotation. `loader.py`
+makes the tree from flags, `render.py` makes flags from the tree, and `check.py` holds the rules across
+fields. The sections of single roles are in role_sections.py.
 
 Names are Megatron's for training, vLLM's for the engine (`--rollout-...`) and the papers' for algorithms. The
 shape of the model is never a flag: it is read from the Hugging Face config in `--model`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal, NewType
 
-from megarl.config.errors import Count, Fraction, Natural, Positive, Section, at_least, at_most
+from megarl.config.errors import Count, Fraction, Natural, Positive, Rule, Section, at_least, at_most, section
 from megarl.config.role_sections import (
     LoRAConfig,
     MoEConfig,
@@ -26,14 +25,14 @@ from megarl.config.role_sections import (
 )
 
 RankCount = NewType("RankCount", int)
-"""Ranks on a machine. `1-8` means as many of them as the machine has GPUs, and 8 where it has none."""
+"""Number of ranks on a machine. A range such as `1-8` is the number of GPUs within it, 8 without a GPU."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class ModelConfig(Section):
     """model"""
 
-    model: str
+    model: Annotated[str, Rule(bool, "must name a folder.")]
     """Folder of the Hugging Face model to start from: config.json, *.safetensors, tokenizer files."""
     tokenizer_model: str | None = None
     """Folder with a Hugging Face tokenizer, or a SentencePiece *.model file. Default: the --model folder."""
@@ -46,11 +45,18 @@ class ModelConfig(Section):
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights and fp32 gradients. Default: fp32."""
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [(self.model != "", "model", "must name a folder.")]
+    @property
+    def critic_folder(self) -> str:
+        """The folder that the critic starts from."""
+        return self.critic_model or self.model
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the trained weights."""
+        return "bfloat16" if self.bf16 else "float32"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class PlacementConfig(Section):
     """placement"""
 
@@ -61,13 +67,13 @@ class PlacementConfig(Section):
     executor: Literal["torchrun", "inline"] = "torchrun"
     """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb."""
     num_actors: Annotated[int, at_least(1), at_most(64)] = 1
-    """Actors that learn side by side, each with engines, optimizer, critic and reference of its own: the
-    second's roles are actor_2, critic_2 and so on. What is not said of them is as the first's; --actor-2-lr,
-    --critic-2-ranks, --rollout-2-dtype set one role, and any flag that has no form per role is the second
-    actor's as --actor-2-seed, --actor-2-model, --actor-2-kl-coef."""
+    """Actors that are trained in one job, each with its own engines, optimizer, critic and reference. The
+    roles of the second actor are actor_2, critic_2 and so on. They take the first actor's values unless a
+    flag sets their own: --actor-2-lr, --critic-2-ranks, --rollout-2-dtype for a role, --actor-2-seed,
+    --actor-2-model, --actor-2-kl-coef for a flag without a form per role."""
     pools: tuple[str, ...] = ()
-    """Names for lists of ranks, e.g. --pools train=0-3 serve=4-7: a --<role>-ranks flag takes them in place
-    of a list."""
+    """Names for lists of ranks, e.g. --pools train=0-3 serve=4-7. A --<role>-ranks flag accepts a name in
+    place of a list."""
     actor_ranks: str | None = None
     """Ranks of the actor, e.g. 0-3 or 0,2. Default: all."""
     critic_ranks: str | None = None
@@ -84,14 +90,14 @@ class PlacementConfig(Section):
     in-process if the rollout ranks are all ranks and there is one actor, as vLLM has room for one engine in a
     process."""
     offload_ahead_bytes: Natural = 0
-    """With --offload: bytes of what the next call needs that a device may hold beyond what the running call
-    needs; they are on their way while that computes. 0: what a call needs comes when it begins."""
+    """With --offload: bytes that may be moved to the device for the next call while the running call
+    computes. 0: a call's data is moved when the call begins."""
     call_timeout_s: Positive = 1800.0
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer
     are named."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class BatchConfig(Section):
     """batch"""
 
@@ -108,24 +114,24 @@ class BatchConfig(Section):
     num_epochs: Count = 1
     """Passes over the samples of a step."""
     max_tokens_per_micro_batch: Count = 16384
-    """Tokens that one rank packs into one forward pass, at most (a longer single sequence still gets its
-    own)."""
+    """Tokens that one rank packs into one forward pass, at most. A longer sequence gets a pass of its
+    own."""
     seed: Natural = 0
     """Seed of everything random: initial weights, data order, sampling, mini-batches."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class DataConfig(Section):
     """data and rewards"""
 
-    train_data: tuple[str, ...]
+    train_data: Annotated[tuple[str, ...], Rule(bool, "must name at least one file.")]
     """Training files, *.jsonl or *.parquet, in verl's columns: prompt, data_source, reward_model.ground_truth
     (SFT: prompt and response, or messages)."""
     eval_data: tuple[str, ...] = ()
     """Held-out files in the same columns."""
     shuffle: bool = True
     """Shuffle the training rows anew in every pass over them."""
-    prompt_key: str = "prompt"
+    prompt_key: Annotated[str, Rule(bool, "must name a column.")] = "prompt"
     """Column of the prompt: a list of {role, content} messages, or a string."""
     reward_function: str | None = None
     """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=,
@@ -143,8 +149,8 @@ class DataConfig(Section):
     reward_memory_limit_bytes: Count = 4 * 2**30
     """Memory that one such process may allocate; beyond it an allocation fails, and with it the reward."""
     reward_max_failed_share: Fraction = 0.1
-    """Share of a step's rewards that may fail, of a rule, function, model or judge: those samples are masked.
-    More end the run."""
+    """Share of a step's rewards that may fail, whatever computes them. Samples without a reward are masked.
+    A larger share ends the run."""
     code_timeout_s: Positive = 10.0
     """With --reward code: seconds that the program may take for each test of a row, of CPU and of the
     clock."""
@@ -154,18 +160,12 @@ class DataConfig(Section):
     """With --reward code: run programs even where this machine cannot keep them from its network and
     files."""
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [
-            (self.train_data != (), "train_data", "must name at least one file."),
-            (self.prompt_key != "", "prompt_key", "must name a column."),
-        ]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class RunConfig(Section):
     """run folder, evaluation and checks"""
 
-    save: str
+    save: Annotated[str, Rule(bool, "must name a folder.")]
     """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, hf/, hf_critic/,
     timeline.json. Refused if it already holds a run, unless --load says to go on there."""
     eval_interval: Natural = 0
@@ -198,13 +198,10 @@ class RunConfig(Section):
     """Gate: largest mean of the same difference that is accepted, at the same times. Default: a rule that
     follows the size of the log-probs; inf accepts all."""
     warn_after_zero_reward_steps: Natural = 10
-    """Say so when every reward has been 0 for so many steps in a row; 0 is never."""
-
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        return [(self.save != "", "save", "must name a folder.")]
+    """Warn when every reward has been 0 for so many consecutive steps; 0 is never."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class CheckpointConfig(Section):
     """checkpoints and restarts"""
 
@@ -230,36 +227,40 @@ class CheckpointConfig(Section):
     step. Below what your scheduler leaves between SIGTERM and SIGKILL (Slurm and Kubernetes: 30)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class TrainConfig:
     """Everything one job needs. `algorithm` is the dataclass of the chosen algorithm (megarl/algorithms)."""
 
     algorithm: object
     model: ModelConfig
-    actor: ParallelConfig = field(default_factory=ParallelConfig)
+    actor: ParallelConfig = ParallelConfig()
     critic: ParallelConfig | None = None
-    """None here and in the roles below: this job has no such role."""
+    """None, here and in the roles below, if the job has no such role."""
     reference: ParallelConfig | None = None
     reward: ParallelConfig | None = None
-    """Of the reward models that run on Megatron."""
-    experts: MoEConfig = field(default_factory=MoEConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Parallel sizes of the reward models that Megatron runs."""
+    experts: MoEConfig = MoEConfig()
+    placement: PlacementConfig = PlacementConfig()
     batch: BatchConfig
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The actor's."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer of the actor."""
     critic_optimizer: OptimizerConfig | None = None
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    """The actor's."""
+    lora: LoRAConfig = LoRAConfig()
+    """Adapters of the actor."""
     critic_lora: LoRAConfig | None = None
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    reshard: ReshardConfig = ReshardConfig()
     data: DataConfig
-    reward_models: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_models: RewardModelConfig = RewardModelConfig()
     run: RunConfig
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""
     others: tuple[TrainConfig, ...] = ()
-    """Of the second actor, the third, ...: the whole configuration as each of them sees it, its number left
-    out."""
+    """Configurations of the second and further actors, each in the form of a job with one actor."""
+
+    @property
+    def engine_dtype(self) -> str:
+        """The dtype of the engines' weights."""
+        return self.model.dtype if self.rollout.dtype == "auto" else self.rollout.dtype

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import os
 from typing import Any
 
+from megarl.data.tokenizer_base import ChatTemplate
 
-def compile_template(source: str, where: str) -> Any:
-    """Return a jinja2.Template in a sandbox, with the functions that transformers 5.19 offers a template.
+
+def read_text(path: str) -> str | None:
+    """Return the text of a file, None if there is none."""
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def compile_template(source: str, where: str, **special: str) -> ChatTemplate:
+    """Return a template in a sandbox, with the functions that transformers 5.19 offers a template.
 
     Args:
         where: names the template in errors, e.g. the file.
+        special: texts of special tokens by name, e.g. bos_token.
     Raises: ValueError if the source is no template."""
     import jinja2
     import jinja2.ext
@@ -29,24 +42,15 @@ def compile_template(source: str, where: str) -> Any:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source)
     except Exception as error:  # jinja2's own error, or one of the generated Python: blocks nested too deep
         raise ValueError(f"{where} is not a jinja template: {error}") from error
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    return lambda messages: template.render(
+        messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
     )
 
 

@@ -24,17 +24,24 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(slots=True)
-class ParsedRow:
-    """Parsed fields of a row."""
+class Prompt:
+    """One row of a dataset.
 
+    Example: `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},), "17")`."""
+
+    index: int = 0
+    """Position in the dataset: 0 .. len(dataset) - 1, counted over all files in order."""
     data_source: str = ""
+    """Source of the row, which selects the reward under --reward auto; "" if the row has none."""
     messages: tuple[dict[str, Any], ...] | str = ()
+    """The conversation so far, for the chat template; a string is encoded without one."""
     ground_truth: str | None = None
     response: str | None = None
+    """The answer that supervised fine-tuning learns, without end-of-sequence."""
     extra_info: dict[str, Any] = field(default_factory=dict)
 
 
-def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[ParsedRow, list[str]]:
+def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[Prompt, list[str]]:
     """Return the row's content and its problems.
 
     Each problem names the column, its value and the expected value.
@@ -44,7 +51,7 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[
             other part is read if present.
     """
     problems = _Problems(row)
-    parsed = ParsedRow()
+    parsed = Prompt()
     parsed.data_source = problems.check("data_source", row.get("data_source"), str, "a string") or ""
     parsed.extra_info = problems.check("extra_info", row.get("extra_info"), dict, "an object") or {}
     _read_prompt(row, prompt_key, parsed, problems)
@@ -92,11 +99,8 @@ class _Problems:
         return None
 
     def wrong(self, column: str, value: object, wanted: str) -> None:
-        self.texts.append(
-            f"column {column!r} is {_shown(repr(value), _SHOWN_CHARACTERS)} "
-            f"({type(value).__name__}), wanted {wanted}"
-        )
-        self._columns.add(column.partition(".")[0])
+        shown = _shown(repr(value), _SHOWN_CHARACTERS)
+        self.unfit(column, f"is {shown} ({type(value).__name__}), wanted {wanted}")
 
     def unfit(self, column: str, reason: str) -> None:
         self.texts.append(f"column {column!r} {reason}")
@@ -109,7 +113,7 @@ class _Problems:
         )
 
 
-def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: ParsedRow, problems: _Problems) -> None:
+def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: Prompt, problems: _Problems) -> None:
     if row.get(prompt_key) is not None:
         parsed.messages = _messages(row[prompt_key], prompt_key, problems)
     elif row.get("messages") is not None:
@@ -129,7 +133,7 @@ def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: ParsedRow, proble
         problems.missing(prompt_key, f"{_WANTED_MESSAGES} (or GSM8K's own question and answer)")
 
 
-def _read_published_gsm8k(row: dict[str, Any], parsed: ParsedRow) -> None:
+def _read_published_gsm8k(row: dict[str, Any], parsed: Prompt) -> None:
     parsed.data_source = parsed.data_source or "openai/gsm8k"
     parsed.messages = ({"role": "user", "content": f"{row['question']} {GSM8K_INSTRUCTION}"},)
     parsed.response = row["answer"] or None
@@ -138,7 +142,7 @@ def _read_published_gsm8k(row: dict[str, Any], parsed: ParsedRow) -> None:
     parsed.ground_truth = final.replace(",", "").strip() or None if marker else None
 
 
-def _read_ground_truth(row: dict[str, Any], parsed: ParsedRow, problems: _Problems) -> None:
+def _read_ground_truth(row: dict[str, Any], parsed: Prompt, problems: _Problems) -> None:
     wanted = 'an object, e.g. {"style": "rule", "ground_truth": "17"}'
     reward_model = problems.check("reward_model", row.get("reward_model"), dict, wanted)
     if reward_model and reward_model.get("ground_truth") is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import Tokenizer
@@ -22,23 +22,26 @@ class PromptEncoder:
 
     def prompts(self, rows: Sequence[int]) -> list[list[int]]:
         """Return the prompts' token ids, up to and including the assistant's header."""
-        new = [row for row in dict.fromkeys(rows) if row not in self._prompts]
-        for row, ids in zip(
-            new, self._tokenizer.encode_prompts([self._dataset[row].messages for row in new]), strict=True
-        ):
-            self._prompts[row] = array("i", ids)
-        return [self._prompts[row].tolist() for row in rows]
+        return self._encoded(rows, self._prompts, "messages", self._tokenizer.encode_prompts)
 
     def responses(self, rows: Sequence[int]) -> list[list[int]]:
         """Return the responses' token ids, without end-of-sequence.
 
         The dataset must have been loaded with needs="response"."""
-        new = [row for row in dict.fromkeys(rows) if row not in self._responses]
-        for row, ids in zip(
-            new, self._tokenizer.encode_responses([self._dataset[row].response for row in new]), strict=True
-        ):
-            self._responses[row] = array("i", ids)
-        return [self._responses[row].tolist() for row in rows]
+        return self._encoded(rows, self._responses, "response", self._tokenizer.encode_responses)
+
+    def _encoded(
+        self,
+        rows: Sequence[int],
+        known: dict[int, array[int]],
+        field: str,
+        encode: Callable[[list], list[list[int]]],
+    ) -> list[list[int]]:
+        """Return the token ids of a field of these rows. Encodes rows that are not known yet."""
+        new = [row for row in dict.fromkeys(rows) if row not in known]
+        ids = encode([getattr(self._dataset[row], field) for row in new])
+        known |= {row: array("i", of_row) for row, of_row in zip(new, ids, strict=True)}
+        return [known[row].tolist() for row in rows]
 
     def check_prompt_lengths(self, max_prompt_length: int, flag: str = "--train-data") -> None:
         """Encode every row, so that a prompt that is too long is found before training starts.
@@ -50,9 +53,7 @@ class PromptEncoder:
         if long:
             shown = ", ".join(f"row {row} ({lengths[row]} tokens)" for row in long[:_NUM_LONG_ROWS_SHOWN])
             raise ValueError(
-                f"--max-prompt-length ({max_prompt_length}): {len(long)} of {len(lengths)} prompts "
-                f"of {flag} are longer: {shown}"
-                f"{', ...' if len(long) > _NUM_LONG_ROWS_SHOWN else ''} (rows counted from 0 over "
-                "all files). "
-                f"Try {max(lengths)}, or take these rows out."
+                f"--max-prompt-length ({max_prompt_length}): {len(long)} of {len(lengths)} prompts of "
+                f"{flag} are longer: {shown}{', ...' if len(long) > _NUM_LONG_ROWS_SHOWN else ''} (rows "
+                f"counted from 0 over all files). Try {max(lengths)}, or take these rows out."
             )

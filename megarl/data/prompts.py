@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from collections.abc import Iterator, Sequence
+from typing import Literal, overload
 
-from megarl.data.columns import ParsedRow, parse_row
+from megarl.data.columns import Prompt, parse_row
 from megarl.data.readers import UnreadableFile, UnreadableRow, read_rows
 
 Needs = Literal["ground_truth", "response"] | None
@@ -16,22 +15,17 @@ Path = str | os.PathLike[str]
 _NUM_BAD_ROWS_SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One row of a dataset.
+def read_prompts(path: Path, prompt_key: str, needs: Needs) -> Iterator[tuple[str, Prompt, list[str]]]:
+    """Yield (where, prompt, problems) of each row of a file. A row with problems cannot be used.
 
-    Example: `Prompt(0, "megarl/sums", ({"role": "user", "content": "23-5-1 ?"},), "17")`."""
-
-    index: int
-    """Position in the dataset: 0 .. len(dataset) - 1, counted over all files in order."""
-    data_source: str
-    """Source of the row, which selects the reward under --reward auto; "" if the row has none."""
-    messages: tuple[dict[str, Any], ...] | str
-    """The conversation so far, for the chat template; a string is encoded without one."""
-    ground_truth: str | None = None
-    response: str | None = None
-    """The answer that supervised fine-tuning learns, without end-of-sequence."""
-    extra_info: dict[str, Any] = field(default_factory=dict)
+    Raises: UnreadableFile, also after some rows."""
+    for where, row in read_rows(os.fspath(path)):
+        if isinstance(row, dict):
+            yield where, *parse_row(row, prompt_key, needs)
+        elif isinstance(row, UnreadableRow):
+            yield where, Prompt(), [row.reason]
+        else:
+            yield where, Prompt(), [f"the row is a {type(row).__name__}, wanted an object with columns"]
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -75,15 +69,13 @@ class PromptDataset(Sequence[Prompt]):
         errors = _Errors(flag)
         for path in files:
             try:
-                for where, row in itertools.islice(read_rows(os.fspath(path)), first):
+                for where, prompt, problems in itertools.islice(read_prompts(path, prompt_key, needs), first):
                     errors.num_rows += 1
-                    parsed, problems = (
-                        parse_row(row, prompt_key, needs) if isinstance(row, dict) else (None, [_text(row)])
-                    )
                     if problems:
                         errors.add_row(where, problems)
                     else:
-                        prompts.append(_prompt(len(prompts), parsed))
+                        prompt.index = len(prompts)
+                        prompts.append(prompt)
             except UnreadableFile as problem:
                 errors.files.append(str(problem))
         errors.raise_if_any()
@@ -124,15 +116,3 @@ class _Errors:
             lines += [f"  {line}" for line in self.shown]
         if lines:
             raise ValueError("\n".join(lines))
-
-
-def _prompt(index: int, row: ParsedRow) -> Prompt:
-    return Prompt(index, row.data_source, row.messages, row.ground_truth, row.response, row.extra_info)
-
-
-def _text(row: object) -> str:
-    return (
-        row.reason
-        if isinstance(row, UnreadableRow)
-        else f"the row is a {type(row).__name__}, wanted an object with columns"
-    )

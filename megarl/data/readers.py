@@ -71,11 +71,7 @@ def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
                 for row in _rows(batch):
                     yield f"{path} row {number} (from 0)", row
                     number += 1
-    except (
-        pyarrow.ArrowException,
-        ValueError,
-        OverflowError,
-    ) as error:  # a foreign library on a damaged file
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a damaged file
         raise UnreadableFile(f"{path} is not a parquet file that pyarrow can read: {error}.") from error
 
 

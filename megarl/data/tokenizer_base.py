@@ -1,17 +1,19 @@
-"""Define the interface that every tokenizer offers."""
+"""Define the interface that every tokenizer offers, and the part of it that all share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
 
 Messages = Sequence[dict[str, Any]] | str
+ChatTemplate = Callable[[list[dict[str, Any]]], str]
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """The interface of a tokenizer.
 
-    Ids hold nothing that the text does not ask for, except for the BOS rule of `encode_prompt`."""
+    Ids hold nothing that the text does not ask for, except for the BOS rule of `encode_prompts`."""
 
     name: str
     """Path from which the tokenizer was loaded."""
@@ -20,33 +22,54 @@ class Tokenizer(Protocol):
     eos_token_id: int
     pad_token_id: int
     """Id of the padding token, or the end-of-sequence id if there is no padding token."""
+    bos: list[int]
+    """The beginning-of-sequence id if the tokenizer starts its texts with one, else []."""
+    template: ChatTemplate | None
+    """Renders messages as text, up to and including the assistant's header."""
 
-    def encode_prompt(self, prompt: Messages) -> list[int]:
-        """Return the ids of a prompt.
-
-        Messages go through the chat template, up to and including the assistant's header. A string is encoded
-        as it is. The beginning-of-sequence token is put before the string if the tokenizer starts its texts
-        with one."""
-        ...
-
-    def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
-        """Encode many prompts at once, which is faster."""
-        ...
-
-    def encode_response(self, text: str) -> list[int]:
-        """Return the ids of a response. Nothing is added; the caller appends `eos_token_id`."""
-        ...
-
+    @abstractmethod
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode many responses at once, which is faster."""
-        ...
+        """Return the ids of responses. Nothing is added; the caller appends `eos_token_id`."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without special tokens.
+    @abstractmethod
+    def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of ids, without special tokens.
 
         Ids >= vocab_size are left out too. A model with a padded vocabulary can sample them."""
-        ...
 
-    def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Decode many sequences at once, which is faster."""
-        ...
+    def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
+        """Return the ids of prompts.
+
+        Messages go through the chat template. A string is encoded as it is, after the beginning-of-sequence
+        token, unless the string has it already: a user may have rendered the template before."""
+        texts = [self.render(prompt) for prompt in prompts]
+        return [
+            self.bos + ids if isinstance(prompt, str) and ids[:1] != self.bos else ids
+            for prompt, ids in zip(prompts, self.encode_responses(texts), strict=True)
+        ]
+
+    def encode_prompt(self, prompt: Messages) -> list[int]:
+        return self.encode_prompts([prompt])[0]
+
+    def encode_response(self, text: str) -> list[int]:
+        return self.encode_responses([text])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.decode_batch([ids])[0]
+
+    def render(self, messages: Messages) -> str:
+        """Return the text that is encoded for a prompt: through the chat template, or the string as it is."""
+        if isinstance(messages, str):
+            return messages
+        if self.template is None:
+            raise ValueError(
+                f"the tokenizer in {self.name} has no chat template, but the prompts are lists of messages. "
+                "Put a chat_template.jinja into that folder, or make the prompt column a string."
+            )
+        try:
+            return self.template(list(messages))
+        except Exception as error:  # a foreign template: its own error, or any error of the Python under it
+            raise ValueError(
+                f"the chat template in {self.name} refuses the prompt {list(messages)!r:.500}: "
+                f"{type(error).__name__}: {error}"
+            ) from error

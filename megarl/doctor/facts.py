@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version or name in _NEEDED}
 
 
-def version_findings(found: Mapping[str, str]) -> list[str]:
+def version_errors(found: Mapping[str, str]) -> list[str]:
     """Return one line per package whose version is not the pinned one, with the command that installs it."""
     pinned = pins()
     wrong = [
@@ -90,11 +90,10 @@ def devices() -> list[str]:
     """Return the GPUs. If there are none, jobs run on the CPU."""
     import torch
 
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return [
         f"GPU {index}: {gpu.name}, {gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
-        for index, gpu in (
-            (index, torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())
-        )
+        for index, gpu in enumerate(gpus)
     ]
 
 

@@ -29,7 +29,6 @@ from megarl.runtime.process import (
 _TIMEOUT = timedelta(seconds=60)
 _MODEL = {
     "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -38,10 +37,6 @@ _MODEL = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "eos_token_id": 1,
 }
 
 

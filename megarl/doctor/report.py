@@ -6,15 +6,15 @@ import argparse
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 
-from megarl.doctor.facts import machine, version_findings, versions
+from megarl.doctor.facts import machine, version_errors, versions
 
 _DEADLINE_S = 240.0  # of a machine that is busy; it takes about 15 s
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     report = {
         "versions": found,
         "machine": machine(),
-        "findings": version_findings(found),
+        "errors": version_errors(found),
         "devices": [],
         "features": {},
         "tests": [],
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         for line in lines:
             report["tests"] += [line] if "test" in line else []
             report |= {name: line[name] for name in ("devices", "features") if name in line}
-    report["ok"] = not report["findings"] and all(test["ok"] for test in report["tests"])
+    report["ok"] = not report["errors"] and all(test["ok"] for test in report["tests"])
     sys.stdout.write(json.dumps(report, indent=1) + "\n" if arguments.json else text(report))
     return 0 if report["ok"] else 1
 
@@ -50,10 +50,9 @@ def main(argv: list[str]) -> int:
 @contextlib.contextmanager
 def _probes() -> Iterator[Iterator[dict]]:
     """Run two probe processes and yield their results as they come. Both have ended afterwards."""
-    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {
-        "PYTHONSAFEPATH": "1"
-    }
-    env.setdefault("OMP_NUM_THREADS", "1")
+    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONSAFEPATH": "1"}
+    for name in ("RANK", "WORLD_SIZE"):
+        env.pop(name, None)
     with tempfile.TemporaryFile("w+") as stderr:
         # Unbuffered: a line that waits in a buffer here is one that the selector does not see.
         processes = [
@@ -78,41 +77,31 @@ def _probes() -> Iterator[Iterator[dict]]:
 
 
 def _lines(processes: list[subprocess.Popen], stderr) -> Iterator[dict]:
-    deadline, begun, running = time.monotonic() + _DEADLINE_S, ["rank 0 starts", "rank 1 starts"], {0, 1}
-    with selectors.DefaultSelector() as selector:
-        for rank, process in enumerate(processes):
-            selector.register(process.stdout, selectors.EVENT_READ, rank)
-        while running and (ready := selector.select(max(0.0, deadline - time.monotonic()))):
-            for key, _ in ready:
-                line = key.fileobj.readline()
-                if not line:
-                    selector.unregister(key.fileobj)
-                    running.discard(key.data)
-                    if code := processes[key.data].wait():
-                        yield {
-                            "test": begun[key.data],
-                            "ok": False,
-                            "text": f"rank {key.data} of the test {_how(code, stderr)}",
-                            "seconds": 0.0,
-                        }
-                        if begun[0] == "rank 0 starts":  # rank 1 waits for its port
-                            return
-                    continue
-                if not line.startswith(b'{"'):
-                    continue  # a library's own words
+    deadline, begun = time.monotonic() + _DEADLINE_S, ["rank 0 starts", "rank 1 starts"]
+    running = {process.stdout: rank for rank, process in enumerate(processes)}
+
+    def failed(rank: int, how: str, seconds: float) -> dict:
+        text = f"rank {rank} of the test {how}"
+        return {"test": begun[rank], "ok": False, "text": text, "seconds": seconds}
+
+    while running and (ready := wait([*running], max(0.0, deadline - time.monotonic()))):
+        for stdout in ready:
+            rank, line = running[stdout], stdout.readline()
+            if not line:
+                del running[stdout]
+                if code := processes[rank].wait():
+                    yield failed(rank, _how(code, stderr), 0.0)
+                    if begun[0] == "rank 0 starts":  # rank 1 waits for its port
+                        return
+            elif line.startswith(b'{"'):  # else a library's own words
                 said = json.loads(line)
-                begun[key.data] = said.get("begins", begun[key.data])
+                begun[rank] = said.get("begins", begun[rank])
                 if "port" in said:
                     with contextlib.suppress(BrokenPipeError):  # it has died, which its stdout will tell
                         processes[1].stdin.write(f"{said['port']}\n".encode())
                 yield said
-    for rank in running:
-        yield {
-            "test": begun[rank],
-            "ok": False,
-            "text": f"rank {rank} of the test did not end within {_DEADLINE_S:g} s",
-            "seconds": _DEADLINE_S,
-        }
+    for rank in running.values():
+        yield failed(rank, f"did not end within {_DEADLINE_S:g} s", _DEADLINE_S)
 
 
 def _how(code: int, stderr) -> str:
@@ -123,22 +112,18 @@ def _how(code: int, stderr) -> str:
 
 
 def text(report: dict) -> str:
-    versions = ", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items())
-    lines = [
-        "versions",
-        f"  {versions}",
-        "machine",
-        *(f"  {name}: {value}" for name, value in report["machine"].items()),
-        *(f"  {device}" for device in report["devices"] or ["no GPU: everything runs on the CPU"]),
-        "features",
-    ]
-    lines += [f"  {'on ' if on else 'off'} {name}: {why}" for name, (on, why) in report["features"].items()]
-    lines += [
-        "tests",
-        *(
-            f"  {'ok    ' if t['ok'] else 'FAILED'} {t['test']}: {t['text']} ({t['seconds']} s)"
+    devices = report["devices"] or ["no GPU: everything runs on the CPU"]
+    parts = {
+        "versions": [", ".join(f"{name} {version or '-'}" for name, version in report["versions"].items())],
+        "machine": [*(f"{name}: {value}" for name, value in report["machine"].items()), *devices],
+        "features": [
+            f"{'on ' if on else 'off'} {name}: {why}" for name, (on, why) in report["features"].items()
+        ],
+        "tests": [
+            f"{'ok    ' if t['ok'] else 'FAILED'} {t['test']}: {t['text']} ({t['seconds']} s)"
             for t in report["tests"]
-        ),
-    ]
-    lines += [f"wrong: {finding}" for finding in report["findings"]]
+        ],
+    }
+    lines = [line for title, own in parts.items() for line in (title, *(f"  {one}" for one in own))]
+    lines += [f"wrong: {error}" for error in report["errors"]]
     return "\n".join([*lines, "ok" if report["ok"] else "not ok"]) + "\n"

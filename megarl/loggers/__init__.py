@@ -1,11 +1,12 @@
 """Where a run's metrics and samples go: files in the run folder, the console, and the trackers that
 --log-with names.
 
-A new logger is a file with a class that has the four methods of `Logger`, and a line in LOGGERS."""
+A new logger is a file with a class that has the four methods of `Logger`, a line in LOGGERS,
+and its name in `log_with` of megarl/config/schema.py."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Sequence
 
 from megarl.loggers.base import Logger, LoggerContext
@@ -21,11 +22,5 @@ __all__ = ["LOGGERS", "Logger", "LoggerContext", "open_loggers"]
 
 
 def open_loggers(names: Sequence[str], context: LoggerContext) -> list[Logger]:
-    """Start the loggers with these names, in this order."""
-    return [_load(LOGGERS[name])(context) for name in names]
-
-
-def _load(place: str) -> type:
-    # Each imports its library when it is used: the driver starts without them.
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    """Start the loggers with these names, in this order. Only now their libraries are imported."""
+    return [pkgutil.resolve_name(LOGGERS[name])(context) for name in names]

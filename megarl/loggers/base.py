@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+Metrics = Mapping[str, float]
+Purpose = Literal["train", "eval"]
 Samples = Sequence[Mapping[str, object]]
 """Rows of rollouts/*.jsonl, one per sample: prompt, response, reward, ..."""
 
@@ -22,8 +24,8 @@ class LoggerContext:
     name: str
     """--log-name: the name of the run in trackers."""
     first_step: int | None = None
-    """The first step that a resumed run records. None: a new run. Earlier records of this step and of
-    later ones are void."""
+    """The first step that a resumed run records; records of it and of later steps are void. 0: a run that was
+    resumed before its first checkpoint and begins anew. None: a new run."""
 
 
 class Logger(Protocol):
@@ -33,13 +35,16 @@ class Logger(Protocol):
     def log_config(self, arguments: str) -> None:
         """Record the resolved arguments, the text of resolved.args. Called once, first."""
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+    def log_metrics(self, step: int, metrics: Metrics, wall_time: float) -> None:
         """Record the metrics of a step, evaluation included. Values may be NaN or infinite.
+
+        An evaluation that ends after its step was recorded calls this a second time with the same step and
+        all its metrics, which replace the first.
 
         Args:
             wall_time: seconds since the epoch when the step ended."""
 
-    def log_rollouts(self, step: int, samples: Samples, purpose: Literal["train", "eval"]) -> None:
+    def log_rollouts(self, step: int, samples: Samples, purpose: Purpose) -> None:
         """Record sampled responses of a step: the logged ones of training, or the first held-out row's
         answers."""
 

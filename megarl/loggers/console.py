@@ -98,11 +98,8 @@ def _columns(metrics: Mapping[str, float]) -> dict[str, str]:
     shown = {}
     for name, (key, form) in COLUMNS.items():
         group = key.split("/")[0]
-        for suffix in sorted(
-            suffix
-            for kind, suffix in map(kind_and_suffix, {m.split("/")[0] for m in metrics})
-            if kind == group
-        ):
+        actors = map(kind_and_suffix, {metric.split("/")[0] for metric in metrics})
+        for suffix in sorted(suffix for kind, suffix in actors if kind == group):
             if (of_actor := with_suffix(key, suffix)) in metrics:
                 shown[f"{name}{suffix}"] = form.format(metrics[of_actor])
     return shown

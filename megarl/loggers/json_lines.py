@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.files.writing import writing
-from megarl.loggers.base import Samples
+from megarl.loggers.base import Metrics, Purpose, Samples
 
 METRICS = "metrics.jsonl"
 _ROLLOUTS = re.compile(r"step_(\d+)\.jsonl")
@@ -32,11 +32,11 @@ class JsonLines:
     def log_config(self, arguments: str) -> None:
         """Do nothing: resolved.args, which marks a folder as a run's, is already written."""
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+    def log_metrics(self, step: int, metrics: Metrics, wall_time: float) -> None:
         with writing(self._metrics):
             self._file.write(to_json_line({"step": step, **metrics}) + "\n")
 
-    def log_rollouts(self, step: int, samples: Samples, purpose: Literal["train", "eval"]) -> None:
+    def log_rollouts(self, step: int, samples: Samples, purpose: Purpose) -> None:
         path = self._rollouts / ("eval.jsonl" if purpose == "eval" else f"step_{step:06d}.jsonl")
         first = {"step": step} if purpose == "eval" else {}
         with writing(path), open(path, "a", encoding="utf-8") as file:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Literal
 
-from megarl.loggers.base import LoggerContext, Samples, flags_of
+from megarl.loggers.base import LoggerContext, Metrics, Purpose, Samples, flags_of
 
 RUN_ID = "mlflow_run_id"
 """File in the run folder with the id of the run, with which a resumed job continues that run."""
@@ -44,14 +42,14 @@ class MLflow:
             self._client.log_batch(self._run, params=new[first : first + _MAX_PARAMETERS])
         self._client.log_text(self._run, arguments, "resolved.args")
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+    def log_metrics(self, step: int, metrics: Metrics, wall_time: float) -> None:
         from mlflow.entities import Metric
 
         values = [Metric(name, float(value), int(1000 * wall_time), step) for name, value in metrics.items()]
         for first in range(0, len(values), _MAX_METRICS):
             self._client.log_batch(self._run, metrics=values[first : first + _MAX_METRICS])
 
-    def log_rollouts(self, step: int, samples: Samples, purpose: Literal["train", "eval"]) -> None:
+    def log_rollouts(self, step: int, samples: Samples, purpose: Purpose) -> None:
         lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         name = (
             f"eval_{step:06d}_{samples[0]['name'].replace('/', '_')}"

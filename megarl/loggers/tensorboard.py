@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from megarl.files.writing import writing
-from megarl.loggers.base import LoggerContext, Samples, flags_of
+from megarl.loggers.base import LoggerContext, Metrics, Purpose, Samples, flags_of
 
 
 class TensorBoard:
@@ -31,13 +30,13 @@ class TensorBoard:
             self._writer.add_text("arguments", _code_block(arguments))
             self._writer.flush()
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+    def log_metrics(self, step: int, metrics: Metrics, wall_time: float) -> None:
         with writing(self._folder):
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step, wall_time)
             self._writer.flush()
 
-    def log_rollouts(self, step: int, samples: Samples, purpose: Literal["train", "eval"]) -> None:
+    def log_rollouts(self, step: int, samples: Samples, purpose: Purpose) -> None:
         with writing(self._folder):
             for number, sample in enumerate(samples):
                 self._writer.add_text(

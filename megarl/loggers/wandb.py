@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Literal
 
-from megarl.loggers.base import LoggerContext, Samples, flags_of
+from megarl.loggers.base import LoggerContext, Metrics, Purpose, Samples, flags_of
 
 RUN_ID = "wandb_run_id"
 """File in the run folder with the id of the run, with which a resumed job continues that run."""
@@ -39,10 +37,10 @@ class WeightsAndBiases:
     def log_config(self, arguments: str) -> None:
         self._run.config.update(flags_of(arguments), allow_val_change=True)
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+    def log_metrics(self, step: int, metrics: Metrics, wall_time: float) -> None:
         self._run.log({"step": step, **metrics})
 
-    def log_rollouts(self, step: int, samples: Samples, purpose: Literal["train", "eval"]) -> None:
+    def log_rollouts(self, step: int, samples: Samples, purpose: Purpose) -> None:
         columns = sorted({name for sample in samples for name in sample if not name.endswith("_ids")})
         rows = [[_cell(sample.get(name)) for name in columns] for sample in samples]
         self._run.log({"step": step, f"rollouts/{purpose}": self._table(columns=columns, data=rows)})

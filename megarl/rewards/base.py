@@ -54,10 +54,7 @@ def judge(fn: RewardFunction, row: RewardSample) -> float:
             ground_truth=row.ground_truth,
             extra_info=dict(row.extra_info),
         )
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the user's code may raise anything, and the run must end with one message
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         # from None: the message holds the traceback, once is enough
         raise ValueError(
             f"{describe(_name(fn), row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
@@ -70,9 +67,8 @@ def judge(fn: RewardFunction, row: RewardSample) -> float:
         )
     if abs(number) > LARGEST_FLOAT32:
         raise ValueError(
-            f"{describe(_name(fn), row)} returned {number:g}, and advantages are computed in "
-            "float32, which ends at "
-            f"{LARGEST_FLOAT32:.2g}; wanted a smaller number, e.g. 0.0 or 1.0."
+            f"{describe(_name(fn), row)} returned {number:g}, and advantages are computed in float32, which "
+            f"ends at {LARGEST_FLOAT32:.2g}; wanted a smaller number, e.g. 0.0 or 1.0."
         )
     return number
 

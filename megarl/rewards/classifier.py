@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
-from megarl.rewards.judge_prompt import conversation_text
-
-Messages = Sequence[Mapping[str, Any]] | str
+from megarl.rewards.judge_prompt import Messages, conversation_text
 
 
 class Classifier:
@@ -126,8 +123,7 @@ def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]
         except Exception as error:  # a foreign template
             raise ValueError(
                 f"--reward-model ({tokenizer.name_or_path}): its chat template refuses the prompt "
-                f"{messages!r:.500}: "
-                f"{type(error).__name__}: {error}"
+                f"{messages!r:.500}: {type(error).__name__}: {error}"
             ) from error
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return tokenizer(conversation_text(prompt), response, verbose=False)["input_ids"]

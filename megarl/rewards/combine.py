@@ -13,18 +13,12 @@ def combine_rewards(parts: Sequence[Sequence[float | None]], weights: Sequence[f
         parts: per reward model (and rule reward), the scores of all samples in the same order.
         weights: one per part.
     Raises: ValueError if the numbers of parts and weights, or of samples, differ."""
-    return [
-        None if None in scores else sum(weight * score for weight, score in zip(weights, scores, strict=True))
-        for scores in _by_sample(parts, weights)
-    ]
-
-
-def _by_sample(
-    parts: Sequence[Sequence[float | None]], weights: Sequence[float]
-) -> list[tuple[float | None, ...]]:
     if not parts or len(parts) != len(weights):
         raise ValueError(
             f"{len(parts)} lists of scores and {len(weights)} weights: there must be one weight per "
             "list, and at least one."
         )
-    return list(zip(*parts, strict=True))
+    return [
+        None if None in scores else sum(weight * score for weight, score in zip(weights, scores, strict=True))
+        for scores in zip(*parts, strict=True)
+    ]

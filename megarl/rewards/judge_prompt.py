@@ -32,6 +32,7 @@ If a reference answer is given, a response that contradicts it is wrong, and a c
 Say in a few sentences what is right and what is wrong. Then end with one line "Score: N", where N is a whole number from 0 (useless \
 or wrong) to 10 (correct and complete).
 """
+Messages = Sequence[Mapping[str, Any]] | str
 _PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
 _NO_GROUND_TRUTH = "(none given)"
 
@@ -50,7 +51,7 @@ class JudgePrompt:
         text = DEFAULT_TEMPLATE if template is None else Path(template).read_text(encoding="utf-8")
         return JudgePrompt(text, re.compile(pattern), *score_range)
 
-    def fill(self, prompt: Sequence[Mapping[str, Any]] | str, response: str, ground_truth: str | None) -> str:
+    def fill(self, prompt: Messages, response: str, ground_truth: str | None) -> str:
         """Fill in the template in one pass: a placeholder that the response itself holds stays text, and
         so do other braces of the template."""
         truth = _NO_GROUND_TRUTH if ground_truth is None else ground_truth
@@ -78,7 +79,7 @@ class JudgePrompt:
         )
 
 
-def conversation_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
+def conversation_text(prompt: Messages) -> str:
     """Return a conversation as text: a string as it is, a single message's content, or several messages,
     each after its role's name."""
     if isinstance(prompt, str):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -21,16 +20,16 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megarl.config.schema import DataConfig
 from megarl.messages import encode
-from megarl.runtime.abort import ABORT
 from megarl.rewards import load_reward
 from megarl.rewards.base import RewardFunction, RewardSample, describe, judge
 from megarl.rewards.pool_messages import Reply, Request, read_replies
 from megarl.rewards.printed import Printed
+from megarl.runtime.abort import ABORT
 
 _LOOK_S = 0.2  # interval between two looks for an abort
 _FORKED = (
@@ -74,7 +73,7 @@ class RewardPool:
         self._workers = [_Worker(data) for _ in range(num_workers)]
         try:
             for worker in self._workers:
-                worker.wait_until_ready(time.monotonic() + _START_S)
+                worker.wait_until_ready()
         except BaseException:
             self.close()
             raise
@@ -112,39 +111,32 @@ class RewardPool:
                     fail(requests[request - first_request], _FORKED)
 
         running: dict[_Worker, tuple[int, float]] = {}  # worker -> sample and deadline
-        with selectors.DefaultSelector() as selector:
-            while waiting or running:
-                while waiting and idle:
-                    worker, index = idle.pop(), waiting.popleft()
-                    worker.ask(self._num_requests, samples[index])
-                    self._num_requests += 1
-                    requests.append(index)
-                    running[worker] = index, time.monotonic() + self.data.reward_timeout_s
-                    selector.register(worker.replies, selectors.EVENT_READ, worker)
-                first = min(deadline for _, deadline in running.values())
-                ready = {
-                    key.data for key, _ in selector.select(min(_LOOK_S, max(0.0, first - time.monotonic())))
-                }
-                ABORT.check()
-                now = time.monotonic()
-                for worker, (index, deadline) in list(running.items()):
-                    if worker not in ready and now < deadline:
-                        continue
-                    selector.unregister(worker.replies)
-                    del running[worker]
-                    reply, strangers = worker.receive() if worker in ready else (None, [])
-                    if reply is not None:
-                        verdicts[index] = _verdict(samples[index], reply.reward, reply.failure)
-                    elif all(stranger.request == worker.request for stranger in strangers):
-                        fail(
-                            index, worker.cause_of_death() if worker in ready and not strangers else too_slow
-                        )
-                    else:  # a child of an earlier request replied instead: this sample has not run
-                        waiting.appendleft(index)
-                    fail_forked(strangers)
-                    idle.append(worker if reply is not None and not strangers else self._restart(worker))
-        for worker in self._workers:
-            if strangers := worker.strangers_now():
+        while waiting or running:
+            while waiting and idle:
+                worker, index = idle.pop(), waiting.popleft()
+                worker.ask(self._num_requests, samples[index])
+                self._num_requests += 1
+                requests.append(index)
+                running[worker] = index, time.monotonic() + self.data.reward_timeout_s
+            first = min(deadline for _, deadline in running.values())
+            ready = wait([*running], min(_LOOK_S, max(0.0, first - time.monotonic())))
+            ABORT.check()
+            now = time.monotonic()
+            for worker, (index, deadline) in list(running.items()):
+                if worker not in ready and now < deadline:
+                    continue
+                del running[worker]
+                reply, strangers = worker.receive() if worker in ready else (None, [])
+                if reply is not None:
+                    verdicts[index] = _verdict(samples[index], reply.reward, reply.failure)
+                elif all(stranger.request == worker.request for stranger in strangers):
+                    fail(index, worker.cause_of_death() if worker in ready and not strangers else too_slow)
+                else:  # a child of an earlier request replied instead: this sample has not run
+                    waiting.appendleft(index)
+                fail_forked(strangers)
+                idle.append(worker if reply is not None and not strangers else self._restart(worker))
+        for worker in list(self._workers):
+            if wait([worker], 0.0) and (strangers := worker.read()):
                 fail_forked(strangers)
                 self._restart(worker)
         for worker in self._workers:
@@ -155,7 +147,7 @@ class RewardPool:
         worker.kill()
         new = _Worker(self.data)
         self._workers[self._workers.index(worker)] = new
-        new.wait_until_ready(time.monotonic() + _START_S)
+        new.wait_until_ready()
         return new
 
 
@@ -224,13 +216,14 @@ class _Worker:
         self.request, self.digest = request, sample.digest
         self._tell(Request.of(request, sample))
 
-    def wait_until_ready(self, deadline: float) -> None:
-        while (rest := deadline - time.monotonic()) > 0:
-            if self._has_written(rest):
-                break
-        else:
+    def fileno(self) -> int:
+        """Return the pipe of the replies, for `wait`."""
+        return self.replies.fileno()
+
+    def wait_until_ready(self) -> None:
+        if not wait([self], _START_S):
             raise ValueError(f"does not load within {_START_S:g} s")
-        (reply, *strangers) = self._read() or [Reply()]
+        (reply, *strangers) = self.read() or [Reply()]
         if strangers or reply.pid not in (None, self.process.pid):
             raise ValueError(_FORKED_WHILE_LOADED)
         if not reply.ready:
@@ -245,7 +238,7 @@ class _Worker:
 
         Raises: ValueError if the reward function's file forks while it is loaded."""
         own, strangers = None, []
-        for reply in self._read():
+        for reply in self.read():
             if reply.pid != self.process.pid:
                 if reply.ready:
                     raise ValueError(_FORKED_WHILE_LOADED)
@@ -254,16 +247,7 @@ class _Worker:
                 own = reply if reply.reward is not None or reply.failure is not None else None
         return own, strangers
 
-    def strangers_now(self) -> list[Reply]:
-        """Return the replies that other processes have written into the pipe since the last reply."""
-        return self._read() if self._has_written(0.0) else []
-
-    def _has_written(self, timeout_s: float) -> bool:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.replies, selectors.EVENT_READ)
-            return bool(selector.select(timeout_s))
-
-    def _read(self) -> list[Reply]:
+    def read(self) -> list[Reply]:
         """Return all available replies. Waits for at least one.
 
         Returns [] if all writers have ended, or if a line is malformed."""

@@ -6,7 +6,8 @@ into the pipe, and a line of JSON can be distinguished from that."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from dataclasses import replace
 
 import msgspec
 
@@ -19,33 +20,17 @@ class Request(msgspec.Struct, frozen=True):
 
     number: int
     """Unique number of the request in the pool."""
-    data_source: str
-    solution: bytes
-    """Text of the response in UTF-8 with surrogates, because a model's text may hold lone surrogates."""
-    ground_truth: str | None
-    extra_info: dict[str, Any]
-    sample_id: int | None
+    written: RewardSample
+    """The sample with its response as JSON, because a model's text may hold lone surrogates."""
 
     @classmethod
     def of(cls, number: int, sample: RewardSample) -> Request:
-        return cls(
-            number,
-            sample.data_source,
-            sample.solution_str.encode("utf-8", "surrogatepass"),
-            sample.ground_truth,
-            packable(sample.extra_info),
-            sample.sample_id,
-        )
+        solution, extra_info = json.dumps(sample.solution_str), packable(sample.extra_info)
+        return cls(number, replace(sample, solution_str=solution, extra_info=extra_info))
 
     @property
     def sample(self) -> RewardSample:
-        return RewardSample(
-            self.data_source,
-            self.solution.decode("utf-8", "surrogatepass"),
-            self.ground_truth,
-            self.extra_info,
-            self.sample_id,
-        )
+        return replace(self.written, solution_str=json.loads(self.written.solution_str))
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):

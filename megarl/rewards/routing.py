@@ -16,10 +16,7 @@ ROUTES: tuple[tuple[str, str], ...] = (
     ("*gsm8k*", "gsm8k"),
     ("megarl/sums", "gsm8k"),
     ("megarl/calc_tool", "gsm8k"),
-    (
-        "*math*",
-        "math",
-    ),  # lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500, math_dapo, ...
+    ("*math*", "math"),  # lighteval/MATH, HuggingFaceH4/MATH-500, math_dapo, ...
     ("*aime*", "math"),
 )
 

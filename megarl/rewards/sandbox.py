@@ -40,80 +40,34 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_RULE_PATH_BENEATH, _LANDLOCK_CREATE_RULESET_VERSION = 1, 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, _SECCOMP_ALLOW, _SECCOMP_ERRNO, _SECCOMP_KILL = (
-    22,
-    2,
-    0x7FFF0000,
-    0x00050000,
-    0x80000000,
-)
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_SECCOMP_ALLOW, _SECCOMP_ERRNO, _SECCOMP_KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _BPF_LOAD, _BPF_IF_EQUAL, _BPF_IF_AT_LEAST, _BPF_RETURN, _X32 = 0x20, 0x15, 0x35, 0x06, 0x40000000
-_DENIED_CALLS = {  # architecture -> its AUDIT_ARCH of linux/audit.h, numbers
+_DENIED_CALLS = {
     "x86_64": (
         0xC000003E,
         (
-            41,
-            # socket, io_uring_setup: Landlock and a network namespace both let a program connect to a socket
-            # in the file system
-            425,
-            90,
-            91,
-            268,
-            452,
-            92,
-            93,
-            94,
-            260,  # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat: outside Landlock
-            132,
-            235,
-            261,
-            280,
-            188,
-            189,
-            190,
-            463,
-            197,
-            198,
-            199,
-            466,  # utime, utimes, futimesat, utimensat, *setxattr*, *removexattr*
-            248,
-            249,
-            250,
-            101,
-            298,
-            321,
-            323,
-        ),
-    ),  # add_key, request_key, keyctl, ptrace, perf_event_open, bpf, userfaultfd
-    "aarch64": (
-        0xC00000B7,
-        (
-            198,
-            425,
-            52,
-            53,
-            452,
-            54,
-            55,
-            88,
-            5,
-            6,
-            7,
-            463,
-            14,
-            15,
-            16,
-            466,  # the same calls; this architecture has fewer of some kinds
-            217,
-            218,
-            219,
-            117,
-            241,
-            280,
-            282,
+            # socket, io_uring_setup: Landlock and a network namespace allow sockets in the file system
+            41, 425,
+            # chmod, fchmod, fchmodat, fchmodat2, chown, fchown, lchown, fchownat: outside of Landlock
+            90, 91, 268, 452, 92, 93, 94, 260,
+            # utime, utimes, futimesat, utimensat, *setxattr*, *removexattr*
+            132, 235, 261, 280, 188, 189, 190, 463, 197, 198, 199, 466,
+            # add_key, request_key, keyctl, ptrace, perf_event_open, bpf, userfaultfd
+            248, 249, 250, 101, 298, 321, 323,
         ),
     ),
-}
+    "aarch64": (  # the same calls; this architecture has fewer of some kinds
+        0xC00000B7,
+        (
+            198, 425,
+            52, 53, 452, 54, 55,
+            88, 5, 6, 7, 463, 14, 15, 16, 466,
+            217, 218, 219, 117, 241, 280, 282,
+        ),
+    ),
+}  # fmt: skip
+"""Architecture -> (its AUDIT_ARCH of linux/audit.h, numbers of calls)."""
 _NOBODY = 65534
 _RIGHTS_OF_ABI = {3: 15, 4: 15, 5: 16}
 """Version of Landlock -> number of kinds of file access that Landlock can forbid.
@@ -175,9 +129,7 @@ def run_confined(
                 code = None
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(
-                        process.pid, signal.SIGKILL
-                    )  # children of the program, if no namespace ends them
+                    os.killpg(process.pid, signal.SIGKILL)  # ends children, if no namespace does
                 process.wait()
             return Outcome(code, _text(out), _text(err))
 
@@ -189,10 +141,9 @@ def _text(file) -> str:
 
 def refusal(lacking: tuple[str, ...]) -> str:
     return (
-        f"--reward code: this machine cannot confine programs: {' and '.join(lacking)} missing. Run "
-        "where they are allowed (a container "
-        "may need other seccomp settings), or, if nothing within reach of this user matters, add "
-        "--allow-unsandboxed-code."
+        f"--reward code: this machine cannot confine programs: {' and '.join(lacking)} missing. Run where "
+        "they are allowed (a container may need other seccomp settings), or, if nothing within reach of "
+        "this user matters, add --allow-unsandboxed-code."
     )
 
 
@@ -208,8 +159,7 @@ def missing() -> tuple[str, ...]:
         ("Landlock", lambda: _confine_files("/")),
         ("seccomp", _confine_calls),
     ):
-        child = os.fork()
-        if child == 0:
+        if (child := os.fork()) == 0:
             try:
                 attempt()
             except BaseException:  # any error means that it does not work
@@ -230,12 +180,9 @@ def _main(limits: dict) -> None:
     _die_with_parent()
     if limits["unshare"]:
         _unshare()
-        child = (
-            os.fork()
-        )  # only children are in the new PID namespace; when the first of them ends, the kernel ends the rest
-        if child:
-            status = os.waitpid(child, 0)[1]
-            code = os.waitstatus_to_exitcode(status)
+        # Only children are in the new PID namespace. When the first of them ends, the kernel ends the rest.
+        if child := os.fork():
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
             os._exit(1)
         _die_with_parent()
@@ -275,9 +222,8 @@ def _die_with_parent() -> None:
 
 
 def _unshare() -> None:
-    if (
-        os.getuid() == 0
-    ):  # the kernel does not count root's processes; files are opened as the effective user, who stays
+    if os.getuid() == 0:
+        # The kernel does not count root's processes. Files are opened as the effective user, who stays.
         os.setresuid(_NOBODY, -1, -1)
     _check(_libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC))
 
@@ -306,15 +252,8 @@ def _confine_files(folder: str) -> None:
     for path, rights in allowed.items():
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            _check(
-                libc.syscall(
-                    _LANDLOCK_ADD_RULE,
-                    rules,
-                    _LANDLOCK_RULE_PATH_BENEATH,
-                    struct.pack("=Qi", rights, handle),
-                    0,
-                )
-            )
+            rule = struct.pack("=Qi", rights, handle)
+            _check(libc.syscall(_LANDLOCK_ADD_RULE, rules, _LANDLOCK_RULE_PATH_BENEATH, rule, 0))
             os.close(handle)
     _check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _check(libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0))

@@ -15,7 +15,7 @@ CPU, GPU = Machine(10**12), Machine(None, has_gpu=True, gpu_bytes=8 * 10**10)
 
 
 def findings_of(job_file: str, machine: Machine, *flags: str) -> list[str]:
-    return list(examine(load_config([job_file, *flags], REGISTRY), 2, machine=machine).findings)
+    return list(examine(load_config([job_file, *flags], REGISTRY), 2, machine=machine).errors)
 
 
 @pytest.mark.parametrize("config", (QWEN3, MIXTURE), ids=("dense", "mixture"))

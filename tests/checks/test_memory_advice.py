@@ -53,7 +53,7 @@ def with_flags(flags: str, more: str) -> str:
 
 def advised(report) -> str:
     """The flags that the one finding or estimate proposes."""
-    (finding,) = report.findings + report.estimates
+    (finding,) = report.errors + report.estimates
     return re.search(r"Try (--.*?)\.( A job for GPUs|$)", finding)[1]
 
 
@@ -67,7 +67,7 @@ def test_eight_billion_parameters_on_eight_gpus_of_80_gb(job_8b):
     """16.4 GB of weights, 32.8 of gradients, 12.3 of optimizer and 40 for the engine are too much before any
     activation."""
     report = examined(job_8b, JOB_8B + FULL, gpus(80))
-    (finding,) = report.findings
+    (finding,) = report.errors
     assert re.match(
         r"--model \(.*\): on its GPU rank 0 needs 99\.5\d GB during an update, of 80\.00 GB\. Try "
         r"--rollout-gpu-memory-utilization 0\.25\.$",
@@ -78,7 +78,7 @@ def test_eight_billion_parameters_on_eight_gpus_of_80_gb(job_8b):
     rollout, log_probs, update, sync = map(float, total.split()[2:])
     assert rollout == sync == 86.86 and rollout < log_probs < update == pytest.approx(99.57, abs=0.1)
     fits = examined(job_8b, with_flags(JOB_8B + FULL, advised(report)), gpus(80))
-    assert fits.findings + fits.estimates == () and fits.lines[0].startswith("ok: ")
+    assert fits.errors + fits.estimates == () and fits.lines[0].startswith("ok: ")
 
 
 CASES = [
@@ -106,7 +106,7 @@ def test_what_is_proposed_fits(job_8b, flags, gigabytes):
         0
     ].startswith("not ok: ")
     fits = examined(job_8b, with_flags(flags, advised(report)), gpus(gigabytes))
-    assert fits.findings + fits.estimates == () and fits.lines[0].startswith("ok: ")
+    assert fits.errors + fits.estimates == () and fits.lines[0].startswith("ok: ")
 
 
 @pytest.mark.parametrize("share", (0.97, 0.8, 0.6, 0.4))
@@ -118,7 +118,7 @@ def test_on_a_cpu(job, flags, share):  # noqa: F811
     (line,) = [line for line in examined(job, flags, Machine(10**12)).lines if line.startswith("  ranks 0-1")]
     machine = Machine(int(2e9 * share * max(map(float, line.split()[2:]))))
     report = examined(job, flags, machine)
-    (finding,) = report.findings + report.estimates
+    (finding,) = report.errors + report.estimates
     assert "on this machine 2 ranks need" in finding and finding.endswith(
         "A job for GPUs: megarl check --gpu-memory GB."
     )
@@ -132,7 +132,7 @@ def test_what_does_not_fit_by_an_estimate_is_an_error_of_check_and_no_error_of_t
     """Without activations 86.86 GB are needed of 100: whether the rest suffices for them, no GPU has
     shown."""
     report = examined(job_8b, with_flags(JOB_8B, "--rollout-gpu-memory-utilization 0.4"), gpus(100))
-    assert report.findings == () and len(report.estimates) == 1 and report.lines[0].startswith("not ok: ")
+    assert report.errors == () and len(report.estimates) == 1 and report.lines[0].startswith("not ok: ")
     assert "during an update, of 100.00 GB" in report.estimates[0]
 
 
@@ -154,14 +154,12 @@ def test_the_command(job_8b, capsys):
 
 def test_this_machines_disk_is_a_note_where_another_machine_is_planned_for(job, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr("megarl.checks.job.free_bytes", lambda folder: 1000)
-    (finding,) = examined(job, "", Machine(10**12)).findings
+    (finding,) = examined(job, "", Machine(10**12)).errors
     assert finding.startswith("--save (") and "0.00000 GB are free" in finding
     report = examined(job, "", gpus(80))
-    assert report.findings == () and f"note: on this machine {finding}" in report.lines
+    assert report.errors == () and f"note: on this machine {finding}" in report.lines
     (tmp_path / "run").symlink_to(tmp_path / "gone")
-    assert (
-        len(examined(job, "", Machine(10**12)).findings) == 2 and examined(job, "", gpus(80)).findings == ()
-    )
+    assert len(examined(job, "", Machine(10**12)).errors) == 2 and examined(job, "", gpus(80)).errors == ()
 
 
 def test_train_refuses_the_same(job, monkeypatch):  # noqa: F811

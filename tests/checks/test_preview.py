@@ -112,7 +112,7 @@ def findings(job, tmp_path):  # noqa: F811
         (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         path = tmp_path / "model" / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-        return preview(load_config([job, *flags.split()], REGISTRY)).findings
+        return preview(load_config([job, *flags.split()], REGISTRY)).errors
 
     return find
 
@@ -186,7 +186,7 @@ def test_the_report(job, monkeypatch):  # noqa: F811
     config = load_config([job], REGISTRY)
     monkeypatch.setattr(installed, "pins", lambda: {"torch": "1.0"})
     report = examine(config, 2, machine=Machine(10**11))
-    assert report.findings == () and any(
+    assert report.errors == () and any(
         line.startswith("note: torch ") and "tested with 1.0" in line for line in report.lines
     )
     assert any("prompts of 7 to 7 tokens" in line for line in report.lines) and any(

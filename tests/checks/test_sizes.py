@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.checks.disk import checkpoint_bytes, checkpoints_at_once, disk_findings, export_bytes
-from megarl.checks.fits import memory_findings, memory_table
+from megarl.checks.disk import checkpoint_bytes, checkpoints_at_once, disk_errors, export_bytes
+from megarl.checks.fits import memory_errors, memory_table
 from megarl.checks.machine import Machine, free_bytes
 from megarl.checks.memory import PHASES, estimate, peak_bytes, peak_phase, phase_bytes
 from megarl.checks.sizes import aliased_elements, canonical_elements, engine_held, megatron_held
@@ -167,18 +167,18 @@ def test_what_cannot_fit_is_an_error(job):  # noqa: F811
     config = load(job)
     parts = estimate(config, 2, CPU)
     needed = sum(map(peak_bytes, parts.values()))
-    assert list(memory_findings(config, parts, Machine(needed), 2)) == [] and any(
+    assert list(memory_errors(config, parts, Machine(needed), 2)) == [] and any(
         "ranks 0-1" in line for line in memory_table(parts, CPU)
     )
-    (finding,) = memory_findings(config, parts, Machine(needed - 1), 2)
+    (finding,) = memory_errors(config, parts, Machine(needed - 1), 2)
     assert (
         finding.startswith(f"--model ({config.model.model}): on this machine 2 ranks need ")
         and " during an update, of " in finding
     )
     assert (
-        list(memory_findings(config, parts, Machine(needed // 2 + 1), 1)) == []
+        list(memory_errors(config, parts, Machine(needed // 2 + 1), 1)) == []
     )  # the other rank is on another machine
-    (finding,) = memory_findings(config, parts, Machine(None, has_gpu=True, gpu_bytes=1000), 2)
+    (finding,) = memory_errors(config, parts, Machine(None, has_gpu=True, gpu_bytes=1000), 2)
     assert "on its GPU rank 0 needs" in finding and "Use a smaller model" in finding
 
 
@@ -192,16 +192,15 @@ def test_disk(job, tmp_path):  # noqa: F811
     )  # of three steps
     config = load(job, "--save-interval 1 --keep 2 --train-iters 100 --bf16")
     assert (checkpoint_bytes(config), export_bytes(config), checkpoints_at_once(config)) == (12 * n, 2 * n, 3)
-    assert list(disk_findings(config, 38 * n)) == [] and list(disk_findings(config, None)) == []
-    (finding,) = disk_findings(config, 38 * n - 1)
+    assert list(disk_errors(config, 38 * n)) == [] and list(disk_errors(config, None)) == []
+    (finding,) = disk_errors(config, 38 * n - 1)
     assert finding.startswith(f"--save ({tmp_path}/run): writes 3 checkpoints of") and finding.endswith(
         "Try --keep 1."
     )
     assert (
-        list(disk_findings(load(job, "--save-interval 1 --keep 1 --train-iters 100 --bf16"), 38 * n - 1))
-        == []
+        list(disk_errors(load(job, "--save-interval 1 --keep 1 --train-iters 100 --bf16"), 38 * n - 1)) == []
     )
     assert (
-        list(disk_findings(load(job, "--train-iters 100"), 4 * n)) == []
+        list(disk_errors(load(job, "--train-iters 100"), 4 * n)) == []
         and free_bytes(tmp_path / "not" / "there" / "yet") > GIGABYTE
     )

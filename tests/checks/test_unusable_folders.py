@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.checks.disk import save_findings
+from megarl.checks.disk import save_errors
 from megarl.config.loader import load_config
 from megarl.files.writing import obstacle
 from tests.config.conftest import job, write_model  # noqa: F401
@@ -57,10 +57,10 @@ def test_what_cannot_be_written(job, tmp_path, name, monkeypatch):  # noqa: F811
     make, why = UNUSABLE[name]
     path = make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    (finding,) = save_findings(load_config([job, "--save", str(path)], REGISTRY))
+    (finding,) = save_errors(load_config([job, "--save", str(path)], REGISTRY))
     told = re.fullmatch(r"--save \((.*)\): cannot be written: (.*)\. Try --save (.*)\.", finding)
     assert told[1] == str(path) and re.search(why, told[2])
-    assert list(save_findings(load_config([job, "--save", told[3]], REGISTRY))) == []
+    assert list(save_errors(load_config([job, "--save", told[3]], REGISTRY))) == []
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -132,5 +132,5 @@ def test_permissions_of_another_user(tmp_path):
 
 def test_a_run_that_goes_on_must_be_writable_too(job, tmp_path):  # noqa: F811
     (tmp_path / "run").symlink_to(tmp_path / "gone")
-    (finding,) = save_findings(load_config([job, "--load", str(tmp_path / "run")], REGISTRY))
+    (finding,) = save_errors(load_config([job, "--load", str(tmp_path / "run")], REGISTRY))
     assert "is a link to" in finding

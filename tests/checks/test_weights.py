@@ -165,7 +165,7 @@ def loads(folder: Path) -> bool:
 
 
 def findings_of(job_file: str, *flags: str) -> list[str]:
-    return list(examine(load_config([job_file, *flags], REGISTRY), 2, machine=Machine(10**12)).findings)
+    return list(examine(load_config([job_file, *flags], REGISTRY), 2, machine=Machine(10**12)).errors)
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -47,7 +47,7 @@ def findings_of(argv: Argv) -> list[str]:
         config = load_config(words_of(argv), REGISTRY)
     except ConfigError as error:
         return list(error.errors)
-    return list(examine(config, config.placement.nproc_per_node, machine=MACHINE).findings)
+    return list(examine(config, config.placement.nproc_per_node, machine=MACHINE).errors)
 
 
 def follow(argv: Argv) -> list[str]:

@@ -88,8 +88,8 @@ RULES = {
         "--moe-routing-replay engine --no-rollout-enable-prefix-caching",
         2,
         EXPERTS,
-        "--moe-routing-replay (engine): vLLM tells which experts it chose with its prefix cache "
-        "only. Leave --no-rollout-enable-prefix-caching "
+        "--moe-routing-replay (engine): vLLM reports the experts that it chose only with its "
+        "prefix cache. Leave --no-rollout-enable-prefix-caching "
         "out, or try --moe-routing-replay policy.",
         "--moe-routing-replay engine",
     ),
@@ -97,7 +97,7 @@ RULES = {
         "--fp8-format hybrid",
         2,
         {},
-        "--fp8 (hybrid): its weights are kept in bf16. Add --bf16.",
+        "--fp8 (hybrid): needs weights in bf16. Add --bf16.",
         "--fp8-format hybrid --bf16",
     ),
     "fp8 experts": (
@@ -453,15 +453,15 @@ RULES = {
         "--optimizer-cpu-offload --offload optimizer",
         2,
         {},
-        "--optimizer-cpu-offload: the optimizer state is in host memory for good, and --offload "
-        "(optimizer) would move it for a while.",
+        "--optimizer-cpu-offload: the optimizer state is always in host memory, so --offload "
+        "(optimizer) has nothing to move.",
         "--optimizer-cpu-offload --offload gradients",
     ),
     "hybrid optimizer not distributed": (
         "--optimizer-cpu-offload --no-use-distributed-optimizer",
         2,
         {},
-        "--optimizer-cpu-offload: Megatron has it with --use-distributed-optimizer only.",
+        "--optimizer-cpu-offload: needs --use-distributed-optimizer.",
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
     ),
     "fraction of nothing": (
@@ -492,7 +492,7 @@ RULES = {
         "--lora-rank 4 --optimizer-cpu-offload",
         2,
         {},
-        "--optimizer-cpu-offload: nobody has proven it with --lora-rank (4), whose optimizer state "
+        "--optimizer-cpu-offload: is not tested with --lora-rank (4), whose optimizer state "
         "is small. Leave it out.",
         "--lora-rank 4",
     ),
@@ -531,21 +531,21 @@ RULES = {
         "--use-megatron-fsdp --no-use-distributed-optimizer",
         2,
         {},
-        "--use-megatron-fsdp: Megatron has it with its distributed optimizer only.",
+        "--use-megatron-fsdp: needs Megatron's distributed optimizer.",
         "--use-megatron-fsdp",
     ),
     "Megatron-FSDP and adapters": (
         "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4",
         2,
         {},
-        "--critic-use-megatron-fsdp: nobody has proven it with --critic-lora-rank (4)",
+        "--critic-use-megatron-fsdp: is not tested with --critic-lora-rank (4)",
         "--algorithm ppo --critic-use-megatron-fsdp --lora-rank 4 --critic-lora-rank 0",
     ),
     "Megatron-FSDP and tensor parallelism": (
         "--use-megatron-fsdp --tensor-model-parallel-size 2",
         2,
         {},
-        "--use-megatron-fsdp: nobody has proven it with --tensor-model-parallel-size (2). Leave it "
+        "--use-megatron-fsdp: is not tested with --tensor-model-parallel-size (2). Leave it "
         "out, or try --tensor-model-parallel-size 1.",
         "--use-megatron-fsdp --tensor-model-parallel-size 1",
     ),
@@ -553,14 +553,14 @@ RULES = {
         "--use-megatron-fsdp --pipeline-model-parallel-size 2",
         2,
         {},
-        "nobody has proven it with --pipeline-model-parallel-size (2).",
+        "is not tested with --pipeline-model-parallel-size (2).",
         "--use-megatron-fsdp --context-parallel-size 2",
     ),
     "Megatron-FSDP and experts": (
         "--use-megatron-fsdp",
         2,
         EXPERTS,
-        "--use-megatron-fsdp: nobody has proven it with a mixture of experts, which qwen3 is. Leave it out.",
+        "--use-megatron-fsdp: is not tested with a mixture of experts, which qwen3 is. Leave it out.",
         "",
     ),
     "Megatron-FSDP and offload": (

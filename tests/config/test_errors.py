@@ -13,6 +13,7 @@ from megarl.config.errors import (
     FieldErrors,
     Fraction,
     Positive,
+    Rule,
     Section,
     above,
     at_least,
@@ -32,6 +33,7 @@ class Small(Section):
     length: Annotated[int, at_least(2)] | None = 4
     ratio: Annotated[float, above(1)] = 10.0
     name: str = "a"
+    words: Annotated[tuple[str, ...], Rule(all, "must hold no empty string.")] | None = ()
 
     def field_rules(self):
         return [(self.name != "", "name", "must not be empty.")]
@@ -48,7 +50,7 @@ class Smaller(Small):
     "values, errors",
     [
         ({}, []),
-        ({"timeout": None, "length": None}, []),  # None is within all bounds
+        ({"timeout": None, "length": None, "words": None}, []),  # None keeps all rules
         ({"share": 1.0, "count": 1}, []),
         ({"count": 0}, ["count (0): must be at least 1. Try 3."]),
         ({"share": 1.5}, ["share (1.5): must be at most 1. Try 0.5."]),
@@ -57,6 +59,7 @@ class Smaller(Small):
         ({"timeout": 0.0}, ["timeout (0.0): must be above 0. Leave it out."]),  # its default is no number
         ({"length": 1}, ["length (1): must be at least 2. Try 4."]),
         ({"ratio": 1.0}, ["ratio (1.0): must be above 1. Try 10."]),
+        ({"words": ("a", "")}, ["words (('a', '')): must hold no empty string."]),
         (
             {"name": "", "epochs": 0},
             ["epochs (0): must be at least 1. Try 1.", "name (): must not be empty."],

@@ -107,7 +107,7 @@ def test_every_rank_needs_a_gpu(job, flags, ranks, gpus_here, advice):
     config = load_config([job, *flags.split()], REGISTRY)
     found = examine(
         config, ranks, machine=Machine(10**12, gpus_here is not None, 80 * 10**9, gpus_here)
-    ).findings
+    ).errors
     rule = (
         f"--nproc-per-node ({ranks}): needs as many GPUs on this machine, one for each rank, and "
         f"it has {gpus_here}. "

@@ -16,8 +16,7 @@ from megarl.config.installed import engine_args, transformer_config
 from megarl.config.other_flags import (
     ENGINE_REFUSED,
     TRANSFORMER_REFUSED,
-    find_engine_flag,
-    find_transformer_flag,
+    find_library_flag,
     kind_of_annotation,
 )
 from megarl.config.schema import RolloutConfig
@@ -76,9 +75,9 @@ def test_types_are_those_of_the_parser_of_vllm(real):
 
 def test_every_engine_argument_is_usable_or_refused():
     for name in engine_args().annotations:
-        assert find_engine_flag("rollout-" + name.replace("_", "-")) is not None, name
+        assert find_library_flag("rollout-" + name.replace("_", "-")) is not None, name
     for name in transformer_config().annotations:
-        assert find_transformer_flag(name.replace("_", "-")) is not None, name
+        assert find_library_flag(name.replace("_", "-")) is not None, name
 
 
 def test_every_refusal_is_of_something():

@@ -455,6 +455,7 @@ def test_duplicates_and_contradictions(tmp_path):
     "args, rule",
     [
         (["--lr"], "--lr: needs a value."),
+        (["--temperature", "warm"], "--temperature (warm): must be a number. Try 1.0. [command line]"),
         (["--lr", "1", "2"], "--lr (1 2): takes one value, not 2."),
         (["--seed", "1.5"], "--seed (1.5): must be a whole number."),
         (["--bf16", "true"], "--bf16 (true): takes no value. Write --bf16 or --no-bf16."),

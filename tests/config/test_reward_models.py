@@ -128,7 +128,7 @@ WRONG = {
     "judge": "--reward-model-backend (judge judge): must be one word, or one per --reward-model "
     "(3). Try auto.",
     "--reward-model nowhere": "--reward-model (nowhere): must be a Hugging Face model folder, but "
-    "config.json cannot be read: No such file or directory.",
+    "config.json cannot be read: No such file or directory. Try bert.",
     "--reward-model odd": "--reward-model (odd): its config.json says neither "
     "*ForSequenceClassification nor *ForCausalLM, but BertModel, so "
     "what runs it cannot be chosen by it. Add --reward-model-backend transformers or judge.",

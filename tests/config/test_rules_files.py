@@ -166,7 +166,7 @@ WRONG = (
     ),
     (
         "--load old/checkpoints/step_000007",
-        "--load (old/checkpoints/step_000007): holds no whole checkpoint. "
+        "--load (old/checkpoints/step_000007): holds no complete checkpoint. "
         "old/checkpoints/step_000007 is not a "
         "checkpoint of a job: it has no job.json. Name another run, or leave it out.",
         "--load old",
@@ -219,7 +219,7 @@ WRONG = (
         "--max-restarts (2): the state of --optimizer-cpu-offload cannot be saved",
         "--max-restarts 2",
     ),
-    ("--load old --save old", "--load (old): holds no whole checkpoint. ", None),
+    ("--load old --save old", "--load (old): holds no complete checkpoint. ", None),
 )
 
 

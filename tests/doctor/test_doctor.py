@@ -47,7 +47,7 @@ def test_a_part_that_kills_its_process_is_named_and_the_others_are_still_tried(t
     ), verdicts
     assert (
         seen["versions"]["torch"] == importlib.metadata.version("torch")
-        and seen["findings"] == []
+        and seen["errors"] == []
         and not seen["ok"]
     )
     assert seen["features"]["optimizer"][0] and len(seen["features"]) == 10
@@ -92,9 +92,9 @@ def test_what_a_part_raises_is_its_result(capsys):
 
 def test_versions_are_held_against_the_pins(monkeypatch):
     right = facts.versions()
-    assert facts.version_findings(right) == []
+    assert facts.version_errors(right) == []
     wrong = right | {"transformers": "4.0.0", "torch": right["torch"].partition("+")[0] + ".post1"}
-    found = facts.version_findings(
+    found = facts.version_errors(
         {name: version for name, version in wrong.items() if not name.startswith("vllm")}
     )
     assert [finding.split(" ", 1)[0] for finding in found] == ["torch", "transformers", "vllm"]
@@ -110,7 +110,7 @@ def test_the_text_names_what_failed():
             "devices": [],
             "features": {"apex": [False, "not installed"]},
             "tests": [verdict],
-            "findings": ["torch (not installed): ..."],
+            "errors": ["torch (not installed): ..."],
             "ok": False,
         }
     )
