@@ -85,7 +85,7 @@ def plot(runs: Sequence[Run], panels: Sequence[Sequence[str]], path: Path) -> No
     try:
         with new_figure(path, rows, columns, 4.2 * columns, 2.8 * rows + 0.3) as figure:
             for axes, panel in zip(figure.axes, panels):
-                axes.set(title=", ".join(panel), xlabel="step")
+                axes.set(title=panel[0], xlabel="step")
                 for number, run in enumerate(runs):
                     _draw_run(axes, run, panel, f"C{number % 10}")
             for axes in figure.axes[len(panels) :]:

@@ -72,12 +72,18 @@ def _rows_of_steps(folder: Path) -> dict[int, dict]:
 
 def _resumed_run(folder: Path) -> tuple[Path, float] | None:
     """Return the run that --load of a run names, and the last step that it took from there."""
+    argument = argument_of(folder, "load")
+    if argument is None:
+        return None
+    load = Path(argument)
+    run, last = (load.parent.parent, step_of(load)) if is_one_checkpoint(load) else (load, float("inf"))
+    return (run, last) if is_run(run) else None
+
+
+def argument_of(folder: Path, flag: str) -> str | None:
+    """Return the value of a flag in a run's resolved.args; None if it has none, or several."""
     arguments = folder / "resolved.args"
     if not arguments.is_file():
         return None
-    words = shlex.split(flags_of(arguments.read_text(encoding="utf-8")).get("load", ""))
-    if len(words) != 1:
-        return None
-    load = Path(words[0])
-    run, last = (load.parent.parent, step_of(load)) if is_one_checkpoint(load) else (load, float("inf"))
-    return (run, last) if is_run(run) else None
+    words = shlex.split(flags_of(arguments.read_text(encoding="utf-8")).get(flag, ""))
+    return words[0] if len(words) == 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -57,11 +58,23 @@ def block(title: str, text: str, columns: int) -> Iterator[str]:
 
 def write(lines: Iterable[str]) -> None:
     """Write lines to stdout. A reader that stops, as `head` does, is not an error."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
+    with closed_pipe_is_the_end():
         for line in lines:
-            sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+            sys.stdout.write(encodable(line) + "\n")
         sys.stdout.flush()
+
+
+def encodable(text: str) -> str:
+    """Return the text with escapes for the characters that the encoding of stdout lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+@contextlib.contextmanager
+def closed_pipe_is_the_end() -> Iterator[None]:
+    """End the body without an error when nobody reads stdout any more."""
+    try:
+        yield
     except BrokenPipeError:
         # Python would flush stdout once more at its end, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

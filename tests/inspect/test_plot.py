@@ -32,7 +32,7 @@ def test_the_default_panels_are_those_that_the_run_has(open_run, megarl, tmp_pat
     code, out, err = megarl("plot", run, "--out", tmp_path / "a.svg")
     assert (code, out, err) == (0, f"{tmp_path / 'a.svg'}\n", "")
     texts = drawn(tmp_path / "a.svg")
-    assert {"reward/mean", "policy/kl", "policy/entropy", "eval/accuracy, eval/accuracy_greedy"} <= texts
+    assert {"reward/mean", "policy/kl", "policy/entropy", "eval/accuracy", "eval/accuracy_greedy"} <= texts
     assert not {"policy/grad_norm", "response/length_mean", "policy/loss"} & texts
     megarl("plot", run, "--out", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
