@@ -1,11 +1,12 @@
 """Show data files as the model will see them, before any training.
 
-    megarl data train.jsonl --model path/to/hf-model                          counts, lengths, and the first rows
-    megarl data train.jsonl test.parquet --model M --max-prompt-length 256    what is too long; rows that both files have
-    megarl data train.jsonl --model M --row 17 4000                           these rows, with template and token ids
+    megarl data train.jsonl --model path/to/hf-model             counts, lengths, and the first rows
+    megarl data train.jsonl test.jsonl --model M                 also the rows that both files have
+    megarl data train.jsonl --model M --max-prompt-length 256    what is too long
+    megarl data train.jsonl --model M --row 17 4000              these rows, with template and token ids
 
-The files are read, the chat template is applied and the text is encoded by the code that trains. The exit code is
-2 if training would refuse the rows: such rows are listed."""
+The files are read, the chat template is applied and the text is encoded by the code that trains. The exit
+code is 2 if training would refuse the rows: such rows are listed."""
 
 from __future__ import annotations
 
@@ -176,7 +177,8 @@ def _quantiles(values: Sequence[int]) -> str:
 def _too_long(files: Files, lengths: Sequence[int], max_prompt_length: int) -> Iterator[str]:
     long = [row for row, length in enumerate(lengths) if length > max_prompt_length]
     consequence = f": training refuses them. Try --max-prompt-length {max(lengths)}" if long else ""
-    yield f"too long: {len(long)} prompts have more than --max-prompt-length ({max_prompt_length}){consequence}"
+    limit = f"--max-prompt-length ({max_prompt_length})"
+    yield f"too long: {len(long)} prompts have more than {limit}{consequence}"
     yield from _listed([f"{_named(files, row)}: {lengths[row]} tokens" for row in long])
 
 

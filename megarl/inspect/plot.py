@@ -1,8 +1,8 @@
 """Draw the curves of one or several runs into a PNG or SVG file, a panel per metric.
 
-    megarl plot runs/a                                          reward, accuracy, KL, entropy, length, gradient norm
-    megarl plot runs/a runs/b --out both.png                    two runs, overlaid
-    megarl plot runs/a --metrics policy/lr 'mismatch/*'         others, by the names of docs/metrics.md
+    megarl plot runs/a                                    reward, accuracy, KL, entropy, length, gradient norm
+    megarl plot runs/a runs/b --out both.png              two runs, overlaid
+    megarl plot runs/a --metrics policy/lr 'mismatch/*'   others, by the names of docs/metrics.md
 
 A run that was resumed is one curve, also if it went on in another folder. The run may still be going."""
 
@@ -156,7 +156,7 @@ def _asked_panels(runs: Sequence[Run], patterns: Sequence[str]) -> list[tuple[st
 
 
 def _gaps(run: Run, panels: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield a line per drawn metric that was not finite in some steps, and one if the first steps are missing."""
+    """Yield a line per drawn metric that was not finite somewhere, and one if first steps are missing."""
     begin = min((row["step"] for row in run.rows if row["step"] > 0), default=1)
     if begin > 1:
         yield f"{run.name}: begins at step {begin}, as the run that its --load names is not at that path"

@@ -6,7 +6,8 @@
     megarl show runs/a --prompt 134                 one row of --train-data over the steps
     megarl show runs/a --prompt '73-3-4'            the same, found by its text
 
-The samples are those that the job logged into rollouts/, by --num-rollouts-to-log. The run may still be going."""
+The samples are those that the job logged into rollouts/, by --num-rollouts-to-log. The run may still be
+going."""
 
 from __future__ import annotations
 

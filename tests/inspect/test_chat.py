@@ -27,7 +27,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def chat(megarl, monkeypatch):
-    """chat("line\\nline", "--model", folder) -> exit code, answers, stderr; at temperature 0 and 12 tokens."""
+    """chat("line\\nline", "--model", folder) -> exit code, answers, stderr; greedy, 12 tokens."""
 
     def talk(text: str, *flags: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))

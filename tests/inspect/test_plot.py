@@ -1,4 +1,4 @@
-"""`megarl plot` on run folders that the product's own writer has written; what is drawn is read from the SVG."""
+"""`megarl plot` on run folders of the product's own writer; what is drawn is read from the SVG."""
 
 from __future__ import annotations
 

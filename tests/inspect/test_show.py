@@ -114,9 +114,7 @@ def test_parts_of_the_reward_finish_reason_and_failures_are_shown(open_run, mega
 
 def test_text_fits_the_terminal_and_cannot_control_it(open_run, megarl, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
-    text = (
-        "\x1b[2J\x07tab\there \u202e漢字漢字漢字漢字漢字漢字漢字漢字漢字 " + "x" * 70 + "\r\n  indented\u2028"
-    )
+    text = "\x1b[2J\x07tab\there \u202e漢字漢字漢字漢字漢字漢字漢字 " + "x" * 70 + "\r\n  indented\u2028"
     with open_run(tmp_path / "run") as run:
         run.begin_step()
         run.write_rollouts(1, [sample(1, 0, 1.0, response=text)])
@@ -125,7 +123,7 @@ def test_text_fits_the_terminal_and_cannot_control_it(open_run, megarl, tmp_path
     assert max(map(cell_len, out.split("\n"))) == 30
     assert not set(out) & {"\x1b", "\x07", "\t", "\r", "\u202e", "\u2028"}
     joined = out.replace("\n  ", "")
-    assert r"\x1b[2J\x07tab\there \u202e漢字漢字漢字漢字漢字漢字漢字漢字漢字 " + "x" * 70 + r"\r" in joined
+    assert r"\x1b[2J\x07tab\there \u202e漢字漢字漢字漢字漢字漢字漢字 " + "x" * 70 + r"\r" in joined
     assert "\n    indented\\u2028\n" in out
 
 
