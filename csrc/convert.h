@@ -4,7 +4,7 @@
 
 namespace megarl {
 
-// `count` elements from src to dst; `mode` without kPack.
+// `count` elements from src to dst; `mode` as in rect.h.
 void convert_run(int64_t mode, const char* src, char* dst, int64_t count);
 
 // The same past the caches (non-temporal stores): what nobody reads soon, and is large, is written without being read first.

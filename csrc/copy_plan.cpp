@@ -8,11 +8,6 @@
 #include "convert.h"
 #include "threads.h"
 
-#ifdef __SSE2__
-#include <xmmintrin.h>
-#include <emmintrin.h>
-#endif
-
 namespace megarl {
 namespace {
 
@@ -38,100 +33,8 @@ void check(const Rect& r, int64_t index) {
   require(r.dst > 0 && r.dst % dst_size(r.mode) == 0, index, "dst" + str(r.dst) + " must be an address aligned to its elements");
 }
 
-// One column after the other of up to 16 rows of a packed destination; dst is the place of the first.
-template <typename T>
-void pack_columns(const T* src, int64_t src_ld, T* dst, int64_t rows, int64_t cols) {
-  for (int64_t col = 0; col < cols; ++col) {
-    for (int64_t row = 0; row < rows; ++row) dst[col * kPackRows + row] = src[row * src_ld + col];
-  }
-}
-
-#ifdef __SSE2__
-// 8 columns of 8 rows; dst is 8 of the 16 rows of a block.
-void transpose(const uint16_t* src, int64_t src_ld, uint16_t* dst) {
-  __m128i a[8], b[8];
-  for (int i = 0; i < 8; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i * src_ld));
-  for (int i = 0; i < 4; ++i) b[2 * i] = _mm_unpacklo_epi16(a[2 * i], a[2 * i + 1]), b[2 * i + 1] = _mm_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
-  for (int i = 0; i < 8; i += 4) {
-    a[i] = _mm_unpacklo_epi32(b[i], b[i + 2]), a[i + 1] = _mm_unpackhi_epi32(b[i], b[i + 2]);
-    a[i + 2] = _mm_unpacklo_epi32(b[i + 1], b[i + 3]), a[i + 3] = _mm_unpackhi_epi32(b[i + 1], b[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + 2 * i * kPackRows), _mm_unpacklo_epi64(a[i], a[i + 4]));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + (2 * i + 1) * kPackRows), _mm_unpackhi_epi64(a[i], a[i + 4]));
-  }
-}
-
-// 4 columns of 4 rows.
-void transpose(const uint32_t* src, int64_t src_ld, uint32_t* dst) {
-  __m128 rows[4];
-  for (int i = 0; i < 4; ++i) rows[i] = _mm_loadu_ps(reinterpret_cast<const float*>(src + i * src_ld));
-  _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
-  for (int i = 0; i < 4; ++i) _mm_storeu_ps(reinterpret_cast<float*>(dst + i * kPackRows), rows[i]);
-}
-
-// The same for whole blocks, 16 bytes at a time.
-template <typename T>
-void pack_whole_columns(const T* src, int64_t src_ld, T* dst, int64_t cols) {
-  constexpr int64_t N = 16 / sizeof(T);
-  int64_t col = 0;
-  for (; col + N <= cols; col += N) {
-    for (int64_t row = 0; row < kPackRows; row += N) transpose(src + row * src_ld + col, src_ld, dst + col * kPackRows + row);
-  }
-  pack_columns(src + col, src_ld, dst + col * kPackRows, kPackRows, cols - col);
-}
-#endif
-
-template <typename T>
-void pack(const char* src, int64_t src_ld, char* dst, int64_t rows, int64_t cols) {
-  auto from = reinterpret_cast<const T*>(src);
-  auto to = reinterpret_cast<T*>(dst);
-#ifdef __SSE2__
-  if constexpr (sizeof(T) == 2 || sizeof(T) == 4) {
-    if (rows == kPackRows) return pack_whole_columns(from, src_ld, to, cols);
-  }
-#endif
-  pack_columns(from, src_ld, to, rows, cols);
-}
-
-// Columns [first, last) of the `rows` rows from `row` on, which lie in one block of the destination.
-void pack_block(const Rect& r, int64_t row, int64_t rows, int64_t first, int64_t last) {
-  constexpr int64_t kCols = 64;
-  const int64_t mode = element_mode(r.mode), from = src_size(mode), to = dst_size(mode);
-  alignas(64) char converted[kPackRows * kCols * 4];
-  char* dst = reinterpret_cast<char*>(r.dst) + packed_row_offset(row_in_block(r.dst, to), row, r.dst_ld) * to;
-  for (int64_t col = first; col < last; col += kCols) {
-    const int64_t cols = std::min(kCols, last - col);
-    const char* src = reinterpret_cast<const char*>(r.src) + (row * r.src_ld + col) * from;
-    int64_t ld = r.src_ld;
-    if (!is_copy(mode)) {
-      for (int64_t i = 0; i < rows; ++i) convert_run(mode, src + i * ld * from, converted + i * kCols * to, cols);
-      src = converted;
-      ld = kCols;
-    }
-    char* block = dst + col * kPackRows * to;
-    switch (to) {
-      case 1: pack<uint8_t>(src, ld, block, rows, cols); break;
-      case 2: pack<uint16_t>(src, ld, block, rows, cols); break;
-      case 4: pack<uint32_t>(src, ld, block, rows, cols); break;
-    }
-  }
-}
-
-// Elements [first, last) in the order in which a packed destination keeps them, in whole columns of a block.
-void pack_range(const Rect& r, int64_t first, int64_t last) {
-  const int64_t at = row_in_block(r.dst, dst_size(r.mode));
-  for (int64_t row = 0; row < r.rows;) {
-    const int64_t rows = std::min(kPackRows - (at + row) % kPackRows, r.rows - row), start = row * r.cols;
-    const auto column = [&](int64_t element) { return std::clamp<int64_t>((element - start + rows - 1) / rows, 0, r.cols); };
-    pack_block(r, row, rows, column(first), column(last));
-    row += rows;
-  }
-}
-
 // Elements [first, last) of the rectangle, counted row by row.
 void copy_range(const Rect& r, bool stream, int64_t first, int64_t last) {
-  if (is_packed(r.mode)) return pack_range(r, first, last);
   auto src = reinterpret_cast<const char*>(r.src);
   auto dst = reinterpret_cast<char*>(r.dst);
   const auto run = stream && r.cols * dst_size(r.mode) >= kStreamedRun ? stream_run : convert_run;
@@ -169,7 +72,7 @@ CopyPlan::CopyPlan(const Rect* rects, int64_t count) {
     check(r, i);
     if (r.rows == 0 || r.cols == 0) continue;
     const bool one_row = r.rows == 1 || (r.src_ld == r.cols && r.dst_ld == r.cols);
-    if (one_row && !is_packed(r.mode)) r = {r.src, r.dst, 1, r.rows * r.cols, r.rows * r.cols, r.rows * r.cols, r.mode};
+    if (one_row) r = {r.src, r.dst, 1, r.rows * r.cols, r.rows * r.cols, r.rows * r.cols, r.mode};
     rects_.push_back(r);
     require(r.rows * r.cols <= (kMaxBytes - bytes_) / dst_size(r.mode), i, "the plan must write less than 63 bits of bytes");
     bytes_ += r.rows * r.cols * dst_size(r.mode);

@@ -62,22 +62,19 @@ uint64_t sum_words(const char* bytes, int64_t count, uint64_t index, uint64_t se
   return sum;
 }
 
-// Words [first, first + count) of one row, converted or gathered into `buffer`, which has room for them.
+// Words [first, first + count) of one row, converted into `buffer`, which has room for them.
 void read_words(const View& view, int64_t row, int64_t first, int64_t count, char* buffer) {
-  const int64_t mode = element_mode(view.mode), from = src_size(mode), to = dst_size(mode), per_word = elements_per_word(view);
-  const int64_t col = first * per_word, elements = std::min(count * per_word, view.cols - col);
+  const int64_t per_word = elements_per_word(view), col = first * per_word, elements = std::min(count * per_word, view.cols - col);
   std::memset(buffer + 8 * (count - 1), 0, 8);
   auto base = reinterpret_cast<const char*>(view.address);
-  if (!is_packed(view.mode)) return convert_run(mode, base + (row * view.ld + col) * from, buffer, elements);
-  base += packed_row_offset(row_in_block(view.address, from), row, view.ld) * from;
-  for (int64_t i = 0; i < elements; ++i) convert_run(mode, base + (col + i) * kPackRows * from, buffer + i * to, 1);
+  convert_run(view.mode, base + (row * view.ld + col) * src_size(view.mode), buffer, elements);
 }
 
 // Terms of words [first, last) of one row.
 uint64_t sum_row(const View& view, int64_t row, int64_t first, int64_t last, uint64_t seed) {
   const auto index = [&](int64_t word) { return static_cast<uint64_t>(row * words_per_row(view) + word); };
   uint64_t sum = 0;
-  if (is_copy(view.mode) && !is_packed(view.mode)) {
+  if (is_copy(view.mode)) {
     const int64_t whole = std::min(last, view.cols / elements_per_word(view));
     auto bytes = reinterpret_cast<const char*>(view.address) + row * view.ld * src_size(view.mode);
     if (first < whole) sum += sum_words(bytes + 8 * first, whole - first, index(first), seed);
@@ -106,7 +103,7 @@ uint64_t sum_range(const View& view, int64_t first, int64_t last, uint64_t seed)
 
 // Rows without gaps whose words do not straddle them are one row: the same words under the same numbers.
 View as_long_row(const View& view) {
-  const bool together = !is_packed(view.mode) && view.ld == view.cols && view.cols % elements_per_word(view) == 0;
+  const bool together = view.ld == view.cols && view.cols % elements_per_word(view) == 0;
   return together ? View{view.address, 1, view.rows * view.cols, view.rows * view.cols, view.mode} : view;
 }
 
@@ -124,14 +121,11 @@ struct Samples {
 void choose(const View& original, uint64_t seed, Samples& samples) {
   const View view = as_long_row(original);
   const int64_t from = src_size(view.mode), per_word = elements_per_word(view), per_row = words_per_row(view), words = view.rows * per_row;
-  const bool packed = is_packed(view.mode);
   samples.view = view;
   samples.count = std::min(words, kSamples);
   for (int64_t s = 0; s < samples.count; ++s) {
     const int64_t index = sampled_word(words, s, seed), row = view.rows == 1 ? 0 : index / per_row, word = index - row * per_row;
-    const int64_t offset = packed ? packed_row_offset(row_in_block(view.address, from), row, view.ld) + word * per_word * kPackRows
-                                  : row * view.ld + word * per_word;
-    const char* bytes = reinterpret_cast<const char*>(view.address) + offset * from;
+    const char* bytes = reinterpret_cast<const char*>(view.address) + (row * view.ld + word * per_word) * from;
     __builtin_prefetch(bytes);
     samples.words[s] = {index, row, word, bytes};
   }
@@ -139,7 +133,7 @@ void choose(const View& original, uint64_t seed, Samples& samples) {
 
 uint64_t sum(const Samples& samples, uint64_t seed) {
   const View& view = samples.view;
-  const bool as_it_lies = is_copy(view.mode) && !is_packed(view.mode);
+  const bool as_it_lies = is_copy(view.mode);
   const int64_t row_bytes = view.cols * src_size(view.mode);
   uint64_t sum = 0;
   for (int64_t s = 0; s < samples.count; ++s) {

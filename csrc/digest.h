@@ -14,8 +14,7 @@
 
 namespace megarl {
 
-// One row of an int64 [N, 5] array: what is digested. `mode` says what the elements at `address` become; with kPack they are read
-// from a matrix stored in blocks of 16 rows.
+// One row of an int64 [N, 5] array: what is digested. `mode` says what the elements at `address` become.
 struct View {
   int64_t address, rows, cols, ld, mode;
 };
@@ -72,7 +71,7 @@ void digest_sampled(const View* views, int64_t count, uint64_t seed, int num_thr
 void finish_sums(const View* views, int64_t count, uint64_t seed, uint64_t* sums);
 
 // Adds the sums over words to `sums`, zeros on the device; returns a cudaError_t. `table` and `view_of_tile`, an entry per tile, are
-// there too; `stream` is a cudaStream_t. Not for packed views.
+// there too; `stream` is a cudaStream_t.
 int sum_cuda(const TiledView* table, const int32_t* view_of_tile, int64_t num_views, int64_t num_tiles, uint64_t seed, bool sampled,
              uint64_t* sums, void* stream);
 

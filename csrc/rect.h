@@ -13,56 +13,33 @@
 namespace megarl {
 
 // What happens to an element. Same-size copies are named by their size in bytes; conversions by two digits, source and
-// destination: 1 bfloat16, 2 float16, 3 float32. kPack is added where one side is stored in blocks of 16 rows (see Rect).
+// destination: 1 bfloat16, 2 float16, 3 float32.
 enum Mode : int64_t {
   kCopy1 = 1, kCopy2 = 2, kCopy4 = 4, kCopy8 = 8,
   kBfloat16ToFloat16 = 12, kBfloat16ToFloat32 = 13, kFloat16ToBfloat16 = 21,
   kFloat16ToFloat32 = 23, kFloat32ToBfloat16 = 31, kFloat32ToFloat16 = 32,
-  kPack = 100,
 };
-constexpr int64_t kPackRows = 16;
 
-MEGARL_HOST_DEVICE inline bool is_packed(int64_t mode) { return mode >= kPack; }
-MEGARL_HOST_DEVICE inline int64_t element_mode(int64_t mode) { return is_packed(mode) ? mode - kPack : mode; }
-MEGARL_HOST_DEVICE inline bool is_copy(int64_t mode) { return element_mode(mode) < 10; }
-MEGARL_HOST_DEVICE inline int64_t src_size(int64_t mode) {
-  const int64_t m = element_mode(mode);
-  return m < 10 ? m : m / 10 == 3 ? 4 : 2;
-}
-MEGARL_HOST_DEVICE inline int64_t dst_size(int64_t mode) {
-  const int64_t m = element_mode(mode);
-  return m < 10 ? m : m % 10 == 3 ? 4 : 2;
-}
+MEGARL_HOST_DEVICE inline bool is_copy(int64_t mode) { return mode < 10; }
+MEGARL_HOST_DEVICE inline int64_t src_size(int64_t mode) { return mode < 10 ? mode : mode / 10 == 3 ? 4 : 2; }
+MEGARL_HOST_DEVICE inline int64_t dst_size(int64_t mode) { return mode < 10 ? mode : mode % 10 == 3 ? 4 : 2; }
 inline bool is_known(int64_t mode) {
-  if (mode < 0 || (is_packed(mode) && dst_size(mode) > 4)) return false;
-  switch (element_mode(mode)) {
+  switch (mode) {
     case kCopy1: case kCopy2: case kCopy4: case kCopy8: case kBfloat16ToFloat16: case kBfloat16ToFloat32: case kFloat16ToBfloat16:
     case kFloat16ToFloat32: case kFloat32ToBfloat16: case kFloat32ToFloat16: return true;
   }
   return false;
 }
 inline const char* known_modes() {
-  return "1, 2, 4, 8 (copy), 12, 13, 21, 23, 31, 32 (conversion; 1 bfloat16, 2 float16, 3 float32), or one of these but 8, + 100 (packed)";
+  return "1, 2, 4, 8 (copy), 12, 13, 21, 23, 31, 32 (conversion; 1 bfloat16, 2 float16, 3 float32)";
 }
 
 // One row of the int64 [N, 7] array that Python hands over. src, dst: addresses of the first element, in bytes; the rest counts
 // elements.
-//
-// A packed destination (mode >= kPack) is a matrix [N, K] whose element (n, k) is stored at ((n / 16) * K + k) * 16 + n % 16, as
-// vLLM keeps expert weights on a CPU. dst_ld is K, and N a multiple of 16. Elements have at most 4 bytes and the matrix starts
-// at a multiple of 16 of them, so dst, the address of element (n0, k0), also tells n0 % 16.
 struct Rect {
   int64_t src, dst, rows, cols, src_ld, dst_ld, mode;
 };
 static_assert(sizeof(Rect) == 7 * sizeof(int64_t));
-
-// Row of the element at `address` within its block of 16.
-MEGARL_HOST_DEVICE inline int64_t row_in_block(int64_t address, int64_t size) { return address / size % kPackRows; }
-// Elements from that element's place to the place of the one `row` rows below it.
-MEGARL_HOST_DEVICE inline int64_t packed_row_offset(int64_t row_in_block, int64_t row, int64_t ld) {
-  const int64_t n = row_in_block + row;
-  return (n / kPackRows) * ld * kPackRows + n % kPackRows - row_in_block;
-}
 
 // Rounding is to nearest, ties to even. A NaN keeps its sign and becomes quiet: rounding its bits could carry it into infinity.
 MEGARL_HOST_DEVICE inline uint16_t to_bfloat16(uint32_t bits) {

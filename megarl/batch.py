@@ -89,10 +89,12 @@ class Batch(_Columns):
         """Return [B] int64: how many of each sample's tokens a [T] bool mask covers."""
         return _cumulative(mask)[self.cu_seqlens].diff()
 
-    def scatter(self, response_values: Iterable[float] | torch.Tensor) -> torch.Tensor:
-        """Put [N] values of the response tokens, in order, into a [T] fp32 column."""
-        column = torch.zeros(len(self.tokens))
-        column[self.response_mask] = torch.as_tensor(response_values, dtype=torch.float32)
+    def scatter(
+        self, response_values: Iterable[float] | torch.Tensor, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Put [N] values of the response tokens, in order, into a [T] column, which is 0 elsewhere."""
+        column = torch.zeros(len(self.tokens), dtype=dtype)
+        column[self.response_mask] = torch.as_tensor(response_values, dtype=dtype)
         return column
 
     def spread(self, sample_values: torch.Tensor) -> torch.Tensor:

@@ -36,9 +36,8 @@ def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: in
             default=next((i for i, count in Counter(ids).items() if count > 1), None),
         )
         raise InvariantError(
-            f"sample {odd} is here and should not be, or should be and is not: this rank has "
-            f"{len(ids)} samples, "
-            f"and {len(expected)} are planned for it"
+            f"sample {odd} is here and should not be, or should be and is not: this rank has {len(ids)} "
+            f"samples, and {len(expected)} are planned for it"
         )
     cu_seqlens = batch.cu_seqlens.tolist()
     if len(cu_seqlens) != len(ids) + 1 or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(batch.tokens):
@@ -55,18 +54,16 @@ def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: in
     if len(ids) and bool((wrong := (response_lengths == 0) | mask[batch.cu_seqlens[:-1]]).any()):
         row = int(wrong.nonzero()[0])
         raise InvariantError(
-            f"sample {ids[row]}: its mask covers {int(response_lengths[row])} of "
-            f"{int(batch.lengths[row])} tokens; it must cover a "
-            "response, and not the first token, which nothing predicts"
+            f"sample {ids[row]}: its mask covers {int(response_lengths[row])} of {int(batch.lengths[row])} "
+            "tokens; it must cover a response, and not the first token, which nothing predicts"
         )
     for sample, found in zip(
         ids, _digests(batch.tokens, mask, batch.lengths - response_lengths, response_lengths), strict=True
     ):
         if expected[sample] not in (None, found):
             raise InvariantError(
-                f"sample {sample}: its tokens or its mask are not those that the engine made "
-                f"(digest {found:08x}, made "
-                f"{expected[sample]:08x})"
+                f"sample {sample}: its tokens or its mask are not those that the engine made (digest "
+                f"{found:08x}, made {expected[sample]:08x})"
             )
     if batch.rollout_log_probs is not None:
         check_column(batch, "rollout_log_probs", largest=_LARGEST_LOG_PROB)
@@ -93,8 +90,7 @@ def check_column(batch: Batch, name: str, largest: float = math.inf, may_be_nan:
         )
         raise InvariantError(
             f"{name} of sample {int(batch.sample_ids[row])} is {float(column[at])} at position "
-            f"{at - int(batch.cu_seqlens[row])}, a "
-            f"{kind} token; there it must be {rule}"
+            f"{at - int(batch.cu_seqlens[row])}, a {kind} token; there it must be {rule}"
         )
 
 

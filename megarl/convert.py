@@ -238,7 +238,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     from megarl.config.mesh import group_timeout
     from megarl.megatron.mesh import create_groups
     from megarl.megatron.training_state import load_checkpoint, save_checkpoint
-    from megarl.reshard.transfer import load_hf, save_hf
+    from megarl.reshard.hf_weights import load_hf, save_hf
     from megarl.workers.megatron_role import megatron_atlases
     from megarl.workers.worker import join_world
 
@@ -335,7 +335,7 @@ def compare_forward(folder: Path, shape: ModelShape, mesh: MeshSpec, parallel: P
 
     from megarl.batch import Batch, MicroBatch
     from megarl.collectives import all_gather_messages
-    from megarl.reshard.transfer import load_hf
+    from megarl.reshard.hf_weights import load_hf
     from megarl.workers.megatron_role import megatron_atlases
 
     generator = torch.Generator().manual_seed(0)

@@ -91,9 +91,8 @@ def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max
     for s in samples:
         if not 1 <= s.response_length < s.length <= max_length:
             raise InvariantError(
-                f"sample {s.sample_id} has {s.response_length} response tokens of {s.length}: there "
-                "must be at least one, "
-                f"after a prompt, and at most {max_length} together"
+                f"sample {s.sample_id} has {s.response_length} response tokens of {s.length}: there must be "
+                f"at least one, after a prompt, and at most {max_length} together"
             )
 
 
@@ -109,31 +108,37 @@ def check_reward_sizes(rewards: Mapping[int, float | None]) -> None:
             raise ValueError(
                 f"reward of sample {sample} ({reward}): must be a number that float32 holds (at most "
                 f"{LARGEST_FLOAT32:.2g} in size), or None, a reward that failed. What made it: "
-                "--reward-model-weights, "
-                "or a change of batch.rewards?"
+                "--reward-model-weights, or a change of batch.rewards?"
             )
 
 
-def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample]) -> None:
-    """Check that each sample is trained on once per epoch, and that losses are divided by all its tokens."""
+def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample], max_tokens: int) -> None:
+    """Check that each sample is trained on once per epoch, and that losses are divided by all its tokens.
+
+    No micro-batch of several samples may have more than `max_tokens` tokens."""
+    num_tokens = {s.sample_id: s.length for s in samples}
     length_of = {s.sample_id: s.response_length for s in samples}
     planned = Counter(
         s for m in mini_batches for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)
     )
     if wrong := [s for s in length_of.keys() | planned.keys() if planned[s] != 1 or s not in length_of]:
         raise InvariantError(
-            f"sample {min(wrong)} is planned {planned[min(wrong)]} times in an epoch: each sample "
-            "of the step must be, "
-            "once"
+            f"sample {min(wrong)} is planned {planned[min(wrong)]} times in an epoch: each sample of the "
+            "step must be, once"
         )
     for index, m in enumerate(mini_batches):
         members = [s for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)]
         if (m.num_sequences, m.num_tokens) != (len(members), sum(length_of[s] for s in members)):
             raise InvariantError(
-                f"mini-batch {index} has {len(members)} samples with "
-                f"{sum(length_of[s] for s in members)} response tokens, "
-                f"and its loss would be divided for {m.num_sequences} with {m.num_tokens}"
+                f"mini-batch {index} has {len(members)} samples with {sum(length_of[s] for s in members)} "
+                f"response tokens, and its loss would be divided for {m.num_sequences} with {m.num_tokens}"
             )
+        for micro in (micro for of_rank in m.micro_batches for micro in of_rank if len(micro) > 1):
+            if (size := sum(num_tokens[s] for s in micro)) > max_tokens:
+                raise InvariantError(
+                    f"a micro-batch of mini-batch {index} has {len(micro)} samples with {size} tokens, and "
+                    f"--max-tokens-per-micro-batch is {max_tokens}"
+                )
 
 
 def check_scores(role: str, records: Iterable[Mapping[str, object]], samples: Sequence[Sample]) -> None:
@@ -201,7 +206,6 @@ def check_reward_digests(
     for sample, group, reward, digest in zip(sample_ids, group_ids, rewards, digests, strict=True):
         if sample in tokens and digest_of_reward(sample, group, reward, tokens[sample]) != digest:
             raise InvariantError(
-                f"the reward of sample {sample} ({reward}, group {group}) is not what the driver "
-                "has for this sample's "
-                "tokens: it belongs to another sample"
+                f"the reward of sample {sample} ({reward}, group {group}) is not what the driver has for "
+                "this sample's tokens: it belongs to another sample"
             )

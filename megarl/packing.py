@@ -107,20 +107,7 @@ def plan_mini_batches(
         preferred: sample id -> data-parallel rank that already has the sample. The sample stays there unless
             the load would be uneven.
         max_tokens: limit of a micro-batch. A longer sample gets a micro-batch of its own.
-        seed: shuffles the samples before the split; None keeps their order.
-    Raises: ValueError for a size below 1 or a repeated sample id."""
-    for name, size in (
-        ("global_batch_size", global_batch_size),
-        ("dp_size", dp_size),
-        ("max_tokens", max_tokens),
-    ):
-        if size < 1:
-            raise ValueError(f"{name} ({size}) must be at least 1.")
-    if twice := [i for i, count in Counter(s.sample_id for s in samples).items() if count > 1]:
-        raise ValueError(
-            f"sample_id ({twice[0]}) comes more than once among the samples of the step. Ids must "
-            "be unique in it."
-        )
+        seed: shuffles the samples before the split; None keeps their order."""
     order = list(samples)
     if seed is not None:
         random.Random(seed).shuffle(order)

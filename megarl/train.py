@@ -49,9 +49,8 @@ def main(
             return run_in_process(config, in_process_job, new_run)
         if "RANK" not in os.environ:
             sys.stderr.write(
-                "megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N "
-                "-m megarl.train ..., or "
-                "megarl train ..., which does it for you\n"
+                "megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N -m "
+                "megarl.train ..., or megarl train ..., which does it for you\n"
             )
             return 2
         if (

@@ -160,7 +160,7 @@ class Finder:
         return spec if name == "megarl.flow.columns" else None
 sys.meta_path.insert(0, Finder)
 
-from megarl.batch import Batch
+from megarl.batch import Batch, column_dtype
 from megarl.flow import Flow, Role, SymbolicRole, method
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.flow.role import writer_of
@@ -172,6 +172,8 @@ class Versions(Role, kind="versions_of"):
 
 batch = Batch.from_samples([7, 8], [[5], [6]], [[1, 2], [3]])
 assert batch.versions is None and "versions" not in batch.columns
+batch.set_column("versions", batch.scatter([16777217, 2, 3], column_dtype("versions")))
+assert batch.versions.tolist() == [0, 16777217, 2, 0, 3]  # the first is no float32
 batch.set_column("versions", torch.arange(5, dtype=torch.int32))
 try:
     batch.set_column("versions", torch.zeros(5))

@@ -30,7 +30,7 @@ from megarl.invariants import (
 )
 from megarl.packing import MiniBatch, Sample, plan_mini_batches
 
-VOCAB, PROMPTS, GROUP, MAX_LENGTH = 50, 3, 4, 20
+VOCAB, PROMPTS, GROUP, MAX_LENGTH, MAX_TOKENS = 50, 3, 4, 20, 40
 
 
 @dataclass
@@ -60,13 +60,18 @@ def make_step() -> Step:
     records = [{"sample_id": s.sample_id, "reward": rng.random(), "digest": s.digest} for s in samples]
     records[5]["reward"] = None  # one that failed
     return Step(
-        prompts, responses, samples, plan_mini_batches(samples, 8, {}, 2, 40, 64, "seed"), batch, records
+        prompts,
+        responses,
+        samples,
+        plan_mini_batches(samples, 8, {}, 2, MAX_TOKENS, 64, "seed"),
+        batch,
+        records,
     )
 
 
 def check(step: Step) -> None:
     check_samples(step.samples, dict.fromkeys(range(PROMPTS), GROUP), MAX_LENGTH)
-    check_plan(step.mini_batches, step.samples)
+    check_plan(step.mini_batches, step.samples, MAX_TOKENS)
     check_batch(step.batch, {s.sample_id: s.digest for s in step.samples}, VOCAB)
     check_column(step.batch, "advantages")
     check_scores("reward", step.records, step.samples)
@@ -192,6 +197,17 @@ def sample_twice(step):
 @mutation("sample 8 has .* at most 20 together")
 def response_too_long(step):
     step.samples[8] = replace(step.samples[8], length=21)
+
+
+@mutation(
+    "a micro-batch of mini-batch 0 has [2-9] samples with .* tokens, and --max-tokens-per-micro-batch is 40"
+)
+def micro_batch_too_full(step):
+    first = step.mini_batches[0]
+    whole = tuple(
+        (tuple(sample for micro in of_rank for sample in micro),) for of_rank in first.micro_batches
+    )
+    step.mini_batches[0] = replace(first, micro_batches=whole)
 
 
 @mutation("is planned 0 times in an epoch")

@@ -20,7 +20,7 @@ from megarl.algorithms import REGISTRY
 from megarl.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
-from megarl.trainer.gate import gate_finding
+from megarl.trainer.gate import gate_error
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "reliability.md"
@@ -233,7 +233,7 @@ class Headroom:
     @property
     def false_alarms(self) -> int:
         """Return the number of steps at which the default limits would have ended the job."""
-        return sum(gate_finding(row, self.limits) is not None for row in self.rows)
+        return sum(gate_error(row, self.limits) is not None for row in self.rows)
 
     def __str__(self) -> str:
         """Return the recipe's row of the table."""

@@ -11,10 +11,12 @@ losses over any split are then the loss, and sums of the gradients its gradient.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megarl.kernels.checks import check_choice
 
 LossAggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"]
 
@@ -63,17 +65,10 @@ def token_weights(
             raise ValueError(
                 f"{name} ({count}) must be at least 1: it counts the whole mini-batch, not this rank's share"
             )
-    match mode:
-        case "token-mean":
-            denominator = num_tokens
-        case "seq-mean-token-mean":
-            return torch.reciprocal(response_lengths.to(torch.float32) * num_sequences)
-        case "seq-mean-token-sum":
-            denominator = num_sequences
-        case "dr-grpo":
-            denominator = num_sequences * max_response_length
-        case _:
-            raise ValueError(f"mode ({mode!r}) must be one of {', '.join(get_args(LossAggregation))}")
+    check_choice("mode", mode, LossAggregation)
+    if mode == "seq-mean-token-mean":
+        return torch.reciprocal(response_lengths.to(torch.float32) * num_sequences)
+    denominator = _denominator(mode, num_tokens, num_sequences, max_response_length)
     return torch.full(
         response_lengths.shape, 1 / denominator, dtype=torch.float32, device=response_lengths.device
     )
@@ -83,9 +78,15 @@ def total_weight(
     mode: LossAggregation, num_tokens: int, num_sequences: int, max_response_length: int
 ) -> float:
     """Return the sum of the weights of all tokens of a mini-batch."""
+    if mode == "seq-mean-token-mean":
+        return 1.0
+    return num_tokens / _denominator(mode, num_tokens, num_sequences, max_response_length)
+
+
+def _denominator(mode: LossAggregation, num_tokens: int, num_sequences: int, max_response_length: int) -> int:
+    """Return the number that all tokens' losses are divided by."""
     return {
-        "token-mean": 1.0,
-        "seq-mean-token-mean": 1.0,
-        "seq-mean-token-sum": num_tokens / num_sequences,
-        "dr-grpo": num_tokens / (num_sequences * max_response_length),
+        "token-mean": num_tokens,
+        "seq-mean-token-sum": num_sequences,
+        "dr-grpo": num_sequences * max_response_length,
     }[mode]

@@ -3,6 +3,7 @@ list[AotCase]`."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,3 +29,24 @@ class AotCase:
     must_use: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Capability -> instructions that its PTX must have, e.g. {90: ("wgmma.mma_async",), 100:
     ("tcgen05.mma",)}."""
+
+
+def aot_case(
+    kernel: Any,
+    constants: Mapping[str, Any],
+    types: Mapping[str, str],
+    aligned: tuple[str, ...] = (),
+    **launch,
+) -> AotCase:
+    """Return the case of a kernel as our launchers call it.
+
+    Args:
+        constants: as for `AotCase`.
+        types: Triton types of arguments. All others are fp32 pointers.
+        aligned: arguments divisible by 16, in addition to pointers and strides."""
+    names = [name for name in inspect.signature(kernel.fn).parameters if name not in constants]
+    signature = {name: types.get(name, "*fp32") for name in names}
+    usual = [name for name, kind in signature.items() if kind.startswith("*") or name.endswith("stride")]
+    return AotCase(
+        kernel=kernel, signature=signature, constants=constants, aligned=(*usual, *aligned), **launch
+    )

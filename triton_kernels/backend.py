@@ -1,4 +1,4 @@
-"""Chooses the implementation of an op that runs: PyTorch or Triton.
+"""Choose the implementation of an op that runs: PyTorch or Triton.
 
     tensor on CUDA          triton
     tensor elsewhere        torch: PyTorch in chunks of rows, without a compiler

@@ -15,14 +15,14 @@ dloss/dh for the chosen sequence and its negative for the rejected one. Tokens w
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
-from megarl.kernels.gae import check_cu_seqlens
+from megarl.kernels.checks import check_choice, check_constants, check_cu_seqlens, check_mask
+from megarl.kernels.gradient import with_gradient
 from megarl.kernels.kl import at_least_fp32
 
 DPOKind = Literal["sigmoid", "ipo"]
@@ -94,9 +94,8 @@ def dpo_loss(
     Raises: ValueError for wrong shapes, dtypes or numbers, or a constant that requires a gradient.
     """
     _check(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind)
-    loss, *stats = _DPOLoss.apply(
-        log_probs, ref_log_probs, mask, cu_seqlens, weights, float(beta), float(label_smoothing), kind
-    )
+    constants = ref_log_probs, mask, cu_seqlens, weights, float(beta), float(label_smoothing), kind
+    loss, *stats = with_gradient(_compute, log_probs, *constants)
     return loss, DPOStats(*stats)
 
 
@@ -106,23 +105,15 @@ def _check(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoo
             f"log_probs and ref_log_probs must be [T], got {list(log_probs.shape)} and "
             f"{list(ref_log_probs.shape)}"
         )
-    if mask.shape != log_probs.shape or mask.dtype != torch.bool:
-        raise ValueError(
-            f"mask must be bool {list(log_probs.shape)} like log_probs, got {mask.dtype} {list(mask.shape)}"
-        )
+    check_mask(mask, "log_probs", log_probs)
     check_cu_seqlens(cu_seqlens, len(log_probs))
     if len(cu_seqlens) % 2 == 0 or weights.shape != (len(cu_seqlens) // 2,):
         raise ValueError(
             f"cu_seqlens must be [2 P + 1] and weights [P], for a chosen and a rejected sequence per pair, "
             f"got {list(cu_seqlens.shape)} and {list(weights.shape)}"
         )
-    for name, tensor in {"ref_log_probs": ref_log_probs, "weights": weights}.items():
-        if tensor.requires_grad:
-            raise ValueError(
-                f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()"
-            )
-    if kind not in get_args(DPOKind):
-        raise ValueError(f"kind ({kind!r}) must be one of {', '.join(get_args(DPOKind))}")
+    check_constants({"ref_log_probs": ref_log_probs, "weights": weights})
+    check_choice("kind", kind, DPOKind)
     if not beta > 0:
         raise ValueError(f"beta ({beta}) must be above 0, e.g. 0.1")
     if not 0 <= label_smoothing < 0.5 or (kind == "ipo" and label_smoothing != 0):
@@ -132,28 +123,16 @@ def _check(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoo
         )
 
 
-class _DPOLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, log_probs, *constants):
-        if backend(log_probs) == "triton":
-            from megarl.kernels import dpo_loss_triton
+def _compute(
+    log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind
+) -> tuple[Tensor, ...]:
+    """Return (loss, gradient [T], the fields of DPOStats)."""
+    if backend(log_probs) == "triton":
+        from megarl.kernels import dpo_loss_triton
 
-            compute = dpo_loss_triton.dpo_loss
-        else:
-            compute = _compute_torch
-        loss, gradient, *stats = compute(log_probs, *constants)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(*stats)
-        return loss, *stats
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_loss, *_):
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None, None, None, None, None, None
-
-
-def _compute_torch(log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind):
+        return dpo_loss_triton.dpo_loss(
+            log_probs, ref_log_probs, mask, cu_seqlens, weights, beta, label_smoothing, kind
+        )
     log_ratio = torch.where(mask, at_least_fp32(log_probs) - at_least_fp32(ref_log_probs), 0)
     # In fp64: a margin of 1 may be the difference of sums of thousands.
     sums = torch.segment_reduce(log_ratio.double(), "sum", offsets=cu_seqlens.long(), initial=0).view(-1, 2)

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 from megarl.kernels.partial_sums_triton import reduce_partials
+from megarl.kernels.tiles_triton import load
 
 _BLOCK = 1024
 
@@ -20,10 +21,8 @@ def _sum_log_ratio(log_probs_ptr, ref_log_probs_ptr, mask_ptr, begin, end, BLOCK
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         exists = tl.load(mask_ptr + i, mask=i < end, other=0) != 0
-        log_prob = tl.load(log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-        total += (log_prob - tl.load(ref_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)).to(
-            tl.float64
-        )
+        log_prob = load(log_probs_ptr, i, exists)
+        total += (log_prob - load(ref_log_probs_ptr, i, exists)).to(tl.float64)
     return tl.sum(total, 0)
 
 
@@ -65,7 +64,7 @@ def _dpo_loss_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per pair. `partials` [4, P]: the loss, then DPOStats' order."""
+    """Compute one pair per program. `partials` [4, P] are the loss, then the fields of DPOStats."""
     pair = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + 2 * pair).to(tl.int64)
     middle = tl.load(cu_seqlens_ptr + 2 * pair + 1).to(tl.int64)
@@ -116,21 +115,11 @@ def dpo_loss(
     return loss, gradient, *stats
 
 
-_POINTERS = {
-    "log_probs_ptr": "*fp32",
-    "ref_log_probs_ptr": "*fp32",
+_TYPES = {
     "mask_ptr": "*i1",
     "cu_seqlens_ptr": "*i32",
-    "weights_ptr": "*fp32",
-    "gradient_ptr": "*fp32",
-    "partials_ptr": "*fp32",
+    "num_pairs": "i32",
+    "beta": "fp32",
+    "label_smoothing": "fp32",
 }
-AOT_CASES = [
-    AotCase(
-        kernel=_dpo_loss_kernel,
-        signature=_POINTERS | {"num_pairs": "i32", "beta": "fp32", "label_smoothing": "fp32"},
-        aligned=tuple(_POINTERS),
-        constants=dict(KIND=kind, BLOCK=_BLOCK),
-    )
-    for kind in ("sigmoid", "ipo")
-]
+AOT_CASES = [aot_case(_dpo_loss_kernel, dict(KIND=kind, BLOCK=_BLOCK), _TYPES) for kind in ("sigmoid", "ipo")]

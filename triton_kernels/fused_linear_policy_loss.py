@@ -232,4 +232,4 @@ class _WithGradients(torch.autograd.Function):
         for gradient in (grad_hidden, grad_weight):
             if gradient is not None and (scale.is_cuda or scale.item() != 1):
                 gradient.mul_(scale)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 4

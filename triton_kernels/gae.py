@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megarl.kernels.backend import backend
+from megarl.kernels.checks import check_cu_seqlens, check_mask
 from megarl.kernels.limits import WHITEN_EPS
 
 
@@ -150,10 +151,7 @@ def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_value
             f"values must be a float tensor {list(rewards.shape)} like rewards, got {values.dtype} "
             f"{list(values.shape)}"
         )
-    if mask.shape != rewards.shape or mask.dtype != torch.bool:
-        raise ValueError(
-            f"mask must be bool {list(rewards.shape)} like rewards, got {mask.dtype} {list(mask.shape)}"
-        )
+    check_mask(mask, "rewards", rewards)
     check_cu_seqlens(cu_seqlens, len(rewards))
     if bootstrap_values is not None and bootstrap_values.shape != (len(cu_seqlens) - 1,):
         raise ValueError(
@@ -163,22 +161,6 @@ def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_value
     for name, value in {"gamma": gamma, "gae_lambda": gae_lambda}.items():
         if not 0 <= value <= 1:
             raise ValueError(f"{name} ({value}) must be in [0, 1], e.g. 1 or 0.95")
-
-
-def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raise ValueError unless cu_seqlens is int [B + 1] and goes up from 0 to num_tokens. The values are
-    checked only where reading them does not stop a stream."""
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cu_seqlens must be int32 or int64 [B + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        )
-    if cu_seqlens.device.type == "cpu":
-        if cu_seqlens[0] != 0 or cu_seqlens[-1] != num_tokens or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(
-                f"cu_seqlens must go up from 0 to the number of tokens ({num_tokens}), got "
-                f"{cu_seqlens.tolist()[:10]}"
-                f"{'...' if len(cu_seqlens) > 10 else ''} ending at {int(cu_seqlens[-1])}"
-            )
 
 
 def _gae_torch(rewards, values, mask, cu_seqlens, bootstrap_values, gamma, decay) -> GAE:

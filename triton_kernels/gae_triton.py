@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 from megarl.kernels.limits import WHITEN_EPS
+from megarl.kernels.tiles_triton import load
 
 _WHITEN_EPS = tl.constexpr(WHITEN_EPS)
 _BLOCK = 1024
@@ -35,7 +36,7 @@ def _gae_kernel(
     decay,
     BLOCK: tl.constexpr,
 ):
-    """One program per sequence, a tile after another from its end; `stats` [B, 3] fp64."""
+    """Scan one sequence per program, a tile after another from its end. `stats` is [B, 3] fp64."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
@@ -49,8 +50,8 @@ def _gae_kernel(
         t = last - lane
         in_sequence = t >= begin
         is_action = tl.load(mask_ptr + t, mask=in_sequence, other=0) != 0
-        reward = tl.load(rewards_ptr + t, mask=is_action, other=0.0).to(tl.float32)
-        value = tl.load(values_ptr + t, mask=is_action, other=0.0).to(tl.float32)
+        reward = load(rewards_ptr, t, is_action)
+        value = load(values_ptr, t, is_action)
         # Tokens that are no actions, and lanes before the sequence, are the identity.
         maps = (
             tl.where(is_action, decay, 1.0),
@@ -86,7 +87,7 @@ def _whiten_kernel(advantages_ptr, mask_ptr, stats_ptr, whitened_ptr, num_tokens
     variance = squares - total * mean
     variance = tl.where(variance < 0, 0.0, variance) / tl.where(count > 2, count - 1, 1.0)
     scale = 1 / tl.sqrt(variance + _WHITEN_EPS)
-    advantage = tl.load(advantages_ptr + i, mask=is_action, other=0.0).to(tl.float32)
+    advantage = load(advantages_ptr, i, is_action)
     whitened = (advantage - mean.to(tl.float32)) * scale.to(tl.float32)
     tl.store(whitened_ptr + i, tl.where(is_action, whitened, 0.0), mask=in_range)
 
@@ -112,7 +113,7 @@ def gae(
 
 
 def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
-    """[T] fp32."""
+    """Return the whitened advantages, [T] fp32, 0 where the mask is false."""
     advantages, mask = advantages.contiguous(), mask.contiguous()
     whitened = torch.empty_like(advantages, dtype=torch.float32)
     if len(advantages):
@@ -122,33 +123,12 @@ def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
     return whitened
 
 
-_GAE_POINTERS = {
-    "rewards_ptr": "*fp32",
-    "values_ptr": "*fp32",
+_TYPES = {
     "mask_ptr": "*i1",
     "cu_seqlens_ptr": "*i32",
-    "bootstrap_ptr": "*fp32",
-    "advantages_ptr": "*fp32",
-    "returns_ptr": "*fp32",
     "stats_ptr": "*fp64",
+    "num_tokens": "i32",
+    "gamma": "fp32",
+    "decay": "fp32",
 }
-_WHITEN_POINTERS = {
-    "advantages_ptr": "*fp32",
-    "mask_ptr": "*i1",
-    "stats_ptr": "*fp64",
-    "whitened_ptr": "*fp32",
-}
-AOT_CASES = [
-    AotCase(
-        kernel=_gae_kernel,
-        signature=_GAE_POINTERS | {"gamma": "fp32", "decay": "fp32"},
-        aligned=tuple(_GAE_POINTERS),
-        constants=dict(BLOCK=_BLOCK),
-    ),
-    AotCase(
-        kernel=_whiten_kernel,
-        signature=_WHITEN_POINTERS | {"num_tokens": "i32"},
-        aligned=tuple(_WHITEN_POINTERS),
-        constants=dict(BLOCK=_BLOCK),
-    ),
-]
+AOT_CASES = [aot_case(kernel, dict(BLOCK=_BLOCK), _TYPES) for kernel in (_gae_kernel, _whiten_kernel)]

@@ -9,9 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 
 _BLOCK, _BLOCK_OTHERS = 16, 256
+
+
+@triton.jit
+def _others(rewards_ptr, group_ids_ptr, j, num_samples, ids):
+    """Return the rewards of samples j [1, J] in fp64, and whether each is valid and in the group of ids."""
+    other = tl.load(rewards_ptr + j, mask=j < num_samples, other=float("nan")).to(tl.float64)[None, :]
+    other_ids = tl.load(group_ids_ptr + j, mask=j < num_samples, other=0)[None, :]
+    return other, (other_ids == ids) & (other == other)
 
 
 @triton.jit
@@ -32,10 +40,7 @@ def _group_advantages_kernel(
     total = tl.zeros([BLOCK, BLOCK_OTHERS], tl.float64)
     for start in range(0, num_samples, BLOCK_OTHERS):
         j = start + tl.arange(0, BLOCK_OTHERS)
-        other = tl.load(rewards_ptr + j, mask=j < num_samples, other=float("nan")).to(tl.float64)[None, :]
-        is_mine = (tl.load(group_ids_ptr + j, mask=j < num_samples, other=0)[None, :] == ids) & (
-            other == other
-        )
+        other, is_mine = _others(rewards_ptr, group_ids_ptr, j, num_samples, ids)
         count += tl.where(is_mine, 1.0, 0.0)
         total += tl.where(is_mine, other, 0.0)
     count_sum = tl.sum(count, 1)
@@ -47,10 +52,7 @@ def _group_advantages_kernel(
         squares = tl.zeros([BLOCK, BLOCK_OTHERS], tl.float64)
         for start in range(0, num_samples, BLOCK_OTHERS):
             j = start + tl.arange(0, BLOCK_OTHERS)
-            other = tl.load(rewards_ptr + j, mask=j < num_samples, other=float("nan")).to(tl.float64)[None, :]
-            is_mine = (tl.load(group_ids_ptr + j, mask=j < num_samples, other=0)[None, :] == ids) & (
-                other == other
-            )
+            other, is_mine = _others(rewards_ptr, group_ids_ptr, j, num_samples, ids)
             centered = tl.where(is_mine, other - mean[:, None], 0.0)
             squares += centered * centered
         variance = tl.sum(squares, 1) / tl.where(count_sum > 2, count_sum - 1, 1.0)
@@ -59,7 +61,7 @@ def _group_advantages_kernel(
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float) -> Tensor:
-    """[B] fp32."""
+    """Return the advantages, [B] fp32."""
     rewards, group_ids = rewards.contiguous(), group_ids.contiguous()
     advantages = torch.empty_like(rewards, dtype=torch.float32)
     if len(rewards):
@@ -76,12 +78,10 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool,
     return advantages
 
 
-_POINTERS = {"rewards_ptr": "*fp32", "group_ids_ptr": "*i64", "advantages_ptr": "*fp32"}
 AOT_CASES = [
-    AotCase(
-        kernel=_group_advantages_kernel,
-        signature=_POINTERS | {"num_samples": "i32", "eps": "fp32"},
-        aligned=tuple(_POINTERS),
-        constants=dict(NORMALIZE_BY_STD=True, BLOCK=_BLOCK, BLOCK_OTHERS=_BLOCK_OTHERS),
-    ),
+    aot_case(
+        _group_advantages_kernel,
+        dict(NORMALIZE_BY_STD=True, BLOCK=_BLOCK, BLOCK_OTHERS=_BLOCK_OTHERS),
+        {"group_ids_ptr": "*i64", "num_samples": "i32", "eps": "fp32"},
+    )
 ]

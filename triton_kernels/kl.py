@@ -25,13 +25,14 @@ backward.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
+from megarl.kernels.checks import check_choice, check_column, check_constants
+from megarl.kernels.gradient import with_gradient
 from megarl.kernels.limits import MAX_EXPONENT, MAX_K3
 
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
@@ -50,7 +51,7 @@ def kl_estimate_ref(
 
 
 def at_least_fp32(x: Tensor | None) -> Tensor | None:
-    """fp64 stays, for gradient checks; all else is computed in fp32, as the kernels do."""
+    """Convert to fp32, in which the kernels compute; fp64 stays, for gradient checks."""
     return None if x is None else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -81,35 +82,18 @@ def kl_estimate(
 
     Raises: ValueError for an unknown kind, different shapes, or a ref_log_probs that requires a gradient.
     """
-    if kind not in get_args(KLEstimator):
-        raise ValueError(f"kind ({kind!r}) must be one of {', '.join(get_args(KLEstimator))}")
-    if log_probs.shape != ref_log_probs.shape:
-        raise ValueError(
-            f"ref_log_probs must be {list(log_probs.shape)} like log_probs, got {list(ref_log_probs.shape)}"
-        )
-    if ref_log_probs.requires_grad:
-        raise ValueError(
-            "ref_log_probs requires a gradient, but the estimate has none for it: pass ref_log_probs.detach()"
-        )
-    return _KLEstimate.apply(log_probs, ref_log_probs, kind, straight_through)
+    check_choice("kind", kind, KLEstimator)
+    check_column("ref_log_probs", ref_log_probs, "log_probs", log_probs)
+    check_constants({"ref_log_probs": ref_log_probs})
+    (value,) = with_gradient(_value_and_slope, log_probs, ref_log_probs, kind, straight_through)
+    return value
 
 
-class _KLEstimate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, log_probs, ref_log_probs, kind, straight_through):
-        if backend(log_probs) == "triton":
-            from megarl.kernels import kl_triton
+def _value_and_slope(
+    log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool
+) -> tuple[Tensor, Tensor]:
+    if backend(log_probs) == "triton":
+        from megarl.kernels import kl_triton
 
-            value, slope = kl_triton.kl_and_slope(log_probs, ref_log_probs, kind, straight_through)
-        else:
-            value, slope = kl_and_slope(
-                at_least_fp32(log_probs) - at_least_fp32(ref_log_probs), kind, straight_through
-            )
-        ctx.save_for_backward(slope)
-        return value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (slope,) = ctx.saved_tensors
-        return grad * slope, None, None, None
+        return kl_triton.kl_and_slope(log_probs, ref_log_probs, kind, straight_through)
+    return kl_and_slope(at_least_fp32(log_probs) - at_least_fp32(ref_log_probs), kind, straight_through)

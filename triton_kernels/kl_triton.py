@@ -1,14 +1,13 @@
-"""Kernel of kl.py, and the functions on tiles that it shares with the policy loss.
-
-Comparisons and `where` in place of tl.maximum, tl.minimum and tl.clamp: those may drop a NaN."""
+"""Kernel of kl.py, and the functions on tiles that it shares with the policy loss."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 from megarl.kernels.limits import MAX_EXPONENT, MAX_K3
+from megarl.kernels.tiles_triton import limit, load
 
 _MAX_K3, _MAX_EXPONENT = tl.constexpr(MAX_K3), tl.constexpr(MAX_EXPONENT)
 _BLOCK = 1024
@@ -30,12 +29,6 @@ def exp_minus_1_minus_x(x):
     series = (series * y + 0.5) * y * y
     far = tl.exp(x) - 1.0
     return tl.where(near, series, far - x), tl.where(near, series + y, far)
-
-
-@triton.jit
-def limit(x, low, high):
-    """NaN stays NaN, unlike with tl.clamp."""
-    return tl.where(x < low, low, tl.where(x > high, high, x))
 
 
 @triton.jit
@@ -71,8 +64,8 @@ def _kl_kernel(
 ):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_tokens
-    log_prob = tl.load(log_probs_ptr + i, mask=in_range, other=0.0).to(tl.float32)
-    ref = tl.load(ref_log_probs_ptr + i, mask=in_range, other=0.0).to(tl.float32)
+    log_prob = load(log_probs_ptr, i, in_range)
+    ref = load(ref_log_probs_ptr, i, in_range)
     value, slope = kl_and_slope_tile(log_prob - ref, KIND, STRAIGHT_THROUGH)
     tl.store(value_ptr + i, value, mask=in_range)
     tl.store(slope_ptr + i, slope, mask=in_range)
@@ -99,12 +92,6 @@ def kl_and_slope(
     return value, slope
 
 
-_POINTERS = ("log_probs_ptr", "ref_log_probs_ptr", "value_ptr", "slope_ptr")
 AOT_CASES = [
-    AotCase(
-        kernel=_kl_kernel,
-        signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32"},
-        aligned=_POINTERS,
-        constants=dict(KIND="k3", STRAIGHT_THROUGH=False, BLOCK=_BLOCK),
-    ),
+    aot_case(_kl_kernel, dict(KIND="k3", STRAIGHT_THROUGH=False, BLOCK=_BLOCK), {"num_tokens": "i32"})
 ]

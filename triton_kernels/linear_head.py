@@ -14,14 +14,21 @@ Memory: C V_tp 4 bytes, 6 with the bf16 gradient on CUDA, and nothing that grows
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.kernels.log_probs import Softmax, runs_triton, softmax_gradient, softmax_rows
+from megarl.kernels.checks import check_targets
+from megarl.kernels.log_probs import (
+    Softmax,
+    nan_outside,
+    rank_in,
+    runs_triton,
+    softmax_gradient,
+    softmax_rows,
+)
 
 # CPU: enough rows that the matrix products run at full speed and dweight, read and written once per chunk,
 # costs little beside them.
@@ -55,29 +62,8 @@ def check_head(
             f"weight must be {hidden.dtype} [V_tp, {hidden.shape[1]}] on {hidden.device} like hidden, "
             f"got {weight.dtype} {list(weight.shape)} on {weight.device}"
         )
-    if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1] or targets.device != hidden.device:
-        raise ValueError(
-            f"targets must be int64 [{len(hidden)}] on {hidden.device} like hidden's rows, "
-            f"got {targets.dtype} {list(targets.shape)} on {targets.device}"
-        )
-    num_columns = len(weight) * (1 if group is None else dist.get_world_size(group))
-    if not 1 <= vocab_size <= num_columns:
-        raise ValueError(
-            f"vocab_size ({vocab_size}) must be in [1, {num_columns}]: the rows of weight on all "
-            "tensor-parallel ranks"
-        )
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(
-            f"temperature ({temperature}) must be positive and finite; greedy decoding has no "
-            "log-probs to train on"
-        )
-    if targets.device.type == "cpu" and len(targets):
-        smallest, largest = (x.item() for x in targets.aminmax())
-        if smallest < 0 or largest >= vocab_size:
-            bad = smallest if smallest < 0 else largest
-            raise ValueError(
-                f"targets must be token ids in [0, vocab_size), got {bad} with vocab_size ({vocab_size})"
-            )
+    num_columns = len(weight) * rank_in(group)[1]
+    check_targets(targets, hidden, "hidden", vocab_size, num_columns, temperature)
 
 
 def check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
@@ -104,11 +90,11 @@ class LinearHead:
         group: dist.ProcessGroup | None,
         temperature: float,
     ):
-        rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        rank, num_ranks = rank_in(group)
         self.vocab_size = vocab_size
         self.hidden, self.weight, self.temperature = hidden.detach(), weight.detach(), float(temperature)
         self.group = group if num_ranks > 1 and len(hidden) else None
-        self._targets = targets
+        self.targets = targets
         self.local_targets = targets - rank * len(weight)
         self.num_real = min(max(vocab_size - rank * len(weight), 0), len(weight))
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -156,17 +142,7 @@ class LinearHead:
             with_entropy=with_entropy,
             log_q=None if runs_triton(logits) else logits,
         )
-        return self.nan_outside(log_probs, rows), entropy, softmax
-
-    def nan_outside(self, log_probs: Tensor, rows: slice) -> Tensor:
-        """Return NaN for targets that are no token of the vocabulary. On a CPU there are none, because
-        `check_head` refuses them."""
-        targets = self._targets[rows]
-        return (
-            log_probs
-            if targets.device.type == "cpu"
-            else torch.where((targets >= 0) & (targets < self.vocab_size), log_probs, math.nan)
-        )
+        return nan_outside(log_probs, self.targets[rows], self.vocab_size), entropy, softmax
 
     def backward(
         self,

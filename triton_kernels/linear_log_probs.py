@@ -21,15 +21,23 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megarl.kernels.checks import check_choice
 from megarl.kernels.linear_head import LinearHead, check_head, check_main_grad
-from megarl.kernels.log_probs import Softmax, merge_ranks, runs_triton, vocab_parallel_log_probs_ref
+from megarl.kernels.log_probs import (
+    Softmax,
+    local_columns,
+    merge_ranks,
+    nan_outside,
+    runs_triton,
+    vocab_parallel_log_probs_ref,
+)
 
 Method = Literal["fastest", "chunked"]
 
@@ -92,8 +100,7 @@ def linear_log_probs(
     """
     check_head(hidden, weight, targets, vocab_size, group, temperature)
     check_main_grad(main_grad, weight)
-    if method not in get_args(Method):
-        raise ValueError(f"method ({method!r}) must be one of {', '.join(get_args(Method))}")
+    check_choice("method", method, Method)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearLogProbs.apply(
             hidden, weight, targets, vocab_size, group, temperature, with_entropy, main_grad
@@ -133,13 +140,12 @@ class _LinearLogProbs(torch.autograd.Function):
         part = lambda x, rows: None if x is None else x[rows]
         reductions = []
         for rows in head.chunks():
-            logits, local = head.logits(rows), head.local_targets[rows]
+            logits = head.logits(rows)
             row_entropy = entropy[rows] if entropy is not None else logits.new_zeros(len(logits))
             softmax = Softmax(
                 logits,
                 part(shift, rows),
-                local.clamp(0, max(head.num_real - 1, 0)),
-                (local >= 0) & (local < head.num_real),
+                *local_columns(head.local_targets[rows], head.num_real),
                 row_entropy,
                 head.num_real,
                 head.temperature,
@@ -156,17 +162,17 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight = (
             None if grad_weight is None or ctx.main_grad is not None else grad_weight.to(weight.dtype)
         )
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 6
 
 
 def _chunks(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute in chunks. Returns (log_probs [N], entropy [N] or None, `Softmax.shift` of all rows)."""
-    parts = [(*head.softmax(rows, with_entropy),) for rows in head.chunks()]
-    nothing = torch.empty(0, dtype=head.dtype, device=head.hidden.device)
-    log_probs, entropy, softmaxes = (
-        zip(*parts, strict=True) if parts else ([nothing], [nothing if with_entropy else None], [])
-    )
-    together = lambda tensors: torch.cat(tensors) if tensors and tensors[0] is not None else None
+    parts = [head.softmax(rows, with_entropy) for rows in head.chunks()]
+    if not parts:
+        nothing = torch.empty(0, dtype=head.dtype, device=head.hidden.device)
+        return nothing, nothing if with_entropy else None, None
+    log_probs, entropy, softmaxes = zip(*parts, strict=True)
+    together = lambda tensors: None if tensors[0] is None else torch.cat(tensors)
     return together(log_probs), together(entropy), together([softmax.shift for softmax in softmaxes])
 
 
@@ -174,16 +180,15 @@ def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None]
     """Compute by the Triton kernel. Returns (log_probs [N], entropy [N] or None)."""
     from megarl.kernels import linear_log_probs_triton
 
-    local = head.local_targets
-    is_local = (local >= 0) & (local < head.num_real)
-    targets = local.clamp(0, head.num_real - 1)
+    targets, is_local = local_columns(head.local_targets, head.num_real)
     log_probs, entropy, m, log_s = linear_log_probs_triton.linear_stats(
         head.hidden, head.weight[: head.num_real], targets, head.temperature, with_entropy
     )
     if head.group is not None:
         log_probs, entropy, _ = merge_ranks(log_probs, entropy, m + log_s, is_local, with_entropy, head.group)
     # The target's logit is a product of its own, which may round above that of the tile.
-    return head.nan_outside(log_probs, slice(None)).clamp(max=0), entropy if with_entropy else None
+    log_probs = nan_outside(log_probs, head.targets, head.vocab_size).clamp(max=0)
+    return log_probs, entropy if with_entropy else None
 
 
 def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
@@ -225,7 +230,7 @@ def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
 
 
 def _seconds(function, head: LinearHead, with_entropy: bool) -> float:
-    """The faster of three runs after one to compile and warm up."""
+    """Return the seconds of the fastest of three runs, after one run to compile and warm up."""
     function(head, with_entropy)
     seconds = []
     for _ in range(3):

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 
 _TILES = {"BM": 128, "BN": 256, "BK": 64, "GROUP_M": 8}
+_LAUNCH = {"num_warps": 8, "num_stages": 3}
 _SMALL_TILES = {"BM": 32, "BN": 128, "BK": 32, "GROUP_M": 8}
 _ROWS_PER_LAUNCH = 8192
 """Bounds what the tiles write: 12 bytes per row and 256 columns, 58 MB for 152k columns."""
@@ -125,14 +126,13 @@ def linear_stats(
 def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[Tensor, ...]:
     num_rows, num_hidden = hidden.shape
     device, num_columns = hidden.device, len(weight)
-    tiles, options, num_programs, precision = _TILES, dict(num_warps=8, num_stages=3), 1, "ieee"
+    tiles, num_programs, precision = _SMALL_TILES, 1, "ieee"
     if hidden.is_cuda:
+        tiles = _TILES
         num_programs, precision = torch.cuda.get_device_properties(device).multi_processor_count, "tf32"
         triton.set_allocator(
             lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
         )
-    else:
-        tiles = _SMALL_TILES
     num_n = triton.cdiv(num_columns, tiles["BN"])
     m, s, u = (torch.empty(num_n, num_rows, dtype=torch.float32, device=device) for _ in range(3))
     _linear_stats_kernel[(num_programs,)](
@@ -151,7 +151,7 @@ def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[
         NUM_PROGRAMS=num_programs,
         ENTROPY=with_entropy,
         PRECISION=precision,
-        **options,
+        **_LAUNCH,
     )
     y_target = torch.empty(num_rows, dtype=torch.float32, device=device)
     block = min(triton.next_power_of_2(num_hidden), 1024)
@@ -178,52 +178,34 @@ def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[
     return y_target - largest - log_total, entropy, largest, log_total
 
 
-def _cases() -> list[AotCase]:
-    signature = {
-        "hidden": "*bf16",
-        "weight": "*bf16",
-        "m_out": "*fp32",
-        "s_out": "*fp32",
-        "u_out": "*fp32",
-        "num_rows": "i32",
-        "num_columns": "i32",
-        "num_hidden": "i32",
-        "hidden_stride": "i64",
-        "weight_stride": "i64",
-        "inverse_temperature": "fp32",
-    }
-    aligned = ("hidden", "weight", "m_out", "s_out", "u_out", "num_hidden", "hidden_stride", "weight_stride")
-    cases = [
-        AotCase(
-            kernel=_linear_stats_kernel,
-            signature=signature,
-            aligned=aligned,
-            num_warps=8,
-            num_stages=3,
-            constants=_TILES | {"NUM_PROGRAMS": 132, "ENTROPY": entropy, "PRECISION": "tf32"},
-            must_use={
-                80: ("mma.sync",),
-                90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
-                100: ("tcgen05.mma", "cp.async.bulk.tensor"),
-            },
+_TYPES = {
+    "hidden": "*bf16",
+    "weight": "*bf16",
+    "targets": "*i64",
+    "num_rows": "i32",
+    "num_columns": "i32",
+    "num_hidden": "i32",
+    "hidden_stride": "i64",
+    "weight_stride": "i64",
+    "inverse_temperature": "fp32",
+    "temperature": "fp32",
+}
+_MUST_USE = {
+    80: ("mma.sync",),
+    90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
+    100: ("tcgen05.mma", "cp.async.bulk.tensor"),
+}
+AOT_CASES = [
+    *(
+        aot_case(
+            _linear_stats_kernel,
+            _TILES | {"NUM_PROGRAMS": 132, "ENTROPY": entropy, "PRECISION": "tf32"},
+            _TYPES,
+            aligned=("num_hidden",),
+            **_LAUNCH,
+            must_use=_MUST_USE,
         )
         for entropy in (True, False)
-    ]
-    target = {
-        "hidden": "*bf16",
-        "weight": "*bf16",
-        "targets": "*i64",
-        "out": "*fp32",
-        "num_hidden": "i32",
-        "hidden_stride": "i64",
-        "weight_stride": "i64",
-        "temperature": "fp32",
-    }
-    aligned = ("hidden", "weight", "targets", "out", "num_hidden", "hidden_stride", "weight_stride")
-    return [
-        *cases,
-        AotCase(kernel=_target_logits_kernel, signature=target, constants={"BLOCK": 1024}, aligned=aligned),
-    ]
-
-
-AOT_CASES = _cases()
+    ),
+    aot_case(_target_logits_kernel, {"BLOCK": 1024}, _TYPES, aligned=("num_hidden",)),
+]

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
+from megarl.kernels.checks import check_targets
 
 # Elements of one chunk of rows. CPU: 2 MiB in fp32, about what a core caches. Others: 128 MiB in fp32, many
 # waves of work.
@@ -97,45 +98,40 @@ def vocab_parallel_log_probs(
         ValueError: wrong shape, dtype or vocab_size; a target outside [0, vocab_size) on CPU. (Elsewhere
             checking targets would stop the stream; such a token's log-prob is NaN.)
     """
-    rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    _check(logits, targets, vocab_size, num_ranks, temperature)
-    if num_ranks == 1 or len(logits) == 0:
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise ValueError(f"logits must be a float tensor [N, V_tp], got {logits.dtype} {list(logits.shape)}")
+    num_rows, num_columns = logits.shape
+    rank, num_ranks = rank_in(group)
+    check_targets(targets, logits, "logits", vocab_size, num_columns * num_ranks, temperature)
+    if num_ranks == 1 or num_rows == 0:
         group = None
-    first_column = rank * logits.shape[1]
-    num_real = min(max(vocab_size - first_column, 0), logits.shape[1])
-    in_vocabulary = (targets >= 0) & (targets < vocab_size)
-    if logits.device.type == "cpu" and not bool(in_vocabulary.all()):
-        bad = targets[~in_vocabulary][0].item()
-        raise ValueError(
-            f"targets must be token ids in [0, vocab_size), got {bad} with vocab_size ({vocab_size})"
-        )
+    first_column = rank * num_columns
+    num_real = min(max(vocab_size - first_column, 0), num_columns)
     keep = torch.is_grad_enabled() and logits.requires_grad
     log_probs, entropy = _VocabParallelLogProbs.apply(
         logits, targets - first_column, num_real, group, float(temperature), with_entropy, inplace, keep
     )
-    if logits.device.type != "cpu":
-        log_probs = torch.where(in_vocabulary, log_probs, math.nan)
-    return log_probs, entropy
+    return nan_outside(log_probs, targets, vocab_size), entropy
 
 
-def _check(logits: Tensor, targets: Tensor, vocab_size: int, num_ranks: int, temperature: float) -> None:
-    if logits.ndim != 2 or not logits.is_floating_point():
-        raise ValueError(f"logits must be a float tensor [N, V_tp], got {logits.dtype} {list(logits.shape)}")
-    if targets.dtype != torch.int64 or targets.shape != logits.shape[:1] or targets.device != logits.device:
-        raise ValueError(
-            f"targets must be int64 [{logits.shape[0]}] on {logits.device} like the logits' rows, "
-            f"got {targets.dtype} {list(targets.shape)} on {targets.device}"
-        )
-    if not 1 <= vocab_size <= logits.shape[1] * num_ranks:
-        raise ValueError(
-            f"vocab_size ({vocab_size}) must be in [1, {logits.shape[1] * num_ranks}]: "
-            f"{logits.shape[1]} columns on each of {num_ranks} tensor-parallel ranks"
-        )
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(
-            f"temperature ({temperature}) must be positive and finite; greedy decoding has no "
-            "log-probs to train on"
-        )
+def rank_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return this process's rank in the tensor-parallel group, and the number of ranks."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def nan_outside(log_probs: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Return NaN for targets that are no token of the vocabulary; a CPU has none, see `check_targets`."""
+    if targets.device.type == "cpu":
+        return log_probs
+    return torch.where((targets >= 0) & (targets < vocab_size), log_probs, math.nan)
+
+
+def local_columns(local_targets: Tensor, num_real: int) -> tuple[Tensor, Tensor]:
+    """Return the targets' columns, and whether they are among this rank's columns.
+
+    A token of another rank gets any column that exists; what is read there or added to it becomes 0."""
+    is_local = (local_targets >= 0) & (local_targets < num_real)
+    return local_targets.clamp(0, max(num_real - 1, 0)), is_local
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -170,16 +166,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             return (None,) * 8
         softmax = Softmax(*ctx.saved_tensors, ctx.num_real, ctx.temperature, ctx.is_log_q)
         out = softmax.kept if ctx.inplace else torch.empty_like(softmax.kept)
-        return (
-            softmax_gradient(softmax, grad_log_probs, grad_entropy, out),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return softmax_gradient(softmax, grad_log_probs, grad_entropy, out), *[None] * 7
 
 
 class Softmax(NamedTuple):
@@ -228,9 +215,7 @@ def softmax_rows(
             kept. PyTorch only.
     """
     dtype = logits.dtype if logits.dtype in (torch.float32, torch.float64) else torch.float32
-    # A token of another rank: any column that exists, and what is read there or added to it becomes 0.
-    targets = local_targets.clamp(0, max(num_real - 1, 0))
-    is_local = (local_targets >= 0) & (local_targets < num_real)
+    targets, is_local = local_columns(local_targets, num_real)
     triton = runs_triton(logits)
     if triton and num_real and len(logits):
         from megarl.kernels import log_probs_triton

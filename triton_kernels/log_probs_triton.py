@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 
 _BLOCK, _NUM_WARPS = 4096, 8
 _MIN_BLOCK = 128
@@ -178,53 +178,20 @@ def dlogits(
     return out
 
 
-def _cases() -> list[AotCase]:
-    f, size = "*fp32", {"row_stride": "i64", "temperature": "fp32"}
-    cases = []
-    for dtype, entropy in (("*bf16", True), ("*fp32", True), ("*fp32", False)):
-        stats = {
-            "logits": dtype,
-            "targets": "*i64",
-            "log_q_out": f,
-            "entropy_out": f,
-            "m_out": f,
-            "log_s_out": f,
-            "num_columns": "i32",
-        } | size
-        gradient = {
-            "logits": dtype,
-            "shift": f,
-            "targets": "*i64",
-            "at_target": f,
-            "row_scale": f,
-            "entropy_scale": f,
-            "out": "*bf16",
-            "num_real": "i32",
-            "num_columns": "i32",
-            "row_stride": "i64",
-            "out_stride": "i64",
-            "temperature": "fp32",
-        }
-        constants = {"BLOCK": _BLOCK, "ENTROPY": entropy}
-        if not entropy:
-            gradient.pop("entropy_scale")
-        for kernel, signature, more in (
-            (_logits_stats_kernel, stats, {}),
-            (_dlogits_kernel, gradient, {} if entropy else {"entropy_scale": None}),
-        ):
-            aligned = tuple(
-                name for name, kind in signature.items() if kind.startswith("*") or name.endswith("stride")
-            )
-            cases.append(
-                AotCase(
-                    kernel=kernel,
-                    signature=signature,
-                    constants=constants | more,
-                    aligned=aligned,
-                    num_warps=_NUM_WARPS,
-                )
-            )
-    return cases
-
-
-AOT_CASES = _cases()
+_TYPES = {
+    "targets": "*i64",
+    "num_columns": "i32",
+    "num_real": "i32",
+    "row_stride": "i64",
+    "out_stride": "i64",
+    "temperature": "fp32",
+}
+AOT_CASES = [
+    aot_case(kernel, constants | more, _TYPES | {"logits": dtype, "out": "*bf16"}, num_warps=_NUM_WARPS)
+    for dtype, entropy in (("*bf16", True), ("*fp32", True), ("*fp32", False))
+    for constants in [{"BLOCK": _BLOCK, "ENTROPY": entropy}]
+    for kernel, more in (
+        (_logits_stats_kernel, {}),
+        (_dlogits_kernel, {} if entropy else {"entropy_scale": None}),
+    )
+]

@@ -1,4 +1,4 @@
-"""Adds up the partial sums of a kernel that writes one number per block and statistic, in a fixed order and
+"""Add up the partial sums of a kernel that writes one number per block and statistic, in a fixed order and
 without atomics.
 
     totals[r] = sum_b partials[r, b]        of row max_row: max(0, max_b partials[r, b])
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
+from megarl.kernels.aot import aot_case
 
 _BLOCK = 1024
 
@@ -39,11 +39,4 @@ def reduce_partials(partials: Tensor, max_row: int = -1) -> tuple[Tensor, ...]:
     return totals.unbind()
 
 
-AOT_CASES = [
-    AotCase(
-        kernel=_reduce_kernel,
-        signature={"partials_ptr": "*fp32", "totals_ptr": "*fp32", "num_blocks": "i32"},
-        aligned=("partials_ptr", "totals_ptr"),
-        constants=dict(MAX_ROW=7, BLOCK=_BLOCK),
-    ),
-]
+AOT_CASES = [aot_case(_reduce_kernel, dict(MAX_ROW=7, BLOCK=_BLOCK), {"num_blocks": "i32"})]

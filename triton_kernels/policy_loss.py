@@ -23,20 +23,32 @@ graph of the same formula.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
+from megarl.kernels.checks import check_choice, check_column, check_constants
 from megarl.kernels.kl import KLEstimator, at_least_fp32, kl_and_slope, kl_estimate_ref
 from megarl.kernels.limits import MAX_LOG_RATIO
 
 PolicyLossKind = Literal["ppo", "cispo"]
+
+
+class PolicyLossColumns(NamedTuple):
+    """The tensors [N] of the formula above; see `policy_loss`."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    rollout_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+    entropy: Tensor | None
 
 
 class PolicyLossStats(NamedTuple):
@@ -78,9 +90,8 @@ class PolicyLossOptions:
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, choices in (("kind", get_args(PolicyLossKind)), ("kl_estimator", get_args(KLEstimator))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} ({getattr(self, name)!r}) must be one of {', '.join(choices)}")
+        check_choice("kind", self.kind, PolicyLossKind)
+        check_choice("kl_estimator", self.kl_estimator, KLEstimator)
         if self.kind == "cispo" and self.clip_ratio_c is not None:
             raise ValueError(
                 f"clip_ratio_c ({self.clip_ratio_c}) must be None with kind 'cispo', whose clip "
@@ -151,58 +162,34 @@ def policy_loss(
     Raises: ValueError if shapes differ, if a constant requires a gradient, or if a column that an option
     needs is missing.
     """
-    _check(log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy)
-    loss, *stats = _PolicyLoss.apply(
-        log_probs, entropy, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, options
+    columns = PolicyLossColumns(
+        log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy
     )
+    _check(columns, options)
+    loss, *stats = _PolicyLoss.apply(log_probs, entropy, columns, options)
     return loss, PolicyLossStats(*stats)
 
 
-def _check(
-    log_probs, old_log_probs, advantages, weights, options, rollout_log_probs, ref_log_probs, entropy
-) -> None:
-    constants = {
-        "old_log_probs": old_log_probs,
-        "advantages": advantages,
-        "weights": weights,
-        "rollout_log_probs": rollout_log_probs,
-        "ref_log_probs": ref_log_probs,
-    }
-    for name, tensor in (constants | {"entropy": entropy}).items():
-        if tensor is None:
-            continue
-        if tensor.shape != log_probs.shape or log_probs.ndim != 1:
-            raise ValueError(
-                f"{name} must be [N] like log_probs, got {list(tensor.shape)} with log_probs "
-                f"{list(log_probs.shape)}"
-            )
-        if tensor.requires_grad and name != "entropy":
-            raise ValueError(
-                f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()"
-            )
-    for name, tensor, option, is_used in (
-        (
-            "rollout_log_probs",
-            rollout_log_probs,
-            f"tis_clip ({options.tis_clip})",
-            options.tis_clip is not None,
-        ),
-        ("ref_log_probs", ref_log_probs, f"kl_coef ({options.kl_coef})", options.kl_coef != 0),
-        ("entropy", entropy, f"entropy_coef ({options.entropy_coef})", options.entropy_coef != 0),
+def _check(columns: PolicyLossColumns, options: PolicyLossOptions) -> None:
+    given = {name: tensor for name, tensor in columns._asdict().items() if tensor is not None}
+    for name, tensor in given.items():
+        check_column(name, tensor, "log_probs", columns.log_probs)
+    check_constants({name: given[name] for name in given.keys() - {"log_probs", "entropy"}})
+    for name, option, is_used in (
+        ("rollout_log_probs", f"tis_clip ({options.tis_clip})", options.tis_clip is not None),
+        ("ref_log_probs", f"kl_coef ({options.kl_coef})", options.kl_coef != 0),
+        ("entropy", f"entropy_coef ({options.entropy_coef})", options.entropy_coef != 0),
     ):
-        if is_used and tensor is None:
+        if is_used and name not in given:
             raise ValueError(f"{name} is None, but {option} needs it: pass [N] like log_probs")
 
 
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, log_probs, entropy, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, options
-    ):
-        columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
-        loss, gradient, stats = _compute(*columns, options)
+    def forward(ctx, log_probs, entropy, columns, options):
+        loss, gradient, stats = _compute(columns, options)
         ctx.entropy_coef = options.entropy_coef
-        ctx.save_for_backward(gradient, weights if options.entropy_coef != 0 else None)
+        ctx.save_for_backward(gradient, columns.weights if options.entropy_coef != 0 else None)
         ctx.mark_non_differentiable(*(total for total in stats if total is not None))
         return loss, *stats
 
@@ -213,33 +200,18 @@ class _PolicyLoss(torch.autograd.Function):
         entropy_gradient = None
         if ctx.needs_input_grad[1] and weights is not None:
             entropy_gradient = weights * (-ctx.entropy_coef * grad_loss)
-        return gradient * grad_loss, entropy_gradient, None, None, None, None, None, None
+        return gradient * grad_loss, entropy_gradient, None, None
 
 
 def _compute(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    rollout_log_probs: Tensor | None,
-    ref_log_probs: Tensor | None,
-    entropy: Tensor | None,
-    options: PolicyLossOptions,
+    columns: PolicyLossColumns, options: PolicyLossOptions
 ) -> tuple[Tensor, Tensor, PolicyLossStats]:
     """Compute (loss, gradient [N], statistics) with the tensors' backend."""
-    columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
-    if backend(log_probs) == "torch":
-        return _compute_torch(*columns, options)
-    from megarl.kernels import policy_loss_triton
+    if backend(columns.log_probs) == "triton":
+        from megarl.kernels import policy_loss_triton
 
-    loss, gradient, stats = policy_loss_triton.policy_loss(*columns, **dataclasses.asdict(options))
-    return loss, gradient, PolicyLossStats(*stats)
-
-
-def _compute_torch(
-    log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy, options
-):
-    columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
+        loss, gradient, stats = policy_loss_triton.policy_loss(columns, options)
+        return loss, gradient, PolicyLossStats(*stats)
     log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy = map(
         at_least_fp32, columns
     )

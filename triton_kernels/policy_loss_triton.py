@@ -4,16 +4,19 @@ A program leaves partial sums, which partial_sums_triton.py adds up in a fixed o
 not compiled in."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
-from megarl.kernels.kl_triton import exp_minus_1_minus_x, kl_and_slope_tile, limit
+from megarl.kernels.aot import aot_case
+from megarl.kernels.kl_triton import exp_minus_1_minus_x, kl_and_slope_tile
 from megarl.kernels.limits import MAX_LOG_RATIO
 from megarl.kernels.partial_sums_triton import reduce_partials
+from megarl.kernels.tiles_triton import limit, load
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 # A block of 1024 spills on sm_90.
@@ -49,16 +52,18 @@ def _policy_loss_kernel(
     HAS_ENTROPY_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Comparisons and `where`, no tl.maximum: NaN stays NaN. Partial sums [8, blocks], the loss first, then
-    PolicyLossStats' order."""
+    """Compute one block of tokens per program. The partial sums [8, blocks] are the loss, then the fields of
+    PolicyLossStats.
+
+    Comparisons and `where` replace tl.maximum, so that NaN stays NaN."""
     block = tl.program_id(0)
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_tokens
-    weight = tl.load(weights_ptr + i, mask=in_range, other=0.0).to(tl.float32)
+    weight = load(weights_ptr, i, in_range)
     exists = weight != 0
-    log_prob = tl.load(log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    old = tl.load(old_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    advantage = tl.load(advantages_ptr + i, mask=exists, other=0.0).to(tl.float32)
+    log_prob = load(log_probs_ptr, i, exists)
+    old = load(old_log_probs_ptr, i, exists)
+    advantage = load(advantages_ptr, i, exists)
 
     difference = log_prob - old
     log_ratio = limit(difference, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
@@ -83,7 +88,7 @@ def _policy_loss_kernel(
     tis = tl.zeros_like(weight)
     policy_weight = weight
     if HAS_TIS:
-        tis_difference = old - tl.load(rollout_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        tis_difference = old - load(rollout_log_probs_ptr, i, exists)
         tis = tl.where(
             exists, tl.exp(tl.where(tis_difference > max_log_tis, max_log_tis, tis_difference)), 0.0
         )
@@ -91,14 +96,14 @@ def _policy_loss_kernel(
     total, gradient = loss * policy_weight, slope * policy_weight
     kl = tl.zeros_like(weight)
     if HAS_REF:
-        ref = tl.load(ref_log_probs_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        ref = load(ref_log_probs_ptr, i, exists)
         kl, kl_slope = kl_and_slope_tile(log_prob - ref, KL_ESTIMATOR, KL_STRAIGHT_THROUGH)
         if HAS_KL_LOSS:
             total += kl_coef * (weight * kl)
             gradient += kl_coef * (weight * kl_slope)
     entropy = tl.zeros_like(weight)
     if HAS_ENTROPY:
-        entropy = tl.load(entropy_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        entropy = load(entropy_ptr, i, exists)
         if HAS_ENTROPY_LOSS:
             total -= entropy_coef * (weight * entropy)
     tl.store(gradient_ptr + i, gradient, mask=in_range)
@@ -118,79 +123,44 @@ def _policy_loss_kernel(
     tl.store(partials_ptr + 7 * blocks, tl.max(deviation, 0) + 0.0 * tl.sum(deviation))
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    rollout_log_probs: Tensor | None,
-    ref_log_probs: Tensor | None,
-    entropy: Tensor | None,
-    *,
-    kind: str,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    clip_ratio_c: float | None,
-    tis_clip: float | None,
-    kl_estimator: str,
-    kl_straight_through: bool,
-    kl_coef: float,
-    entropy_coef: float,
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return (loss, gradient [N], the fields of PolicyLossStats), fp32."""
-    given = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
-    columns = [None if x is None else x.contiguous() for x in given]
+def policy_loss(columns: Sequence[Tensor | None], options: Any) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Return (loss, gradient [N], the fields of PolicyLossStats), fp32.
+
+    Args:
+        columns, options: PolicyLossColumns and PolicyLossOptions of policy_loss.py."""
+    columns = [None if x is None else x.contiguous() for x in columns]
+    num_tokens, has_ref, has_entropy = len(columns[0]), columns[5] is not None, columns[6] is not None
+    has_tis = options.tis_clip is not None
     gradient = torch.empty_like(columns[0], dtype=torch.float32)
-    num_blocks = max(triton.cdiv(len(log_probs), _BLOCK), 1)
-    partials = torch.empty(8, num_blocks, dtype=torch.float32, device=log_probs.device)
+    num_blocks = max(triton.cdiv(num_tokens, _BLOCK), 1)
+    partials = torch.empty(8, num_blocks, dtype=torch.float32, device=gradient.device)
     _policy_loss_kernel[(num_blocks,)](
         *columns,
         gradient,
         partials,
-        len(log_probs),
-        1 - clip_eps_low,
-        1 + clip_eps_high,
-        clip_ratio_c or 0.0,
-        math.log(tis_clip or 1.0),
-        kl_coef,
-        entropy_coef,
-        KIND=kind,
-        KL_ESTIMATOR=kl_estimator,
-        KL_STRAIGHT_THROUGH=kl_straight_through,
-        HAS_DUAL_CLIP=clip_ratio_c is not None,
-        HAS_TIS=tis_clip is not None,
-        HAS_REF=ref_log_probs is not None,
-        HAS_ENTROPY=entropy is not None,
-        HAS_KL_LOSS=kl_coef != 0,
-        HAS_ENTROPY_LOSS=entropy_coef != 0,
+        num_tokens,
+        1 - options.clip_eps_low,
+        1 + options.clip_eps_high,
+        options.clip_ratio_c or 0.0,
+        math.log(options.tis_clip or 1.0),
+        options.kl_coef,
+        options.entropy_coef,
+        KIND=options.kind,
+        KL_ESTIMATOR=options.kl_estimator,
+        KL_STRAIGHT_THROUGH=options.kl_straight_through,
+        HAS_DUAL_CLIP=options.clip_ratio_c is not None,
+        HAS_TIS=has_tis,
+        HAS_REF=has_ref,
+        HAS_ENTROPY=has_entropy,
+        HAS_KL_LOSS=options.kl_coef != 0,
+        HAS_ENTROPY_LOSS=options.entropy_coef != 0,
         BLOCK=_BLOCK,
     )
-    loss, num_clipped, num_dual_clipped, kl, ref_kl, tis_weight, entropy_sum, deviation = reduce_partials(
-        partials, max_row=7
-    )
-    stats = [
-        num_clipped,
-        num_dual_clipped,
-        kl,
-        None if ref_log_probs is None else ref_kl,
-        None if tis_clip is None else tis_weight,
-        None if entropy is None else entropy_sum,
-        deviation,
-    ]
-    return loss, gradient, stats
+    loss, *stats = reduce_partials(partials, max_row=7)
+    is_given = (True, True, True, has_ref, has_tis, has_entropy, True)
+    return loss, gradient, [total if given else None for total, given in zip(stats, is_given, strict=True)]
 
 
-_POINTERS = (
-    "log_probs_ptr",
-    "old_log_probs_ptr",
-    "advantages_ptr",
-    "weights_ptr",
-    "rollout_log_probs_ptr",
-    "ref_log_probs_ptr",
-    "entropy_ptr",
-    "gradient_ptr",
-    "partials_ptr",
-)
 _NUMBERS = ("clip_low", "clip_high", "clip_ratio_c", "max_log_tis", "kl_coef", "entropy_coef")
 _CONSTANTS = dict(
     KL_ESTIMATOR="k3",
@@ -203,11 +173,10 @@ _CONSTANTS = dict(
     BLOCK=_BLOCK,
 )
 AOT_CASES = [
-    AotCase(
-        kernel=_policy_loss_kernel,
-        aligned=_POINTERS,
-        signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32"} | dict.fromkeys(_NUMBERS, "fp32"),
-        constants=_CONSTANTS | dict(KIND=kind, HAS_DUAL_CLIP=kind == "ppo"),
+    aot_case(
+        _policy_loss_kernel,
+        _CONSTANTS | dict(KIND=kind, HAS_DUAL_CLIP=kind == "ppo"),
+        {"num_tokens": "i32"} | dict.fromkeys(_NUMBERS, "fp32"),
     )
     for kind in ("ppo", "cispo")
 ]

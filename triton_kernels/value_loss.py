@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.kernels.backend import backend
+from megarl.kernels.checks import check_column, check_constants
+from megarl.kernels.gradient import with_gradient
 from megarl.kernels.kl import at_least_fp32
 
 
@@ -66,43 +67,22 @@ def value_loss(
     Returns: the loss, a scalar, and `ValueLossStats`. N may be 0.
     Raises: ValueError if shapes differ, a constant requires a gradient, or clip_eps is not positive.
     """
-    for name, tensor in {"old_values": old_values, "returns": returns, "weights": weights}.items():
-        if tensor.shape != values.shape or values.ndim != 1:
-            raise ValueError(
-                f"{name} must be [N] like values, got {list(tensor.shape)} with values {list(values.shape)}"
-            )
-        if tensor.requires_grad:
-            raise ValueError(
-                f"{name} requires a gradient, but the loss has none for it: pass {name}.detach()"
-            )
+    constants = {"old_values": old_values, "returns": returns, "weights": weights}
+    for name, tensor in constants.items():
+        check_column(name, tensor, "values", values)
+    check_constants(constants)
     if clip_eps is not None and not clip_eps > 0:
         raise ValueError(f"clip_eps ({clip_eps}) must be above 0, e.g. 0.2, or None for no clip")
-    loss, *stats = _ValueLoss.apply(values, old_values, returns, weights, clip_eps)
+    loss, *stats = with_gradient(_compute, values, old_values, returns, weights, clip_eps)
     return loss, ValueLossStats(*stats)
 
 
-class _ValueLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values, *constants):
-        if backend(values) == "triton":
-            from megarl.kernels import value_loss_triton
+def _compute(values, old_values, returns, weights, clip_eps) -> tuple[Tensor, ...]:
+    """Return (loss, gradient [N], the fields of ValueLossStats)."""
+    if backend(values) == "triton":
+        from megarl.kernels import value_loss_triton
 
-            compute = value_loss_triton.value_loss
-        else:
-            compute = _compute_torch
-        loss, gradient, *stats = compute(values, *constants)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(*stats)
-        return loss, *stats
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_loss, *_):
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None, None, None
-
-
-def _compute_torch(values, old_values, returns, weights, clip_eps):
+        return value_loss_triton.value_loss(values, old_values, returns, weights, clip_eps)
     values, old_values, returns, weights = map(at_least_fp32, (values, old_values, returns, weights))
     exists = weights != 0
     values, old_values, returns = (torch.where(exists, x, 0) for x in (values, old_values, returns))

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import AotCase
-from megarl.kernels.kl_triton import limit
+from megarl.kernels.aot import aot_case
 from megarl.kernels.partial_sums_triton import reduce_partials
+from megarl.kernels.tiles_triton import limit, load
 
 _BLOCK = 1024
 
@@ -27,20 +27,21 @@ def _value_loss_kernel(
     HAS_CLIP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Partial sums [6, blocks]: the loss, then ValueLossStats' order."""
+    """Compute one block of tokens per program. The partial sums [6, blocks] are the loss, then the fields of
+    ValueLossStats."""
     block = tl.program_id(0)
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_range = i < num_tokens
-    weight = tl.load(weights_ptr + i, mask=in_range, other=0.0).to(tl.float32)
+    weight = load(weights_ptr, i, in_range)
     exists = weight != 0
-    value = tl.load(values_ptr + i, mask=exists, other=0.0).to(tl.float32)
-    target = tl.load(returns_ptr + i, mask=exists, other=0.0).to(tl.float32)
+    value = load(values_ptr, i, exists)
+    target = load(returns_ptr, i, exists)
     error = value - target
     loss = error * error
     gradient = error
     is_clipped = exists & False
     if HAS_CLIP:
-        old = tl.load(old_values_ptr + i, mask=exists, other=0.0).to(tl.float32)
+        old = load(old_values_ptr, i, exists)
         clipped_error = old + limit(value - old, -clip_eps, clip_eps) - target
         is_clipped = (clipped_error * clipped_error > loss) & (tl.abs(value - old) > clip_eps)
         loss = tl.where(is_clipped, clipped_error * clipped_error, loss)
@@ -77,12 +78,6 @@ def value_loss(
     return loss, gradient, *stats
 
 
-_POINTERS = ("values_ptr", "old_values_ptr", "returns_ptr", "weights_ptr", "gradient_ptr", "partials_ptr")
 AOT_CASES = [
-    AotCase(
-        kernel=_value_loss_kernel,
-        signature=dict.fromkeys(_POINTERS, "*fp32") | {"num_tokens": "i32", "clip_eps": "fp32"},
-        aligned=_POINTERS,
-        constants=dict(HAS_CLIP=True, BLOCK=_BLOCK),
-    ),
+    aot_case(_value_loss_kernel, dict(HAS_CLIP=True, BLOCK=_BLOCK), {"num_tokens": "i32", "clip_eps": "fp32"})
 ]

@@ -227,7 +227,7 @@ class Algorithm(Section):
             .update(actor)
         )
 
-    def step_findings(self, num_samples: int) -> Iterable[str]:
+    def step_errors(self, num_samples: int) -> Iterable[str]:
         """Return one line per flag that does not fit a step of this many samples."""
         return ()
 
@@ -288,6 +288,12 @@ class Algorithm(Section):
         """Return the sum of the token weights in `value_loss`, whose slope is measured where all values
         are as before and 1 above their returns."""
         return None
+
+
+def algorithm_of(config: TrainConfig) -> Algorithm:
+    """Return the algorithm of a job. The configuration, which is below this module, declares no type for it."""
+    assert isinstance(config.algorithm, Algorithm)
+    return config.algorithm
 
 
 def promised_weight(algorithm: Algorithm, loss: Literal["loss", "value_loss"], *counts: int) -> float | None:

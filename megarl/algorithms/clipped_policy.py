@@ -98,12 +98,11 @@ class ClippedPolicy(Algorithm):
     def advantage_reads(self) -> tuple[str, ...]:
         return ("rewards", "old_log_probs", "ref_log_probs") if self.needs_reference else ("rewards",)
 
-    def step_findings(self, num_samples: int) -> Iterable[str]:
+    def step_errors(self, num_samples: int) -> Iterable[str]:
         if self.kl_controller == "adaptive" and MAX_ERROR * num_samples >= self.kl_horizon:
             yield (
-                f"--kl-horizon ({self.kl_horizon}): must be above {MAX_ERROR} x the samples of a "
-                f"step ({num_samples}), or the KL's factor "
-                f"may fall to 0 at once. Try {10 * num_samples}."
+                f"--kl-horizon ({self.kl_horizon}): must be above {MAX_ERROR} x the samples of a step "
+                f"({num_samples}), or the KL's factor may fall to 0 at once. Try {10 * num_samples}."
             )
 
     def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:

@@ -1,4 +1,6 @@
-"""Checkpoints that any layout can read: every tensor under its Hugging Face name and shape, in rectangles.
+"""Write and read checkpoints that any layout can read.
+
+Every tensor is stored under its Hugging Face name and shape, in rectangles.
 
     step_100/
       checkpoint.json             the manifest: size and SHA-256 of every file, where each rectangle is, and a small state in JSON

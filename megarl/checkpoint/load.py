@@ -1,4 +1,4 @@
-"""Reads a checkpoint, by all ranks of a mesh or by one process."""
+"""Read a checkpoint, by all ranks of a mesh or by one process."""
 
 from __future__ import annotations
 
@@ -62,18 +62,9 @@ class Checkpoint:
             file = self._files.get(part.file) or self._files.setdefault(
                 part.file, TensorFile(self.folder / part.file)
             )
-            rows = file.read(
-                stored.key(name, part),
-                shared.row_start - part.box.row_start,
-                shared.row_end - part.box.row_start,
-            )
-            col, row_at, col_at = (
-                shared.col_start - part.box.col_start,
-                shared.row_start - box.row_start,
-                shared.col_start - box.col_start,
-            )
-            width = shared.col_end - shared.col_start
-            out[row_at : row_at + len(rows), col_at : col_at + width].copy_(rows[:, col : col + width])
+            rows, cols = shared.within(part.box)
+            values = file.read(stored.key(name, part), rows.start, rows.stop)[:, cols]
+            out[shared.within(box)].copy_(values)
             found += shared.area
         if found != box.area:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Reads and writes checkpoint.json, which says what a checkpoint holds, and where."""
+"""Read and write checkpoint.json, which says what a checkpoint holds, and where."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from megarl.checkpoint.rectangles import Box, tiling_problem, whole
 from megarl.files.checkpoints import MANIFEST, file_digest, read_json, write_json
+from megarl.reshard.hf_folder import some
 
 VERSION, _FORM = 1, "megarl checkpoint"
 WEIGHTS = "weights"
@@ -49,7 +50,8 @@ def part_key(name: str, shape: tuple[int, ...], box: Box) -> str:
 
 @dataclass
 class Manifest:
-    """
+    """The content of checkpoint.json.
+
     Args:
         files: name -> (bytes, SHA-256).
         tensors: kind -> canonical name -> what is stored of it.
@@ -164,5 +166,4 @@ def check_tensors(what: str, found: dict[str, tuple[int, int]], sizes: dict[str,
 def raise_problems(what: str, problems: Sequence[str]) -> None:
     """Raise CheckpointError if there are any problems."""
     if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(f"{what} do not fit the model: {'; '.join(problems[:5])}{more}.")
+        raise CheckpointError(f"{what} do not fit the model: {some(problems)}.")

@@ -7,33 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
-from megarl.reshard.atlas import LocalParam
-
-
-class Box(NamedTuple):
-    """The box [row_start:row_end, col_start:col_end] of a matrix."""
-
-    row_start: int
-    row_end: int
-    col_start: int
-    col_end: int
-
-    @property
-    def area(self) -> int:
-        return (self.row_end - self.row_start) * (self.col_end - self.col_start)
-
-    def overlap(self, other: Box) -> Box | None:
-        box = Box(
-            max(self.row_start, other.row_start),
-            min(self.row_end, other.row_end),
-            max(self.col_start, other.col_start),
-            min(self.col_end, other.col_end),
-        )
-        return box if box.row_start < box.row_end and box.col_start < box.col_end else None
+from megarl.reshard.atlas import Box, LocalParam
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +53,10 @@ def rectangles_of(
         flat: [n], contiguous."""
     cols = param.cols
     for piece in param.pieces:
-        if piece.local_col or piece.col_end - piece.col_start != cols:
+        if piece.local_col or piece.cols != cols:
             raise ValueError(f"{piece.hf_name}: stored beside other columns, which is not contiguous memory")
-        at, end = (
-            max(start, piece.local_row * cols),
-            min(start + flat.numel(), (piece.local_row + piece.row_end - piece.row_start) * cols),
-        )
+        at = max(start, piece.local_row * cols)
+        end = min(start + flat.numel(), (piece.local_row + piece.rows) * cols)
         rows, width = sizes[piece.hf_name]
         while at < end:
             row, col = divmod(at, cols)

@@ -1,10 +1,10 @@
-"""Writes a checkpoint, by all ranks of a mesh or by one process."""
+"""Write a checkpoint, by all ranks of a mesh or by one process."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -75,8 +75,9 @@ class SavePlan:
     It is the same on every rank, but for `rank`."""
 
     rank: int
-    offers: list[list[Offer]]
     writer_of: Writers
+    tensors: dict[str, dict[str, StoredTensor]]
+    """What the checkpoint will hold: kind -> name -> tensor."""
 
     @classmethod
     def of(cls, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> SavePlan:
@@ -88,8 +89,7 @@ class SavePlan:
             Offer(r.kind, r.name, r.box, tuple(r.shape), str(r.values.dtype).removeprefix("torch."))
             for r in rectangles
         ]
-        offers = ranks.all(lambda: own, list[Offer])
-        return cls(ranks.rank, offers, _choose_writers(offers))
+        return cls(ranks.rank, *_choose_writers(ranks.all(lambda: own, list[Offer])))
 
     def chosen(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
         """Return the rectangles that this rank writes."""
@@ -108,50 +108,40 @@ class SavePlan:
         written = RankGroup(group).all(
             lambda: _write_files(folder, self.rank, chosen), dict[str, tuple[int, str]]
         )
-        return self._manifest({name: of for files in written for name, of in files.items()}, state)
-
-    def _manifest(self, files: Mapping[str, tuple[int, str]], state: dict[str, object]) -> Manifest:
-        tensors: dict[str, dict[str, StoredTensor]] = {}
-        parts: dict[tuple[str, str], dict[Box, Part]] = {}
-        for rank, of_rank in enumerate(self.offers):
-            for kind, name, box, shape, dtype in of_rank:
-                if self.writer_of[kind, name, box] == rank:
-                    tensors.setdefault(kind, {})[name] = StoredTensor(getattr(torch, dtype), shape, ())
-                    parts.setdefault((kind, name), {})[box] = Part(file_name(kind, rank), box)
-        for kind, of_kind in tensors.items():
-            for name, tensor in of_kind.items():
-                of_kind[name] = StoredTensor(
-                    tensor.dtype, tensor.shape, tuple(part for _, part in sorted(parts[kind, name].items()))
-                )
-        return Manifest(dict(files), tensors, state)
+        return Manifest({name: of for files in written for name, of in files.items()}, self.tensors, state)
 
 
-def _choose_writers(offers: list[list[Offer]]) -> Writers:
+def _choose_writers(offers: list[list[Offer]]) -> tuple[Writers, dict[str, dict[str, StoredTensor]]]:
     """Choose for every rectangle the rank with the least to write so far. Raises: CheckpointError if they
     do not cover each tensor once."""
-    holders: dict[tuple[str, str, Box], list[int]] = {}
-    boxes: dict[tuple[str, str], set[Box]] = {}
-    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-    size_of: dict[tuple[str, str, Box], int] = {}
+    holders: dict[tuple[str, str], dict[Box, list[int]]] = {}
+    stored: dict[tuple[str, str], Offer] = {}
     for rank, of_rank in enumerate(offers):
-        for kind, name, box, shape, dtype in of_rank:
-            holders.setdefault((kind, name, box), []).append(rank)
-            boxes.setdefault((kind, name), set()).add(box)
-            size_of[kind, name, box] = box.area * getattr(torch, dtype).itemsize
-            if shapes.setdefault((kind, name), shape) != shape:
+        for offer in of_rank:
+            key = offer.kind, offer.name
+            holders.setdefault(key, {}).setdefault(offer.box, []).append(rank)
+            if (first := stored.setdefault(key, offer)).shape != offer.shape:
                 raise CheckpointError(
-                    f"{kind} of {name}: ranks disagree about its shape, {shapes[kind, name]} and {shape}"
+                    f"{offer.kind} of {offer.name}: ranks disagree about its shape, {first.shape} and "
+                    f"{offer.shape}"
                 )
-    for (kind, name), shape in shapes.items():
-        if problem := tiling_problem(shape, boxes[kind, name]):
+    rectangles: list[tuple[list[int], int, tuple[str, str, Box]]] = []
+    for (kind, name), boxes in holders.items():
+        if problem := tiling_problem(stored[kind, name].shape, boxes):
             raise CheckpointError(f"{kind} of {name}: {problem}")
+        itemsize = getattr(torch, stored[kind, name].dtype).itemsize
+        rectangles += [(ranks, box.area * itemsize, (kind, name, box)) for box, ranks in boxes.items()]
     load, writer_of = [0] * len(offers), {}
-    for rectangle, ranks in sorted(
-        holders.items(), key=lambda item: (len(item[1]) > 1, -size_of[item[0]])
-    ):  # with a choice: last, large ones first
+    # Rectangles that several ranks hold come last, large ones first.
+    for ranks, size, rectangle in sorted(rectangles, key=lambda r: (len(r[0]) > 1, -r[1])):
         writer_of[rectangle] = min(ranks, key=load.__getitem__)
-        load[writer_of[rectangle]] += size_of[rectangle]
-    return writer_of
+        load[writer_of[rectangle]] += size
+    tensors: dict[str, dict[str, StoredTensor]] = {}
+    for (kind, name), offer in stored.items():
+        boxes = sorted(holders[kind, name])
+        parts = tuple(Part(file_name(kind, writer_of[kind, name, box]), box) for box in boxes)
+        tensors.setdefault(kind, {})[name] = StoredTensor(getattr(torch, offer.dtype), offer.shape, parts)
+    return writer_of, tensors
 
 
 def file_name(kind: str, number: int) -> str:

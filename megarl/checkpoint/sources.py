@@ -1,4 +1,4 @@
-"""Reads weights on disk under their canonical names, in any of the formats, a few rows at a time and
+"""Read weights on disk under their canonical names, in any of the formats, a few rows at a time and
 without ranks."""
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from megarl.config.hf_config import ModelShape, function_fields
 from megarl.files.checkpoints import MANIFEST
 from megarl.reshard.atlas import hf_sizes
 from megarl.reshard.hf_folder import names_left_out, read_folder
-from megarl.reshard.transfer import note_prediction_tensors
+from megarl.reshard.hf_weights import note_prediction_tensors
 
 
 class WeightSource(Protocol):
-    """
+    """Weights on disk, read by canonical name.
+
     Attributes:
         tensors: canonical name -> (dtype, shape).
         dtype: of the model that was trained, None if that is what is stored."""

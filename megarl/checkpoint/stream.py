@@ -1,4 +1,4 @@
-"""Writes weights that come a few rows at a time, without ranks, into a Hugging Face folder or a megarl
+"""Write weights that come a few rows at a time, without ranks, into a Hugging Face folder or a megarl
 checkpoint.
 
 The memory needed is that of the rows that are just moving, and what the source keeps: of a Megatron
@@ -7,7 +7,6 @@ checkpoint the chunks of one tensor."""
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,9 +23,8 @@ from megarl.checkpoint.sources import WeightSource
 from megarl.checkpoint.tensor_file import Entry, write_tensors
 from megarl.config.hf_config import ModelShape, function_fields
 from megarl.files.checkpoints import sync_folder
-from megarl.reshard import transfer
 from megarl.reshard.atlas import KEPT_IN_FP32, hf_sizes
-from megarl.reshard.hf_folder import INDEX
+from megarl.reshard.export_folder import new_model_folder, write_index
 
 BLOCK_BYTES = 64 << 20
 
@@ -48,18 +46,11 @@ def write_hf(
     entries = _entries(source, shape, dtype)
     _check_room(folder, entries)
     shards = _shards(entries, "model", max_shard_bytes)
-    partial = transfer.start_folder(folder, config_folder, shape, _main_dtype(entries))
-    try:
+    with new_model_folder(folder, config_folder, shape, _main_dtype(entries)) as partial:
         for file, names in shards.filename_to_tensors.items():
             write_tensors(partial / file, [entries[name] for name in names])
-        if shards.is_sharded:
-            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-            transfer.write_text(partial / INDEX, json.dumps(index, indent=2) + "\n")
+        write_index(partial, shards)
         sync_folder(partial)
-        transfer.publish(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def write_checkpoint(

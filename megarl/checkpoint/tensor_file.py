@@ -1,8 +1,8 @@
-"""Writes and reads safetensors files in pieces, so that no process holds more than the rows that are being
+"""Write and read safetensors files in pieces, so that no process holds more than the rows that are being
 moved.
 
 The library `safetensors` writes only what is in memory as a whole, and reads through a memory map. Headers
-are read by megarl/config/tensor_header.py, which describes the format."""
+are read by megarl/files/tensor_header.py, which describes the format."""
 
 from __future__ import annotations
 

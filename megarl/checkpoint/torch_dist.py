@@ -1,4 +1,4 @@
-"""Reads the weights of a sharded Megatron checkpoint (`--ckpt-format torch_dist`), as
+"""Read the weights of a sharded Megatron checkpoint (`--ckpt-format torch_dist`), as
 megatron.core.dist_checkpointing 0.16.1 writes it.
 
     iter_0000100/
@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megarl.checkpoint.manifest import CheckpointError, raise_problems
+from megarl.checkpoint.tensor_file import NAMES
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import Piece, hf_sizes
 from megarl.reshard.megatron_atlas import TRANSFORMER_ENGINE_NAMES, MegatronPlace, place_atlas
@@ -59,24 +60,7 @@ _ALLOWED = {
         "BytesIOWriteData",
     },
     "torch.serialization": {"_get_layout"},
-    "torch": {
-        "Size",
-        *(
-            str(dtype).removeprefix("torch.")
-            for dtype in (
-                torch.float64,
-                torch.float32,
-                torch.float16,
-                torch.bfloat16,
-                torch.int64,
-                torch.int32,
-                torch.int16,
-                torch.int8,
-                torch.uint8,
-                torch.bool,
-            )
-        ),
-    },
+    "torch": {"Size", *(str(dtype).removeprefix("torch.") for dtype in NAMES)},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
 }

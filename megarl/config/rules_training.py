@@ -333,7 +333,7 @@ def algorithm(job: Job) -> Errors:
             f"--critic-warmup-iters ({chosen.critic_warmup_iters}): must be below --train-iters "
             f"({sizes.train_iters}), or the policy never learns. Try {sizes.train_iters // 10}."
         )
-    yield from chosen.step_findings(sizes.num_prompts * sizes.num_samples_per_prompt)
+    yield from chosen.step_errors(sizes.num_prompts * sizes.num_samples_per_prompt)
 
 
 def evaluation_in_training(job: Job) -> Errors:

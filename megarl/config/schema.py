@@ -9,10 +9,22 @@ shape of the model is never a flag: it is read from the Hugging Face config in `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field
 from typing import Annotated, Literal, NewType
 
-from megarl.config.errors import Count, Fraction, Natural, Positive, Rule, Section, at_least, at_most, section
+from megarl.config.errors import (
+    Count,
+    Fraction,
+    Natural,
+    Positive,
+    Rule,
+    Section,
+    at_least,
+    at_most,
+    did_you_mean,
+    section,
+)
 from megarl.config.role_sections import (
     LoRAConfig,
     MoEConfig,
@@ -56,6 +68,10 @@ class ModelConfig(Section):
         return "bfloat16" if self.bf16 else "float32"
 
 
+EXECUTORS = ["torchrun", "inline"]
+"""Registered values of --executor; `megarl.trainer.executors.register_executor` adds to them."""
+
+
 @section
 class PlacementConfig(Section):
     """placement"""
@@ -64,8 +80,9 @@ class PlacementConfig(Section):
     """Ranks that `megarl train` starts on this machine, each on a GPU of its own if there are GPUs. A range,
     e.g. 1-8, takes as many of them as there are GPUs, and the most on a machine without. Under torchrun,
     torchrun's own count holds."""
-    executor: Literal["torchrun", "inline"] = "torchrun"
-    """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb."""
+    executor: str = "torchrun"
+    """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb. A program
+    can register others."""
     num_actors: Annotated[int, at_least(1), at_most(64)] = 1
     """Actors that are trained in one job, each with its own engines, optimizer, critic and reference. The
     roles of the second actor are actor_2, critic_2 and so on. They take the first actor's values unless a
@@ -95,6 +112,10 @@ class PlacementConfig(Section):
     call_timeout_s: Positive = 1800.0
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer
     are named."""
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        near = did_you_mean(self.executor, EXECUTORS, prefix="")
+        return [(self.executor in EXECUTORS, "executor", f"must be one of {', '.join(EXECUTORS)}.{near}")]
 
 
 @section

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megarl.files.writing import writing
 
@@ -115,7 +116,7 @@ def write_job(folder: Path, body: Mapping[str, object]) -> None:
     write_json(folder / JOB, _FORM, VERSION, body)
 
 
-def read_job(folder: Path) -> dict[str, object]:
+def read_job(folder: Path) -> dict[str, Any]:
     """Read job.json, and compare the digests of the roles' manifests.
 
     Raises: JobFileError naming the file and the problem, also for the manifests."""

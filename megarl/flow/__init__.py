@@ -4,12 +4,27 @@ The package holds the roles and their methods, the columns, and the flow: how it
 drawn, and which calls may be issued next. `trainer/scheduler.py` runs the flow. Importing the package needs
 no torch."""
 
-from megarl.flow.flow import Flow
-from megarl.flow.job_roles import Actor, Critic, Data, Metrics, Reference, Reward, RewardModel, Roles, Rollout
+from megarl.flow.flow import Flow, SymbolicRole, background, dataflow, symbolic_roles
+from megarl.flow.job_roles import (
+    Actor,
+    Critic,
+    Data,
+    Metrics,
+    ModelRole,
+    PlacedRole,
+    RandomState,
+    Reference,
+    Reward,
+    RewardModel,
+    Roles,
+    Rollout,
+    ServiceRole,
+    TrainedRole,
+)
 from megarl.flow.node import DRIVER, Node, columns
-from megarl.flow.role import Caller, Future, Role, declaration, method, role_class
-from megarl.flow.symbolic import SymbolicRole, background, dataflow, symbolic_roles
+from megarl.flow.role import Caller, Role, declaration, method, role_class
 from megarl.flow.validate import FlowError
+from megarl.futures import Future
 
 __all__ = [
     "DRIVER",
@@ -21,14 +36,19 @@ __all__ = [
     "FlowError",
     "Future",
     "Metrics",
+    "ModelRole",
     "Node",
+    "PlacedRole",
+    "RandomState",
     "Reference",
     "Reward",
     "RewardModel",
     "Role",
     "Roles",
     "Rollout",
+    "ServiceRole",
     "SymbolicRole",
+    "TrainedRole",
     "background",
     "columns",
     "dataflow",

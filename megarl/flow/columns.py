@@ -41,8 +41,8 @@ class Column:
     per: Literal["token", "sample"] = "token"
     on: Literal["ranks", "driver"] = "ranks"
     """Place of the values. The driver reads its columns before it issues a call that needs them."""
-    comes_with: str = ""
-    """The column that represents this one in flows, because the same call writes both."""
+    is_sampled: bool = False
+    """Whether the engine makes the column together with the tokens, which then represent it in flows."""
 
 
 COLUMNS: dict[str, Column] = {
@@ -51,17 +51,18 @@ COLUMNS: dict[str, Column] = {
         Column(
             name="tokens",
             dtype="int64",
+            is_sampled=True,
             holds="Prompt and response of each sample, one sample after another.",
         ),
         Column(
             name="response_mask",
             dtype="bool",
-            comes_with="tokens",
+            is_sampled=True,
             holds="True on tokens that the policy produced (SFT: that it should produce).",
         ),
         Column(
             name="rollout_log_probs",
-            comes_with="tokens",
+            is_sampled=True,
             holds="Log-probability under the engine that sampled the token.",
         ),
         Column(
@@ -79,7 +80,7 @@ COLUMNS: dict[str, Column] = {
             name="routed_experts",
             dtype="uint8|int16",
             row=("layers", "topk"),
-            comes_with="tokens",
+            is_sampled=True,
             holds="Experts that the engine sent the token to in each layer; anything in dense layers.",
         ),
         Column(
@@ -107,11 +108,9 @@ BATCH_COLUMNS = tuple(
 """Token columns that a batch may lack."""
 TOKEN_COLUMNS = tuple(name for name in BATCH_COLUMNS if not COLUMNS[name].row)
 """Batch columns with one number per token. The number is 0 on tokens that are not part of the response."""
-COMPUTED_COLUMNS = tuple(name for name in TOKEN_COLUMNS if not COLUMNS[name].comes_with)
+COMPUTED_COLUMNS = tuple(name for name in TOKEN_COLUMNS if not COLUMNS[name].is_sampled)
 """Token columns that a role computes from the samples. Exchanges move them between meshes."""
-SAMPLED_COLUMNS = tuple(
-    name for name, column in COLUMNS.items() if "tokens" in (name, column.comes_with) and not column.row
-)
+SAMPLED_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.is_sampled and not column.row)
 """Token columns that every sample has when it comes from the engine."""
 DRIVER_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.on == "driver")
 """Columns whose values return to the driver. A call that reads one waits for the values."""

@@ -17,12 +17,24 @@ Record = dict[str, Any]
 """The data of one sample, by name."""
 
 
-class ModelRole(Role):
-    """A role that holds a model."""
+class PlacedRole(Role):
+    """A role that is placed on ranks, and built there before the first step."""
 
     @method()
     def setup(self) -> None:
-        """Build the model and load its weights. Collective over the mesh."""
+        """Build or start what the role works with. Collective over the mesh."""
+
+
+class ServiceRole(PlacedRole):
+    """A role with processes or an engine that must be stopped."""
+
+    @method()
+    def shut_down(self) -> None:
+        """Stop the processes or the engine."""
+
+
+class ModelRole(PlacedRole):
+    """A role that holds a model."""
 
     @method()
     def export_hf(self, folder: str) -> None:
@@ -65,13 +77,8 @@ class RandomState(Role):
         """Set the generators to a state that `random_state` returned."""
 
 
-class Rollout(Role, kind="rollout"):
+class Rollout(ServiceRole, kind="rollout"):
     """Engines that sample with the weights of an actor."""
-
-    @method()
-    def setup(self) -> None:
-        """Start the engine and plan the transfer from the actor's shards to the engine's shards.
-        Collective."""
 
     @method(
         reads=("weights:actor", "weights:rollout"),
@@ -89,17 +96,9 @@ class Rollout(Role, kind="rollout"):
     def sync(self, version: int) -> Metrics:
         """Copy the actor's current weights into the engine as `version`. Collective."""
 
-    @method()
-    def shut_down(self) -> None:
-        """Stop the engine."""
 
-
-class Reward(Role, kind="reward"):
+class Reward(ServiceRole, kind="reward"):
     """Rules that score the samples of the engines on the same ranks."""
-
-    @method()
-    def setup(self) -> None:
-        """Start the processes that score."""
 
     @method(reads=("tokens",), writes=("rewards",), phase="reward")
     def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
@@ -108,17 +107,9 @@ class Reward(Role, kind="reward"):
         Args:
             num_logged: number of samples with texts; None: --num-rollouts-to-log."""
 
-    @method()
-    def shut_down(self) -> None:
-        """Stop the scoring processes."""
 
-
-class RewardModel(Role, kind="reward_model"):
+class RewardModel(ServiceRole, kind="reward_model"):
     """A classifier or a judge that scores samples."""
-
-    @method()
-    def setup(self) -> None:
-        """Load the model, or start the judge."""
 
     @method(reads=("tokens", "lengths"), writes=("scores",), phase="reward_model")
     def score(self, rows: Mapping[int, int]) -> list[Record]:
@@ -126,10 +117,6 @@ class RewardModel(Role, kind="reward_model"):
 
         Args:
             rows: sample id -> dataset row, for all samples of the step."""
-
-    @method()
-    def shut_down(self) -> None:
-        """Stop the judge."""
 
 
 class Reference(ModelRole, kind="reference"):

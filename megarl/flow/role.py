@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
@@ -28,35 +29,11 @@ from typing import (
     overload,
 )
 
+from megarl.futures import Future
 from megarl.role_names import kind_and_suffix
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Future(Protocol[R]):
-    """The values that a call will return, one per rank."""
-
-    @property
-    def role(self) -> str:
-        """Name of the called role."""
-
-    @property
-    def seconds(self) -> float:
-        """Duration in seconds on the slowest rank, or 0 until the call is done."""
-
-    @property
-    def ended(self) -> float:
-        """`time.time()` at which the last rank finished, or 0 until the call is done."""
-
-    def result(self) -> list[R]:
-        """Block, and return the values in the order of the role's ranks. Raises the job's first error."""
-
-    def first(self) -> R:
-        """Return the value of the role's first rank. Waits for all ranks."""
-
-    def done(self) -> bool:
-        """Return whether `result` would return at once. Raises like `result`."""
 
 
 class Caller(Protocol):
@@ -71,32 +48,28 @@ class Caller(Protocol):
         """Call a method on these ranks of a role. Values come in the order of `ranks`."""
 
 
+@dataclass(eq=False)
 class RoleMethod(Generic[P, R]):
     """The declaration of a role's method: what the call reads, writes and reports. `method` creates it.
 
     Access on the class returns this object (`Actor.update.commits`). Access on a handle returns the call
     (`actor.update()`)."""
 
+    function: Callable[Concatenate[Any, P], R]
+    reads: tuple[str, ...] | None
+    writes: tuple[str, ...] | None
+    reports: bool
+    phase: str
+    commits: bool
+    of_algorithm: bool
+    optional: bool
     name = ""
 
-    def __init__(
-        self,
-        function: Callable[Concatenate[Any, P], R],
-        reads: tuple[str, ...] | None,
-        writes: tuple[str, ...] | None,
-        reports: bool,
-        phase: str,
-        commits: bool,
-        of_algorithm: bool,
-        optional: bool,
-    ) -> None:
-        self.function, self.reads, self.writes = function, reads, writes
+    def __post_init__(self) -> None:
         # like a decorated function, so that `inspect.unwrap` finds the annotations
-        self.__wrapped__ = function
-        self.__doc__ = function.__doc__
-        self.reports, self.phase, self.commits = reports, phase, commits
-        self.of_algorithm, self.optional = of_algorithm, optional
-        parameters = [*inspect.signature(function).parameters.values()][1:]
+        self.__wrapped__ = self.function
+        self.__doc__ = self.function.__doc__
+        parameters = [*inspect.signature(self.function).parameters.values()][1:]
         self.signature = inspect.Signature(parameters)
         """Parameters without `self`. The names of the annotations are resolved by `typing.get_type_hints`."""
 

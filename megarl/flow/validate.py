@@ -49,9 +49,8 @@ def _methods(graph: Graph) -> Iterable[str]:
             )
             yield (
                 f"node ({node.name}): no columns are known for method "
-                f"({node.method}).{_near(node.method, known)} {which} "
-                "For one of your own, say what it reads= and writes=, or declare it with @method in its "
-                "role's class."
+                f"({node.method}).{_near(node.method, known)} {which} For one of your own, say what it "
+                "reads= and writes=, or declare it with @method in its role's class."
             )
 
 
@@ -61,9 +60,8 @@ def _roles(graph: Graph, meshes: Meshes) -> Iterable[str]:
         if node.function is None and node.role not in meshes:
             flag = f"--{node.role.replace('_', '-')}-ranks"
             yield (
-                f"node ({node.name}): role ({node.role}) has no mesh.{_near(node.role, meshes)} "
-                f"Place it with {flag}, "
-                f"or leave the node out. {placed}"
+                f"node ({node.name}): role ({node.role}) has no mesh.{_near(node.role, meshes)} Place it "
+                f"with {flag}, or leave the node out. {placed}"
             )
         for column in filter(is_state, node.reads or ()):
             role = column.split(":", 1)[1]

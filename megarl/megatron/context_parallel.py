@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megarl.batch import Batch, MicroBatch
+from megarl.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,15 @@ class ContextShard:
             taken[self.place[self.place >= 0]] = values[self.place >= 0]
         return taken
 
-    def part_of(self, micro: MicroBatch) -> MicroBatch:
-        """Return the micro-batch with only the response tokens that this rank predicts."""
-        rows = self.rows_of(micro.predict_positions)
-        return micro if rows is None else MicroBatch(micro.batch, micro.response_positions[rows])
+    def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Select the positions in the micro-batch that this rank has.
 
-    def rows_of(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return [n] int64: which of N positions in the micro-batch this rank has. None means all."""
-        return None if self.place is None else (self.place[positions] >= 0).nonzero()[:, 0]
-
-    def local(self, positions: torch.Tensor) -> torch.Tensor:
-        """Convert positions in the micro-batch to positions on this rank."""
-        return positions if self.place is None else self.place[positions]
+        Returns: [n] int64 positions on this rank, and [n] int64 indices of them among the N positions; None
+            means all."""
+        if self.place is None:
+            return positions, None
+        rows = (self.place[positions] >= 0).nonzero()[:, 0]
+        return self.place[positions[rows]], rows
 
 
 def _split(padded: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

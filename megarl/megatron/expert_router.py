@@ -33,16 +33,14 @@ class GroupChoice:
 
     A real replay is passed through."""
 
-    def __init__(self, best: int, replay: object | None) -> None:
+    def __init__(self, best: int, replay: object) -> None:
         self.best, self.replay = best, replay
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (scores [tokens, topk], experts [tokens, topk]) of scores [tokens, experts]."""
-        if self.replay is not None:
-            return self.replay.get_replay_topk(scores, topk, num_groups, group_topk, self._choose)
-        return self._choose(scores, topk, num_groups, group_topk)
+        return self.replay.get_replay_topk(scores, topk, num_groups, group_topk, self._choose)
 
     def _choose(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int

@@ -57,8 +57,8 @@ def fix_megatron() -> tuple[str, ...]:
     """Apply the fixes that this machine needs, once per process, and return their names.
 
     Raises: RuntimeError if the installed Megatron-Core is not the version that the fixes are written for."""
-    if (finding := megatron_error()) is not None:
-        raise RuntimeError(finding)
+    if (error := megatron_error()) is not None:
+        raise RuntimeError(error)
     applied = [fix for fix in FIXES if not (fix.on_cpu_only and torch.cuda.is_available())]
     with cpu_megatron():
         for fix in applied:
@@ -93,7 +93,13 @@ def second_channel_within_the_mesh() -> None:
     two ranks, even with one of another role."""
     import megatron.core.pipeline_parallel.p2p_communication as p2p_communication
 
-    p2p_communication._p2p_ops = _p2p_ops
+    original = p2p_communication._p2p_ops
+
+    def p2p_ops(*, group: dist.ProcessGroup, **messages) -> dict[str, dist.Work]:
+        with patch.object(dist, "group", SimpleNamespace(WORLD=second_channel(group))):
+            return original(group=group, **messages)
+
+    p2p_communication._p2p_ops = p2p_ops
 
 
 @_fix("transformer/moe/moe_utils.py", 1192, "if te_general_gemm is not None")
@@ -177,45 +183,12 @@ def world_is(group: dist.ProcessGroup) -> Iterator[None]:
     optimizer/__init__.py:180 agrees on the order of parameter groups over the whole world, and would wait for
     ranks that are not on this mesh."""
     gather, world_size = dist.all_gather_object, dist.get_world_size
-    dist.all_gather_object = lambda out, value, group=group: gather(out, value, group=group)
-    dist.get_world_size = lambda group=group: world_size(group)
-    try:
-        yield
-    finally:
-        dist.all_gather_object, dist.get_world_size = gather, world_size
-
-
-def _p2p_ops(
-    *,
-    tensor_send_prev: torch.Tensor | None,
-    tensor_recv_prev: torch.Tensor | None,
-    tensor_send_next: torch.Tensor | None,
-    tensor_recv_next: torch.Tensor | None,
-    group: dist.ProcessGroup,
-    prev_pipeline_rank: int,
-    next_pipeline_rank: int,
-) -> dict[str, dist.Work]:
-    """Start the sends and receives of one turn.
-
-    Between two ranks each direction has its own group, so that neither direction waits for the other."""
-    sends, receives = (
-        (group, second_channel(group)) if group.rank() % 2 == 0 else (second_channel(group), group)
+    within = dict(
+        all_gather_object=lambda out, value, group=group: gather(out, value, group=group),
+        get_world_size=lambda group=group: world_size(group),
     )
-    forward = [
-        ("send_next", dist.isend, tensor_send_next, next_pipeline_rank, sends),
-        ("recv_prev", dist.irecv, tensor_recv_prev, prev_pipeline_rank, receives),
-    ]
-    backward = [
-        ("send_prev", dist.isend, tensor_send_prev, prev_pipeline_rank, sends),
-        ("recv_next", dist.irecv, tensor_recv_next, next_pipeline_rank, receives),
-    ]
-    # Even ranks send first, and odd ranks receive first.
-    in_order = forward + backward if group.rank() % 2 == 0 else forward[::-1] + backward[::-1]
-    return {
-        name: start(tensor, peer, group=channel)
-        for name, start, tensor, peer, channel in in_order
-        if tensor is not None
-    }
+    with patch.multiple(dist, **within):
+        yield
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from megarl.config.hf_config import ModelShape
-from megarl.reshard.atlas import VALUE_HEAD, Atlas, Sizes, hf_sizes
+from megarl.reshard.atlas import ORIGIN, VALUE_HEAD, Atlas, Sizes, hf_sizes
 
 
 @torch.no_grad()
@@ -57,13 +57,8 @@ def _fill(
     for name, local in atlas.items():
         target = parameters[name].zero_()
         for piece in local.pieces:
-            part = values(piece.hf_name, *sizes[piece.hf_name])[
-                piece.row_start : piece.row_end, piece.col_start : piece.col_end
-            ]
-            target[
-                piece.local_row : piece.local_row + part.shape[0],
-                piece.local_col : piece.local_col + part.shape[1],
-            ] = part
+            full = values(piece.hf_name, *sizes[piece.hf_name])
+            piece.inside(target).copy_(full[piece.box.within(ORIGIN)])
 
 
 def _generator(name: str, seed: int) -> torch.Generator:

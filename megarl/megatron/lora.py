@@ -82,20 +82,15 @@ class Adapter(torch.nn.Module):
         return self.linear_out(self._between_ranks(self.linear_in(x)) * self.scale)
 
     def _between_ranks(self, hidden: Tensor) -> Tensor:
-        if self.is_row_parallel:
-            reduce = (
-                reduce_scatter_to_sequence_parallel_region
-                if self.sequence_parallel
-                else reduce_from_tensor_model_parallel_region
-            )
-            return reduce(hidden, group=self.group)
-        # In the backward pass each rank contributes the part of its rows of B, so the parts are summed either
-        # way.
-        return (
-            gather_from_sequence_parallel_region
-            if self.sequence_parallel
-            else copy_to_tensor_model_parallel_region
-        )(hidden, group=self.group)
+        # In the backward pass of a column-parallel layer each rank contributes the part of its rows of B, so
+        # the parts are summed either way.
+        exchange = {
+            (True, True): reduce_scatter_to_sequence_parallel_region,
+            (True, False): reduce_from_tensor_model_parallel_region,
+            (False, True): gather_from_sequence_parallel_region,
+            (False, False): copy_to_tensor_model_parallel_region,
+        }[self.is_row_parallel, self.sequence_parallel]
+        return exchange(hidden, group=self.group)
 
 
 def _add_adapter(

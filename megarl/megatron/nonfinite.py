@@ -44,7 +44,7 @@ class ExplainedModel(Protocol):
 
 
 @dataclass(frozen=True)
-class _Findings:
+class _NonFinite:
     """The non-finite tensors that one rank of the mesh found.
 
     Args:
@@ -77,7 +77,7 @@ def explain(
         losses: the loss of each micro-batch, on the last stage.
         values: [N] log-probs or values of the response tokens of each micro-batch. None before the last
             stage."""
-    mine = _Findings(
+    mine = _NonFinite(
         rank=dist.get_rank(),
         grad_norm=grad_norm,
         weights=_not_finite(model.parameters.items()),
@@ -91,7 +91,7 @@ def explain(
         if values is not None and model.reports
         else [],
     )
-    ranks = all_gather_messages(mine, _Findings, model.groups.intra_dist_opt)
+    ranks = all_gather_messages(mine, _NonFinite, model.groups.intra_dist_opt)
     return _message(model.token_values[0], ranks)
 
 
@@ -106,7 +106,7 @@ def _samples(
     losses: list[torch.Tensor],
     values: list[torch.Tensor],
 ) -> list[tuple[bool, float, int, str]]:
-    """Return the samples of this rank, as in `_Findings`."""
+    """Return the samples of this rank, as in `_NonFinite`."""
     found = []
     for micro, loss, of_micro in zip(
         micro_batches, losses, values
@@ -122,7 +122,7 @@ def _samples(
     return found
 
 
-def _message(kind: str, ranks: Sequence[_Findings]) -> str:
+def _message(kind: str, ranks: Sequence[_NonFinite]) -> str:
     grad_norm = min((rank.grad_norm for rank in ranks), key=math.isfinite)
     found = []
     if weights := _of_ranks((rank.rank, rank.weights) for rank in ranks):

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from megarl.config.role_sections import OFFLOAD_PARTS
+from megarl.megatron.inner_optimizers import inner_optimizers, local
 
 PIECE_BYTES = 256 << 20
 """Size of one allocation of pinned memory.
@@ -144,30 +145,17 @@ class ModelMemory:
                 for parameter in parameters
             )
         elif part == "gradients":
-            yield from (buffer for ddp in sharded for buffer in ddp.param_and_grad_buffer.buffer.values())
-            yield from (
-                buffer.grad_data
-                for ddp in model.ddp
-                if not sharded
-                for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)
-            )
+            for ddp in model.ddp:
+                if ddp in sharded:
+                    yield from ddp.param_and_grad_buffer.buffer.values()
+                else:
+                    yield from (buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
         else:
-            for inner in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
-                if (adam := getattr(inner, "optimizer", None)) is not None:  # a rank may have no parameters
-                    yield from (
-                        local(parameter.data) for group in adam.param_groups for parameter in group["params"]
-                    )
-                    yield from (
-                        local(value)
-                        for state in adam.state.values()
-                        for value in state.values()
-                        if torch.is_tensor(value) and value.dim()
-                    )
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and other tensors as they are."""
-    return getattr(tensor, "_local_tensor", tensor)
+            for inner in inner_optimizers(model.optimizer):
+                adam = inner.optimizer
+                yield from (local(p.data) for group in adam.param_groups for p in group["params"])
+                values = (value for state in adam.state.values() for value in state.values())
+                yield from (local(value) for value in values if torch.is_tensor(value) and value.dim())
 
 
 @functools.cache

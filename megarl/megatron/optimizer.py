@@ -9,7 +9,7 @@ import torch
 from megarl.config.schema import OptimizerConfig
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.fixes import world_is
-from megarl.megatron.offload import local
+from megarl.megatron.inner_optimizers import inner_optimizers, local
 
 with cpu_megatron():
     from megatron.core.distributed import DistributedDataParallel
@@ -70,7 +70,7 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
     Without Transformer Engine Megatron uses PyTorch's AdamW. On a CPU that makes a dozen passes over every
     parameter, with two temporaries of its size. The fused kernel makes one pass: it needs a ninth of the time
     at 0.5B parameters, and a fifth at 0.4M."""
-    for adam in {inner.optimizer for inner in getattr(optimizer, "chained_optimizers", [optimizer])}:
+    for adam in {inner.optimizer for inner in inner_optimizers(optimizer)}:
         if isinstance(adam, torch.optim.AdamW):
             for group in adam.param_groups:
                 group["fused"] = True
@@ -108,7 +108,7 @@ def prepare_step(optimizer: MegatronOptimizer) -> tuple[float, bool]:
         optimizer.prepare_grads()
         grad_norm = optimizer.get_grad_norm()
         return grad_norm, math.isfinite(grad_norm) and all(
-            _is_finite_outside_of_norm(inner) for inner in _parts(optimizer)
+            _is_finite_outside_of_norm(inner) for inner in inner_optimizers(optimizer)
         )
 
 
@@ -116,7 +116,7 @@ def prepare_step(optimizer: MegatronOptimizer) -> tuple[float, bool]:
 def take_step(optimizer: MegatronOptimizer, grad_norm: float) -> None:
     """Run the second half of `optimizer.step()`: clip the gradients and apply them."""
     with cpu_megatron():
-        for inner in _parts(optimizer):
+        for inner in inner_optimizers(optimizer):
             if inner.config.clip_grad > 0 and (parameters := inner.get_parameters()):
                 clip_grad_by_total_norm_fp32(
                     parameters, inner.config.clip_grad, grad_norm, _use_decoupled_grad(inner)
@@ -141,9 +141,3 @@ def _is_finite_outside_of_norm(inner: MegatronOptimizer) -> bool:
 
 def _use_decoupled_grad(inner: MegatronOptimizer) -> bool:
     return inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers of this rank: one for experts, and one for all other parameters."""
-    found = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [inner for inner in found if not getattr(inner, "is_stub_optimizer", False)]

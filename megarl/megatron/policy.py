@@ -19,15 +19,10 @@ from typing import ClassVar, Literal
 import torch
 
 from megarl.batch import MicroBatch
-from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.megatron.context_parallel import ContextShard
-from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.loss_check import LossCheck
-from megarl.megatron.model import PolicyModel, ResponseTokens, build_policy_model
+from megarl.megatron.model import PolicyModel, ResponseTokens
 from megarl.megatron.trained_model import TrainedModel
-
-with cpu_megatron():
-    from megatron.core.distributed import DistributedDataParallel
 
 Loss = Callable[
     [MicroBatch, torch.Tensor, torch.Tensor | None, slice], tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -42,16 +37,7 @@ class Policy(TrainedModel):
     prefix: ClassVar[str] = "policy"
     routing_prefix: ClassVar[str] = "moe"
     token_values: ClassVar[tuple[str, str]] = "log-prob", "old_log_probs"
-
-    def _build(self, parallel: ParallelConfig) -> list[PolicyModel]:
-        return build_policy_model(self.config, self.shape, self.groups, parallel.qkv_layout)
-
-    def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel]:
-        for chunk in self.chunks:
-            chunk.accumulates_into_main_grad = not (
-                optimizer.overlap_grad_reduce or optimizer.use_megatron_fsdp
-            )
-        return super()._wrap(optimizer)
+    model_class: ClassVar[type[PolicyModel]] = PolicyModel
 
     def log_probs(self, micro_batches: list[MicroBatch], temperature: float) -> list[torch.Tensor] | None:
         """Return log pi(token) of the response tokens, [N] fp32 on the CPU for each micro-batch.
@@ -109,11 +95,9 @@ class Policy(TrainedModel):
 
         A frozen policy always chooses by its own router."""
         source = self.routing.options.moe_routing_replay if self.routing and self.ddp else "none"
-        return (
-            contextlib.nullcontext()
-            if source == "none"
-            else self.routing.choices("replay" if source == "engine" else what)
-        )
+        if source == "none":
+            return contextlib.nullcontext()
+        return self.routing.choices("replay" if source == "engine" else what)
 
     def _response_tokens(
         self,
@@ -123,9 +107,10 @@ class Policy(TrainedModel):
         with_entropy: bool = False,
         loss: Loss | None = None,
     ) -> ResponseTokens:
-        part, rows = shard.part_of(micro), shard.rows_of(micro.predict_positions)
+        positions, rows = shard.select(micro.predict_positions)
+        part = micro if rows is None else MicroBatch(micro.batch, micro.response_positions[rows])
         return ResponseTokens(
-            shard.local(part.predict_positions).to(self.device),
+            positions.to(self.device),
             part.targets.to(self.device),
             temperature,
             with_entropy,

@@ -22,7 +22,10 @@ from megarl.megatron.cpu_shim import cpu_megatron
 
 with cpu_megatron():
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+    from megatron.core.transformer.moe.moe_utils import (
+        MoEAuxLossAutoScaler,
+        compute_routing_scores_for_aux_loss,
+    )
     from megatron.core.transformer.moe.router import TopKRouter
 
 STATISTICS = ("tokens", "entropy", "z", "z_squared", "balance", "changed")
@@ -68,18 +71,6 @@ class RoutedTokens:
     replays: bool = False
 
 
-class _AddToLoss(torch.autograd.Function):
-    """Return `probs`, and give the gradient 1 to a scalar that is part of the loss."""
-
-    @staticmethod
-    def forward(ctx, probs: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        return probs.view_as(probs)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grad, grad.new_ones(())
-
-
 class Router(TopKRouter):
     """A TopKRouter that can replay a given choice of experts.
 
@@ -118,7 +109,8 @@ class Router(TopKRouter):
         if balance is not None:
             spread, loss = self._losses(favoured, scores, z, balance)
             if loss is not None:
-                probs = _AddToLoss.apply(probs, loss.to(probs.dtype))
+                # Megatron scales the gradient by 1, because the loss is divided by global denominators.
+                probs = MoEAuxLossAutoScaler.apply(probs, loss.to(probs.dtype))
         with torch.no_grad():
             entropy = torch.special.entr(scores).sum(-1) * real
             changed = self.num_changed * real if self.routed.replays else real * 0

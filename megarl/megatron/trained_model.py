@@ -6,8 +6,8 @@ pipeline stage. Other stages return None."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -20,27 +20,26 @@ from megarl.config.schema import LoRAConfig, ModelConfig, MoEConfig, OptimizerCo
 from megarl.invariants import NonFiniteUpdate
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.data_parallel import data_parallel
 from megarl.megatron.fixes import fix_megatron
 from megarl.megatron.fsdp import ShardedDataParallel
-from megarl.megatron.gradients import accumulate_in_pieces, reduction_factors
+from megarl.megatron.gradients import reduction_factors
+from megarl.megatron.inner_optimizers import local
 from megarl.megatron.loss_check import LossCheck
 from megarl.megatron.lora import Adapters
 from megarl.megatron.mesh import groups_of
-from megarl.megatron.model import transformer_config
+from megarl.megatron.model import build_model
 from megarl.megatron.nonfinite import NonFiniteStep, explain
-from megarl.megatron.offload import ModelMemory, local
+from megarl.megatron.offload import ModelMemory
 from megarl.megatron.optimizer import build_optimizer, build_scheduler, prepare_step, take_step
 from megarl.megatron.pipeline import run_schedule
 from megarl.megatron.routing import Routing
+from megarl.megatron.transformer_config import transformer_config
 from megarl.metrics import combine
 
 with cpu_megatron():
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.fp8_utils import get_fp8_align_size
     from megatron.core.models.gpt import GPTModel
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -50,13 +49,14 @@ Request = Callable[[MicroBatch, ContextShard], Any]
 """Function that builds this rank's request to the last stage, which is passed as GPTModel's `labels`."""
 
 
-class TrainedModel(ABC):
+class TrainedModel:
     prefix: ClassVar[str]
     """Prefix of this model's metric names."""
     routing_prefix: ClassVar[str]
     """Prefix of the metric names of its routers, if the model is a mixture of experts."""
     token_values: ClassVar[tuple[str, str]]
     """Name of the compared number, for people, and the batch column with its value before the step."""
+    model_class: ClassVar[type[GPTModel]]
 
     def __init__(
         self,
@@ -86,21 +86,18 @@ class TrainedModel(ABC):
             if is_sharded := optimizer is not None and optimizer.use_megatron_fsdp:
                 # The fused kernel overwrites the gradients of earlier micro-batches (layers.py:566).
                 self.config.gradient_accumulation_fusion = False
-            self.chunks = self._build(parallel)  # one for each virtual stage
-            self.routing = (
-                Routing(self.chunks, experts or MoEConfig(), self.groups, self.device)
-                if shape.is_moe
-                else None
-            )
-            self.adapters = (
-                Adapters(self.chunks, lora, self.config, self.groups.tp) if lora and lora.lora_rank else None
-            )
-            self.ddp = self._wrap(optimizer) if optimizer else []
+            self.chunks = build_model(self.model_class, self.config, shape, self.groups, parallel.qkv_layout)
+            self.routing = self.adapters = self.optimizer = self.scheduler = None
+            self.ddp: list[DistributedDataParallel | ShardedDataParallel] = []
+            if shape.is_moe:
+                self.routing = Routing(self.chunks, experts or MoEConfig(), self.groups, self.device)
+            if lora and lora.lora_rank:
+                self.adapters = Adapters(self.chunks, lora, self.config, self.groups.tp)
+            if optimizer is not None:
+                self.ddp = data_parallel(self.chunks, self.config, optimizer, mesh, self.groups, self.device)
+                self.optimizer = build_optimizer(optimizer, self.ddp, self.groups, model.bf16)
+                self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters)
             self.sharded: list[ShardedDataParallel] = self.ddp if is_sharded else []
-            self.optimizer = (
-                build_optimizer(optimizer, self.ddp, self.groups, model.bf16) if optimizer else None
-            )
-            self.scheduler = build_scheduler(optimizer, self.optimizer, train_iters) if optimizer else None
         # The views are taken here because DDP has moved the weights before.
         self._parameters = {name: p.data.view(p.shape[0], -1) for name, p in self._named_weights()}
         self.memory = ModelMemory(self, owner=self.prefix)
@@ -180,12 +177,6 @@ class TrainedModel(ABC):
         for number, chunk in enumerate(self.chunks):
             yield f"chunks.{number}" if len(self.chunks) > 1 else "", chunk
 
-    @abstractmethod
-    def _build(self, parallel: ParallelConfig) -> list[GPTModel]:
-        """Build this rank's stage and shard as chunks, with uninitialised weights.
-
-        Collective over the mesh."""
-
     @property
     def is_last_stage(self) -> bool:
         return self.groups.pp.rank() == self.groups.pp.size() - 1
@@ -204,42 +195,6 @@ class TrainedModel(ABC):
     def _reports_shard(self) -> bool:
         """True on each rank that reports its part of numbers that are split over context-parallel ranks."""
         return self.is_last_stage and self.groups.tp.rank() == 0
-
-    def _wrap(self, optimizer: OptimizerConfig) -> list[DistributedDataParallel | ShardedDataParallel]:
-        # Losses are already divided by global denominators, so Megatron gets no token count to divide by.
-        self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
-            chunks, None, pg_collection=self.groups
-        )
-        if optimizer.use_megatron_fsdp:
-            (chunk,) = self.chunks
-            ddp = ShardedDataParallel(
-                self.config,
-                chunk,
-                optimizer.data_parallel_sharding_strategy,
-                self.mesh,
-                self.groups,
-                self.device,
-            )
-            self.config.no_sync_func = ddp.no_sync
-            return [ddp]
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=optimizer.use_distributed_optimizer,
-            overlap_grad_reduce=optimizer.overlap_grad_reduce,
-            grad_reduce_in_fp32=True,
-        )
-        # The gradients of later chunks are ready while the backward pass of the first one still runs.
-        # Reducing parts of them would gain nothing.
-        ddp = [
-            DistributedDataParallel(
-                self.config, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=self.groups
-            )
-            for number, chunk in enumerate(self.chunks)
-        ]
-        if self.bf16 and self.device.type == "cpu":
-            for chunk in self.chunks:
-                accumulate_in_pieces(chunk)
-        self.config.no_sync_func = [chunk.no_sync for chunk in ddp] if len(ddp) > 1 else ddp[0].no_sync
-        return ddp
 
     def parameters_changed(self) -> None:
         """Copy a direct write into `parameters` to the optimizer's fp32 master weights."""
@@ -309,13 +264,11 @@ class TrainedModel(ABC):
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        of_experts = {}
         if self.routing:
             self._begin_routing(micro_batches, request)
         of_micro_batches = self._forward_backward(micro_batches, request, loss, check)
         parts = [metrics for micro in of_micro_batches for metrics in micro]
-        if self.routing:
-            of_experts = self.routing.end_update(self.routing_prefix)
+        of_experts = self.routing.end_update(self.routing_prefix) if self.routing else {}
         try:
             of_step = self.step(check)
         except NonFiniteStep as error:
@@ -355,8 +308,7 @@ class TrainedModel(ABC):
                     check.end_of_forward(value)
                 return value, torch.zeros((), dtype=torch.int, device=value.device), metrics
 
-            shard = self._shard(micro)
-            return self._forward(model, micro, shard, request(micro, shard)), finish
+            return self._forward(model, micro, request), finish
 
         return self._run(self.ddp, forward_step, micro_batches, forward_only=False)
 
@@ -374,9 +326,7 @@ class TrainedModel(ABC):
         dropout the check fails."""
 
         def forward_step(iterator, model):
-            micro = next(iterator)
-            shard = self._shard(micro)
-            output = self._forward(model, micro, shard, request(micro, shard))
+            output = self._forward(model, next(iterator), request)
             # one tensor: with experts in the model, Megatron asks the output for its device
             return (keep(output) if model.post_process else output), lambda kept, non_loss_data: kept
 
@@ -402,17 +352,13 @@ class TrainedModel(ABC):
         multiple *= get_fp8_align_size(self.config.fp8_recipe) if self.config.fp8 else 1
         return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
-    def _forward(self, model: torch.nn.Module, micro: MicroBatch, shard: ContextShard, wanted: object):
-        tokens, packed, chunk = (
-            shard.take(micro.batch.tokens, padding=0),
-            self._packed(shard),
-            _unwrapped(model),
-        )
+    def _forward(self, model: torch.nn.Module, micro: MicroBatch, request: Request):
+        shard, chunk = self._shard(micro), _unwrapped(model)
+        packed = self._packed(shard)
         if self.routing:
             packed.routed = self.routing.of_pass(chunk, micro, lambda values: self._own_tokens(values, shard))
-        output = model(
-            tokens.unsqueeze(0).to(self.device), None, None, labels=wanted, packed_seq_params=packed
-        )
+        tokens = shard.take(micro.batch.tokens, padding=0).unsqueeze(0).to(self.device)
+        output = model(tokens, None, None, labels=request(micro, shard), packed_seq_params=packed)
         if self.routing:
             self.routing.end_pass(chunk, micro, packed.routed)
         return output
@@ -433,9 +379,7 @@ class TrainedModel(ABC):
         rope and Transformer Engine divide them by the context-parallel size. The fields
         for padded lengths hold the same lengths, which says that nothing lies between sequences."""
         lengths = shard.lengths
-        cu_seqlens = (
-            torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(self.device)
-        )
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device)
         # max_seqlen must be the true maximum. With the token count instead, Megatron switches to global rope
         # positions.
         packed = PackedSeqParams(
@@ -448,10 +392,7 @@ class TrainedModel(ABC):
             max_seqlen_kv=max(lengths),
         )
         # PackedAttention reads these on the host.
-        packed.sequence_lengths, packed.gather_order = (
-            lengths,
-            shard.gather_order,
-        )
+        packed.sequence_lengths, packed.gather_order = lengths, shard.gather_order
         return packed
 
 

@@ -22,7 +22,7 @@ from megarl.checkpoint.rectangles import Rectangle, rectangles_of
 from megarl.checkpoint.save import save
 from megarl.config.hf_config import function_fields
 from megarl.megatron.cpu_shim import cpu_megatron
-from megarl.megatron.offload import local
+from megarl.megatron.inner_optimizers import inner_optimizers, local
 from megarl.megatron.trained_model import TrainedModel
 from megarl.reshard.atlas import EMBEDDING, Atlas, LocalParam, Sizes, hf_sizes
 from megarl.reshard.lora_atlas import adapter_sizes
@@ -35,7 +35,6 @@ def save_checkpoint(
     model: TrainedModel,
     atlas: Atlas,
     state: dict[str, object] | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
 
@@ -45,9 +44,8 @@ def save_checkpoint(
     Args:
         atlas: the atlas of this rank.
         state: other data to store, for JSON. `load_checkpoint` returns it.
-        group: a group of the mesh's ranks. The default is the model's group.
     Raises: CheckpointError, on every rank."""
-    group = group or model.groups.intra_dist_opt
+    group = model.groups.intra_dist_opt
     save(folder, saved_rectangles(model, atlas), model_state(model, group) | {"job": state or {}}, group)
 
 
@@ -56,7 +54,6 @@ def load_checkpoint(
     model: TrainedModel,
     atlas: Atlas,
     weights_only: bool = False,
-    group: dist.ProcessGroup | None = None,
     digests: bool = True,
 ) -> dict[str, object]:
     """Restore a checkpoint on any mesh. Collective over the mesh.
@@ -74,7 +71,7 @@ def load_checkpoint(
     state = load(
         folder,
         list(_loaded_rectangles(model, atlas, resume)),
-        group or model.groups.intra_dist_opt,
+        model.groups.intra_dist_opt,
         digests,
         _function_of(model),
     )
@@ -86,14 +83,12 @@ def load_checkpoint(
     return state["job"]
 
 
-def verify_checkpoint(
-    folder: str | os.PathLike, model: TrainedModel, atlas: Atlas, group: dist.ProcessGroup | None = None
-) -> None:
+def verify_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas) -> None:
     """Check a checkpoint without loading it. Collective.
 
     Raises: CheckpointError, on every rank, if `load_checkpoint` would raise it."""
     rectangles = list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None))
-    verify(folder, rectangles, group or model.groups.intra_dist_opt, model=_function_of(model))
+    verify(folder, rectangles, model.groups.intra_dist_opt, model=_function_of(model))
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
@@ -182,18 +177,6 @@ def _param(atlas: Atlas, name: str) -> LocalParam:
 # ------------------------------------------------------------------ Megatron's optimizers
 
 
-def _inner_optimizers(model: TrainedModel) -> list:
-    """Return one optimizer for the parameters outside of experts and one for experts.
-
-    Some ranks lack one of them."""
-    found = (
-        getattr(model.optimizer, "chained_optimizers", [model.optimizer])
-        if model.optimizer is not None
-        else []
-    )
-    return [inner for inner in found if getattr(inner, "optimizer", None) is not None]
-
-
 def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> bool:
     """Return whether a parameter has master weights on any rank. `parameter` is None for a buffer."""
     return (
@@ -206,54 +189,48 @@ def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> b
 
 def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
     """Return name -> what this rank updates. Adam's state is created if no step was taken yet."""
-    model.memory.use(*(("parameters", "optimizer") if model.optimizer is not None else ("parameters",)))
+    model.memory.use("parameters", *(["optimizer"] if model.optimizer is not None else []))
     out: dict[str, _Stretch] = {}
     name_of = {parameter: name for name, parameter in model.named_parameters()}
-    for inner in _inner_optimizers(model):
+    for inner in inner_optimizers(model.optimizer):
         if inner.config.use_precision_aware_optimizer:
             raise ValueError(
                 "--optimizer-cpu-offload: its state cannot be saved or loaded yet. Leave it out."
             )
         _make_state(inner)
-        for parameter, start, main, is_master in _updated(inner, model):
+        for parameter, start, main in _updated(inner, model):
             state = inner.optimizer.state[main]
             out[name_of[parameter]] = _Stretch(
                 start,
-                local(main.data).view(-1) if is_master else None,
+                local(main.data).view(-1) if _has_masters(model, parameter) else None,
                 {kind: local(state[kind]).view(-1) for kind in MOMENTS},
             )
     return out
 
 
-def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor, bool]]:
-    """Yield (model parameter, first element, tensor that Adam updates, whether it is a master weight).
+def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
+    """Yield (model parameter, first element, tensor that Adam updates).
 
     `inner` is an optimizer of Megatron 0.16.1."""
     if model.sharded:
-        yield from (
-            (parameter, start, shard, model.bf16)
-            for ddp in model.sharded
-            for parameter, start, shard in ddp.optimized()
-            if local(shard).numel()
-        )
+        yield from (found for ddp in model.sharded for found in ddp.optimized() if local(found[2]).numel())
     elif hasattr(
         inner, "gbuf_ranges"
     ):  # distributed: each rank has a range of each bucket of the gradient buffers
-        for parameters, mains, is_master in (
-            (inner.model_fp32_groups, inner.shard_fp32_groups, False),
-            (inner.model_float16_groups, inner.shard_fp32_from_float16_groups, True),
+        for parameter, main in (
+            *_pairs(inner.model_fp32_groups, inner.shard_fp32_groups),
+            *_pairs(inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
         ):
-            for parameter, main in _pairs(parameters, mains):
-                yield parameter, inner._get_model_param_range_map(parameter)["param"].start, main, is_master
+            yield parameter, inner._get_model_param_range_map(parameter)["param"].start, main
     elif hasattr(inner, "float16_groups"):
         for parameter, main in _pairs(inner.float16_groups, inner.fp32_from_float16_groups):
-            yield parameter, 0, main, True
+            yield parameter, 0, main
         for parameter in itertools.chain.from_iterable(inner.fp32_from_fp32_groups):
-            yield parameter, 0, parameter, False
+            yield parameter, 0, parameter
     else:
         for group in inner.optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter, 0, parameter, False
+                yield parameter, 0, parameter
 
 
 def _pairs(parameters: list[list], mains: list[list]) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
@@ -278,7 +255,7 @@ def _make_state(inner) -> None:
 def _optimizer_steps(model: TrainedModel) -> int:
     """Return the number of steps of this rank's optimizers, or 0 if the rank updates nothing."""
     steps = []
-    for inner in _inner_optimizers(model):
+    for inner in inner_optimizers(model.optimizer):
         steps += [state["step"] for state in inner.optimizer.state.values() if "step" in state]
         # Transformer Engine's Adam keeps the counter in the parameter group.
         steps += [group["step"] for group in inner.optimizer.param_groups if "step" in group]
@@ -286,7 +263,7 @@ def _optimizer_steps(model: TrainedModel) -> int:
 
 
 def _set_steps(model: TrainedModel, state: dict[str, object]) -> None:
-    for inner in _inner_optimizers(model):
+    for inner in inner_optimizers(model.optimizer):
         if isinstance(inner.optimizer, torch.optim.AdamW):
             for of_parameter in inner.optimizer.state.values():
                 of_parameter["step"].fill_(float(state["optimizer_steps"]))

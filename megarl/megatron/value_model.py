@@ -20,11 +20,10 @@ from typing import ClassVar
 import torch
 
 from megarl.batch import MicroBatch
-from megarl.config.schema import ParallelConfig
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.loss_check import LossCheck
-from megarl.megatron.model import ValueHeadModel, ValuePositions, build_value_head_model
 from megarl.megatron.trained_model import TrainedModel
+from megarl.megatron.value_head import ValueHeadModel, ValuePositions
 
 ValueLoss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Function that computes the loss, divided by its global denominator, and its metrics.
@@ -36,9 +35,7 @@ class ValueModel(TrainedModel):
     prefix: ClassVar[str] = "critic"
     routing_prefix: ClassVar[str] = "critic_moe"
     token_values: ClassVar[tuple[str, str]] = "value", "values"
-
-    def _build(self, parallel: ParallelConfig) -> list[ValueHeadModel]:
-        return build_value_head_model(self.config, self.shape, self.groups, parallel.qkv_layout)
+    model_class: ClassVar[type[ValueHeadModel]] = ValueHeadModel
 
     def values(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
         """Return the value before each response token, [N] fp32 on the CPU for each micro-batch.
@@ -79,8 +76,7 @@ class ValueModel(TrainedModel):
 
     def _at(self, positions: torch.Tensor, shard: ContextShard) -> ValuePositions:
         """Request the values at positions among the micro-batch's tokens."""
-        rows = shard.rows_of(positions)
-        here = positions if rows is None else shard.local(positions[rows])
+        here, rows = shard.select(positions)
         return ValuePositions(
             here.to(self.device), None if rows is None else rows.to(self.device), len(positions)
         )

@@ -1,4 +1,4 @@
-"""Finds the parameters of an engine that can be the trainer's own memory: what both hold in the same shape
+"""Find the parameters of an engine that can be the trainer's own memory: what both hold in the same shape
 and order needs no copy."""
 
 from __future__ import annotations

@@ -18,8 +18,56 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megarl.config.hf_config import ModelShape
+
+
+class Box(NamedTuple):
+    """The box [row_start:row_end, col_start:col_end] of a matrix."""
+
+    row_start: int
+    row_end: int
+    col_start: int
+    col_end: int
+
+    @property
+    def area(self) -> int:
+        return (self.row_end - self.row_start) * (self.col_end - self.col_start)
+
+    def overlap(self, other: Box) -> Box | None:
+        if self == other and self.area:  # the usual case, without a new box
+            return self
+        row, col = max(self.row_start, other.row_start), max(self.col_start, other.col_start)
+        end_row, end_col = min(self.row_end, other.row_end), min(self.col_end, other.col_end)
+        return Box(row, end_row, col, end_col) if row < end_row and col < end_col else None
+
+    def without(self, other: Box) -> list[Box]:
+        """Return this box without the other one, as up to four boxes: above, below, left, right."""
+        part = self.overlap(other)
+        if part is None or part == self:
+            return [] if part else [self]
+        rest = [
+            self._replace(row_end=part.row_start),
+            self._replace(row_start=part.row_end),
+            part._replace(col_start=self.col_start, col_end=part.col_start),
+            part._replace(col_start=part.col_end, col_end=self.col_end),
+        ]
+        return [box for box in rest if box.area]
+
+    def within(self, outer: Box) -> tuple[slice, slice]:
+        """Return the index of this box in a matrix that holds the box `outer`."""
+        row, col = outer.row_start, outer.col_start
+        return (
+            slice(self.row_start - row, self.row_end - row),
+            slice(self.col_start - col, self.col_end - col),
+        )
+
+    def __str__(self) -> str:
+        return f"[{self.row_start}:{self.row_end}, {self.col_start}:{self.col_end}]"
+
+
+ORIGIN = Box(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +82,28 @@ class Piece:
     col_end: int
     local_row: int
     local_col: int
+
+    @property
+    def rows(self) -> int:
+        return self.row_end - self.row_start
+
+    @property
+    def cols(self) -> int:
+        return self.col_end - self.col_start
+
+    @property
+    def box(self) -> Box:
+        """The rectangle of the canonical tensor."""
+        return Box(self.row_start, self.row_end, self.col_start, self.col_end)
+
+    @property
+    def local_box(self) -> Box:
+        """The rectangle of the local parameter."""
+        return Box(self.local_row, self.local_row + self.rows, self.local_col, self.local_col + self.cols)
+
+    def inside(self, tensor):
+        """Return the view of a local [rows, cols] tensor that holds this piece."""
+        return tensor[self.local_box.within(ORIGIN)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +132,16 @@ class HFTensor:
     needs: str | None = None
 
 
+def _gated_mlp(
+    prefix: str, size: str, needs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[HFTensor, ...]:
+    return (
+        HFTensor(f"{prefix}{gate}.weight", size, "hidden", needs),
+        HFTensor(f"{prefix}{up}.weight", size, "hidden", needs),
+        HFTensor(f"{prefix}{down}.weight", "hidden", size, needs),
+    )
+
+
 LAYER_TENSORS = (
     HFTensor("input_layernorm.weight", "hidden", "one"),
     HFTensor("self_attn.q_proj.weight", "query", "hidden", needs="has_query_projection"),
@@ -82,21 +162,15 @@ LAYER_TENSORS = (
     HFTensor("self_attn.o_proj.bias", "hidden", "one", needs="o_bias"),
     HFTensor("post_attention_layernorm.weight", "hidden", "one"),
     HFTensor("pre_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
-    HFTensor("mlp.gate_proj.weight", "ffn", "hidden", needs="is_dense"),
-    HFTensor("mlp.up_proj.weight", "ffn", "hidden", needs="is_dense"),
-    HFTensor("mlp.down_proj.weight", "hidden", "ffn", needs="is_dense"),
+    *_gated_mlp("mlp.", "ffn", "is_dense"),
     HFTensor("mlp.gate_proj.bias", "ffn", "one", needs="mlp_bias"),
     HFTensor("mlp.up_proj.bias", "ffn", "one", needs="mlp_bias"),
     HFTensor("mlp.down_proj.bias", "hidden", "one", needs="mlp_bias"),
     HFTensor("post_feedforward_layernorm.weight", "hidden", "one", needs="output_norms"),
     HFTensor("mlp.gate.weight", "experts", "hidden", needs="names_experts"),
     HFTensor("mlp.gate.e_score_correction_bias", "experts", "one", needs="corrects_scores"),
-    HFTensor("mlp.shared_experts.gate_proj.weight", "shared_ffn", "hidden", needs="shares_experts"),
-    HFTensor("mlp.shared_experts.up_proj.weight", "shared_ffn", "hidden", needs="shares_experts"),
-    HFTensor("mlp.shared_experts.down_proj.weight", "hidden", "shared_ffn", needs="shares_experts"),
-    HFTensor("mlp.shared_expert.gate_proj.weight", "shared_ffn", "hidden", needs="gates_shared_expert"),
-    HFTensor("mlp.shared_expert.up_proj.weight", "shared_ffn", "hidden", needs="gates_shared_expert"),
-    HFTensor("mlp.shared_expert.down_proj.weight", "hidden", "shared_ffn", needs="gates_shared_expert"),
+    *_gated_mlp("mlp.shared_experts.", "shared_ffn", "shares_experts"),
+    *_gated_mlp("mlp.shared_expert.", "shared_ffn", "gates_shared_expert"),
     HFTensor("mlp.shared_expert_gate.weight", "one", "hidden", needs="gates_shared_expert"),
     HFTensor("block_sparse_moe.gate.weight", "experts", "hidden", needs="names_blocks_sparse"),
 )
@@ -106,18 +180,8 @@ output_norms), Llama (none, or o_bias), Mistral and Mixtral (none), DeepSeek-V2 
 `model.layers.<i>.`."""
 
 EXPERT_TENSORS = (
-    HFTensor("mlp.experts.{expert}.gate_proj.weight", "expert_ffn", "hidden", needs="names_experts"),
-    HFTensor("mlp.experts.{expert}.up_proj.weight", "expert_ffn", "hidden", needs="names_experts"),
-    HFTensor("mlp.experts.{expert}.down_proj.weight", "hidden", "expert_ffn", needs="names_experts"),
-    HFTensor(
-        "block_sparse_moe.experts.{expert}.w1.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"
-    ),
-    HFTensor(
-        "block_sparse_moe.experts.{expert}.w3.weight", "expert_ffn", "hidden", needs="names_blocks_sparse"
-    ),
-    HFTensor(
-        "block_sparse_moe.experts.{expert}.w2.weight", "hidden", "expert_ffn", needs="names_blocks_sparse"
-    ),
+    *_gated_mlp("mlp.experts.{expert}.", "expert_ffn", "names_experts"),
+    *_gated_mlp("block_sparse_moe.experts.{expert}.", "expert_ffn", "names_blocks_sparse", "w1", "w3", "w2"),
 )
 """Tensors of each expert of a mixture; w1 is the gate, w3 up and w2 down."""
 
@@ -167,14 +231,11 @@ def hf_sizes(shape: ModelShape) -> Sizes:
     sizes = {EMBEDDING: (size["vocab"], size["hidden"])}
     for layer in range(shape.num_layers):
         kind = shape.of_layer(layer)
-        for tensor in (tensor for tensor in LAYER_TENSORS if has(kind, tensor.needs)):
-            sizes[layer_prefix(layer) + tensor.name] = (size[tensor.rows], size[tensor.cols])
+        prefix = layer_prefix(layer)
+        tensors = [(prefix + tensor.name, tensor) for tensor in LAYER_TENSORS]
         for expert in range(kind.num_moe_experts):
-            for tensor in (tensor for tensor in EXPERT_TENSORS if has(kind, tensor.needs)):
-                sizes[layer_prefix(layer) + tensor.name.format(expert=expert)] = (
-                    size[tensor.rows],
-                    size[tensor.cols],
-                )
+            tensors += [(prefix + tensor.name.format(expert=expert), tensor) for tensor in EXPERT_TENSORS]
+        sizes |= {name: (size[t.rows], size[t.cols]) for name, t in tensors if has(kind, t.needs)}
     sizes[FINAL_NORM] = (size["hidden"], 1)
     if shape.value_head:
         sizes[VALUE_HEAD] = (1, size["hidden"])
@@ -183,12 +244,14 @@ def hf_sizes(shape: ModelShape) -> Sizes:
     return sizes
 
 
+def whole(hf_name: str, rows: int, cols: int) -> LocalParam:
+    """Return the local parameter that is a complete canonical tensor."""
+    return LocalParam(rows, cols, (Piece(hf_name, 0, rows, 0, cols, 0, 0),))
+
+
 def hf_atlas(shape: ModelShape) -> Atlas:
     """Return the atlas of the complete canonical tensors, as a Hugging Face folder holds them."""
-    return {
-        name: LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
-        for name, (rows, cols) in hf_sizes(shape).items()
-    }
+    return {name: whole(name, *size) for name, size in hf_sizes(shape).items()}
 
 
 # ------------------------------------------------------------------ how a local parameter is cut out of
@@ -197,6 +260,15 @@ def hf_atlas(shape: ModelShape) -> Atlas:
 
 Sizes = dict[str, tuple[int, int]]
 """Canonical tensor -> (rows, cols)."""
+
+
+def equal_part(length: int, count: int) -> int:
+    """Return the length of one of `count` equal parts.
+
+    Raises: ValueError if there are none. The rules of the configuration have reported this with advice."""
+    if length % count:
+        raise ValueError(f"{length} cannot be cut into {count} equal parts. `megarl check` says what works.")
+    return length // count
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +282,7 @@ class Cut:
 
     def share(self, length: int) -> tuple[int, int]:
         """Return [start, end) of this rank's equal part."""
-        each = length // self.tp_size
+        each = equal_part(length, self.tp_size)
         return self.tp_rank * each, (self.tp_rank + 1) * each
 
 
@@ -219,25 +291,32 @@ Layout = Callable[[Cut, Sizes, tuple[str, ...]], LocalParam]
 parameter."""
 
 
-@dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a side's table: local parameter, how it is cut, out of which canonical tensors, and when it
-    exists."""
+    """One row of a side's table: a local parameter, how it is cut, and out of which canonical tensors.
 
-    name: str
-    layout: Layout
-    hf_names: tuple[str, ...]
-    needs: str | None = None
+    Args:
+        hf_names: Default: the canonical tensor of the same name. A layer has the parameter if it has all of
+            its canonical tensors.
+        needs: a flag of the layer's ModelShape without which the parameter is absent all the same."""
 
-    def build(self, cut: Cut, sizes: Sizes, hf_prefix: str = "") -> LocalParam:
-        return self.layout(cut, sizes, tuple(hf_prefix + name for name in self.hf_names))
+    def __init__(self, name: str, layout: Layout, *hf_names: str, needs: str | None = None) -> None:
+        self.name, self.layout, self.hf_names, self.needs = name, layout, hf_names or (name,), needs
+
+    def exists(self, kind: ModelShape, sizes: Sizes, hf_prefix: str = "") -> bool:
+        """Return whether a layer of this kind has the parameter."""
+        names = (hf_prefix + name.format(expert=0) for name in self.hf_names)
+        return has(kind, self.needs) and all(name in sizes for name in names)
+
+    def build(self, cut: Cut, sizes: Sizes, hf_prefix: str = "", expert: int | None = None) -> LocalParam:
+        """Return the local parameter. `expert` is the number of the expert in the checkpoint."""
+        names = self.hf_names if expert is None else [name.format(expert=expert) for name in self.hf_names]
+        return self.layout(cut, sizes, tuple(hf_prefix + name for name in names))
 
 
 def replicated(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     """Layout with the complete tensor on every rank."""
     (name,) = hf_names
-    rows, cols = sizes[name]
-    return LocalParam(rows, cols, (Piece(name, 0, rows, 0, cols, 0, 0),))
+    return whole(name, *sizes[name])
 
 
 def column_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
@@ -293,43 +372,7 @@ def layer_params(
 ) -> Iterator[tuple[str, LocalParam]]:
     """Yield (name within the layer, parameter) of every row that this layer has, cut out of canonical
     layer `layer`."""
-    kind = cut.shape.of_layer(layer)
+    kind, prefix = cut.shape.of_layer(layer), layer_prefix(layer)
     for row in rows:
-        if has(kind, row.needs):
-            yield row.name, row.build(cut, sizes, layer_prefix(layer))
-
-
-def check_tensor_parallel(shape: ModelShape, tp_size: int, flag: str, **also: int) -> None:
-    """Raise ValueError listing everything about `shape` (and every quantity in `also`) that tp_size cannot
-    divide, and sizes that can."""
-    ffn = {"ffn_hidden_size": shape.ffn_hidden_size} if shape.is_dense or shape.dense_layers else {}
-    if shape.is_moe and shape.moe_shared_expert_intermediate_size:
-        ffn["moe_shared_expert_intermediate_size"] = shape.moe_shared_expert_intermediate_size
-    quantities = {
-        "num_attention_heads": shape.num_attention_heads,
-        **ffn,
-        "the padded vocabulary": shape.padded_vocab_size(),
-        **also,
-    }
-
-    def problems(size: int) -> list[str]:
-        found = [
-            f"{name} ({value}) must be a multiple of it" for name, value in quantities.items() if value % size
-        ]
-        if shape.num_query_groups % size and size % shape.num_query_groups:
-            found.append(f"num_query_groups ({shape.num_query_groups}) must be a multiple or a divisor of it")
-        return found
-
-    if tp_size < 1 or (found := problems(tp_size)):
-        works = [str(size) for size in range(1, min(shape.num_attention_heads, 64) + 1) if not problems(size)]
-        why = "; ".join(found) if tp_size >= 1 else "it must be at least 1"
-        raise ValueError(f"{flag} ({tp_size}): {why}. Sizes that work: {', '.join(works)}.")
-
-
-def check_divides(flag: str, size: int, name: str, quantity: int) -> None:
-    """Raise ValueError, naming sizes that work, if `size` does not divide `quantity`."""
-    if size < 1 or quantity % size:
-        works = [str(n) for n in range(1, quantity + 1) if quantity % n == 0]
-        raise ValueError(
-            f"{flag} ({size}) must divide {name} ({quantity}). Sizes that work: {', '.join(works)}."
-        )
+        if row.exists(kind, sizes, prefix):
+            yield row.name, row.build(cut, sizes, prefix)

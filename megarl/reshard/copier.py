@@ -1,4 +1,4 @@
-"""Runs many strided copies as one: the executor of a reshard plan.
+"""Run many strided copies as one, which executes a reshard plan.
 
 A pair (dst, src) of tensor views is one rectangle. Rectangles are checked once, handed to megarl._C as
 addresses, and copied by every `run`: threads and memcpy on a CPU, one kernel launch on a GPU, fp32, bf16 and
@@ -15,23 +15,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megarl.reshard.packed import PackedView
-
 logger = logging.getLogger(__name__)
 
-# Modes of csrc/rect.h: a copy is named by its element size, a conversion by two digits; PACKED is added.
+# Modes of csrc/rect.h: a copy is named by its element size, a conversion by two digits.
 FLOATS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 COPY_SIZES = (1, 2, 4, 8)
-PACKED = 100
-
-View = Tensor | PackedView
 
 
 class CopyPlan:
     """Copies that are repeated between the same addresses.
 
     Args:
-        dst: views [rows, cols] or [n], row-major (last stride 1), on one device, or packed. They must not
+        dst: views [rows, cols] or [n], row-major (last stride 1), on one device. They must not
             overlap: the caller's plan proves it.
         src: as many tensor views with the same shapes, on the same kind of device; the same dtype, or both
             one of fp32, bf16, fp16.
@@ -41,7 +36,7 @@ class CopyPlan:
     The plan holds the views, so their memory stays. It writes below autograd.
     """
 
-    def __init__(self, dst: Sequence[View], src: Sequence[Tensor], num_threads: int = 1):
+    def __init__(self, dst: Sequence[Tensor], src: Sequence[Tensor], num_threads: int = 1):
         if num_threads < 1:
             raise ValueError(f"num_threads ({num_threads}) must be >= 1. Try 1.")
         self._dst, self._src, self._num_threads = list(dst), list(src), num_threads
@@ -62,7 +57,7 @@ class CopyPlan:
             self._tables = [table.to(self._device) for table in tables]
 
     def run(self) -> None:
-        """Copies every rectangle. On a GPU this is a launch on the current stream of the destination's
+        """Copy every rectangle. On a GPU this is a launch on the current stream of the destination's
         device.
 
         Raises: RuntimeError if a view's storage moved since the plan was built.
@@ -83,12 +78,12 @@ class CopyPlan:
             self._plan.run(self._num_threads)
 
 
-def copy_rects(dst: Sequence[View], src: Sequence[Tensor], num_threads: int = 1) -> None:
-    """Copies each src view into the dst view at its index, once; arguments and errors as for `CopyPlan`."""
+def copy_rects(dst: Sequence[Tensor], src: Sequence[Tensor], num_threads: int = 1) -> None:
+    """Copy each src view into the dst view at its index, once; arguments and errors as for `CopyPlan`."""
     CopyPlan(dst, src, num_threads).run()
 
 
-def _rects(dst: list[View], src: list[Tensor]) -> list[tuple[int, ...]]:
+def _rects(dst: list[Tensor], src: list[Tensor]) -> list[tuple[int, ...]]:
     """Return one (src, dst, rows, cols, src_ld, dst_ld, mode) per pair: addresses in bytes, the rest in
     elements."""
     if len(dst) != len(src):
@@ -110,12 +105,12 @@ def _rects(dst: list[View], src: list[Tensor]) -> list[tuple[int, ...]]:
             )
         where = f"pair {index}"
         src_ld, dst_ld = leading_dimension(of, f"{where}: src"), leading_dimension(to, f"{where}: dst")
-        mode = conversion(of.dtype, to.dtype, where) + PACKED * isinstance(to, PackedView)
+        mode = conversion(of.dtype, to.dtype, where)
         rects.append((of.data_ptr(), to.data_ptr(), *two_dimensions(to, where), src_ld, dst_ld, mode))
     return rects
 
 
-def two_dimensions(view: View, where: str) -> tuple[int, int]:
+def two_dimensions(view: Tensor, where: str) -> tuple[int, int]:
     """Return (rows, cols); a vector is one row. Raises: ValueError, starting with `where`, for other
     shapes."""
     if view.dim() not in (1, 2):
@@ -125,11 +120,9 @@ def two_dimensions(view: View, where: str) -> tuple[int, int]:
     return (1, *view.shape)[-2:]
 
 
-def leading_dimension(view: View, where: str) -> int:
+def leading_dimension(view: Tensor, where: str) -> int:
     """Return the number of elements from one row to the next; the stride of a dimension of size 1 means
     nothing. Raises: ValueError, as above."""
-    if isinstance(view, PackedView):
-        return view.matrix_cols
     cols = view.shape[-1]
     if view.numel() == 0:
         return cols
@@ -160,20 +153,14 @@ def conversion(src: torch.dtype, dst: torch.dtype, where: str) -> int:
     )
 
 
-def _addresses(dst: list[View], src: list[Tensor]) -> list[int]:
+def _addresses(dst: list[Tensor], src: list[Tensor]) -> list[int]:
     return [view.data_ptr() for view in dst] + [view.data_ptr() for view in src]
 
 
 @torch.no_grad()
-def _copy_with_pytorch(dst: list[View], src: list[Tensor]) -> None:
-    plain = [index for index, view in enumerate(dst) if not isinstance(view, PackedView)]
-    if plain:
-        torch._foreach_copy_(
-            [dst[index] for index in plain], [src[index] for index in plain]
-        )  # refuses empty lists
-    for view, values in zip(dst, src, strict=True):
-        if isinstance(view, PackedView):
-            view.write(values)
+def _copy_with_pytorch(dst: list[Tensor], src: list[Tensor]) -> None:
+    if dst:  # PyTorch refuses empty lists
+        torch._foreach_copy_(dst, src)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.reshard.copier import CopyPlan, View
+from megarl.reshard.copier import CopyPlan
 from megarl.reshard.digest import Digest
 from megarl.reshard.plan import RectCopy
 from megarl.reshard.transfer import dst_view, plan_copies, src_view
@@ -37,7 +37,9 @@ class Destination:
         copies: source rank -> the copies that it fills, from the plan.
         tensors: name -> [rows, cols] live view."""
 
-    def __init__(self, rank: int, copies: dict[int, tuple[RectCopy, ...]], tensors: dict[str, View]) -> None:
+    def __init__(
+        self, rank: int, copies: dict[int, tuple[RectCopy, ...]], tensors: dict[str, Tensor]
+    ) -> None:
         self.rank, self._copies, self._tensors = rank, copies, tensors
         self._views = {
             source: [dst_view(copy, tensors) for copy in of_source] for source, of_source in copies.items()
@@ -46,7 +48,7 @@ class Destination:
             source: Digest(views, num_threads=torch.get_num_threads())
             for source, views in self._views.items()
         }
-        self._pulled: dict[int, list[tuple[Tensor, View]]] = {}
+        self._pulled: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._plan: CopyPlan | None = None
         self.bytes: int = sum(
             view.numel() * view.element_size() for views in self._views.values() for view in views

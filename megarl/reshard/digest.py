@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.reshard.copier import PACKED, View, conversion, extension_for, leading_dimension, two_dimensions
-from megarl.reshard.packed import PackedView
+from megarl.reshard.copier import conversion, extension_for, leading_dimension, two_dimensions
 
 SAMPLES = 16
 _MASK = 2**64 - 1
@@ -27,10 +26,10 @@ _PIECE_WORDS = 1 << 20  # without the extension: 8 MB of words at a time
 
 
 class Digest:
-    """Computes digests of the same views repeatedly.
+    """Digests of the same views, computed again for every version.
 
     Args:
-        views: [rows, cols] or [n], row-major, or packed. A vector is one row: [n], [1, n] and [n, 1] are the
+        views: [rows, cols] or [n], row-major. A vector is one row: [n], [1, n] and [n, 1] are the
             same values, but the last has another digest. Kept; read at every call.
         dtypes: what each view's values become at their destination, one for all or one per view. Default:
             what they are.
@@ -41,7 +40,7 @@ class Digest:
 
     def __init__(
         self,
-        views: Sequence[View],
+        views: Sequence[Tensor],
         dtypes: Sequence[torch.dtype] | torch.dtype | None = None,
         num_threads: int = 1,
     ) -> None:
@@ -57,12 +56,8 @@ class Digest:
         self._views, self._dtypes, self._num_threads = list(views), list(dtypes), num_threads
         rows = [self._describe(index) for index in range(len(self._views))]
         self._table = torch.tensor(rows, dtype=torch.int64).view(-1, 5)
-        storages = (view.storage if isinstance(view, PackedView) else view for view in self._views)
-        self._storages = list(
-            {
-                storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in storages)
-            }.values()
-        )
+        storages = [view.untyped_storage() for view in self._views]
+        self._storages = list({storage._cdata: storage for storage in storages}.values())
         self._addresses = [storage.data_ptr() for storage in self._storages]
         self._device = self._views[0].device if self._views else torch.device("cpu")
         if any(view.device != self._device for view in self._views):
@@ -86,7 +81,7 @@ class Digest:
     def _describe(self, index: int) -> tuple[int, ...]:
         """Return the extension's row for a view: address, rows, cols, ld, mode."""
         view, where = self._views[index], f"view {index}"
-        mode = conversion(view.dtype, self._dtypes[index], where) + PACKED * isinstance(view, PackedView)
+        mode = conversion(view.dtype, self._dtypes[index], where)
         return (view.data_ptr(), *two_dimensions(view, where), leading_dimension(view, where), mode)
 
     def _compute(self, seed: int, sampled: bool) -> list[int]:
@@ -136,7 +131,7 @@ class Digest:
 
 
 @torch.no_grad()
-def _digest(view: View, dtype: torch.dtype, seed: int, sampled: bool) -> int:
+def _digest(view: Tensor, dtype: torch.dtype, seed: int, sampled: bool) -> int:
     rows, cols = two_dimensions(view, "view")
     per_word = 8 // dtype.itemsize
     words_per_row = -(-cols // per_word)
@@ -164,10 +159,10 @@ def _sampled_words(num_words: int, seed: int) -> Tensor:
     return torch.tensor(words)
 
 
-def _read_words(view: View, dtype: torch.dtype, row: Tensor, col: Tensor) -> Tensor:
+def _read_words(view: Tensor, dtype: torch.dtype, row: Tensor, col: Tensor) -> Tensor:
     """Return int64 [n]: the elements of each row from `col` on that fill 8 bytes, in the destination's
     dtype; zeros past the row's end."""
-    matrix = view.read() if isinstance(view, PackedView) else view.detach().view(two_dimensions(view, "view"))
+    matrix = view.detach().view(two_dimensions(view, "view"))
     cols = col[:, None] + torch.arange(8 // dtype.itemsize, device=col.device)
     elements = matrix[row[:, None], cols.clamp(max=matrix.shape[1] - 1)].to(dtype)
     return elements.masked_fill(cols >= matrix.shape[1], 0).contiguous().view(torch.int64).flatten()

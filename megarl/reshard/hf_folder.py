@@ -1,5 +1,6 @@
-"""Finds which tensors a Hugging Face folder holds, and whether they are those of its config.json. Reads
-headers and the index only; torch-free.
+"""Find which tensors a Hugging Face folder holds, and whether they are those of its config.json.
+
+Only headers and the index are read, and torch is not imported.
 
 `megarl check`, the loader of training and `megarl convert` all judge a folder by these functions."""
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def read_folder(folder: str | os.PathLike) -> dict[str, StoredTensor]:
         if path in headers and name not in headers[path]
     ]
     if problems:
-        raise TensorFileError(f"{_some(problems)}.")
+        raise TensorFileError(f"{some(problems)}.")
     return {name: StoredTensor(path, headers[path][name]) for name, path in file_of.items()}
 
 
@@ -121,7 +122,7 @@ def folder_problem(folder: str | os.PathLike, shape: ModelShape | None) -> str |
 
 def misfit(folder: str | os.PathLike, problems: list[str]) -> str | None:
     """Return the sentence for `tensor_problems`; None if there are none."""
-    return f"the weights in {folder} do not fit its config.json: {_some(problems)}." if problems else None
+    return f"the weights in {folder} do not fit its config.json: {some(problems)}." if problems else None
 
 
 def names_left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
@@ -143,7 +144,7 @@ def prediction_layers(shape: ModelShape) -> tuple[str, ...]:
 
 
 def is_sequence_classifier(folder: str | os.PathLike) -> bool:
-    """Whether config.json names a sequence classifier, whose folder has a value head."""
+    """Return whether config.json names a sequence classifier, whose folder has a value head."""
     config = Path(folder) / "config.json"
     architectures = json.loads(config.read_text()).get("architectures") if config.exists() else None
     return any(name.endswith("ForSequenceClassification") for name in architectures or ())
@@ -169,7 +170,8 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
     return file_of
 
 
-def _some(problems: list[str]) -> str:
+def some(problems: Sequence[str]) -> str:
+    """Join the first problems, with the number of the others."""
     more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
     return "; ".join(problems[:_MOST_NAMED]) + more
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Late(TimeoutError):
-    """Nobody wrote the key in time."""
+    """Error of a key that nobody wrote in time."""
 
 
 class KeyValueStore:

@@ -1,5 +1,4 @@
-"""Says which rectangles of the canonical adapters a rank holds, as rows of an atlas (its sharding spec), made
-from the rows of the adapted matrices.
+"""Derive the sharding spec (atlas) of adapters from that of the matrices that they adapt.
 
 The canonical tensors of adapter rank r, for a layer whose matrix is made of the canonical matrices X [rows,
 cols] of one parent:
@@ -17,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import LoRAConfig
-from megarl.reshard.atlas import Atlas, LocalParam, Piece, Sizes, hf_sizes
+from megarl.reshard.atlas import Atlas, LocalParam, Piece, Sizes, hf_sizes, whole
 from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
 
 
@@ -58,10 +57,10 @@ def peft_atlas(shape: ModelShape, lora: LoRAConfig) -> Atlas:
     atlas: Atlas = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         module = hf_name.removesuffix(".weight")
-        atlas[f"base_model.model.{module}.lora_A.weight"] = _whole(
+        atlas[f"base_model.model.{module}.lora_A.weight"] = whole(
             _down(hf_name, target), lora.lora_rank, cols
         )
-        atlas[f"base_model.model.{module}.lora_B.weight"] = _whole(_up(hf_name), rows, lora.lora_rank)
+        atlas[f"base_model.model.{module}.lora_B.weight"] = whole(_up(hf_name), rows, lora.lora_rank)
     return atlas
 
 
@@ -90,7 +89,3 @@ def _down(hf_name: str, target: str) -> str:
 
 def _up(hf_name: str) -> str:
     return f"{hf_name.removesuffix('.weight')}.lora_B.weight"
-
-
-def _whole(hf_name: str, rows: int, cols: int) -> LocalParam:
-    return LocalParam(rows, cols, (Piece(hf_name, 0, rows, 0, cols, 0, 0),))

@@ -8,7 +8,7 @@ head_dim, also when t > G."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
@@ -23,8 +23,7 @@ from megarl.reshard.atlas import (
     Piece,
     Row,
     Sizes,
-    check_divides,
-    check_tensor_parallel,
+    equal_part,
     column_shard,
     has,
     hf_sizes,
@@ -34,7 +33,7 @@ from megarl.reshard.atlas import (
     stacked_row_shards,
     vocab_shard,
 )
-from megarl.reshard.vllm_atlas import fused_qkv
+from megarl.reshard.vllm_atlas import attention_names, fused_qkv
 
 
 def grouped_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
@@ -56,150 +55,76 @@ def grouped_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam
     return LocalParam(end - start, cols, tuple(pieces))
 
 
-def _attention(kind: str) -> tuple[str, str, str]:
-    return (f"self_attn.q_proj.{kind}", f"self_attn.k_proj.{kind}", f"self_attn.v_proj.{kind}")
-
-
 def _gate_and_up(prefix: str) -> tuple[str, str]:
     return f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"
 
 
 LAYER = (
-    Row("input_layernorm.weight", replicated, ("input_layernorm.weight",)),
-    Row("self_attention.linear_qkv.weight", grouped_qkv, _attention("weight"), needs="is_gqa"),
-    Row("self_attention.linear_qkv.bias", grouped_qkv, _attention("bias"), needs="qkv_bias"),
-    Row("self_attention.q_layernorm.weight", replicated, ("self_attn.q_norm.weight",), needs="qk_layernorm"),
-    Row("self_attention.k_layernorm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
+    Row("input_layernorm.weight", replicated),
+    Row("self_attention.linear_qkv.weight", grouped_qkv, *attention_names("weight")),
+    Row("self_attention.linear_qkv.bias", grouped_qkv, *attention_names("bias")),
+    Row("self_attention.q_layernorm.weight", replicated, "self_attn.q_norm.weight"),
+    Row("self_attention.k_layernorm.weight", replicated, "self_attn.k_norm.weight"),
     Row(
         "self_attention.linear_q_proj.weight",
         stacked_row_shards,
-        ("self_attn.q_proj.weight",),
+        "self_attn.q_proj.weight",
         needs="has_plain_query",
     ),
-    Row(
-        "self_attention.linear_q_down_proj.weight",
-        replicated,
-        ("self_attn.q_a_proj.weight",),
-        needs="has_query_latent",
-    ),
-    Row(
-        "self_attention.q_layernorm.weight",
-        replicated,
-        ("self_attn.q_a_layernorm.weight",),
-        needs="has_query_latent",
-    ),
-    Row(
-        "self_attention.linear_q_up_proj.weight",
-        stacked_row_shards,
-        ("self_attn.q_b_proj.weight",),
-        needs="has_query_latent",
-    ),
-    Row(
-        "self_attention.linear_kv_down_proj.weight",
-        replicated,
-        ("self_attn.kv_a_proj_with_mqa.weight",),
-        needs="is_mla",
-    ),
-    Row(
-        "self_attention.kv_layernorm.weight", replicated, ("self_attn.kv_a_layernorm.weight",), needs="is_mla"
-    ),
-    Row(
-        "self_attention.linear_kv_up_proj.weight",
-        stacked_row_shards,
-        ("self_attn.kv_b_proj.weight",),
-        needs="is_mla",
-    ),
-    Row("self_attention.linear_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
-    Row("self_attention.linear_proj.bias", replicated, ("self_attn.o_proj.bias",), needs="o_bias"),
+    Row("self_attention.linear_q_down_proj.weight", replicated, "self_attn.q_a_proj.weight"),
+    Row("self_attention.q_layernorm.weight", replicated, "self_attn.q_a_layernorm.weight"),
+    Row("self_attention.linear_q_up_proj.weight", stacked_row_shards, "self_attn.q_b_proj.weight"),
+    Row("self_attention.linear_kv_down_proj.weight", replicated, "self_attn.kv_a_proj_with_mqa.weight"),
+    Row("self_attention.kv_layernorm.weight", replicated, "self_attn.kv_a_layernorm.weight"),
+    Row("self_attention.linear_kv_up_proj.weight", stacked_row_shards, "self_attn.kv_b_proj.weight"),
+    Row("self_attention.linear_proj.weight", column_shard, "self_attn.o_proj.weight"),
+    Row("self_attention.linear_proj.bias", replicated, "self_attn.o_proj.bias"),
     Row(
         "self_attention.linear_proj.post_layernorm.weight",
         replicated,
-        ("post_attention_layernorm.weight",),
+        "post_attention_layernorm.weight",
         needs="output_norms",
     ),
-    Row(
-        "pre_mlp_layernorm.weight", replicated, ("post_attention_layernorm.weight",), needs="input_norms_only"
-    ),
-    Row("pre_mlp_layernorm.weight", replicated, ("pre_feedforward_layernorm.weight",), needs="output_norms"),
-    Row(
-        "mlp.linear_fc2.post_layernorm.weight",
-        replicated,
-        ("post_feedforward_layernorm.weight",),
-        needs="output_norms",
-    ),
-    Row("mlp.linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp."), needs="is_dense"),
-    Row("mlp.linear_fc2.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
-    Row(
-        "mlp.linear_fc1.bias",
-        stacked_row_shards,
-        ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-        needs="mlp_bias",
-    ),
-    Row("mlp.linear_fc2.bias", replicated, ("mlp.down_proj.bias",), needs="mlp_bias"),
-    Row("mlp.router.weight", replicated, ("mlp.gate.weight",), needs="names_experts"),
-    Row("mlp.router.weight", replicated, ("block_sparse_moe.gate.weight",), needs="names_blocks_sparse"),
-    Row("mlp.router.expert_bias", replicated, ("mlp.gate.e_score_correction_bias",), needs="corrects_scores"),
-    Row(
-        "mlp.shared_experts.linear_fc1.weight",
-        stacked_row_shards,
-        _gate_and_up("mlp.shared_experts."),
-        needs="shares_experts",
-    ),
-    Row(
-        "mlp.shared_experts.linear_fc2.weight",
-        column_shard,
-        ("mlp.shared_experts.down_proj.weight",),
-        needs="shares_experts",
-    ),
-    Row(
-        "mlp.shared_experts.linear_fc1.weight",
-        stacked_row_shards,
-        _gate_and_up("mlp.shared_expert."),
-        needs="gates_shared_expert",
-    ),
-    Row(
-        "mlp.shared_experts.linear_fc2.weight",
-        column_shard,
-        ("mlp.shared_expert.down_proj.weight",),
-        needs="gates_shared_expert",
-    ),
-    Row(
-        "mlp.shared_experts.gate_weight",
-        replicated,
-        ("mlp.shared_expert_gate.weight",),
-        needs="gates_shared_expert",
-    ),
+    Row("pre_mlp_layernorm.weight", replicated, "post_attention_layernorm.weight", needs="input_norms_only"),
+    Row("pre_mlp_layernorm.weight", replicated, "pre_feedforward_layernorm.weight"),
+    Row("mlp.linear_fc2.post_layernorm.weight", replicated, "post_feedforward_layernorm.weight"),
+    Row("mlp.linear_fc1.weight", stacked_row_shards, *_gate_and_up("mlp.")),
+    Row("mlp.linear_fc2.weight", column_shard, "mlp.down_proj.weight"),
+    Row("mlp.linear_fc1.bias", stacked_row_shards, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    Row("mlp.linear_fc2.bias", replicated, "mlp.down_proj.bias"),
+    Row("mlp.router.weight", replicated, "mlp.gate.weight"),
+    Row("mlp.router.weight", replicated, "block_sparse_moe.gate.weight"),
+    Row("mlp.router.expert_bias", replicated, "mlp.gate.e_score_correction_bias"),
+    Row("mlp.shared_experts.linear_fc1.weight", stacked_row_shards, *_gate_and_up("mlp.shared_experts.")),
+    Row("mlp.shared_experts.linear_fc2.weight", column_shard, "mlp.shared_experts.down_proj.weight"),
+    Row("mlp.shared_experts.linear_fc1.weight", stacked_row_shards, *_gate_and_up("mlp.shared_expert.")),
+    Row("mlp.shared_experts.linear_fc2.weight", column_shard, "mlp.shared_expert.down_proj.weight"),
+    Row("mlp.shared_experts.gate_weight", replicated, "mlp.shared_expert_gate.weight"),
 )
 """Parameters of any layer. Latents of attention are complete on every rank; the matrices that expand them
 are split by heads."""
 
 STACKED_QKV_LAYER = tuple(
-    replace(row, layout=fused_qkv) if row.layout is grouped_qkv else row for row in LAYER
+    Row(row.name, fused_qkv, *row.hf_names, needs=row.needs) if row.layout is grouped_qkv else row
+    for row in LAYER
 )
 """With --qkv-layout stacked linear_qkv is [this rank's query heads; its key heads; its value heads], as in
 vLLM."""
 
 _MIXTRAL = "block_sparse_moe.experts.{expert}."
 EXPERT = (
-    Row(
-        "linear_fc1.weight", stacked_row_shards, _gate_and_up("mlp.experts.{expert}."), needs="names_experts"
-    ),
-    Row("linear_fc2.weight", column_shard, ("mlp.experts.{expert}.down_proj.weight",), needs="names_experts"),
-    Row(
-        "linear_fc1.weight",
-        stacked_row_shards,
-        (_MIXTRAL + "w1.weight", _MIXTRAL + "w3.weight"),
-        needs="names_blocks_sparse",
-    ),
-    Row("linear_fc2.weight", column_shard, (_MIXTRAL + "w2.weight",), needs="names_blocks_sparse"),
+    Row("linear_fc1.weight", stacked_row_shards, *_gate_and_up("mlp.experts.{expert}.")),
+    Row("linear_fc2.weight", column_shard, "mlp.experts.{expert}.down_proj.weight"),
+    Row("linear_fc1.weight", stacked_row_shards, _MIXTRAL + "w1.weight", _MIXTRAL + "w3.weight"),
+    Row("linear_fc2.weight", column_shard, _MIXTRAL + "w2.weight"),
 )
 """Parameters of each local expert, cut over the expert tensor-parallel group; `{expert}` is its number in
 the checkpoint."""
 
-FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, (EMBEDDING,)),)
+FIRST_STAGE = (Row("embedding.word_embeddings.weight", vocab_shard, EMBEDDING),)
 LAST_STAGE = (
-    Row("decoder.final_layernorm.weight", replicated, (FINAL_NORM,)),
-    Row("value_head.weight", replicated, (VALUE_HEAD,), needs="value_head"),
+    Row("decoder.final_layernorm.weight", replicated, FINAL_NORM),
+    Row("value_head.weight", replicated, VALUE_HEAD),
 )
 
 
@@ -286,21 +211,11 @@ def place_atlas(
             (experts sequential).
         qkv_layout: grouped (Megatron's own) or stacked; see --qkv-layout.
     Raises: ValueError if the sizes do not divide the model."""
-    check_place(shape, place)
-    if qkv_layout == "stacked" and shape.is_mla:
-        raise ValueError(
-            f"--qkv-layout (stacked): {shape.model_type} has latent attention and no linear_qkv. "
-            "Use --qkv-layout grouped."
-        )
-    if qkv_layout == "stacked" and shape.num_query_groups % place.tp_size:
-        raise ValueError(
-            "--qkv-layout (stacked) needs whole key heads on each rank: "
-            f"--tensor-model-parallel-size ({place.tp_size}) must "
-            f"divide num_query_groups ({shape.num_query_groups}). Use --qkv-layout grouped."
-        )
+    if qkv_layout == "stacked":
+        equal_part(shape.num_query_groups, place.tp_size)  # each rank needs whole key heads
     rows = STACKED_QKV_LAYER if qkv_layout == "stacked" else LAYER
     cut, sizes = Cut(shape, place.tp_size, place.tp_rank), hf_sizes(shape)
-    per_chunk = shape.num_layers // (place.pp_size * place.vpp_size)
+    per_chunk = equal_part(shape.num_layers, place.pp_size * place.vpp_size)
     atlas: Atlas = {}
     for chunk in range(place.vpp_size):
         prefix = f"chunks.{chunk}." if place.vpp_size > 1 else ""
@@ -311,7 +226,9 @@ def place_atlas(
             for name, param in _layer(rows, place, cut, sizes, position * per_chunk + local, te_spec):
                 atlas[f"{prefix}decoder.layers.{local}.{name}"] = param
         if position == last_position:
-            atlas |= {prefix + row.name: row.build(cut, sizes) for row in LAST_STAGE if has(shape, row.needs)}
+            atlas |= {
+                prefix + row.name: row.build(cut, sizes) for row in LAST_STAGE if row.exists(shape, sizes)
+            }
             if not shape.value_head and not (shape.tie_word_embeddings and position == 0):
                 source = EMBEDDING if shape.tie_word_embeddings else OUTPUT
                 atlas[f"{prefix}output_layer.weight"] = vocab_shard(cut, sizes, (source,))
@@ -326,33 +243,12 @@ def _layer(
     kind = cut.shape.of_layer(layer)
     for name, param in layer_params(rows, cut, sizes, layer):
         yield (_transformer_engine_name(kind, name) if te_spec else name), param
-    held, expert_cut = kind.num_moe_experts // place.ep_size, Cut(cut.shape, *place.expert_tp)
+    held, expert_cut = equal_part(kind.num_moe_experts, place.ep_size), Cut(cut.shape, *place.expert_tp)
+    present = [row for row in EXPERT if row.exists(kind, sizes, layer_prefix(layer))]
     for local in range(held):
-        for row in (row for row in EXPERT if has(kind, row.needs)):
-            names = tuple(name.format(expert=place.ep_rank * held + local) for name in row.hf_names)
-            yield (
-                _expert_name(row.name, local, te_spec),
-                replace(row, hf_names=names).build(expert_cut, sizes, layer_prefix(layer)),
-            )
-
-
-def check_place(shape: ModelShape, place: MegatronPlace) -> None:
-    """Raise ValueError naming a flag whose size does not divide the model, and sizes that do."""
-    qkv_rows = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.head_dim
-    check_tensor_parallel(shape, place.tp_size, "--tensor-model-parallel-size", linear_qkv_rows=qkv_rows)
-    check_divides("--pipeline-model-parallel-size", place.pp_size, "num_layers", shape.num_layers)
-    of_stage = shape.num_layers // place.pp_size
-    check_divides(
-        "--virtual-pipeline-model-parallel-size", place.vpp_size, "the layers of a pipeline stage", of_stage
-    )
-    if shape.is_moe:
-        check_divides("--expert-model-parallel-size", place.ep_size, "num_experts", shape.num_moe_experts)
-        check_divides(
-            "--expert-tensor-parallel-size",
-            place.expert_tp[0],
-            "moe_intermediate_size",
-            shape.moe_ffn_hidden_size,
-        )
+        for row in present:
+            param = row.build(expert_cut, sizes, layer_prefix(layer), expert=place.ep_rank * held + local)
+            yield _expert_name(row.name, local, te_spec), param
 
 
 def megatron_atlases(

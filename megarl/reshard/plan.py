@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megarl.reshard.atlas import Atlas, LocalParam, Piece
+from megarl.reshard.atlas import Atlas, Box, LocalParam, Piece
 
 
 class PlanError(ValueError):
@@ -61,10 +61,6 @@ class ReshardPlan:
         }
 
 
-Rect = tuple[int, int, int, int]
-"""A rectangle: row_start, row_end, col_start, col_end."""
-
-
 def make_plan(
     sources: dict[int, Atlas], destinations: dict[int, Atlas], ranks_per_node: int | None = None
 ) -> ReshardPlan:
@@ -106,8 +102,8 @@ class _Senders:
         return source != destination, elsewhere, self.sent[source]
 
 
-_Replicas = dict[str, dict[Rect, list[tuple[int, str, Piece]]]]
-"""Canonical tensor -> rectangle of it -> every (rank, parameter, piece) that holds the rectangle."""
+_Replicas = dict[str, dict[Box, list[tuple[int, str, Piece]]]]
+"""Canonical tensor -> box of it -> every (rank, parameter, piece) that holds the box."""
 
 
 def _replicas(sources: dict[int, Atlas]) -> _Replicas:
@@ -115,35 +111,29 @@ def _replicas(sources: dict[int, Atlas]) -> _Replicas:
     for rank, atlas in sorted(sources.items()):
         for name, param in atlas.items():
             for piece in param.pieces:
-                found.setdefault(piece.hf_name, {}).setdefault(_canonical(piece), []).append(
-                    (rank, name, piece)
-                )
+                held = found.setdefault(piece.hf_name, {})
+                held.setdefault(piece.box, []).append((rank, name, piece))
     return found
 
 
 def _fill(
-    rank: int, name: str, piece: Piece, replicas: dict[Rect, list[tuple[int, str, Piece]]], senders: _Senders
+    rank: int, name: str, piece: Piece, replicas: dict[Box, list[tuple[int, str, Piece]]], senders: _Senders
 ) -> Iterable[tuple[int, RectCopy]]:
     """Yield (source rank, copy) of each part of one destination piece.
 
     Written parts are removed from `missing`, so nothing is written twice."""
-    missing = [_canonical(piece)]
+    whole = piece.box
+    missing = [whole]
     holders = [
-        (min(held, key=lambda h: senders.preference(h[0], rank)), rect)
-        for rect, held in replicas.items()
-        if _overlap(rect, missing[0])
+        (box, *min(held, key=lambda h: senders.preference(h[0], rank)))
+        for box, held in replicas.items()
+        if whole.overlap(box)
     ]
-    for (source, src_name, src), rect in sorted(holders, key=lambda h: h[0][0] != rank):
-        left: list[Rect] = []
-        for wanted in missing:
-            part = _overlap(rect, wanted)
-            if part is None:
-                left.append(wanted)
-                continue
-            left.extend(_difference(wanted, part))
-            row, end_row, col, end_col = part
+    for box, source, src_name, src in sorted(holders, key=lambda h: h[1] != rank):
+        for part in filter(None, map(box.overlap, missing)):
             if source != rank:
-                senders.sent[source] += (end_row - row) * (end_col - col)
+                senders.sent[source] += part.area
+            row, end_row, col, end_col = part
             yield (
                 source,
                 RectCopy(
@@ -157,9 +147,9 @@ def _fill(
                     end_col - col,
                 ),
             )
-        missing = left
+        missing = [rest for wanted in missing for rest in wanted.without(box)]
     if missing:
-        raise PlanError(f"[rank {rank}] {name}: no source holds {_show(piece.hf_name, missing[0])}.")
+        raise PlanError(f"[rank {rank}] {name}: no source holds {piece.hf_name}{missing[0]}.")
 
 
 def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
@@ -175,72 +165,28 @@ def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
 
 
 def _check_param(where: str, param: LocalParam) -> None:
-    filled_rows = param.rows - param.padding_rows
-    active: list[tuple[Rect, Piece]] = []  # pieces that may reach rows from here on
+    full = Box(0, param.rows - param.padding_rows, 0, param.cols)
+    active: list[tuple[Box, Piece]] = []  # pieces that may reach rows from here on
     area = 0
     for piece in sorted(param.pieces, key=lambda piece: piece.local_row):
-        local = _local(piece)
-        if piece.row_end <= piece.row_start or piece.col_end <= piece.col_start:
-            raise PlanError(f"{where}: the piece {_show(piece.hf_name, _canonical(piece))} is empty.")
-        if local[0] < 0 or local[2] < 0 or local[1] > filled_rows or local[3] > param.cols:
-            raise PlanError(
-                f"{where}: {_show(piece.hf_name, _canonical(piece))} lands on {_bounds(local)}, outside of "
-                f"[0:{filled_rows}, 0:{param.cols}]."
-            )
-        active = [(other, held) for other, held in active if other[1] > local[0]]
+        local = piece.local_box
+        if piece.rows <= 0 or piece.cols <= 0:
+            raise PlanError(f"{where}: the piece {_show(piece)} is empty.")
+        if local.overlap(full) != local:
+            raise PlanError(f"{where}: {_show(piece)} lands on {local}, outside of {full}.")
+        active = [other for other in active if other[0].row_end > local.row_start]
         for other, other_piece in active:
-            if _overlap(local, other):
-                raise PlanError(
-                    f"{where}: {_show(piece.hf_name, _canonical(piece))} and "
-                    f"{_show(other_piece.hf_name, _canonical(other_piece))} both land on "
-                    f"{_bounds(_overlap(local, other))}."
-                )
+            if both := local.overlap(other):
+                raise PlanError(f"{where}: {_show(piece)} and {_show(other_piece)} both land on {both}.")
         active.append((local, piece))
-        area += (local[1] - local[0]) * (local[3] - local[2])
-    if (
-        area != filled_rows * param.cols
-    ):  # pieces inside the bounds without overlap fill everything exactly if their areas add up
-        missing = [(0, filled_rows, 0, param.cols)]
+        area += local.area
+    # Pieces inside the bounds without overlap fill everything exactly if their areas add up.
+    if area != full.area:
+        missing = [full]
         for piece in param.pieces:
-            missing = [rest for hole in missing for rest in _remainder(hole, _local(piece))]
-        raise PlanError(
-            f"{where}: no piece fills {_bounds(missing[0])} of its {param.rows} x {param.cols} elements."
-        )
+            missing = [rest for hole in missing for rest in hole.without(piece.local_box)]
+        raise PlanError(f"{where}: no piece fills {missing[0]} of its {param.rows} x {param.cols} elements.")
 
 
-def _canonical(piece: Piece) -> Rect:
-    return piece.row_start, piece.row_end, piece.col_start, piece.col_end
-
-
-def _local(piece: Piece) -> Rect:
-    rows, cols = piece.row_end - piece.row_start, piece.col_end - piece.col_start
-    return piece.local_row, piece.local_row + rows, piece.local_col, piece.local_col + cols
-
-
-def _overlap(a: Rect, b: Rect) -> Rect | None:
-    rows, cols = (max(a[0], b[0]), min(a[1], b[1])), (max(a[2], b[2]), min(a[3], b[3]))
-    return (*rows, *cols) if rows[0] < rows[1] and cols[0] < cols[1] else None
-
-
-def _remainder(hole: Rect, filled: Rect) -> list[Rect]:
-    """Return the parts of `hole` that are still empty."""
-    part = _overlap(filled, hole)
-    return _difference(hole, part) if part else [hole]
-
-
-def _difference(whole: Rect, part: Rect) -> list[Rect]:
-    """Return `whole` without `part`, which lies inside it.
-
-    The result is up to four rectangles: above, below, left, right."""
-    r0, r1, c0, c1 = whole
-    a, b, e, f = part
-    parts = [(r0, a, c0, c1), (b, r1, c0, c1), (a, b, c0, e), (a, b, f, c1)]
-    return [rect for rect in parts if rect[0] < rect[1] and rect[2] < rect[3]]
-
-
-def _bounds(rect: Rect) -> str:
-    return f"[{rect[0]}:{rect[1]}, {rect[2]}:{rect[3]}]"
-
-
-def _show(name: str, rect: Rect) -> str:
-    return f"{name}{_bounds(rect)}"
+def _show(piece: Piece) -> str:
+    return f"{piece.hf_name}{piece.box}"

@@ -156,31 +156,29 @@ def _by_kind(
     bandwidth = dict(
         zip(KINDS, (options.local_bandwidth, options.link_bandwidth, options.network_bandwidth), strict=True)
     )
-    load: dict[str, dict[int, list[int]]] = {
-        kind: {rank: [0, 0] for rank in plan.ranks} for kind in KINDS
-    }  # sent, received
+    totals, sent, received = Counter(dict.fromkeys(KINDS, 0)), Counter(), Counter()
     for (src, dst), size in moved.items():
         if src == dst:
             size -= aliased[src]
             kind = KINDS[0]
         else:
             kind = KINDS[1] if src // options.ranks_per_node == dst // options.ranks_per_node else KINDS[2]
-        load[kind][src][0] += size
-        load[kind][dst][1] += size
-    seconds = {
-        kind: {rank: max(both) / (bandwidth[kind] * 1e9) for rank, both in of_rank.items()}
-        for kind, of_rank in load.items()
-    }
-    received = {kind: sum(both[1] for both in load[kind].values()) for kind in KINDS}
-    lines = [
-        f"{kind}: {_gb(received[kind])}, slowest rank {1e3 * max(seconds[kind].values()):.2f} ms at "
-        f"{bandwidth[kind]:g} GB/s"
-        for kind in KINDS
-    ]
-    slowest = max(plan.ranks, key=lambda rank: sum(seconds[kind][rank] for kind in KINDS))
+        totals[kind] += size
+        sent[kind, src] += size
+        received[kind, dst] += size
+
+    def milliseconds(rank: int, *kinds: str) -> float:
+        loads = [max(sent[kind, rank], received[kind, rank]) / (bandwidth[kind] * 1e9) for kind in kinds]
+        return 1e3 * sum(loads)
+
+    slowest = max(plan.ranks, key=lambda rank: milliseconds(rank, *KINDS))
     return [
-        *lines,
-        f"expected: {1e3 * sum(seconds[kind][slowest] for kind in KINDS):.2f} ms per sync (rank {slowest})",
+        *(
+            f"{kind}: {_gb(size)}, slowest rank {max(milliseconds(rank, kind) for rank in plan.ranks):.2f} ms "
+            f"at {bandwidth[kind]:g} GB/s"
+            for kind, size in totals.items()
+        ),
+        f"expected: {milliseconds(slowest, *KINDS):.2f} ms per sync (rank {slowest})",
     ]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -123,14 +123,8 @@ class WeightSync:
         generation: int = 0,
         actor: str = "",
     ) -> None:
-        self.plan, self.rank, self._speakers, self._sources, self._receiver = (
-            plan,
-            rank,
-            speakers,
-            sources,
-            receiver,
-        )
-        self.options = options
+        self.plan, self.rank, self.options = plan, rank, options
+        self._speakers, self._sources, self._receiver = speakers, sources, receiver
         self.participants = sorted({source for source, _ in plan.copies} | set(speakers.values()))
         self._store = KeyValueStore(f"{generation}{actor}", alone=len(self.participants) == 1)
         self._sends = {dst: copies for (src, dst), copies in plan.copies.items() if src == rank}
@@ -165,14 +159,20 @@ class WeightSync:
             places = self._read_places()
             transports = self._choose(places)
         except (SyncError, ValueError) as error:
-            problem = _told(self.rank, None, error)
-        if (
-            verdict := self._vote(problem)
-        ) is not None:  # otherwise ranks with a transport would wait for ranks without one
+            problem = _described(self.rank, None, error)
+        # Without the vote ranks with a transport would wait for ranks without one.
+        if (verdict := self._vote(problem)) is not None:
             raise SyncError(verdict)
         self._transports = transports
-        self._dtypes_of = {dst: places[self._speakers[dst]].dtypes[dst] for dst in self._sends}
-        self._exported, self._addresses, self._told, self._new_pulls, self._messages = None, [], {}, {}, None
+        self._dtypes_of = {
+            dst: {
+                name: getattr(torch, dtype) for name, dtype in places[self._speakers[dst]].dtypes[dst].items()
+            }
+            for dst in self._sends
+        }
+        self._exported, self._addresses, self._messages = None, [], None
+        self._announced: dict[int, Exported] = {}  # what each destination knows of
+        self._new_pulls: dict[int, dict[int, Pull]] = {}
         self._find_sources()  # moves CPU storages, so before any other address is taken
         self._messages = self._plan_messages()
 
@@ -186,7 +186,7 @@ class WeightSync:
         self._digests = {
             dst: Digest(
                 [src_view(copy, self._sources) for copy in copies],
-                [getattr(torch, self._dtypes_of[dst][copy.dst_name]) for copy in copies],
+                [self._dtypes_of[dst][copy.dst_name] for copy in copies],
                 torch.get_num_threads(),
             )
             for dst, copies in self._sends.items()
@@ -228,7 +228,7 @@ class WeightSync:
         copies: dict[tuple[int, int], list[RectCopy]] = {}
         for src, dst in sorted(pairs):
             copies.setdefault((src, self._speakers[dst]), []).extend(
-                _renamed(copy, dst) for copy in self.plan.copies[src, dst]
+                replace(copy, dst_name=f"{dst}/{copy.dst_name}") for copy in self.plan.copies[src, dst]
             )
         incoming = [(src, dst) for src, dst in pairs if self._receiver and dst in self._receiver.tensors]
         tensors = {
@@ -245,10 +245,23 @@ class WeightSync:
             for src, dst in incoming:
                 self._new_pulls.setdefault(dst, {})[src] = (
                     there,
-                    tuple(_from_staging(copy, dst) for copy in self.plan.copies[src, dst]),
+                    tuple(
+                        replace(
+                            copy,
+                            src_name=f"{dst}/{copy.dst_name}",
+                            src_row=copy.dst_row,
+                            src_col=copy.dst_col,
+                        )
+                        for copy in self.plan.copies[src, dst]
+                    ),
                 )
         plan = ReshardPlan({pair: tuple(of_pair) for pair, of_pair in copies.items()})
-        return Transfer(plan, self.rank, self._sources, tensors)
+        dtypes = {
+            f"{dst}/{name}": dtype
+            for dst, of_dst in self._dtypes_of.items()
+            for name, dtype in of_dst.items()
+        }
+        return Transfer(plan, self.rank, self._sources, tensors, dtypes)
 
     # ------------------------------------------------------------------ every version
 
@@ -265,11 +278,11 @@ class WeightSync:
             if self._messages is not None and not in_engine:
                 self._messages.run()
             if self._receiver is not None:
-                messages = self._messages.run if in_engine and self._messages else _nothing
+                messages = self._messages.run if in_engine and self._messages else lambda: None
                 self._receiver.begin(version, self._await_sources(version), self._new_pulls, messages)
                 self._new_pulls = {}
         except Exception as error:  # the vote reports the error to all ranks, and finish raises it
-            self._problem = _told(self.rank, version, error)
+            self._problem = _described(self.rank, version, error)
 
     def finish(self) -> None:
         """Wait until every destination has the version, and commit it.
@@ -280,7 +293,7 @@ class WeightSync:
             try:
                 problem = self._receiver.verify(max(self._deadline - time.monotonic(), 0.1))
             except Exception as error:  # as in begin
-                problem = _told(self.rank, self._version, error)
+                problem = _described(self.rank, self._version, error)
         verdict = self._vote(problem)
         self._store.end_sync()
         if verdict is not None:
@@ -296,15 +309,14 @@ class WeightSync:
             torch.cuda.synchronize()  # the optimizer's kernels; other processes do not see our streams
         self._find_sources()
         for dst in self._sends:
-            pulled = self._transports[self.rank, dst] in PULLED
-            moved = self._exported if pulled and self._told.get(dst) is not self._exported else None
+            moved = None
+            if self._transports[self.rank, dst] in PULLED and self._announced.get(dst) is not self._exported:
+                moved = self._announced[dst] = self._exported
             digest = self._digests[dst]
             full = digest.full() if self.options.check_weight_sync else None
             self._store.write(
                 f"{self._round}/{self.rank}>{dst}", Arrival(version, digest.sampled(version), full, moved)
             )
-            if moved is not None:
-                self._told[dst] = moved
 
     def _await_sources(self, version: int) -> dict[int, dict[int, Arrival]]:
         arrivals: dict[int, dict[int, Arrival]] = {}
@@ -337,24 +349,15 @@ class WeightSync:
                 key = f"{self._round}/vote/{peer}"
                 problems.append(self._store.read(key, str | None, self._deadline + _GRACE_S))
             except Late:
-                late.append(peer)
-        told = [problem for problem in problems if problem is not None]
-        if late and not told:
-            told = [
-                f"[rank {late[0]}] did not take part within --reshard-timeout-s "
-                f"({self.options.reshard_timeout_s:g}): it hangs or has died"
-            ]
-        return told[0] if told else None
+                late.append(_late(f"[rank {peer}] did not take part", self.options.reshard_timeout_s))
+        return next(filter(None, [*problems, *late]), None)
 
     def _read(self, key: str, kind: type[T], peer: int, task: str) -> T:
         try:
             return self._store.read(key, kind, self._deadline)
         except Late:
-            raise SyncError(
-                f"rank {peer} did not {task} within --reshard-timeout-s "
-                f"({self.options.reshard_timeout_s:g}): "
-                "it hangs or has died"
-            ) from None
+            what = f"rank {peer} did not {task}"
+            raise SyncError(_late(what, self.options.reshard_timeout_s)) from None
 
 
 def sync_plan(
@@ -372,12 +375,10 @@ def sync_plan(
     to publish its atlas (`publish_atlases`).
 
     Raises: SyncError naming a rank that has not published its atlas within timeout_s."""
-    has_table = shape.model_type in TABLES
-    atlases = (
-        vllm_atlases(shape, rollout_ranks, tp)
-        if has_table
-        else _published_atlases(rollout_ranks, timeout_s, actor)
-    )
+    if shape.model_type in TABLES:
+        atlases = vllm_atlases(shape, rollout_ranks, tp)
+    else:
+        atlases = _published_atlases(rollout_ranks, timeout_s, actor)
     plan = make_plan(sources, atlases, ranks_per_node())
     return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}
 
@@ -401,48 +402,19 @@ def _published_atlases(rollout_ranks: Sequence[int], timeout_s: float, actor: st
         try:
             atlases[rank] = store.read(str(rank), Atlas, deadline)
         except Late:
-            raise SyncError(
-                f"the engine of rank {rank} did not say what it holds within --reshard-timeout-s "
-                f"({timeout_s:g}): it hangs "
-                "or has died"
-            ) from None
+            what = f"the engine of rank {rank} did not say what it holds"
+            raise SyncError(_late(what, timeout_s)) from None
     return atlases
 
 
-def _told(rank: int, version: int | None, error: Exception) -> str:
+def _late(what: str, timeout_s: float) -> str:
+    return f"{what} within --reshard-timeout-s ({timeout_s:g}): it hangs or has died"
+
+
+def _described(rank: int, version: int | None, error: Exception) -> str:
     text = str(error) if isinstance(error, SyncError | ValueError) else f"{type(error).__name__}: {error}"
     where = f"[rank {rank}] " if version is None else f"[rank {rank}] weights of version {version}: "
     return str(error) if str(error).startswith("[rank") else where + text
-
-
-def _nothing() -> None:
-    pass
-
-
-def _renamed(copy: RectCopy, dst: int) -> RectCopy:
-    return RectCopy(
-        copy.src_name,
-        copy.src_row,
-        copy.src_col,
-        f"{dst}/{copy.dst_name}",
-        copy.dst_row,
-        copy.dst_col,
-        copy.rows,
-        copy.cols,
-    )
-
-
-def _from_staging(copy: RectCopy, dst: int) -> RectCopy:
-    return RectCopy(
-        f"{dst}/{copy.dst_name}",
-        copy.dst_row,
-        copy.dst_col,
-        copy.dst_name,
-        copy.dst_row,
-        copy.dst_col,
-        copy.rows,
-        copy.cols,
-    )
 
 
 def tensors_of(pull: Pull) -> dict[str, Tensor]:

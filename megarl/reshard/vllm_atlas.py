@@ -16,7 +16,6 @@ from megarl.reshard.atlas import (
     Piece,
     Row,
     Sizes,
-    check_tensor_parallel,
     column_shard,
     every_expert,
     hf_sizes,
@@ -45,75 +44,49 @@ def fused_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
     return LocalParam(end - start + 2 * key_rows, cols, tuple(pieces))
 
 
-def _attention(kind: str) -> tuple[str, str, str]:
+def attention_names(kind: str) -> tuple[str, str, str]:
+    """Return the canonical weights or biases of queries, keys and values."""
     return (f"self_attn.q_proj.{kind}", f"self_attn.k_proj.{kind}", f"self_attn.v_proj.{kind}")
 
 
 LAYER = (
-    Row("input_layernorm.weight", replicated, ("input_layernorm.weight",)),
-    Row("self_attn.qkv_proj.weight", fused_qkv, _attention("weight")),
-    Row("self_attn.qkv_proj.bias", fused_qkv, _attention("bias"), needs="qkv_bias"),
-    Row("self_attn.q_norm.weight", replicated, ("self_attn.q_norm.weight",), needs="qk_layernorm"),
-    Row("self_attn.k_norm.weight", replicated, ("self_attn.k_norm.weight",), needs="qk_layernorm"),
-    Row("self_attn.o_proj.weight", column_shard, ("self_attn.o_proj.weight",)),
-    Row("self_attn.o_proj.bias", replicated, ("self_attn.o_proj.bias",), needs="o_bias"),
-    Row("post_attention_layernorm.weight", replicated, ("post_attention_layernorm.weight",)),
-    Row(
-        "pre_feedforward_layernorm.weight",
-        replicated,
-        ("pre_feedforward_layernorm.weight",),
-        needs="output_norms",
-    ),
-    Row(
-        "post_feedforward_layernorm.weight",
-        replicated,
-        ("post_feedforward_layernorm.weight",),
-        needs="output_norms",
-    ),
-    Row(
-        "mlp.gate_up_proj.weight",
-        stacked_row_shards,
-        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        needs="is_dense",
-    ),
-    Row("mlp.down_proj.weight", column_shard, ("mlp.down_proj.weight",), needs="is_dense"),
-    Row(
-        "mlp.gate_up_proj.bias",
-        stacked_row_shards,
-        ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-        needs="mlp_bias",
-    ),
-    Row("mlp.down_proj.bias", replicated, ("mlp.down_proj.bias",), needs="mlp_bias"),
-    Row("mlp.gate.weight", replicated, ("mlp.gate.weight",), needs="names_experts"),
+    Row("input_layernorm.weight", replicated),
+    Row("self_attn.qkv_proj.weight", fused_qkv, *attention_names("weight")),
+    Row("self_attn.qkv_proj.bias", fused_qkv, *attention_names("bias")),
+    Row("self_attn.q_norm.weight", replicated),
+    Row("self_attn.k_norm.weight", replicated),
+    Row("self_attn.o_proj.weight", column_shard),
+    Row("self_attn.o_proj.bias", replicated),
+    Row("post_attention_layernorm.weight", replicated),
+    Row("pre_feedforward_layernorm.weight", replicated),
+    Row("post_feedforward_layernorm.weight", replicated),
+    Row("mlp.gate_up_proj.weight", stacked_row_shards, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    Row("mlp.down_proj.weight", column_shard),
+    Row("mlp.gate_up_proj.bias", stacked_row_shards, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    Row("mlp.down_proj.bias", replicated),
+    Row("mlp.gate.weight", replicated),
     Row(
         "mlp.experts.routed_experts.w13_weight",
         every_expert(stacked_row_shards),
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
-        needs="names_experts",
+        "mlp.experts.{expert}.gate_proj.weight",
+        "mlp.experts.{expert}.up_proj.weight",
     ),
     Row(
         "mlp.experts.routed_experts.w2_weight",
         every_expert(column_shard),
-        ("mlp.experts.{expert}.down_proj.weight",),
-        needs="names_experts",
+        "mlp.experts.{expert}.down_proj.weight",
     ),
-    Row(
-        "block_sparse_moe.gate.weight",
-        replicated,
-        ("block_sparse_moe.gate.weight",),
-        needs="names_blocks_sparse",
-    ),
+    Row("block_sparse_moe.gate.weight", replicated),
     Row(
         "block_sparse_moe.experts.routed_experts.w13_weight",
         every_expert(stacked_row_shards),
-        ("block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
-        needs="names_blocks_sparse",
+        "block_sparse_moe.experts.{expert}.w1.weight",
+        "block_sparse_moe.experts.{expert}.w3.weight",
     ),
     Row(
         "block_sparse_moe.experts.routed_experts.w2_weight",
         every_expert(column_shard),
-        ("block_sparse_moe.experts.{expert}.w2.weight",),
-        needs="names_blocks_sparse",
+        "block_sparse_moe.experts.{expert}.w2.weight",
     ),
 )
 """The experts are [E, 2F/t, h] and [E, h, F/t]: this is their order as the model is loaded. A backend may
@@ -141,8 +114,6 @@ def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
             f"{', '.join(TABLES)}. An engine reads "
             "it off vLLM's loader when it starts."
         )
-    expert_ffn = {"moe_intermediate_size": shape.moe_ffn_hidden_size} if shape.is_moe else {}
-    check_tensor_parallel(shape, tp_size, "--rollout-tensor-parallel-size", **expert_ffn)
     cut, sizes = Cut(shape, tp_size, tp_rank), hf_sizes(shape)
     atlas: Atlas = {EMBEDDING: vocab_shard(cut, sizes, (EMBEDDING,))}
     for layer in range(shape.num_layers):

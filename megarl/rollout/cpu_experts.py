@@ -37,18 +37,15 @@ class PackedExperts:
         if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
             return {}
         check_version()
-        size = experts.moe_config.intermediate_size_per_partition
-        return {
-            name: cls.of(getattr(module, name).data, name, size, experts.isa)
-            for name in ("w13_weight", "w2_weight")
-        }
-
-    @classmethod
-    def of(cls, packed: torch.Tensor, name: str, size: int, isa: str) -> PackedExperts:
-        num_experts, rows, cols = packed.shape
-        shape = (num_experts, 2 * size, cols) if name == "w13_weight" else (num_experts, rows, size)
-        plain = packed.new_zeros(shape)
-        return cls(plain, plain if plain.shape == packed.shape else torch.zeros_like(packed), packed, isa)
+        size, found = experts.moe_config.intermediate_size_per_partition, {}
+        for name in ("w13_weight", "w2_weight"):
+            packed = getattr(module, name).data
+            num_experts, rows, cols = packed.shape
+            shape = (num_experts, 2 * size, cols) if name == "w13_weight" else (num_experts, rows, size)
+            plain = packed.new_zeros(shape)
+            padded = plain if plain.shape == packed.shape else torch.zeros_like(packed)
+            found[name] = cls(plain, padded, packed, experts.isa)
+        return found
 
     def pack(self) -> None:
         """Pack the plain matrices into the live weight."""

@@ -47,9 +47,7 @@ class PositionSampler(TopKTopPSampler):
         Takes logits [B, V]. Returns the sampled tokens [B] int64 and what `logprobs_mode` asks for [B, V]."""
         logits = apply_top_k_top_p(logits, k, p)
         returned = None
-        if self.logprobs_mode == "processed_logits":
-            returned = logits
-        elif self.logprobs_mode == "processed_logprobs":
+        if self.logprobs_mode == "processed_logprobs":  # an engine's; a judge needs none
             returned = logits.log_softmax(dim=-1, dtype=torch.float32)
         seeds = self._seeds(len(logits))
         if not self.use_fp64_gumbel:

@@ -6,13 +6,8 @@ A switch would have no effect on them."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
-
-from megarl.reshard.copier import View
-from megarl.reshard.packed import PackedView
 
 
 class DoubleBuffer:
@@ -24,11 +19,13 @@ class DoubleBuffer:
 
     `front` generates. `back` has the same names and shapes and, at first, the same values."""
 
-    def __init__(self, model: torch.nn.Module, tensors: dict[str, View]) -> None:
-        storages = {storage._cdata: storage for storage in map(_storage, tensors.values())}
+    def __init__(self, model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+        storages = {view.untyped_storage()._cdata: view.untyped_storage() for view in tensors.values()}
         clones = {key: storage.clone() for key, storage in storages.items()}
         self.front = tensors
-        self.back = {name: _moved_view(view, clones[_storage(view)._cdata]) for name, view in tensors.items()}
+        self.back = {
+            name: _moved(view, clones[view.untyped_storage()._cdata]) for name, view in tensors.items()
+        }
         self._parameters = [
             (p, p.data, _moved(p.data, clones[p.data.untyped_storage()._cdata]))
             for p in model.parameters()
@@ -41,18 +38,6 @@ class DoubleBuffer:
         for parameter, front, _ in self._parameters:
             parameter.data = front
         self.front, self.back = self.back, self.front
-
-
-def _storage(view: View) -> torch.UntypedStorage:
-    return (view.storage if isinstance(view, PackedView) else view).untyped_storage()
-
-
-def _moved_view(view: View, storage: torch.UntypedStorage) -> View:
-    return (
-        dataclasses.replace(view, storage=_moved(view.storage, storage))
-        if isinstance(view, PackedView)
-        else _moved(view, storage)
-    )
 
 
 def _moved(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,27 +24,24 @@ import torch.distributed as dist
 from megarl.batch import expert_dtype
 from megarl.collectives import all_gather_messages
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import group_timeout
 from megarl.config.roles import tells_experts
 from megarl.config.schema import TrainConfig
 from megarl.runtime.abort import AbortableEngine
 from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
-from megarl.reshard.copier import View
 from megarl.reshard.destination import Arrival, Destination
 from megarl.reshard.plan import ReshardPlan, make_plan
 from megarl.reshard.sync import Pull, WeightSync, tensors_of
 from megarl.reshard.transports.choose import ranks_per_node
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 from megarl.rollout.draws import draw_arguments
+from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
-from megarl.rollout.kv_cache import CPU_BLOCK_SIZE, cpu_kv_cache_bytes, most_sequences
-from megarl.rollout.names import BACKEND, CPU_NORMS
-from megarl.rollout.plugin import check_version, register
+from megarl.rollout.plugin import register
 
 if TYPE_CHECKING:
     import numpy as np
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 
 class Response(NamedTuple):
@@ -145,36 +141,11 @@ class Engine:
         prefixes that do not pair up. ValueError also for prefixes that leave nothing to sample, and for an
         engine that cannot continue after a prefix. Aborted if the job shuts down; afterwards the engine
         cannot generate any more."""
-        if self.version is None:
-            raise RuntimeError(
-                "generate was called before a sync was committed: the engine's weights are noise. "
-                "Call sync(version) first."
-            )
         prefixes = [[]] * len(prompts) if prefixes is None else prefixes
-        if not len(prompts) == len(keys) == len(prefixes):
-            raise ValueError(
-                f"{len(prompts)} prompts, {len(keys)} keys and {len(prefixes)} prefixes must pair up."
-            )
-        longest = self._sampling.max_prompt_length
-        for index, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= longest:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; 1 to --max-prompt-length ({longest}) "
-                    "are possible."
-                )
         limit = max_tokens or self._sampling.max_response_length
-        for index, prefix in enumerate(prefixes):
-            if len(prefix) >= limit:
-                raise ValueError(
-                    f"prefix {index} has {len(prefix)} tokens; the whole response has at most {limit}."
-                )
+        self._check(prompts, keys, prefixes, limit)
         if not prompts:
             return []
-        if any(prefixes) and not self._draws_by_position:
-            raise ValueError(
-                "prefixes: vLLM runs this model by its Model Runner V1, which on a GPU draws from a "
-                "generator per request. Only Model Runner V2 draws by position."
-            )
         from vllm import SamplingParams
 
         stop = list(self._sampling.stop)
@@ -197,17 +168,54 @@ class Engine:
         ]
         prompts = [[*prompt, *prefix] for prompt, prefix in zip(prompts, prefixes, strict=True)]
         outputs = self._complete([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        responses = [_response(output.outputs[0]) for output in outputs]
-        if not self._tells_experts:
-            return responses
         return [
-            response._replace(
-                experts=routed_experts(
-                    output.outputs[0].routed_experts, len(prompt) + len(response.token_ids), self.shape
-                )
-            )
-            for response, output, prompt in zip(responses, outputs, prompts, strict=True)
+            self._response(len(prompt), output.outputs[0])
+            for prompt, output in zip(prompts, outputs, strict=True)
         ]
+
+    def _check(
+        self,
+        prompts: Sequence[list[int]],
+        keys: Sequence[int],
+        prefixes: Sequence[list[int]],
+        limit: int,
+    ) -> None:
+        """Raise the errors of `generate`, before a request is queued."""
+        if self.version is None:
+            raise RuntimeError(
+                "generate was called before a sync was committed: the engine's weights are noise. "
+                "Call sync(version) first."
+            )
+        if not len(prompts) == len(keys) == len(prefixes):
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(keys)} keys and {len(prefixes)} prefixes must pair up."
+            )
+        longest = self._sampling.max_prompt_length
+        for index, (prompt, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
+            if not 0 < len(prompt) <= longest:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; 1 to --max-prompt-length ({longest}) "
+                    "are possible."
+                )
+            if len(prefix) >= limit:
+                raise ValueError(
+                    f"prefix {index} has {len(prefix)} tokens; the whole response has at most {limit}."
+                )
+        if any(prefixes) and not self._draws_by_position:
+            raise ValueError(
+                "prefixes: vLLM runs this model by its Model Runner V1, which on a GPU draws from a "
+                "generator per request. Only Model Runner V2 draws by position."
+            )
+
+    def _response(self, num_prompt_tokens: int, completion: CompletionOutput) -> Response:
+        token_ids, log_probs = list(completion.token_ids), completion.logprobs.logprobs
+        if len(token_ids) != len(log_probs):
+            raise RuntimeError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs")
+        experts = None
+        if self._tells_experts:
+            num_tokens = num_prompt_tokens + len(token_ids)
+            experts = routed_experts(completion.routed_experts, num_tokens, self.shape)
+        return Response(token_ids, log_probs, completion.finish_reason, experts)
 
     @property
     def _draws_by_position(self) -> bool:
@@ -248,24 +256,16 @@ class RolloutEngine(Engine):
 
         Args:
             ranks: ranks of the role. Consecutive blocks of tensor_parallel_size form engines. vLLM joins the
-                existing world, so these must be all ranks.
+                existing world, so these are all ranks; the rules of the configuration refuse others.
             sources: atlas of every source rank, the same on all ranks.
             parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if the
                 rank is no source.
             actor: suffix of the actor that the engine samples for.
-        Raises: ValueError for ranks or engine arguments that cannot work; PlanError if the sources do not
+        Raises: ValueError for engine arguments that cannot work; PlanError if the sources do not
         hold every weight."""
         super().__init__(config, shape, actor)
-        if list(ranks) != list(range(dist.get_world_size())):
-            raise ValueError(
-                f"--rollout-ranks {','.join(map(str, ranks))}: in-process engines are on all "
-                f"{dist.get_world_size()} "
-                "ranks of the job. Leave the flag out, or try --rollout-engine out-of-process."
-            )
-        self.ranks, self._ranks_per_node = (
-            tuple(ranks),
-            ranks_per_node(),
-        )  # vLLM on a CPU changes torchrun's variables
+        # vLLM on a CPU changes torchrun's variables, so they are read before.
+        self.ranks, self._ranks_per_node = tuple(ranks), ranks_per_node()
         prepare_environment()
         _be_launched_externally()
         arguments = engine_arguments(
@@ -290,14 +290,14 @@ class RolloutEngine(Engine):
         )
         self._aliases = offer.taken
         self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
-        self.tensors: dict[int, dict[str, View]] = {}
+        self.tensors: dict[int, dict[str, torch.Tensor]] = {}
         """Live weights: this rank -> name -> view."""
         self.llm.init_weight_transfer_engine({"init_info": {"expose": self._take}})
         self._is_updating = False
         self.device = next(iter(self.tensors[dist.get_rank()].values())).device.type
         self.connect(sources, parameters)
 
-    def _take(self, atlas: Atlas, tensors: dict[str, View]) -> None:
+    def _take(self, atlas: Atlas, tensors: dict[str, torch.Tensor]) -> None:
         """Receive this rank's atlas and live weights from the vLLM worker."""
         self._atlas, self.tensors[dist.get_rank()] = atlas, tensors
 
@@ -369,13 +369,6 @@ class RolloutEngine(Engine):
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _response(completion) -> Response:
-    token_ids, log_probs = list(completion.token_ids), completion.logprobs.logprobs
-    if len(token_ids) != len(log_probs):
-        raise RuntimeError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs")
-    return Response(token_ids, log_probs, completion.finish_reason)
-
-
 def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) -> torch.Tensor:
     """Convert vLLM's routed experts of one sample to `Response.experts`.
 
@@ -400,133 +393,3 @@ def _be_launched_externally() -> None:
     A single process that was started by hand has none."""
     os.environ.setdefault("RANK", str(dist.get_rank()))
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
-
-
-_FIXED = (
-    "model",
-    "tensor_parallel_size",
-    "distributed_executor_backend",
-    "logprobs_mode",
-    "load_format",
-    "weight_transfer_config",
-    "skip_tokenizer_init",
-    "seed",
-    "max_model_len",
-    "trust_remote_code",
-)
-
-
-def engine_arguments(
-    config: TrainConfig,
-    shape: ModelShape,
-    on_cpu: bool,
-    num_engines: int = 1,
-    executor: str = "external_launcher",
-) -> dict[str, object]:
-    """Return the vLLM engine arguments of a job.
-
-    A --rollout-<name> of the user wins, except for arguments that training depends on.
-
-    Raises: ValueError naming an engine argument that cannot be chosen."""
-    rollout, sampling = config.rollout, config.sampling
-    taken = [name for name in _FIXED if name in rollout.engine_args]
-    if taken:
-        flags = ", ".join(
-            f"--rollout-{name.replace('_', '-')} ({rollout.engine_args[name]})" for name in taken
-        )
-        raise ValueError(f"{flags} cannot be chosen: megarl sets it. Remove the flag.")
-    dtype = rollout.dtype if rollout.dtype != "auto" else "bfloat16" if config.model.bf16 else "float32"
-    max_model_len = sampling.max_prompt_length + sampling.max_response_length
-    group_timeout_s = int(group_timeout(config.placement.call_timeout_s).total_seconds())
-    arguments: dict[str, object] = dict(
-        model=config.model.model,
-        tokenizer=_tokenizer(config),
-        skip_tokenizer_init=not sampling.stop,
-        dtype=dtype,
-        load_format="dummy",
-        seed=config.batch.seed,
-        tensor_parallel_size=rollout.tensor_parallel_size,
-        distributed_executor_backend=executor,
-        max_model_len=max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        enforce_eager=on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
-        enable_prefix_caching=rollout.enable_prefix_caching,
-        block_size=rollout.block_size,
-        kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
-        logprobs_mode="processed_logprobs",
-        weight_transfer_config={"backend": BACKEND},
-        disable_log_stats=True,
-        trust_remote_code=False,
-        distributed_timeout_seconds=group_timeout_s,
-        cpu_distributed_timeout_seconds=group_timeout_s,
-    )
-    if on_cpu:
-        check_version()
-        arguments |= {
-            "worker_cls": "megarl.rollout.worker.NamedCPUWorker",
-            "scheduler_cls": "megarl.rollout.scheduler.DecodeScheduler",
-            "ir_op_priority": {"rms_norm": [CPU_NORMS], "fused_add_rms_norm": [CPU_NORMS]},
-        }
-        if shape.is_mla:
-            arguments |= _cpu_latent_arguments(shape)
-        if rollout.kv_cache_memory_bytes is None:
-            arguments["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(
-                shape,
-                rollout.tensor_parallel_size,
-                4 if dtype == "float32" else 2,
-                most_sequences(config, num_engines),
-                max_model_len,
-                rollout.block_size or CPU_BLOCK_SIZE,
-            )
-        if tells_experts(config, shape):
-            raise ValueError(
-                "--moe-routing-replay (engine): vLLM 0.32 tells which experts it chose from its "
-                "Model Runner V2 only, which needs "
-                "Triton on a GPU, and there is none. Try --moe-routing-replay policy."
-            )
-    else:
-        if tells_experts(config, shape):
-            arguments["enable_return_routed_experts"] = True
-        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-        if dtype != "float32":
-            # The trainer's logits are fp32. vLLM would round its own to the model's dtype, an error as large
-            # as the limit of the log-prob gate in bf16.
-            arguments["hf_overrides"] = {"head_dtype": "float32"}
-        if shape.is_moe:
-            arguments["moe_backend"] = (
-                "triton"  # other backends shuffle the experts, which are then no longer [E, 2F, h]
-            )
-    return {name: value for name, value in (arguments | rollout.engine_args).items() if value is not None}
-
-
-def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
-    """Return the arguments that latent attention needs on a CPU.
-
-    vLLM's CPU kernel for rotary embeddings expects contiguous heads. The rotary parts of latent attention's
-    queries are not contiguous. Scaled embeddings do not use this kernel. vLLM's AMX kernels free kv_b_proj.
-    """
-    if (shape.kv_lora_rank, shape.qk_rope_head_dim) != (512, 64):
-        raise ValueError(
-            f"kv_lora_rank ({shape.kv_lora_rank}) and qk_rope_head_dim ({shape.qk_rope_head_dim}): "
-            "vLLM's latent attention on a CPU "
-            "has kernels for 512 and 64 only. Sample on a GPU."
-        )
-    native = (
-        {} if shape.rope_scaling else {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-    )
-    return {"attention_backend": "CPU_MLA", **native}
-
-
-def _tokenizer(config: TrainConfig) -> str | None:
-    """Return the tokenizer for vLLM.
-
-    vLLM needs one only to match stop strings, and transformers must be able to load it."""
-    tokenizer = config.model.tokenizer_model
-    if config.sampling.stop and tokenizer is not None and Path(tokenizer).is_file():
-        raise ValueError(
-            f"--stop {' '.join(config.sampling.stop)} needs a Hugging Face tokenizer, "
-            f"--tokenizer-model ({tokenizer}) is a "
-            "SentencePiece file. Use --stop-token-ids."
-        )
-    return tokenizer if config.sampling.stop else None

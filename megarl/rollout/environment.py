@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -63,24 +64,18 @@ def engine_environment(visible_devices: str | None, errors: str | None = None) -
     Args:
         visible_devices: CUDA_VISIBLE_DEVICES of the engine; None leaves the variable.
         errors: path of the engine's EngineErrors; None lets the engine print errors."""
-    before = dict(os.environ)
     pid = os.getpid()
-    try:
-        for name in before:
-            if name.startswith(_OF_TORCHRUN):
-                del os.environ[name]
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            ENGINE_OF: f"{pid}/{process_start(pid)}",
-        } | ({} if errors is None else {ERRORS: errors})
-        if visible_devices is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
+    new = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        ENGINE_OF: f"{pid}/{process_start(pid)}",
+        ERRORS: errors,
+        "CUDA_VISIBLE_DEVICES": visible_devices,
+    }
+    with patch.dict(os.environ, {name: value for name, value in new.items() if value is not None}):
+        for name in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
             del os.environ[name]
-        os.environ |= before
+        yield
 
 
 def end_with_owner() -> None:
@@ -129,16 +124,14 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _preserved_random_state() -> Iterator[None]:
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 def remove_own_shared_memory() -> None:

@@ -17,16 +17,8 @@ import torch
 from megarl.config.schema import TrainConfig
 from megarl.runtime.abort import AbortableEngine
 from megarl.rollout.draws import draw_arguments
-from megarl.rollout.environment import (
-    engine_environment,
-    prepare_environment,
-    remove_own_shared_memory,
-    sweep_shared_memory,
-    undisturbed,
-)
-from megarl.rollout.kv_cache import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES
-from megarl.rollout.plugin import check_version, register
-from megarl.rollout.processes import UNIPROC, EngineDied, EngineProcesses, visible_devices
+from megarl.rollout.kv_cache import CPU_BLOCK_SIZE, MAX_CPU_KV_CACHE_BYTES, bounded_cache_bytes
+from megarl.rollout.processes import UNIPROC, EngineDied, EngineProcesses, starting_engine
 
 
 class Answer(NamedTuple):
@@ -50,14 +42,8 @@ class Judge:
                 more tokens of them than that.
         Raises: EngineDied if vLLM cannot start; ValueError if the engine's ranks are not on one node."""
         self.name, self.path, self.options = name, path, config.reward_models
-        prepare_environment()
-        check_version()  # EngineProcesses reads internals of the client
-        sweep_shared_memory()
         arguments = _engine_arguments(config, path, tp, num_template_characters)
-        with engine_environment(visible_devices(tp, "--reward-tensor-model-parallel-size")), undisturbed():
-            from vllm import LLM
-
-            register()
+        with starting_engine(tp, "--reward-tensor-model-parallel-size") as LLM:
             try:
                 self.llm = LLM(**arguments)
             except Exception as error:  # any exception of vLLM, possibly from another process
@@ -102,7 +88,6 @@ class Judge:
     def shutdown(self) -> None:
         """End vLLM's processes."""
         self._processes.shutdown()
-        remove_own_shared_memory()
 
     def _encode(self, question: str) -> list[int]:
         """Encode the question as the user's turn of the chat template; without a template, as plain text."""
@@ -119,17 +104,10 @@ class Judge:
         on_cpu = not torch.cuda.is_available()
         options = {"temperature": self.options.judge_temperature, "max_tokens": self.options.judge_max_tokens}
         params = [SamplingParams(**options, **draw_arguments(key, on_cpu)) for key in keys]
-        try:
-            if not self._processes.have_died():
-                return (
-                    self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-                    if prompts
-                    else []
-                )
-        except Exception:  # vLLM's own error for a dead engine names no cause
-            if not self._processes.have_died():
-                raise
-        raise self._processes.death
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        return self._processes.call(
+            lambda: self.llm.generate(requests, params, use_tqdm=False) if requests else []
+        )
 
 
 def _engine_arguments(
@@ -170,10 +148,13 @@ def _dtype(model: dict[str, object]) -> str:
     return str(model.get("dtype") or model.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
-def _cpu_kv_cache_bytes(model: dict[str, object], max_model_len: int, num_sequences: int = 16) -> int:
-    """Return the bytes of a KV cache for `num_sequences` questions of full length in fp32.
+_QUESTIONS_AT_ONCE = 16
 
-    The size is at most MAX_CPU_KV_CACHE_BYTES but always enough for one question. A config.json without the
+
+def _cpu_kv_cache_bytes(model: dict[str, object], max_model_len: int) -> int:
+    """Return the bytes of a KV cache for `_QUESTIONS_AT_ONCE` questions of full length in fp32.
+
+    A config.json without the
     usual size fields gets the maximum."""
     layers, hidden, heads = (
         model.get(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -187,8 +168,6 @@ def _cpu_kv_cache_bytes(model: dict[str, object], max_model_len: int, num_sequen
         * (model.get("num_key_value_heads") or heads)
         * (model.get("head_dim") or hidden // heads)
     )
-    one_block = per_token * CPU_BLOCK_SIZE
-    per_sequence = -(-max_model_len // CPU_BLOCK_SIZE) * one_block
-    return (
-        max(per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block
-    )  # vLLM reserves one block for itself
+    block_bytes = per_token * CPU_BLOCK_SIZE
+    per_sequence = -(-max_model_len // CPU_BLOCK_SIZE) * block_bytes
+    return bounded_cache_bytes(block_bytes, per_sequence, _QUESTIONS_AT_ONCE, at_least=1)

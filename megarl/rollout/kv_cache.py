@@ -31,12 +31,17 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
 def cpu_kv_cache_bytes(
     shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int
 ) -> int:
-    """Return the bytes of a KV cache for `num_sequences` sequences of full length.
+    """Return the bytes of a KV cache for `num_sequences` sequences of full length, but see below."""
+    block_bytes, per_sequence = (
+        sequence_bytes(shape, tp_size, itemsize, length, block_size) for length in (1, max_model_len)
+    )
+    return bounded_cache_bytes(block_bytes, per_sequence, num_sequences, at_least=2)
 
-    The size is at most MAX_CPU_KV_CACHE_BYTES, but always enough for two sequences."""
-    per_sequence = sequence_bytes(shape, tp_size, itemsize, max_model_len, block_size)
-    one_block = sequence_bytes(shape, tp_size, itemsize, 1, block_size)  # vLLM reserves one block for itself
-    return max(2 * per_sequence, min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)) + one_block
+
+def bounded_cache_bytes(block_bytes: int, per_sequence: int, num_sequences: int, at_least: int) -> int:
+    """Return the bytes of a cache of at most MAX_CPU_KV_CACHE_BYTES that always holds `at_least` sequences."""
+    wanted = min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)
+    return max(at_least * per_sequence, wanted) + block_bytes  # vLLM reserves one block for itself
 
 
 def sequence_bytes(shape: ModelShape, tp_size: int, itemsize: int, length: int, block_size: int) -> int:

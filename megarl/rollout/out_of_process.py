@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,22 +30,16 @@ from megarl.reshard.destination import Arrival
 from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.sync import Pull, publish_atlases, sync_plan
 from megarl.reshard.vllm_atlas import TABLES
-from megarl.rollout.engine import Engine, Response, engine_arguments
+from megarl.rollout.engine import Engine, Response
+from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.engine_errors import EngineErrors
-from megarl.rollout.environment import (
-    engine_environment,
-    prepare_environment,
-    remove_own_shared_memory,
-    sweep_shared_memory,
-    undisturbed,
-)
-from megarl.rollout.plugin import check_version, register
-from megarl.rollout.processes import UNIPROC, EngineProcesses, visible_devices
+from megarl.rollout.processes import UNIPROC, EngineProcesses, starting_engine
 from megarl.rollout.puller import Order
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
+T = TypeVar("T")
 _EXTENSION = "megarl.rollout.extension.WorkerExtension"
 _ANSWER_S = 10.0  # added to the time limit of the call itself
 
@@ -70,18 +65,12 @@ class OutOfProcessEngine(Engine):
         self.process = f"engine of rank {self.rank}"
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._double_buffer = _double_buffer(config, self.device)
-        prepare_environment()
-        check_version()  # EngineProcesses reads internals of the client
-        sweep_shared_memory()
         executor = "mp" if self._tp > 1 else UNIPROC
-        arguments = engine_arguments(
-            config, shape, self.device == "cpu", len(self.rollout_ranks) // self._tp, executor
-        )
         self._errors = EngineErrors()
-        with engine_environment(visible_devices(self._tp), self._errors.path), undisturbed():
-            from vllm import LLM
-
-            register()
+        with starting_engine(self._tp, "--rollout-tensor-parallel-size", self._errors.path) as LLM:
+            arguments = engine_arguments(
+                config, shape, self.device == "cpu", len(self.rollout_ranks) // self._tp, executor
+            )
             try:
                 self.llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
             except Exception as error:  # its cause is in the engine
@@ -123,13 +112,8 @@ class OutOfProcessEngine(Engine):
 
     def generate(self, *args, **kwargs) -> list[Response]:
         """Sample, as RolloutEngine.generate does. Also raises EngineFailed and EngineDied."""
-        try:
-            if not self._has_died():
-                return super().generate(*args, **kwargs)
-            failure = self._processes.death
-        except Exception as error:  # vLLM's own error for a dead engine names no cause
-            failure = self._processes.death if self._has_died() else error
-        raise self._errors.explained(failure, self.rank)
+        generate = super().generate
+        return self._explained(lambda: generate(*args, **kwargs))
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
         """Queue all requests before the engine starts on the first.
@@ -177,7 +161,7 @@ class OutOfProcessEngine(Engine):
 
     def give_up(self) -> None:
         """Abandon the current version. With two buffers the old version stays usable."""
-        if self._is_updating and not self._has_died():
+        if self._is_updating and not self._processes.have_died():
             self._is_updating = False
             self._ask(lambda: self.llm.collective_rpc("megarl_give_up_weights"))
             self._ask(self.llm.finish_weight_update)
@@ -186,40 +170,44 @@ class OutOfProcessEngine(Engine):
         """End vLLM's processes."""
         self.version = None
         self._processes.shutdown()
-        remove_own_shared_memory()
 
     def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
         """Return the result of a call to vLLM.
 
         Raises: TimeoutError if vLLM does not answer within timeout_s + _ANSWER_S. vLLM's own client would
         wait for ever."""
-        answer: dict[str, object] = {}
+        answer: Future = Future()
 
         def run() -> None:
             try:
-                answer["value"] = call()
+                answer.set_result(call())
             except Exception as error:  # thread boundary
-                answer["error"] = error
+                answer.set_exception(error)
 
-        thread = threading.Thread(target=run, name="ask_engine", daemon=True)
-        thread.start()
-        thread.join(timeout_s + _ANSWER_S)
-        if self._has_died():
-            raise self._errors.explained(self._processes.death, self.rank)
-        if thread.is_alive():
-            raise TimeoutError(
-                f"[rank {self.rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s"
-            )
-        if "error" in answer:
-            raise self._errors.explained(answer["error"], self.rank)
-        return answer["value"]
+        def result() -> object:
+            try:
+                return answer.result(timeout_s + _ANSWER_S)
+            except TimeoutError:
+                if answer.done():
+                    raise
+                raise TimeoutError(
+                    f"[rank {self.rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s"
+                ) from None
 
-    def _has_died(self) -> bool:
-        """Return whether a process of the engine has died. From then on every call raises that error."""
-        if self._processes.have_died():
+        threading.Thread(target=run, name="ask_engine", daemon=True).start()
+        return self._explained(result)
+
+    def _explained(self, call: Callable[[], T]) -> T:
+        """Return the result of a call to vLLM; its errors become those that the engine has logged.
+
+        After the death of a process every call raises the same error."""
+        try:
+            return self._processes.call(call)
+        except Exception as error:
+            failure = error
+        if self._processes.death is not None:
             self.version = None
-            return True
-        return False
+        raise self._errors.explained(failure, self.rank)
 
 
 def _double_buffer(config: TrainConfig, device: str) -> bool:

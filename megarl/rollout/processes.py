@@ -1,25 +1,54 @@
-"""Watch the processes that vLLM starts for an engine and choose their visible devices."""
+"""Prepare the start of an engine in processes of its own, watch them, and choose their visible devices."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.connection
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from megarl.rollout.environment import (
+    engine_environment,
+    prepare_environment,
+    remove_own_shared_memory,
+    sweep_shared_memory,
+    undisturbed,
+)
+from megarl.rollout.plugin import check_version, register
+
 if TYPE_CHECKING:
     from vllm import LLM
+
+T = TypeVar("T")
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor that runs the model in the engine process itself.
 
 Under its short name vLLM replaces it by "mp" on a CPU, to bind threads to cores. Several ranks on one machine
 cannot use that."""
+
+
+@contextlib.contextmanager
+def starting_engine(tp: int, flag: str, errors: str | None = None) -> Iterator[type[LLM]]:
+    """Yield the class LLM, in an environment in which it starts an engine in processes of its own.
+
+    Args:
+        tp: ranks of the engine; `flag` is their flag, for errors.
+        errors: path of the engine's EngineErrors; None lets the engine print errors."""
+    prepare_environment()
+    check_version()  # EngineProcesses reads internals of the client
+    sweep_shared_memory()
+    with engine_environment(visible_devices(tp, flag), errors), undisturbed():
+        from vllm import LLM
+
+        register()
+        yield LLM
 
 
 class EngineDied(RuntimeError):
@@ -66,9 +95,23 @@ class EngineProcesses:
             )
         return self.death is not None
 
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the result of a call to vLLM.
+
+        Raises: `death` if a process has died, because vLLM's own error for a dead engine names no cause."""
+        try:
+            if not self.have_died():
+                return function()
+        except Exception:
+            if not self.have_died():
+                raise
+        raise self.death
+
     def shutdown(self) -> None:
+        """End the processes and remove the shared memory that they leave behind."""
         self._is_closing = True
         self._client.shutdown()
+        remove_own_shared_memory()
 
     def _watch(self) -> None:
         multiprocessing.connection.wait([process.sentinel for process in self._processes])
@@ -87,7 +130,7 @@ def _how(exit_code: int | None) -> str:
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
 
 
-def visible_devices(tp: int, flag: str = "--rollout-tensor-parallel-size") -> str | None:
+def visible_devices(tp: int, flag: str) -> str | None:
     """Return the GPUs of this engine's ranks, then the node's other GPUs, whose memory is read too.
 
     Returns: None without GPUs.

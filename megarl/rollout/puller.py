@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megarl.reshard.copier import View
 from megarl.reshard.destination import Arrival, Destination
 from megarl.reshard.plan import RectCopy
 from megarl.reshard.sync import ExportedPull, tensors_of
@@ -38,13 +37,13 @@ class Outcome:
 class _Buffer:
     """One set of weights and its sources."""
 
-    tensors: dict[str, View]
+    tensors: dict[str, torch.Tensor]
     destination: Destination | None = None
     pulls: dict[int, ExportedPull] = field(default_factory=dict)
 
 
 class Puller:
-    """Copies new versions of the weights into the model.
+    """Receiver of new versions of the weights in a vLLM process.
 
     Args:
         rank: rank of this destination in the plan.
@@ -58,7 +57,7 @@ class Puller:
         self,
         rank: int,
         model: torch.nn.Module,
-        tensors: dict[str, View],
+        tensors: dict[str, torch.Tensor],
         double_buffer: bool,
         staged: Collection[str] = (),
     ) -> None:

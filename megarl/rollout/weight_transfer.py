@@ -35,8 +35,7 @@ from megarl.config.hf_config import FAMILIES, ModelShape
 from megarl.messages import decode
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas, hf_sizes
-from megarl.reshard.copier import View
-from megarl.reshard.transfer import checkpoint_sizes
+from megarl.reshard.hf_weights import checkpoint_sizes
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
 from megarl.rollout.latents import DerivedLatents
 from megarl.rollout.plugin import check_version
@@ -52,7 +51,7 @@ logger = logging.getLogger(__name__)
 class InitInfo(WeightTransferInitInfo):
     """Settings that the rank that drives the engine sends to its workers once."""
 
-    expose: Callable[[Atlas, dict[str, View]], None] | None = None
+    expose: Callable[[Atlas, dict[str, torch.Tensor]], None] | None = None
     """Callback in the trainer's process that receives the atlas and the live weights by name."""
     ranks: list[int] | None = None
     """Rank in the plan of each tensor-parallel rank of the engine; in another process."""
@@ -212,8 +211,8 @@ def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
 def expose_weights(
     model: torch.nn.Module,
     atlas: Atlas,
-    packed: dict[str, PackedExperts] | None = None,
-    derived: Collection[str] = (),
+    packed: dict[str, PackedExperts],
+    derived: Collection[str],
 ) -> dict[str, torch.Tensor]:
     """Return a [rows, cols] view of each live weight, by name; of the plain twin if it is `packed`.
 
@@ -229,7 +228,7 @@ def expose_weights(
 
     Raises: RuntimeError if the model's parameters are not those of the atlas."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if name not in derived}
-    parameters |= {name: experts.plain for name, experts in (packed or {}).items()}
+    parameters |= {name: experts.plain for name, experts in packed.items()}
     if parameters.keys() != atlas.keys():
         raise RuntimeError(
             f"vLLM's parameters are not those that megarl knows for this model. Only in vLLM: "
@@ -249,8 +248,6 @@ def expose_weights(
                 f"vLLM's {name} is {list(weight.shape)} with strides {weight.stride()}; the atlas has "
                 f"{param.rows} x {param.cols}"
             )
-    # vocabulary padding: vLLM masks its logits, but the memory must hold numbers
-    for name, param in atlas.items():
-        if param.padding_rows:
-            parameters[name].data[param.rows - param.padding_rows :].zero_()
+        if param.padding_rows:  # vLLM masks the logits of padding, but the memory must hold numbers
+            weight.data[param.rows - param.padding_rows :].zero_()
     return {name: parameters[name].data.view(param.rows, param.cols) for name, param in atlas.items()}

@@ -9,19 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from megarl.runtime.key_value_store import KeyValueStore
+
 
 class Aborted(Exception):
     """The call was aborted: its caller no longer needs a result."""
-
-
-class KeyValueStore(Protocol):
-    """Store for messages between the ranks of an engine. torch's store implements this protocol."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
 
 
 class AbortToken:
@@ -44,18 +36,24 @@ ABORT = AbortToken()
 """The abort token of this process."""
 
 
+class Engine(Protocol):
+    """The part of vLLM's engine that this module changes."""
+
+    step: Callable[[], object]
+
+
 class AbortableEngine:
     """Makes the `step` of an engine raise Aborted once an abort is requested.
 
     Args:
-        engine: vLLM's engine; its `step` is called until all requests are complete.
+        engine: its `step` is called until all requests are complete.
         name: the same on all ranks of the engine, different for other engines.
         rank, size: place of this process among the ranks that take the engine's steps together."""
 
     def __init__(
-        self, engine: object, name: str = "", rank: int = 0, size: int = 1, token: AbortToken = ABORT
+        self, engine: Engine, name: str = "", rank: int = 0, size: int = 1, token: AbortToken = ABORT
     ) -> None:
-        self._step: Callable[[], object] = engine.step
+        self._step = engine.step
         self._name, self._rank, self._size, self._token = name, rank, size, token
         self._number = 0  # number of the next step since the start of the engine
         self._first_aborted: int | None = None  # the step before which all ranks stop
@@ -69,13 +67,15 @@ class AbortableEngine:
         return self._step()
 
     def _abort_together(self) -> None:
+        store, key = self._token.store, f"abort/{self._name}"
         if self._size == 1:
             raise Aborted
-        store, key = self._token.store, f"abort/{self._name}"
-        if self._first_aborted is None and self._rank > 0 and store.check([key]):
-            self._first_aborted = int(store.get(key))
+        assert store is not None
+        if self._first_aborted is None:
+            if self._rank > 0 and store.check([key]):
+                self._first_aborted = int(store.get(key))
+            elif self._rank == 0 and self._token.all_ranks_know:
+                self._first_aborted = self._number + 1
+                store.set(key, str(self._first_aborted))
         if self._first_aborted is not None and self._number >= self._first_aborted:
             raise Aborted
-        if self._first_aborted is None and self._rank == 0 and self._token.all_ranks_know:
-            self._first_aborted = self._number + 1
-            store.set(key, str(self._first_aborted))

@@ -6,28 +6,29 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+
+from megarl.futures import Future
 
 
-class DriverCall:
-    """A call of a function in this process, with the members of a Future."""
+class DriverCall(Future[object]):
+    """A call of a function in this process."""
 
-    def __init__(self, function: Callable, args: tuple, kwargs: dict):
-        self._work = (function, args, kwargs)
+    def __init__(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> None:
+        self._work: Callable[[], object] | None = partial(function, *args, **kwargs)
         self._over = threading.Event()
         self._value: object = None
         self.error: BaseException | None = None
-        self.seconds = self.ended = 0.0
 
     def run(self) -> DriverCall:
-        function, args, kwargs = self._work
+        work, self._work = self._work, None  # its arguments may be large
         start = time.time()
         try:
-            self._value = function(*args, **kwargs)
+            self._value = work and work()
         except Exception as error:  # thread boundary: `result` raises the error
             self.error = error
         self.ended = time.time()
         self.seconds = self.ended - start
-        self._work = None  # its arguments may be large
         self._over.set()
         return self
 
@@ -37,14 +38,11 @@ class DriverCall:
     def done(self) -> bool:
         return self._over.is_set()
 
-    def result(self) -> list:
+    def result(self) -> list[object]:
         self.wait()
         if self.error is not None:
             raise self.error
         return [self._value]
-
-    def first(self) -> object:
-        return self.result()[0]
 
 
 class BackgroundThread:

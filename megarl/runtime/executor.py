@@ -29,11 +29,19 @@ tests all of this for any executor."""
 
 from __future__ import annotations
 
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
-from megarl.runtime.messages import Event
+from megarl.futures import Future
+from megarl.runtime.messages import Call, Event, Failure, Reply, decode_result, encode_arguments
+
+_TICK_S = 1.0  # seconds between two calls of `check_interrupt`
 
 
 @dataclass(frozen=True)
@@ -67,14 +75,13 @@ class Health:
 class RemoteError(RuntimeError):
     """A method raised on a rank. The message has role, rank, method, label, error and remote traceback."""
 
-    def __init__(
-        self, role: str, rank: int, method: str, label: str | None, error: str, remote_traceback: str
-    ):
+    def __init__(self, rank: int, failure: Failure) -> None:
+        self.role, self.rank, self.method, self.label = failure.role, rank, failure.method, failure.label
+        self.error, self.remote_traceback = failure.error, failure.traceback
         super().__init__(
-            f"[{role} rank {rank}] {method} failed{at_label(label)}: {error}\n{remote_traceback}"
+            f"[{self.role} rank {rank}] {self.method} failed{at_label(self.label)}: {self.error}\n"
+            f"{self.remote_traceback}"
         )
-        self.role, self.rank, self.method, self.label = role, rank, method, label
-        self.error, self.remote_traceback = error, remote_traceback
 
 
 class CallTimeout(RuntimeError):
@@ -99,8 +106,7 @@ class CallTimeout(RuntimeError):
         others = f" (answered: {', '.join(map(str, answered))})" if answered else ""
         super().__init__(
             f"[{role}] {method} timed out{at_label(label)}: no answer from {named}{others} within "
-            f"call_timeout_s ({timeout_s:g} s). "
-            "Raise --call-timeout-s if the call is merely slow."
+            f"call_timeout_s ({timeout_s:g} s). Raise --call-timeout-s if the call is merely slow."
             + "".join(
                 f"\n[rank {rank}] does not say where it is: stopped, or in native code that keeps "
                 "Python's lock."
@@ -111,94 +117,195 @@ class CallTimeout(RuntimeError):
         self.role, self.method, self.label, self.ranks = role, method, label, ranks
 
 
-class Future(Protocol):
-    """The pending result of a call."""
+class CallFuture(Future[Any]):
+    """A call on some ranks, whose values arrive one by one."""
 
-    role: str
-    """Name of the role that was called."""
-    seconds: float
-    """Seconds of the call on its slowest rank, without earlier calls. 0 until done."""
-    ended: float
-    """`time.time()` when the last rank had finished. 0 until done."""
+    def __init__(self, executor: Executor, role: str, method: str, ranks: Sequence[int]) -> None:
+        self.role, self.method, self.ranks, self.label = role, method, tuple(ranks), executor.label
+        self.values: dict[int, object] = {}
+        """Value of each rank that has answered."""
+        self._executor = executor
 
-    def result(self) -> list:
-        """Return the values per rank, in the order of the role's ranks. Blocks.
+    def missing(self) -> list[int]:
+        """Return the ranks that have not answered."""
+        return [rank for rank in self.ranks if rank not in self.values]
 
-        Raises: the first error of the job, whichever call it came from."""
-
-    def first(self) -> object:
-        """Return the value of the role's first rank. Waits for all ranks."""
+    def result(self) -> list[Any]:
+        self._executor.wait_any([self])
+        return [self.values[rank] for rank in self.ranks]
 
     def done(self) -> bool:
-        """Return whether `result` would return at once. Raises like `result`."""
+        return self._executor.has_ended(self)
 
 
-class Executor(Protocol):
-    """Runs methods of roles on their ranks."""
+class Executor(ABC):
+    """Runs methods of roles on their ranks.
+
+    A subclass sends calls (`_issue`), passes every report of a rank to `_keep_value`, `_keep_event` or `fail`,
+    and ends the ranks.
+
+    Args:
+        ranks: role -> its ranks.
+        interfaces: role -> class whose annotated methods give the result types of the role's methods. Without
+            a class, results are of plain types.
+        call_timeout_s: seconds that a rank may take for one call, from when the rank is free to start it."""
 
     capabilities: Capabilities
-    ranks: dict[str, list[int]]
-    """Ranks of each role."""
-    label: str | None
-    """Label of the calls, set by the loop, for example "step 3". Errors name it."""
-    check_interrupt: Callable[[], None]
-    """Function set by the loop; an exception from it interrupts the loop.
 
-    The executor calls it on the loop's thread before a call is issued and while the loop waits."""
-    failure: RuntimeError | None
-    """The first failure of any rank. From then on calls and waits raise it."""
-    call_timeout_s: float | None
-    """Seconds that a rank may take for one call, from when the rank is free to start it.
+    def __init__(
+        self,
+        ranks: Mapping[str, Sequence[int]],
+        interfaces: Mapping[str, type] | None = None,
+        call_timeout_s: float = math.inf,
+    ) -> None:
+        self.ranks = {role: list(of_role) for role, of_role in ranks.items()}
+        self.call_timeout_s = call_timeout_s
+        self.label: str | None = None
+        """Label of the calls, set by the loop, for example "step 3". Errors name it."""
+        self.check_interrupt: Callable[[], None] = lambda: None
+        """Function set by the loop; an exception from it interrupts the loop.
 
-    None: no deadlines."""
-
-    @property
-    def num_calls(self) -> int:
+        The executor calls it on the loop's thread before a call is issued and while the loop waits."""
+        self.failure: RuntimeError | None = None
+        """The first failure of any rank. From then on calls and waits raise it."""
+        self.num_calls = 0
         """Number of issued calls."""
+        self._interfaces = interfaces or {}
+        self._changed = threading.Condition()
+        self._events: deque[Event] = deque()
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
 
-    def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> Future:
+    # Calls.
+
+    def call(self, role: str, method: str, /, *args: object, **kwargs: object) -> CallFuture:
         """Call a method on all ranks of the role. Raises: CannotSend that names role, method and argument."""
+        return self.call_on(self._ranks_of(role), role, method, *args, **kwargs)
 
     def call_on(
         self, ranks: Sequence[int], role: str, method: str, /, *args: object, **kwargs: object
-    ) -> Future:
+    ) -> CallFuture:
         """Call only these ranks of the role. `result` returns their values in the order of `ranks`."""
+        of_role = self._ranks_of(role)
+        if not ranks or len({*ranks}) < len(ranks) or not {*ranks} <= {*of_role}:
+            raise ValueError(
+                f"ranks ({list(ranks)}) must be some of those of role {role} ({of_role}), each once. "
+                f"Try {of_role[:1]}."
+            )
+        arguments = encode_arguments(role, method, args, kwargs)
+        return self._issue(Call(role, tuple(ranks), method, self.label, arguments))
 
-    def role(self, name: str) -> RoleHandle:
-        """Return the role as an object with methods. Raises: ValueError if there is no such role."""
+    def _ranks_of(self, role: str) -> list[int]:
+        if role not in self.ranks:
+            raise ValueError(
+                f"role ({role!r}) is not placed on any rank. Placed roles: {', '.join(sorted(self.ranks))}."
+            )
+        return self.ranks[role]
 
-    def wait_any(self, futures: Sequence[Future], or_event: bool = False) -> list[Future]:
-        """Block until at least one future is done. Returns the futures that are done.
+    @abstractmethod
+    def _issue(self, call: Call) -> CallFuture:
+        """Send a call to its ranks. Raises: the failure; errors of `check_interrupt`."""
 
-        Args:
-            or_event: return also when an event waits to be taken, possibly without a finished future.
-        Raises: like `Future.result`; ValueError for no futures."""
-
-    def wait_event(self, timeout_s: float | None = None) -> Event | None:
-        """Block until there is an event, and take the oldest. Returns None after the timeout.
-
-        Raises: like `Future.result`."""
-
-    def take_events(self) -> list[Event]:
-        """Take all events that have arrived, in their order on each rank. Does not block."""
+    def _keep_value(self, future: CallFuture, reply: Reply) -> None:
+        """Store one rank's value of a call. Raises: TypeError for a value of another type."""
+        interface, is_aborted = self._interfaces.get(future.role), not reply.value
+        value = None if is_aborted else decode_result(interface, future.method, reply.value)
+        with self._changed:
+            future.values[reply.rank] = value
+            future.seconds = max(future.seconds, reply.seconds)
+            future.ended = max(future.ended, reply.ended)
+            if not future.missing():
+                self._seconds[future.role, future.method] += future.seconds
+                self._changed.notify_all()
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
         """Return (role, method) -> seconds of all its calls that ended since the last call of this method.
 
         Each call counts as in `Future.seconds`."""
+        with self._changed:
+            taken, self._seconds = self._seconds, defaultdict(float)
+        return taken
+
+    # Waiting.
+
+    def wait_any(self, futures: Sequence[Future[Any]], or_event: bool = False) -> list[Future[Any]]:
+        """Block until at least one future is done. Returns the futures that are done.
+
+        Args:
+            or_event: return also when an event waits to be taken, possibly without a finished future.
+        Raises: like `Future.result`; ValueError for no futures."""
+        if not futures:
+            raise ValueError("wait_any needs at least one future: it would wait for ever.")
+        self._wait_until(lambda: (or_event and self._events) or any(future.done() for future in futures))
+        return [future for future in futures if future.done()]
+
+    def has_ended(self, future: CallFuture) -> bool:
+        """Return whether all ranks of a call have answered. Raises the failure, if there is one."""
+        with self._changed:
+            self._raise_failure()
+            return not future.missing()
+
+    def wait_event(self, timeout_s: float = math.inf) -> Event | None:
+        """Block until there is an event, and take the oldest. Returns None after the timeout.
+
+        Raises: like `Future.result`."""
+        self._wait_until(lambda: self._events, timeout_s)
+        return self._events.popleft() if self._events else None
+
+    def take_events(self) -> list[Event]:
+        """Take all events that have arrived, in their order on each rank. Does not block."""
+        with self._changed:
+            taken = list(self._events)
+            self._events.clear()
+        return taken
+
+    def _keep_event(self, event: Event) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
 
     def wake(self) -> None:
         """Call `check_interrupt` now if the loop waits. From any thread."""
+        with self._changed:
+            self._changed.notify_all()
 
+    def _wait_until(self, is_ready: Callable[[], object], timeout_s: float = math.inf) -> None:
+        """Block until `is_ready` or the timeout. Raises: the failure; errors of `check_interrupt`."""
+        end = time.monotonic() + timeout_s
+        with self._changed:
+            while self.failure is None and not is_ready():
+                self.check_interrupt()
+                left = min(self._seconds_left(), end - time.monotonic())
+                if left <= 0.0:
+                    break
+                self._wait_for_change(min(left, _TICK_S))
+            self._raise_failure()
+
+    def _seconds_left(self) -> float:
+        """Return the seconds until the next deadline. Sets the failure after a missed deadline."""
+        return math.inf
+
+    def _wait_for_change(self, seconds: float) -> None:
+        self._changed.wait(seconds)
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    @abstractmethod
     def abort_calls(self) -> None:
         """Ask the ranks to abort the calls in flight where they can, and wait for the end of all calls."""
 
+    @abstractmethod
     def drain(self) -> None:
         """Wait until every issued call has ended. Raises like `Future.result`."""
 
+    # The ranks.
+
+    @abstractmethod
     def health(self, wait_s: float = 3.0) -> Health:
         """Ask every rank for a sign of life and its stack. From any thread."""
 
+    @abstractmethod
     def dead_ranks(self) -> list[int]:
         """Return the ranks that have died or do not answer within seconds.
 
@@ -207,69 +314,34 @@ class Executor(Protocol):
 
     def where(self) -> str:
         """Describe what the loop waits for: "at step 3, waiting for actor.update on rank 1"."""
+        return at_label(self.label).strip() or "before the first step"
 
     def fail(self, error: RuntimeError) -> None:
         """Set the executor's failure unless there is one already. From any thread."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
 
+    @abstractmethod
     def shutdown(self) -> None:
         """End the ranks after all issued calls. The executor cannot be used afterwards."""
 
+    @abstractmethod
     def kill(self, exit_code: int) -> None:
         """End the ranks at once. The executor cannot be used afterwards."""
 
 
-class ProcessExecutor(Executor, Protocol):
+class ProcessExecutor(Executor):
     """An executor whose ranks are processes, which receive signals and die individually; see shutdown.py."""
 
-    death_first_s: float
+    death_first_s = 0.0
     """Seconds to delay the failure of a call, where dead ranks are reported to `fail`.
 
     The death of one rank makes calls on others raise, and the death should be reported first."""
-    is_shutting_down: Callable[[], bool]
+    is_shutting_down: Callable[[], bool] = staticmethod(lambda: False)
     """Function called after this delay. Returns whether the job ends for a reason other than this failure."""
-    on_terminated: Callable[[], None]
+    on_terminated: Callable[[], None] = staticmethod(lambda: None)
     """Function called, on another thread, when a rank has received SIGTERM."""
-
-
-class RoleHandle:
-    """Lets a role be called like a local object.
-
-    `actor.update(x)` is `executor.call("actor", "update", x)`."""
-
-    def __init__(self, executor: Executor, role: str):
-        self._executor, self._role = executor, role
-
-    def __getattr__(self, method: str):
-        if method.startswith("_"):
-            raise AttributeError(f"{method} cannot be called on role {self._role}: it is private.")
-        return lambda *args, **kwargs: self._executor.call(self._role, method, *args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"RoleHandle({self._role}, ranks={self._executor.ranks[self._role]})"
-
-
-def check_role(ranks: dict[str, list[int]], role: str) -> None:
-    """Raise ValueError if there is no such role."""
-    if role not in ranks:
-        raise ValueError(
-            f"role ({role!r}) is not placed on any rank. Placed roles: {', '.join(sorted(ranks))}."
-        )
-
-
-def check_subset(ranks: dict[str, list[int]], role: str, subset: Sequence[int]) -> None:
-    """Raise ValueError unless these are distinct ranks of the role."""
-    check_role(ranks, role)
-    if not subset or len(set(subset)) < len(subset) or not set(subset) <= set(ranks[role]):
-        raise ValueError(
-            f"ranks ({list(subset)}) must be some of those of role {role} ({ranks[role]}), each "
-            f"once. Try {ranks[role][:1]}."
-        )
-
-
-def check_some(futures: Sequence[Future]) -> None:
-    """Raise ValueError if there is no future to wait for."""
-    if not futures:
-        raise ValueError("wait_any needs at least one future: it would wait for ever.")
 
 
 def at_label(label: str | None) -> str:

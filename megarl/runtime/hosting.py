@@ -84,8 +84,8 @@ class HostedRoles:
             hosted = sorted(self.by_name)
             raise ValueError(f"role {call.role!r} is not on rank {self._rank}, which hosts {hosted}.")
         method = getattr(self.by_name[call.role], call.method)
-        args, kwargs = decode_arguments(method, call.arguments)
-        value = method(*args, **kwargs)
+        bound = decode_arguments(method, call.arguments)
+        value = method(*bound.args, **bound.kwargs)
         try:
             encoded = encode(value)
         except CannotSend as error:
@@ -105,11 +105,12 @@ def stack_of_call(thread: threading.Thread, others: tuple[str, ...] = ()) -> str
 
     Stacks of the threads named in `others` are appended. Needs the GIL, which every wait in torch or gloo
     releases."""
-    frames = traceback.extract_stack(sys._current_frames()[thread.ident])
+    running = sys._current_frames()
+    frames = traceback.extract_stack(running.get(thread.ident or 0))
     inside = [i for i, frame in enumerate(frames) if frame.name == "run" and frame.filename == __file__]
     text = "".join(traceback.format_list(frames[inside[-1] + 1 if inside else 0 :])).rstrip()
     for other in threading.enumerate():
-        frame = sys._current_frames().get(other.ident)
+        frame = running.get(other.ident or 0)
         if other.name in others and frame is not None:
             text += f"\nin its thread {other.name}:\n" + "".join(traceback.format_stack(frame)).rstrip()
     return text

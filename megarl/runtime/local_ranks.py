@@ -36,13 +36,9 @@ _EXIT_S, _KILL_S, _CHILDREN_S, _DEATH_FIRST_S = 30.0, 10.0, 2.0, 0.5
 
 @contextlib.contextmanager
 def local_ranks(
-    argv: list[str],
+    processes: LocalRanks,
     ranks: dict[str, list[int]],
-    world_size: int,
     call_timeout_s: float,
-    module: str = "megarl.train",
-    describe_rank: Callable[[int], str] = str,
-    tidy_up: Callable[[], object] = lambda: None,
     interfaces: Mapping[str, type] | None = None,
 ) -> Iterator[StoreExecutor]:
     """Start the ranks of a job, and yield the executor that reaches them.
@@ -52,12 +48,8 @@ def local_ranks(
     ranks are ended at once.
 
     Args:
-        argv, module: a rank is `python -m module argv`.
-        ranks: role -> its ranks.
-        call_timeout_s, interfaces: as in StoreExecutor.
-        describe_rank, tidy_up: as in LocalRanks.
-    """
-    processes, executor = LocalRanks(argv, world_size, module, describe_rank, tidy_up), None
+        ranks, call_timeout_s, interfaces: as in StoreExecutor."""
+    executor = None
     try:
         executor = processes.start(ranks, call_timeout_s, interfaces)
         executor.death_first_s = _DEATH_FIRST_S
@@ -85,20 +77,18 @@ def undisturbed(is_interrupt: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    found = {int(signum): signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {signum: handler for signum, handler in found.items() if callable(handler)}
     came: list[int] = []
-    for signum, handler in handlers.items():
-        if callable(handler):
-            signal.signal(signum, lambda signum, frame: came.append(signum))
+    for signum in handlers:
+        signal.signal(signum, lambda signum, frame: came.append(signum))
     try:
         yield
     finally:
         for signum, handler in handlers.items():
-            if callable(handler):
-                signal.signal(signum, handler)
-        for signum in came[:1]:
-            if not (is_interrupt and signum == signal.SIGINT):
-                handlers[signum](signum, None)
+            signal.signal(signum, handler)
+        if came and not (is_interrupt and came[0] == signal.SIGINT):
+            handlers[came[0]](came[0], None)
 
 
 class RankDied(RuntimeError):
@@ -142,7 +132,7 @@ class LocalRanks:
         self,
         argv: list[str],
         world_size: int,
-        module: str,
+        module: str = "megarl.train",
         describe_rank: Callable[[int], str] = str,
         tidy_up: Callable[[], object] = lambda: None,
         attempt: int = 0,
@@ -168,7 +158,7 @@ class LocalRanks:
         self._ending, self._lock = False, threading.Lock()
         self._deaths: list[RankDied] = []
         self._report: Callable[[RankDied], None] = self._deaths.append
-        self._processes: dict[int, subprocess.Popen] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._not_started: list[OSError] = []
         self._threads: list[threading.Thread] = []
         self.on_signal: Callable[[int], bool] = lambda signum: False
@@ -295,7 +285,7 @@ class LocalRanks:
                     process.kill()
 
 
-def _kill_group(process: subprocess.Popen) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

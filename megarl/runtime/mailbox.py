@@ -25,6 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megarl.runtime import signing
+from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.messages import Command, Kill, Report, decode_command, decode_report, encode
 from megarl.runtime.process import listen_on_loopback, store_prefix
 
@@ -70,9 +71,8 @@ def world_store(timeout_s: float) -> dist.Store | None:
     """
     if not has_own_store():
         signing.check_secret()
-        return (
-            dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None
-        )  # torch's store would listen on all interfaces, without any use
+        # for one rank torch's store would listen on all interfaces, without any use
+        return dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         listen_on_loopback()
     store = connect(prefix=f"{store_prefix()}/world", timeout_s=timeout_s)
@@ -84,7 +84,7 @@ def world_store(timeout_s: float) -> dist.Store | None:
 class Mailbox:
     """The protocol of this module over one connection, which one thread at a time may block on."""
 
-    def __init__(self, store: dist.Store):
+    def __init__(self, store: KeyValueStore) -> None:
         self._store, self._reports = store, 0
 
     # Driver side.
@@ -117,15 +117,12 @@ class Mailbox:
 
         Args:
             number: number of the question, from 0."""
-        self._store.set(f"health/{number}", "asked")
-        deadline, stacks = time.monotonic() + wait_s, {}
-        while len(stacks) < len(ranks) and time.monotonic() < deadline:
-            time.sleep(0.05)
-            for rank in [rank for rank in ranks if rank not in stacks]:
-                key = f"health/{number}/{rank}"
-                if self._store.check([key]):
-                    stacks[rank] = str(signing.verify(self._store.get(key), key), "utf-8")
-        return stacks
+        key = f"health/{number}"
+        self._store.set(key, "asked")
+        return {
+            rank: str(signing.verify(answer, f"{key}/{rank}"), "utf-8")
+            for rank, answer in self.answers(key, ranks, wait_s).items()
+        }
 
     def end_health(self, number: int) -> None:
         """Tell the ranks that no question `number` or later will come."""
@@ -141,23 +138,22 @@ class Mailbox:
     def ask_all(self, key: str, ranks: Sequence[int], wait_s: float, value: str = "asked") -> list[int]:
         """Set one of the keys of shutdown_listener.py. Returns the ranks that have not answered in time."""
         self._store.set(key, value)
-        deadline, missing = time.monotonic() + wait_s, list(ranks)
-        while (
-            missing := [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
-        ) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return missing
+        answered = self.answers(key, ranks, wait_s)
+        return [rank for rank in ranks if rank not in answered]
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, value)
 
-    def of_ranks(self, key: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the values that these ranks have set under the key, for ranks that have set one."""
-        return {
-            rank: self._store.get(f"{key}/{rank}").decode()
-            for rank in ranks
-            if self._store.check([f"{key}/{rank}"])
-        }
+    def answers(self, key: str, ranks: Sequence[int], wait_s: float = 0.0) -> dict[int, bytes]:
+        """Return rank -> the value that it has set under the key, for the ranks that set one in time."""
+        deadline, found = time.monotonic() + wait_s, dict[int, bytes]()
+        while True:
+            for rank in ranks:
+                if rank not in found and self._store.check([f"{key}/{rank}"]):
+                    found[rank] = self._store.get(f"{key}/{rank}")
+            if len(found) == len(ranks) or time.monotonic() >= deadline:
+                return found
+            time.sleep(0.02)
 
     # Worker side.
 

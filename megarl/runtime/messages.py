@@ -19,6 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -60,8 +61,8 @@ class Failure(msgspec.Struct, frozen=True):
     def of(cls, error: BaseException, role: str, method: str, label: str | None) -> Failure:
         """Describe an exception, without the frames of the transport above the method."""
         last = "".join(traceback.format_exception_only(error)).strip()
-        below = error.__traceback__.tb_next or error.__traceback__  # without the caller's frame
         here = error.__traceback__
+        below = here and here.tb_next or here  # without the caller's frame
         while here is not None:
             if here.tb_frame.f_code.co_filename == _HOSTING and here.tb_next is not None:
                 below = here.tb_next
@@ -71,7 +72,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, tag="reply", frozen=True):
-    """The reply of a rank to command `index`: a value, or a failure."""
+    """The reply of a rank to command `index`: a value, or a failure. An aborted call has neither."""
 
     index: int
     rank: int
@@ -99,17 +100,8 @@ class Terminated(msgspec.Struct, tag="terminated", frozen=True):
 
 Command = Call | Shutdown | Kill
 Report = Reply | Event | Terminated
-_COMMAND, _REPORT = msgspec.msgpack.Decoder(Command), msgspec.msgpack.Decoder(Report)
-
-
-def decode_command(data: bytes | memoryview) -> Command:
-    """Decode a message of the driver."""
-    return _COMMAND.decode(data)
-
-
-def decode_report(data: bytes | memoryview) -> Report:
-    """Decode a message of a rank."""
-    return _REPORT.decode(data)
+decode_command: Callable[[bytes | memoryview], Command] = msgspec.msgpack.Decoder(Command).decode
+decode_report: Callable[[bytes | memoryview], Report] = msgspec.msgpack.Decoder(Report).decode
 
 
 class CannotSend(TypeError):
@@ -137,114 +129,86 @@ def _plain(value: object) -> int | float | str:
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return str(os.fspath(value))
     raise TypeError(f"{_name(type(value))} is no plain value and no dataclass")
 
 
-def encode_arguments(role: str, method: str, args: tuple, kwargs: Mapping[str, object]) -> bytes:
+def encode_arguments(role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bytes:
     """Encode the arguments of a call. Raises: CannotSend that names role, method, argument and type."""
-    named = {str(position): value for position, value in enumerate(args)} | dict(kwargs)
-    parts: dict[str, bytes] = {}
-    for name, value in named.items():
+
+    def part(name: int | str, value: object) -> bytes:
         try:
-            parts[name] = encode(value)
+            return encode(value)
         except CannotSend as error:
-            which = f"argument {int(name) + 1}" if name.isdecimal() else f"argument {name}"
             raise CannotSend(
-                f"[{role}] {method}: {which} ({_name(type(value))}) cannot be sent: {error}"
+                f"[{role}] {method}: argument {name} ({_name(type(value))}) cannot be sent: {error}"
             ) from None
-    return msgspec.msgpack.encode(parts)
+
+    positional = [part(number, value) for number, value in enumerate(args, 1)]
+    return encode((positional, {name: part(name, value) for name, value in kwargs.items()}))
 
 
-def decode_arguments(method: Callable[..., object], data: bytes) -> tuple[list, dict[str, object]]:
+def decode_arguments(method: Callable[..., object], data: bytes) -> inspect.BoundArguments:
     """Decode the result of `encode_arguments` by the annotations of the method.
 
     Arguments without an annotation are of plain types.
 
-    Raises: TypeError that names the argument, for a value of another type and for an unreadable annotation.
-    """
+    Raises: TypeError that names the argument, for a value of another type, for an unreadable annotation, and
+    for arguments that the method does not take."""
+    args, kwargs = _ARGUMENTS.decode(data)
+    bound = inspect.signature(method).bind(*args, **kwargs)
     function = inspect.unwrap(getattr(method, "__func__", method))
-    parameters = _parameters(function, inspect.ismethod(method))
-    args: list[object] = []
-    kwargs: dict[str, object] = {}
-    for name, part in msgspec.msgpack.decode(data, type=dict[str, bytes]).items():
-        decoder = parameters.decoder(int(name) if name.isdecimal() else name)
-        try:
-            value = decoder.decode(part)
-        except msgspec.ValidationError as error:
-            which = parameters.name(int(name)) if name.isdecimal() else name
-            raise TypeError(f"argument {which} is not of the declared type: {error}") from None
-        if name.isdecimal():
-            args.append(value)
+    for name, given in bound.arguments.items():
+        kind, decoder = bound.signature.parameters[name].kind, _decoder(function, name)
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            bound.arguments[name] = tuple(_decode(decoder, part, f"argument {name}") for part in given)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            bound.arguments[name] = {
+                key: _decode(decoder, part, f"argument {key}") for key, part in given.items()
+            }
         else:
-            kwargs[name] = value
-    return args, kwargs
+            bound.arguments[name] = _decode(decoder, given, f"argument {name}")
+    return bound
+
+
+_ARGUMENTS = msgspec.msgpack.Decoder(tuple[list[bytes], dict[str, bytes]])
 
 
 def decode_result(interface: type | None, method: str, data: bytes) -> object:
     """Decode the result of a call by the return annotation of the interface's method, else as plain types.
 
     Raises: TypeError for a value of another type."""
-    decoder = _ANY if interface is None else _result_decoder(interface, method)
+    function = getattr(interface, method, None)
+    decoder = _PLAIN if function is None else _decoder(inspect.unwrap(function), "return")
+    return _decode(decoder, data, "its result")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes, which: str) -> Any:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise TypeError(f"its result is not of the declared type: {error}") from None
+        raise TypeError(f"{which} is not of the declared type: {error}") from None
 
 
-_ANY = msgspec.msgpack.Decoder(ext_hook=from_extension)
-
-
-class _Parameters:
-    """A decoder for each argument of one function."""
-
-    def __init__(self, function: Callable[..., object], is_method: bool):
-        hints = _hints(function)
-        declared = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
-        self._positional: list[tuple[str, msgspec.msgpack.Decoder]] = []
-        self._named: dict[str, msgspec.msgpack.Decoder] = {}
-        self._more: tuple[str, msgspec.msgpack.Decoder] = ("", _ANY)
-        self._more_named = _ANY
-        for parameter in declared:
-            decoder = _decoder(hints.get(parameter.name, typing.Any), f"argument {parameter.name}")
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                self._more = parameter.name, decoder
-            elif parameter.kind is parameter.VAR_KEYWORD:
-                self._more_named = decoder
-            else:
-                self._named[parameter.name] = decoder
-                if parameter.kind is not parameter.KEYWORD_ONLY:
-                    self._positional.append((parameter.name, decoder))
-
-    def decoder(self, argument: int | str) -> msgspec.msgpack.Decoder:
-        """Return the decoder of an argument by its position or name."""
-        if isinstance(argument, str):
-            return self._named.get(argument, self._more_named)
-        return self._at(argument)[1]
-
-    def name(self, position: int) -> str:
-        """Return the name of a positional argument."""
-        return self._at(position)[0] or str(position + 1)
-
-    def _at(self, position: int) -> tuple[str, msgspec.msgpack.Decoder]:
-        return self._positional[position] if position < len(self._positional) else self._more
+_PLAIN = msgspec.msgpack.Decoder(Any, ext_hook=from_extension)
 
 
 @functools.cache
-def _parameters(function: Callable[..., object], is_method: bool) -> _Parameters:
-    return _Parameters(function, is_method)
+def _decoder(function: Callable[..., object], name: str) -> msgspec.msgpack.Decoder[Any]:
+    """Return the decoder of a parameter of a function, or of its result ("return")."""
+    try:
+        hint = typing.get_type_hints(function).get(name, Any)
+    except NameError as error:
+        raise TypeError(f"the annotations of {function.__qualname__} cannot be read: {error}") from None
+    hint = _with_integers(hint) if name == "return" else hint
+    try:
+        return msgspec.msgpack.Decoder(hint, ext_hook=from_extension)
+    except TypeError as error:
+        which = f"the result of {function.__qualname__}" if name == "return" else f"argument {name}"
+        raise TypeError(f"{which} is declared as {hint}, which no message can hold: {error}") from None
 
 
-@functools.cache
-def _result_decoder(interface: type, method: str) -> msgspec.msgpack.Decoder:
-    function = getattr(interface, method, None)
-    if function is None:
-        return _ANY
-    hint = _with_integers(_hints(inspect.unwrap(function)).get("return", typing.Any))
-    return _decoder(hint, f"the result of {interface.__name__}.{method}")
-
-
-def _with_integers(hint: object) -> object:
+def _with_integers(hint: Any) -> Any:
     """Return the type with `int | float` for float, so that a count among metrics stays an integer."""
     parts, origin = typing.get_args(hint), typing.get_origin(hint)
     if hint is float:
@@ -253,20 +217,6 @@ def _with_integers(hint: object) -> object:
         return hint
     changed = tuple(_with_integers(part) for part in parts)
     return typing.Union[changed] if origin in (types.UnionType, typing.Union) else origin[changed]
-
-
-def _hints(function: Callable[..., object]) -> dict[str, object]:
-    try:
-        return typing.get_type_hints(function)
-    except NameError as error:
-        raise TypeError(f"the annotations of {function.__qualname__} cannot be read: {error}") from None
-
-
-def _decoder(hint: object, of: str) -> msgspec.msgpack.Decoder:
-    try:
-        return msgspec.msgpack.Decoder(hint, ext_hook=from_extension)
-    except TypeError as error:
-        raise TypeError(f"{of} is declared as {hint}, which no message can hold: {error}") from None
 
 
 def _name(cls: type) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 WRITES_CHECKPOINT = "write_checkpoint"
 """Name of the thread that writes checkpoints."""
+_GRACE_S = 3.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -42,8 +43,8 @@ def store_prefix(env: Mapping[str, str] = os.environ) -> str:
     return f"megarl/{run}/attempt_{attempt}"
 
 
-def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM, grace_s: float = 3.0) -> None:
-    """Send this process `death_signal` when its parent ends, and end it `grace_s` later in any case.
+def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM) -> None:
+    """Send this process `death_signal` when its parent ends, and end it 3 seconds later in any case.
 
     The kernel sends the signal when the *thread* that started this process ends, so start children from the
     main thread.
@@ -51,13 +52,13 @@ def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM, 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    threading.Thread(target=_watch_parent, args=(parent, grace_s), name="watch_parent", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(parent,), name="watch_parent", daemon=True).start()
 
 
-def _watch_parent(parent: int, grace_s: float) -> None:
+def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
-    time.sleep(grace_s)
+    time.sleep(_GRACE_S)
     os._exit(1)
 
 

@@ -31,13 +31,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from megarl.runtime.executor import Executor, ProcessExecutor, at_label
 from megarl.runtime.process import ignore_signals_for_good
 
 logger = logging.getLogger(__name__)
+E = TypeVar("E", bound=ProcessExecutor)
 _UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _KILL_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
 _signals: list[int] = []
 
@@ -55,8 +57,8 @@ class ShutdownRequest(Protocol):
 
     is_armed: bool
     """Whether the loop handles a request now."""
-    requested_at: float | None
-    """Time of the first request, by `time.monotonic()`."""
+    is_requested: bool
+    """Whether the shutdown was requested."""
 
     def request(self) -> None:
         """Ask for the shutdown."""
@@ -96,14 +98,19 @@ class _Running:
     has_ended: threading.Event = field(default_factory=threading.Event)
     judged: threading.Event = field(default_factory=threading.Event)
     """Set when, after a request to stop, it is known whether all ranks live."""
-    limits: queue.SimpleQueue[Callable[[_Running], None] | None] = field(default_factory=queue.SimpleQueue)
-    """Functions that handlers hand to another thread; `put` may interrupt itself."""
+    limits: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    """Functions that handlers hand to other threads; `put` may interrupt itself."""
     _claim: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def failure(self) -> RuntimeError | None:
+        """The first failure of any rank."""
+        return None if self.executor is None else self.executor.failure
 
     @property
     def is_requested(self) -> bool:
         """Whether a graceful shutdown was requested."""
-        return self.request is not None and self.request.requested_at is not None
+        return self.request is not None and self.request.is_requested
 
     def claim(self) -> bool:
         """Return whether the caller may end the job. Only one caller gets True."""
@@ -113,11 +120,11 @@ class _Running:
         return claimed
 
     def start_limits(self) -> None:
-        threading.Thread(target=self._run_limits, name="limit_shutdown", daemon=True).start()
+        threading.Thread(target=self._run_limits, name="start_limits", daemon=True).start()
 
     def _run_limits(self) -> None:
         while (limit := self.limits.get()) is not None:
-            threading.Thread(target=limit, args=(self,), name=limit.__name__.strip("_"), daemon=True).start()
+            threading.Thread(target=limit, name="limit_shutdown", daemon=True).start()
 
 
 _running = _Running()
@@ -148,8 +155,8 @@ def graceful_shutdown(request: ShutdownRequest, grace_s: float, newest: Callable
 
 
 def run_job(
-    main: Callable[[ProcessExecutor], object],
-    connect: Callable[[], ProcessExecutor],
+    main: Callable[[E], object],
+    connect: Callable[[], E],
     processes: Processes | None = None,
 ) -> int:
     """Run `main(connect())`, then shut the workers down.
@@ -188,8 +195,9 @@ def run_job(
             _ignore_signals()  # a signal can still raise in here, once; the handler below catches it
     except BaseException as error:  # process boundary
         _ignore_signals()
-        came_first = job.ended_by is None or isinstance(error, Stopped)
-        return _shut_down_after(_first_stop(error) if came_first else Stopped(job.ended_by), job)
+        if job.ended_by is None or isinstance(error, Stopped):
+            return _shut_down_after(_first_stop(error), job)
+        return _shut_down_after(Stopped(job.ended_by), job)
     else:
         _claim_or_wait(job)
         return 0
@@ -205,7 +213,7 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
         # an interrupt may have left the executor locked, which would block reports of deaths
         processes.expect_end()
     sys.stdout.flush()
-    explanation, code = _explain(error, job), _exit_code(error, executor)
+    explanation, code = _verdict(error, job)
     job.reported = None if executor is None else executor.label, explanation.splitlines()[0]
     _print(explanation)
     _kill_workers(executor, code)
@@ -246,9 +254,9 @@ def run_job_in_process(
         _ignore_signals()
         _claim_or_wait(job)
         first = _first_stop(error)
-        stopped = first if isinstance(first, Stopped) else Stopped(signal.SIGINT)
-        _print(_explain(stopped, job))
-        return _exit_code(stopped, job.executor)
+        text, code = _verdict(first if isinstance(first, Stopped) else Stopped(signal.SIGINT), job)
+        _print(text)
+        return code
     else:
         return 0
     finally:
@@ -263,34 +271,22 @@ def _first_stop(error: BaseException) -> BaseException:
     return error
 
 
-def _exit_code(error: BaseException, executor: Executor | None) -> int:
-    if executor is not None and executor.failure is not None:
-        return 1
-    if isinstance(error, Stopped):
-        return 128 + error.signal
-    return 2 if _is_about_input(error, executor) else 1
-
-
-def _is_about_input(error: BaseException, executor: Executor | None) -> bool:
-    return isinstance(error, ValueError) and (executor is None or executor.num_calls == 0)
-
-
-def _explain(error: BaseException, job: _Running) -> str:
+def _verdict(error: BaseException, job: _Running) -> tuple[str, int]:
+    """Return the message about the end of a job, and its exit code."""
     executor = job.executor
-    if executor is not None and executor.failure is not None:
-        return str(executor.failure)
+    if job.failure is not None:
+        return str(job.failure), 1
     if isinstance(error, Stopped):
-        if error.text is not None:
-            return error.text
         where = "before the workers were reached" if executor is None else executor.where()
-        if error.signal == signal.SIGINT:
-            return f"[driver] interrupted {where}"
-        return f"[driver] stopped by {error.signal.name}{_reason(job)} {where}"
-    if _is_about_input(error, executor):
-        return str(error)
+        text = f"[driver] interrupted {where}"
+        if error.signal != signal.SIGINT:
+            text = f"[driver] stopped by {error.signal.name}{_reason(job)} {where}"
+        return error.text or text, 128 + error.signal
+    if isinstance(error, ValueError) and (executor is None or executor.num_calls == 0):
+        return str(error), 2
     last = "".join(traceback.format_exception_only(error)).strip()
-    label = None if executor is None else executor.label
-    return f"[driver] failed{at_label(label)}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}"
+    when = "" if executor is None else at_label(executor.label)
+    return f"[driver] failed{when}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}", 1
 
 
 def _print(text: str) -> None:
@@ -326,7 +322,7 @@ def _is_shutting_down() -> bool:
     if not _running.is_requested:
         return True
     _running.judged.wait(_JUDGED_S)
-    return _running.executor.failure is not None
+    return _running.failure is not None
 
 
 def _terminate() -> None:
@@ -376,7 +372,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
         _signals.append(signum)
     if job.ended_by is None and not job.has_ended.is_set():
         job.ended_by = signum
-        job.limits.put(_limit_unwinding)
+        job.limits.put(partial(_limit_unwinding, job, signum))
         raise Stopped(signum)
 
 
@@ -390,8 +386,9 @@ def _make_request(job: _Running) -> bool:
     if job.request is None or not job.request.is_armed:
         return False
     job.request.request()
-    job.limits.put(_see_who_lives)
-    job.limits.put(_limit_stop)
+    deadline = time.monotonic() + job.grace_s
+    job.limits.put(partial(_see_who_lives, job, executor))
+    job.limits.put(partial(_limit_stop, job, executor, deadline))
     return True
 
 
@@ -408,8 +405,7 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
 # ------------------------------------------------------------------ functions on separate threads
 
 
-def _see_who_lives(job: _Running) -> None:
-    executor = job.executor
+def _see_who_lives(job: _Running, executor: Executor) -> None:
     executor.wake()
     if missing := executor.dead_ranks():
         named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
@@ -419,22 +415,21 @@ def _see_who_lives(job: _Running) -> None:
     job.judged.set()
 
 
-def _limit_stop(job: _Running) -> None:
-    deadline = job.request.requested_at + job.grace_s
+def _limit_stop(job: _Running, executor: Executor, deadline: float) -> None:
     if not job.has_ended.wait(max(0.0, deadline - time.monotonic())) and job.claim():
         newest = "" if job.newest is None else f"; {job.newest()}"
         _print(
-            f"[driver] stopped by SIGTERM {job.executor.where()}, as --exit-grace-s "
+            f"[driver] stopped by SIGTERM {executor.where()}, as --exit-grace-s "
             f"({job.grace_s:g}) is over{newest}"
         )
         _exit_now(128 + signal.SIGTERM, job)
 
 
-def _limit_unwinding(job: _Running) -> None:
+def _limit_unwinding(job: _Running, signum: int) -> None:
     if not job.has_ended.wait(_UNWIND_S) and job.claim():
-        stopped = Stopped(job.ended_by)
-        _print(_explain(stopped, job))
-        _exit_now(_exit_code(stopped, job.executor), job)
+        text, code = _verdict(Stopped(signum), job)
+        _print(text)
+        _exit_now(code, job)
 
 
 def _exit_now(code: int, job: _Running) -> None:

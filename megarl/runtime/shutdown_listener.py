@@ -25,6 +25,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megarl.runtime.abort import ABORT, Aborted
+from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.mailbox import Mailbox, connect
 from megarl.runtime.messages import Terminated
 from megarl.runtime.process import has_died, process_name
@@ -106,7 +107,7 @@ class ShutdownListener:
         os._exit(128 + signal.SIGTERM)
 
 
-def _has_driver_died(store: dist.Store) -> bool:
+def _has_driver_died(store: KeyValueStore) -> bool:
     """Return whether the driver has surely ended.
 
     This is unknown for a driver that is starting or runs on another machine."""

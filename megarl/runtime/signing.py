@@ -21,7 +21,8 @@ import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Protocol
+
+from megarl.runtime.key_value_store import KeyValueStore
 
 JOB_SECRET = "MEGARL_JOB_SECRET"
 _MAC_BYTES, _SECRET_BYTES, _SHORTEST_SECRET = hashlib.sha256().digest_size, 32, 32
@@ -36,14 +37,6 @@ class SecretError(ValueError):
     """The job's secret is missing, too short, or in a folder that others can read. The user must fix it."""
 
 
-class Store(Protocol):
-    """The part of torch.distributed.Store that this module uses."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-
-
 def sign(data: bytes, name: str) -> bytes:
     """Return 32 bytes of HMAC, then the data, which will be stored under `name`."""
     return _mac(name, data) + data
@@ -56,9 +49,8 @@ def verify(signed: bytes, name: str) -> memoryview:
     data = memoryview(signed)[_MAC_BYTES:]
     if not hmac.compare_digest(_mac(name, data), signed[:_MAC_BYTES]):
         raise ForgedMessage(
-            f"{name} in the job's store is not signed with the job's secret and was not read: "
-            "another process wrote it, or "
-            f"{JOB_SECRET} is not the same on all nodes."
+            f"{name} in the job's store is not signed with the job's secret and was not read: another "
+            f"process wrote it, or {JOB_SECRET} is not the same on all nodes."
         )
     return data
 
@@ -100,13 +92,12 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
     )
     if JOB_SECRET not in env and not alone and not on_one_node:
         raise SecretError(
-            f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, "
-            "on one node: it signs commands in a "
-            f"store that others can reach. {_HOW}"
+            f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, on one node: "
+            f"it signs commands in a store that others can reach. {_HOW}"
         )
 
 
-def agree(store: Store, env: MutableMapping[str, str] = os.environ) -> None:
+def agree(store: KeyValueStore, env: MutableMapping[str, str] = os.environ) -> None:
     """Agree on the secret of all ranks before the first message. Collective over the world.
 
     The secret is the one in the environment, else rank 0's. It is removed from the environment, which
@@ -159,8 +150,7 @@ def _folder() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise SecretError(
-            f"{folder} (folder for secrets): must be a folder of this user that nobody else may "
-            "open. Try TMPDIR=$HOME, or a "
-            f"{JOB_SECRET} of your own."
+            f"{folder} (folder for secrets): must be a folder of this user that nobody else may open. Try "
+            f"TMPDIR=$HOME, or a {JOB_SECRET} of your own."
         )
     return folder

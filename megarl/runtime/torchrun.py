@@ -26,21 +26,18 @@ if TYPE_CHECKING:
     from megarl.runtime.store_executor import StoreExecutor
 
 
-def start_driver(
-    argv: list[str], env: dict[str, str] | None = None, module: str = "megarl.trainer"
-) -> subprocess.Popen:
+def start_driver(argv: list[str], module: str = "megarl.trainer") -> subprocess.Popen[bytes]:
     """Start the driver beside rank 0: `python -P -m module argv`.
 
     Call this on rank 0's main thread and pass the result to `serve`. The driver's environment describes the
     job, without the variables that would make the driver a rank. From here on this process lives no longer
     than the driver. If the driver fails, this process exits at once with the driver's code.
     """
-    inherited = os.environ if env is None else env
-    child_env = without_rank(inherited) | {
+    child_env = without_rank(os.environ) | {
         "PYTHONSAFEPATH": "1",
-        "MEGARL_STORE": f"{inherited['MASTER_ADDR']}:{inherited['MASTER_PORT']}",
-        "MEGARL_STORE_PREFIX": store_prefix(inherited),
-        "MEGARL_WORLD_SIZE": inherited["WORLD_SIZE"],
+        "MEGARL_STORE": f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+        "MEGARL_STORE_PREFIX": store_prefix(),
+        "MEGARL_WORLD_SIZE": os.environ["WORLD_SIZE"],
         "MEGARL_RANK_0_PID": str(os.getpid()),
         JOB_SECRET: job_secret(),
     }
@@ -51,7 +48,7 @@ def start_driver(
     return driver
 
 
-def _watch_driver(driver: subprocess.Popen) -> None:
+def _watch_driver(driver: subprocess.Popen[bytes]) -> None:
     code = driver.wait()
     if code in (-signal.SIGINT, -signal.SIGTERM):  # the signal came before the driver could handle it
         os._exit(128 - code)

@@ -30,6 +30,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megarl.runtime.hosting import HostedRoles, Roles, WorkerContext, stack_of_call, step_until
+from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.mailbox import STARTUP, Mailbox, connect
 from megarl.runtime.messages import Call, Command, Failure, Kill, Reply, Report, encode
 from megarl.runtime.process import WRITES_CHECKPOINT, end_on_signals, end_with_parent
@@ -43,8 +44,8 @@ _STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody el
 def serve(
     roles: Roles,
     rank: int,
-    store: dist.Store,
-    driver: subprocess.Popen | None = None,
+    store: KeyValueStore,
+    driver: subprocess.Popen[bytes] | None = None,
     health: threading.Thread | None = None,
 ) -> int:
     """Serve the driver until it shuts the job down.
@@ -108,7 +109,7 @@ class _WorkerLoop:
     Commands come over one connection, which blocks. All reports of this rank go over another connection, so
     that they arrive in their order and an event can be sent at any time."""
 
-    def __init__(self, rank: int, store: dist.Store, listener: ShutdownListener) -> None:
+    def __init__(self, rank: int, store: KeyValueStore, listener: ShutdownListener) -> None:
         self._rank, self._commands, self._listener = rank, Mailbox(store), listener
         self._outbox, self._lock = Mailbox(connect()), threading.Lock()
         self._context = WorkerContext(rank, self._report)
@@ -144,7 +145,7 @@ class _WorkerLoop:
             return hosted.run(call, index)
         except BaseException as error:  # process boundary
             if self._listener.is_aborted(index, error):
-                return Reply(index, self._rank, encode(None), time.perf_counter() - start, time.time())
+                return Reply(index, self._rank, b"", time.perf_counter() - start, time.time())
             self._fail(Failure.of(error, call.role, call.method, call.label), index)
 
     def _report(self, report: Report) -> None:

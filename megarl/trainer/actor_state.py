@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from megarl.algorithms.base import algorithm_of
 from megarl.algorithms.kl_controller import MEASURED_KL
 from megarl.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
@@ -28,9 +30,10 @@ class ActorState:
 
     def __init__(self, suffix: str, config: TrainConfig, inputs: Inputs) -> None:
         self.suffix, self.config, self.shape, self.actor = suffix, config, inputs.shape, f"actor{suffix}"
+        self.algorithm = algorithm_of(config)
         self.cursor = DataCursor(len(inputs.train), config.batch.seed, config.data.shuffle)
         self.eval_rows = list(range(len(inputs.evaluation or ())))[: config.run.eval_num_prompts]
-        self.kl = config.algorithm.build_kl_controller()
+        self.kl = self.algorithm.build_kl_controller()
         self.buffer = SampleBuffer()
         self.gate_limits = GateLimits.of(config, inputs.shape)
         self.gate_passed = False
@@ -55,9 +58,8 @@ class ActorState:
         if not limit or not self.zero_reward_steps or self.zero_reward_steps % limit:
             return None
         return (
-            f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. "
-            "Does the reward see what you think? "
-            "Look at the texts in rollouts/."
+            f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. Does the "
+            "reward see what you think? Look at the texts in rollouts/."
         )
 
     def note_unscored_updates(self, metrics: Mapping[str, float], step: int) -> str:
@@ -76,7 +78,7 @@ class ActorState:
         Raises: ValueError for rows that do not exist or do not fill whole mini-batches."""
         batch = self.config.batch
         if rows is None:
-            num_rows = batch.num_prompts if self.config.algorithm.needs_rollout else batch.global_batch_size
+            num_rows = batch.num_prompts if self.algorithm.needs_rollout else batch.global_batch_size
             visits = self.cursor.next_visits(num_rows)
         else:
             visits = self.cursor.visit(self._checked(rows))
@@ -85,7 +87,7 @@ class ActorState:
     @property
     def num_samples_per_prompt(self) -> int:
         """Size of a group. A row of supervised fine-tuning is a group of one sample."""
-        return self.config.batch.num_samples_per_prompt if self.config.algorithm.needs_rollout else 1
+        return self.config.batch.num_samples_per_prompt if self.algorithm.needs_rollout else 1
 
     def _checked(self, rows: Sequence[int]) -> Sequence[int]:
         total, batch = self.cursor.num_rows, self.config.batch
@@ -99,7 +101,7 @@ class ActorState:
             )
         return rows
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, Any]:
         """Return the part of the actor's state that a checkpoint holds, for JSON."""
         state = {
             "cursor": self.cursor.state(),
@@ -108,7 +110,7 @@ class ActorState:
         }
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
 
-    def restore(self, state: Mapping[str, object]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `snapshot` returned. The log-prob gate must be passed again.
 
         Raises: ValueError if the size of the training data has changed."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from megarl.packing import Sample
 
 
-class BufferError(RuntimeError):
+class SampleBufferError(RuntimeError):
     """A sample arrived that the buffer does not expect, or a group is too late."""
 
 
@@ -67,9 +67,9 @@ class SampleBuffer:
             visits: visit -> row of the training data.
             num_samples: samples of each prompt, or visit -> samples where groups differ in size.
             step: the training step for which the prompts are admitted.
-        Raises: BufferError for a visit that is already in the buffer."""
+        Raises: SampleBufferError for a visit that is already in the buffer."""
         if known := sorted(visits.keys() & self._groups.keys()):
-            raise BufferError(f"visit {known[0]} is admitted a second time")
+            raise SampleBufferError(f"visit {known[0]} is admitted a second time")
         for visit, row in visits.items():
             size = num_samples if isinstance(num_samples, int) else num_samples[visit]
             self._groups[visit] = Group(visit, row, size, step)
@@ -84,16 +84,18 @@ class SampleBuffer:
     def add(self, samples: Iterable[Sample]) -> None:
         """Add finished samples to their groups.
 
-        Raises: BufferError for a duplicate sample, and for a sample of a group that was not issued or is
+        Raises: SampleBufferError for a duplicate sample, and for a sample of a group that was not issued or is
         finished."""
         for sample in samples:
             group = self._groups.get(sample.group)
             if group is None or not group.is_issued:
-                raise BufferError(f"sample {sample.sample_id} belongs to no prompt that is being sampled")
+                raise SampleBufferError(
+                    f"sample {sample.sample_id} belongs to no prompt that is being sampled"
+                )
             if sample.sample_id in group.samples:
-                raise BufferError(f"sample {sample.sample_id} was sampled more than once")
+                raise SampleBufferError(f"sample {sample.sample_id} was sampled more than once")
             if group.is_finished:
-                raise BufferError(
+                raise SampleBufferError(
                     f"sample {sample.sample_id} is one more than the {group.num_samples} of visit {group.visit}"
                 )
             group.samples[sample.sample_id] = sample
@@ -101,10 +103,11 @@ class SampleBuffer:
     def take(self, step: int) -> list[Group]:
         """Remove the finished groups and return them, in the order of admission.
 
-        Raises: BufferError for an unfinished group that is later than `staleness` allows."""
+        Raises: SampleBufferError for an unfinished group that was admitted for step `step - staleness` or
+            an earlier one."""
         for group in self._groups.values():
             if not group.is_finished and group.step + self.staleness <= step:
-                raise BufferError(
+                raise SampleBufferError(
                     f"{group.num_samples - len(group.samples)} of {group.num_samples} samples of visit "
                     f"{group.visit} are missing: groups must be complete"
                 )
@@ -124,4 +127,4 @@ class SampleBuffer:
         """Replace the content by the groups of `snapshot`, which are sampled again.
 
         A sample's draws depend only on its visit and index, so the sample gets the same tokens as before."""
-        self._groups = {group["visit"]: Group(**group) for group in groups}
+        self._groups = {g["visit"]: Group(g["visit"], g["row"], g["num_samples"], g["step"]) for g in groups}

@@ -19,6 +19,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
 from megarl.config.rules_files import described_models, uncompared_models
 from megarl.files.checkpoints import (
     CHECKPOINTS,
@@ -36,7 +38,9 @@ from megarl.config.rules_files import goes_on
 from megarl.files.checkpoints import file_digest, sync_folder
 from megarl.config.render import write_args
 from megarl.files.writing import writing
-from megarl.runtime.executor import Executor, Future
+from megarl.futures import Future
+from megarl.flow import RandomState, TrainedRole
+from megarl.runtime.executor import Executor
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
@@ -55,9 +59,9 @@ class _Saving:
 
     step: int
     partial: Path
-    body: dict[str, object]
+    body: dict[str, Any]
     """Content of job.json, without the roles' digests."""
-    asked: dict[str, Future] | None = None
+    asked: dict[str, Future[str | None]] | None = None
     """Pending calls by role, each asking whether the role's part is written."""
 
 
@@ -81,8 +85,12 @@ class Checkpointer:
         stop: StopRequest,
     ) -> None:
         self._job_config, self.config = config, config.checkpoint
-        self.executor, self._state, self._run, self._stop = executor, state, run_folder, stop
-        self.roles = [role for role in meshes if kind_and_suffix(role)[0] in TRAINED_KINDS]
+        self._state, self._run, self._stop = state, run_folder, stop
+        self.roles = {
+            role: TrainedRole(executor, role) for role in meshes if kind_and_suffix(role)[0] in TRAINED_KINDS
+        }
+        everywhere = "data" if "data" in executor.ranks else "actor"  # the role that is on every rank
+        self._random, self._ranks = RandomState(executor, everywhere), executor.ranks[everywhere]
         self.last_step: int | None = None
         """Step of the newest checkpoint that was begun or restored."""
         self.restored_metrics: dict[str, float] = {}
@@ -114,10 +122,8 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             with writing(partial):
                 partial.mkdir(parents=True)
-            copied = [
-                self.executor.call(role, "begin_checkpoint", str(partial / role)) for role in self.roles
-            ]
-            states = self.executor.call(self._everywhere, "random_state")
+            copied = [role.begin_checkpoint(str(partial / name)) for name, role in self.roles.items()]
+            states = self._random.random_state()
             for future in copied:
                 future.result()
             self._saving, self.last_step = _Saving(step, partial, self._body(states.result())), step
@@ -131,45 +137,46 @@ class Checkpointer:
             return
         with self._stop.held():
             if saving.asked is None:
-                saving.asked = {role: self.executor.call(role, "checkpoint_written") for role in self.roles}
+                saving.asked = {name: role.checkpoint_written() for name, role in self.roles.items()}
             if all(future.done() for future in saving.asked.values()):
                 answers = {role: future.result() for role, future in saving.asked.items()}
                 saving.asked = None
                 if all(None not in of_role for of_role in answers.values()):
-                    self._publish({role: digests[0] for role, digests in answers.items()})
+                    self._publish(saving, {role: digests[0] for role, digests in answers.items()})
 
     def wait(self) -> None:
         """Wait until the current checkpoint is visible. Raises the errors of `poll`."""
-        if self._saving is None:
+        saving = self._saving
+        if saving is None:
             return
         with self._stop.held():
-            asked = {role: self.executor.call(role, "checkpoint_written", wait=True) for role in self.roles}
-            self._publish({role: future.result()[0] for role, future in asked.items()})
+            asked = {name: role.checkpoint_written(wait=True) for name, role in self.roles.items()}
+            self._publish(saving, {role: future.first() for role, future in asked.items()})
 
     def abandon(self) -> None:
         """Clean up after a failure: publish the checkpoint if all roles have written it, else remove it."""
-        if self._saving is None:
+        saving = self._saving
+        if saving is None:
             return
-        partial = self._saving.partial
+        partial = saving.partial
         with contextlib.suppress(OSError):
             if all((partial / role).is_dir() for role in self.roles):
-                self._publish({role: file_digest(partial / role / MANIFEST) for role in self.roles})
+                self._publish(saving, {role: file_digest(partial / role / MANIFEST) for role in self.roles})
         shutil.rmtree(partial, ignore_errors=True)
 
-    def restore(self) -> int:
+    def restore(self) -> None:
         """Restore every role and the driver's state from --load, once the roles are set up.
 
-        Returns: the step to continue after. The step is 0 without --load, or if --load is --save's own folder
-        and holds no checkpoint yet.
+        Nothing is restored if --load is --save's own folder and holds no checkpoint yet.
+
         Raises: NoWholeCheckpoint if all checkpoints are damaged or belong to other models."""
         if self.config.load is None:
-            return 0
+            return
         note, problems = self._run.progress.note, []
         for folder in found_by(self.config.load):
             if (problem := self._problem_of(folder)) is None:
-                step = self._load(folder)
-                self._go_on(step, folder)
-                return step
+                self._load(folder)
+                return
             problems.append(problem)
             note(f"checkpoint {folder} is passed over: {problem}")
         if problems or not goes_on(self._job_config):
@@ -183,24 +190,17 @@ class Checkpointer:
                 "\n".join([f"--load ({load}): no whole checkpoint is there.{others}", *problems])
             )
         self._go_on(0, None)
-        return 0
 
     # ------------------------------------------------------------------ writing
 
-    @property
-    def _everywhere(self) -> str:
-        """Name of the role that is on every rank."""
-        return "data" if "data" in self.executor.ranks else "actor"
-
-    def _body(self, random_states: list[dict[str, str]]) -> dict[str, object]:
+    def _body(self, random_states: list[dict[str, str]]) -> dict[str, Any]:
         step = self._state.completed
         row, best = self._run.row_of(step), self.config.best_metric
         if best is not None and best not in row and not self._has_noted:
             self._has_noted = True
             self._run.progress.note(
-                f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not "
-                "compared. It has "
-                f"{', '.join(row)}."
+                f"--best-metric ({best}): step {step} has no such metric, so its checkpoint is not compared. "
+                f"It has {', '.join(row)}."
             )
         return {
             **self._state.snapshot(),
@@ -211,8 +211,8 @@ class Checkpointer:
             "arguments": write_args(self._job_config),
         }
 
-    def _publish(self, digests: Mapping[str, str]) -> None:
-        saving, folder = self._saving, folder_of_step(self._run.folder, self._saving.step)
+    def _publish(self, saving: _Saving, digests: Mapping[str, object]) -> None:
+        folder = folder_of_step(self._run.folder, saving.step)
         write_job(saving.partial, {**saving.body, "roles": dict(digests)})
         sync_folder(saving.partial)
         saving.partial.rename(folder)
@@ -221,26 +221,29 @@ class Checkpointer:
         self._metrics[saving.step] = saving.body["metrics"]
         self._prune()
 
+    @property
+    def _on_disk(self) -> dict[int, Path]:
+        """Step -> checkpoint of the run folder, newest first."""
+        found = checkpoints_in(self._run.folder)
+        return {step: folder for folder in found if (step := step_of(folder)) is not None}
+
     def _prune(self) -> None:
         """Remove checkpoints that --keep and --best-metric do not keep, and leftovers of earlier jobs."""
-        folders = checkpoints_in(self._run.folder)
-        kept = {step_of(folder) for folder in folders[: self.config.keep]} | {self._best_step()}
-        for folder in folders:
-            if step_of(folder) not in kept:
-                folder.rename(
-                    folder.with_name(f".{folder.name}.removed")
-                )  # a job that ends meanwhile leaves no incomplete checkpoint
+        on_disk = self._on_disk
+        kept = {*list(on_disk)[: self.config.keep], self._best_step()}
+        for step, folder in on_disk.items():
+            if step not in kept:
+                # a job that ends meanwhile leaves no incomplete checkpoint
+                folder.rename(folder.with_name(f".{folder.name}.removed"))
         for hidden in (self._run.folder / CHECKPOINTS).glob(".step_*"):
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _best_step(self) -> int | None:
         """Return the step of the best checkpoint on disk; the latest of equal ones."""
         name, sign = self.config.best_metric, 1 if self.config.best_metric_mode == "max" else -1
-        there = {step_of(folder) for folder in checkpoints_in(self._run.folder)}
-        values = {
-            step: sign * row[name] for step, row in self._metrics.items() if step in there and name in row
-        }
-        return max(values, key=lambda step: (values[step], step), default=None)
+        metrics = ((step, self._metrics.get(step, {})) for step in self._on_disk)
+        values = {step: (sign * row[name], step) for step, row in metrics if name in row}
+        return max(values, key=values.__getitem__, default=None)
 
     # ------------------------------------------------------------------ reading
 
@@ -254,37 +257,30 @@ class Checkpointer:
             return str(error)
         if missing := [role for role in self.roles if role not in body["roles"]]:
             return f"{folder} has no {missing[0]}, but {', '.join(body['roles'])}."
-        damages = {
-            role: self.executor.call(role, "damage_of_checkpoint", str(folder / role)) for role in self.roles
-        }
-        return next(
-            (
-                f"{role}: {damage}"
-                for role, future in damages.items()
-                if (damage := future.first()) is not None
-            ),
-            None,
-        )
+        asked = {name: role.damage_of_checkpoint(str(folder / name)) for name, role in self.roles.items()}
+        damages = ((name, future.first()) for name, future in asked.items())
+        return next((f"{name}: {damage}" for name, damage in damages if damage is not None), None)
 
-    def _load(self, folder: Path) -> int:
+    def _load(self, folder: Path) -> None:
         body = read_job(folder)
         for line in uncompared_models(self._job_config, body):
             self._run.progress.note(line)
-        for future in [
-            self.executor.call(role, "load_checkpoint", str(folder / role), digests=False)
-            for role in self.roles
-        ]:
+        loaded = [
+            role.load_checkpoint(str(folder / name), digests=False) for name, role in self.roles.items()
+        ]
+        for future in loaded:
             future.result()
         self._state.restore(body)
-        ranks = self.executor.ranks[self._everywhere]
-        if len(body["random_states"]) == len(ranks):  # another number of ranks has no equivalent random state
-            for future in [
-                self.executor.call_on([rank], self._everywhere, "set_random_state", state)
-                for rank, state in zip(ranks, body["random_states"], strict=True)
-            ]:
-                future.result()
+        states = body["random_states"]
+        if len(states) == len(self._ranks):  # another number of ranks has no equivalent random state
+            set_again = [
+                self._random.on([rank]).set_random_state(state)
+                for rank, state in zip(self._ranks, states, strict=True)
+            ]
+            for done in set_again:
+                done.result()
         self.last_step, self.restored_metrics = body["step"], body["metrics"]
-        return body["step"]
+        self._go_on(body["step"], folder)
 
     def _go_on(self, step: int, folder: Path | None) -> None:
         """Cut the run folder so that `step` is its last step."""
@@ -292,13 +288,13 @@ class Checkpointer:
         if not goes_on(self._job_config):
             note(f"continues after step {step}: {folder}")
             return
-        for later in list(self._later_than(step)):
-            # removed when the next checkpoint is complete
-            replaced = later.with_name(f".{later.name}.replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            later.rename(replaced)
+        for number, later in self._on_disk.items():
+            if number > step:  # removed when the next checkpoint is complete
+                replaced = later.with_name(f".{later.name}.replaced")
+                shutil.rmtree(replaced, ignore_errors=True)
+                later.rename(replaced)
         self._run.go_on_after(step)
-        self._metrics = {step_of(path): _metrics_of(path) for path in checkpoints_in(self._run.folder)}
+        self._metrics = {number: _metrics_of(path) for number, path in self._on_disk.items()}
         if folder is None:
             note(f"--load ({self.config.load}): no checkpoint is there yet; begins at step 1")
         else:
@@ -306,9 +302,6 @@ class Checkpointer:
                 f"continues after step {step}: {folder}; later rows of metrics.jsonl, rollouts and "
                 "TensorBoard events are removed"
             )
-
-    def _later_than(self, step: int) -> Iterator[Path]:
-        return (path for path in checkpoints_in(self._run.folder) if step_of(path) > step)
 
 
 @contextlib.contextmanager
@@ -324,6 +317,7 @@ def _removed_if_failed(partial: Path) -> Iterator[None]:
 def _metrics_of(folder: Path) -> dict[str, float]:
     """Return the metrics of a checkpoint, {} for a damaged one."""
     try:
-        return read_job(folder)["metrics"]
+        metrics: dict[str, float] = read_job(folder)["metrics"]
+        return metrics
     except JobFileError:
         return {}

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
-from megarl.config.mesh import hosting_ranks, role_meshes
+from megarl.config.mesh import role_meshes
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.schema import TrainConfig
-from megarl.trainer.executors import interfaces_of
 from megarl.runtime.executor import Executor
-from megarl.trainer.preflight import Inputs, read_inputs
+from megarl.trainer.launch import drive
+from megarl.trainer.preflight import Inputs
 from megarl.trainer.weights import sync_weights
-from megarl.flow import Reward, Rollout
+from megarl.flow import Actor, Reward, Rollout
+from megarl.flow.job_roles import Record
 from megarl.role_names import with_suffix
 from megarl.trainer.state import TrainState
 
@@ -25,12 +26,13 @@ MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
 
 def held_out_accuracy(
     rollout: Rollout, reward: Reward, rows: list[int]
-) -> tuple[dict[str, float], dict[str, dict]]:
+) -> tuple[dict[str, float], dict[str, Record]]:
     """Return the mean reward of one response per row, sampled and greedy, and the first row's answers.
 
     A row draws the same noise at every evaluation, in a job and in `megarl eval`. Only the weights change the
     accuracies."""
-    scores, answers = {}, {}
+    scores: dict[str, float] = {}
+    answers: dict[str, Record] = {}
     for name, greedy in MODES.items():
         rollout.generate("eval", {row: row for row in rows}, greedy=greedy)
         records = [r for rank in reward.score("eval", num_logged=1).result() for r in rank]
@@ -39,13 +41,12 @@ def held_out_accuracy(
     return scores, answers
 
 
-def evaluate_actors(
-    executor: Executor, state: TrainState
-) -> tuple[dict[str, float], dict[str, dict[str, object]]]:
+def evaluate_actors(executor: Executor, state: TrainState) -> tuple[dict[str, float], dict[str, Record]]:
     """Evaluate every actor on --eval-data. Returns the scores and, for each score, the first row's answer.
 
     Raises: ValueError without --eval-data, or without a rule that scores."""
-    scores, answers = {}, {}
+    scores: dict[str, float] = {}
+    answers: dict[str, Record] = {}
     for suffix, actor in state.actors.items():
         if not actor.eval_rows:
             raise ValueError(
@@ -69,12 +70,15 @@ def evaluate_job(
     """Load --model into the engines, answer --eval-data, and write one JSON line to stdout.
 
     The job's other roles are not set up."""
-    meshes = role_meshes(config, world_size)
-    for future in [executor.call(name, "setup") for name in ("actor", "rollout", "reward")]:
+    actor, rollout, reward = (
+        Actor(executor, "actor"),
+        Rollout(executor, "rollout"),
+        Reward(executor, "reward"),
+    )
+    for future in (actor.setup(), rollout.setup(), reward.setup()):
         future.result()
-    rollout, reward = Rollout(executor, "rollout"), Reward(executor, "reward")
-    sync_weights(executor, meshes, version=0).result()
-    rows = list(range(len(inputs[""].evaluation)))[: config.run.eval_num_prompts]
+    sync_weights(executor, role_meshes(config, world_size), version=0).result()
+    rows = list(range(len(inputs[""].evaluation or ())))[: config.run.eval_num_prompts]
     scores, _ = held_out_accuracy(rollout, reward, rows)
     sys.stdout.write(json.dumps({"model": config.model.model, "rows": len(rows), **scores}) + "\n")
     rollout.shut_down().result()
@@ -82,20 +86,7 @@ def evaluate_job(
 
 
 def main(argv: list[str]) -> int:
-    from megarl.runtime.process import world_size_from_env
-    from megarl.runtime.torchrun import run_driver
-
-    config = load_config(argv, REGISTRY, "megarl eval")
-    world_size = world_size_from_env()
-    ranks = hosting_ranks(config, world_size)
-    return run_driver(
-        lambda executor: evaluate_job(
-            executor, config, read_inputs(config, world_size, new_run=False), world_size
-        ),
-        ranks,
-        config.placement.call_timeout_s,
-        interfaces_of(ranks),
-    )
+    return drive(load_config(argv, REGISTRY, "megarl eval"), evaluate_job, new_run=False)
 
 
 if __name__ == "__main__":

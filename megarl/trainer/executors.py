@@ -15,11 +15,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.errors import ConfigError, did_you_mean
 from megarl.config.render import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import trains_in_fp32
-from megarl.config.schema import TrainConfig
+from megarl.config.schema import EXECUTORS, TrainConfig
 from megarl.flow import role_class
 from megarl.role_names import kind_and_suffix
 from megarl.runtime.process import compute_fp32_exactly, keep_checkout_off_path, quiet_libraries
@@ -37,51 +36,40 @@ The roles can be called within the context."""
 
 def open_executor(config: TrainConfig, world_size: int) -> AbstractContextManager[Executor]:
     """Start the ranks of a job from this process, which is its driver."""
-    return _factory(config)(config, world_size)
+    return _FACTORIES[config.placement.executor](config, world_size)
 
 
 def has_rank_processes(config: TrainConfig) -> bool:
     """Return whether the ranks are processes that run `megarl.train`.
 
-    Otherwise the job needs only `open_executor`.
-
-    Raises: ConfigError for an executor that is not registered."""
-    return _factory(config) is rank_processes
+    Otherwise the job needs only `open_executor`."""
+    return config.placement.executor == "torchrun"
 
 
 def register_executor(name: str, factory: ExecutorFactory) -> None:
-    """Register the factory of an executor under a name for `config.placement.executor`."""
+    """Register the factory of an executor, before a configuration names the executor."""
     _FACTORIES[name] = factory
-
-
-def _factory(config: TrainConfig) -> ExecutorFactory:
-    name = config.placement.executor
-    if name not in _FACTORIES:
-        known = ", ".join(_FACTORIES)
-        raise ConfigError(
-            [f"--executor ({name}): must be one of {known}.{did_you_mean(name, _FACTORIES, prefix='')}"]
-        )
-    return _FACTORIES[name]
+    if name not in EXECUTORS:
+        EXECUTORS.append(name)
 
 
 @contextlib.contextmanager
 def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecutor]:
     """Start every rank as a separate process on this machine."""
-    from megarl.runtime.local_ranks import local_ranks
+    from megarl.runtime.local_ranks import LocalRanks, local_ranks
 
     ranks = hosting_ranks(config, world_size)
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         arguments = Path(folder) / "job.args"
         arguments.write_text(write_args(config))
-        with local_ranks(
+        processes = LocalRanks(
             [f"@{arguments}"],
-            ranks,
             world_size,
-            config.placement.call_timeout_s,
             describe_rank=rank_description(ranks),
             tidy_up=remove_engine_memory,
-            interfaces=interfaces_of(ranks),
-        ) as executor:
+        )
+        timeout_s = config.placement.call_timeout_s
+        with local_ranks(processes, ranks, timeout_s, interfaces_of(ranks)) as executor:
             yield executor
 
 

@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 
 from megarl.gate_limits import GateLimits
-from megarl.runtime.executor import Executor, Future
-from megarl.flow import Actor
+from megarl.futures import Future
+from megarl.runtime.executor import Executor
+from megarl.flow import Actor, Metrics
 from megarl.metrics import combine
 from megarl.trainer.actor_state import ActorState
 from megarl.trainer.state import TrainState
@@ -20,15 +21,14 @@ from megarl.trainer.state import TrainState
 class GateError(RuntimeError):
     """Trainer and engine disagree on the log-probs of sampled tokens."""
 
-    def __init__(self, finding: str, worst_tokens: list[dict[str, float]]) -> None:
+    def __init__(self, error: str, worst_tokens: list[dict[str, float]]) -> None:
         worst_tokens = sorted(worst_tokens, key=lambda t: -abs(t["trainer"] - t["engine"]))[:5]
         rows = [
             f"  sample {t['sample_id']}, token {t['token']} at position {t['position']}: trainer "
-            f"{t['trainer']:.9g}, "
-            f"engine {t['engine']:.9g}, difference {t['trainer'] - t['engine']:.3g}"
+            f"{t['trainer']:.9g}, engine {t['engine']:.9g}, difference {t['trainer'] - t['engine']:.3g}"
             for t in worst_tokens
         ]
-        super().__init__("\n".join([finding, *rows]))
+        super().__init__("\n".join([error, *rows]))
 
 
 def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
@@ -36,15 +36,14 @@ def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
 
     Args:
         mismatch: metrics of the step that `ActorRole.log_probs` returns, each with the prefix mismatch/."""
-    values = {name: mismatch[f"mismatch/{name}"] for name in limits.accepted(mismatch)}
     return [
         name
         for name, limit in limits.accepted(mismatch).items()
-        if not (values[name] <= limit and math.isfinite(values[name]))
+        if not (math.isfinite(value := mismatch[f"mismatch/{name}"]) and value <= limit)
     ]
 
 
-def gate_finding(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
+def gate_error(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
     """Return the error in the differences |trainer log-prob - engine log-prob| of a step, or None.
 
     Args:
@@ -59,8 +58,7 @@ def gate_finding(mismatch: Mapping[str, float], limits: GateLimits) -> str | Non
     ]
     rule = (
         f"  accepted by the rule {limits.describe()}; mean log-prob "
-        f"-{mismatch['mismatch/log_prob_abs']:.4g}. "
-        "--gate-mean-abs and --gate-max-abs replace the rule."
+        f"-{mismatch['mismatch/log_prob_abs']:.4g}. --gate-mean-abs and --gate-max-abs replace the rule."
     )
     return "\n".join([_DISAGREE.format(mismatch["mismatch/tokens"]), *statistics, rule])
 
@@ -75,7 +73,7 @@ class LogProbGate:
     def __init__(self, executor: Executor, state: TrainState) -> None:
         self._executor, self._state = executor, state
 
-    def check_first(self, log_probs: Future) -> None:
+    def check_first(self, log_probs: Future[Metrics]) -> None:
         """Wait for an actor's `log_probs` and check them, unless the actor has passed the gate in this run.
 
         Raises: GateError if trainer and engine disagree."""
@@ -86,14 +84,13 @@ class LogProbGate:
 
     def check(self, actor: ActorState, mismatch: Mapping[str, float]) -> None:
         """Raise GateError, with the worst tokens, if the differences of a step are too large."""
-        if (finding := gate_finding(mismatch, actor.gate_limits)) is not None:
+        if (error := gate_error(mismatch, actor.gate_limits)) is not None:
             answers = Actor(self._executor, actor.actor).worst_tokens(5).result()
             worst = [token for of_rank in answers for token in of_rank]
-            raise GateError(f"{actor.actor}: {finding}" if actor.suffix else finding, worst)
+            raise GateError(f"{actor.actor}: {error}" if actor.suffix else error, worst)
 
 
 _DISAGREE = (
-    "trainer and engine disagree on {:.0f} sampled tokens by more than rounding. Training would be "
-    "silently wrong. Is dropout on, "
-    "a weight not synchronised, or an engine argument changing the distribution?"
+    "trainer and engine disagree on {:.0f} sampled tokens by more than rounding. Training would be silently "
+    "wrong. Is dropout on, a weight not synchronised, or an engine argument changing the distribution?"
 )

@@ -2,6 +2,7 @@
 
 launch            the job: ranks, executor, loop, shutdown
 launch_ranks      ranks that need no driver (`megarl convert`)
+drive             the job of ranks that torchrun has started, in the driver process beside rank 0
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from megarl.config.schema import TrainConfig
 from megarl.runtime.shutdown import last_failure, run_job, received_signal
 from megarl.trainer.executors import interfaces_of, rank_description, remove_engine_memory
 from megarl.trainer.restarts import continued, where_it_goes_on
-from megarl.runtime.process import exit_on_signals, keep_checkout_off_path, quiet_libraries
+from megarl.runtime.process import (
+    exit_on_signals,
+    keep_checkout_off_path,
+    quiet_libraries,
+    world_size_from_env,
+)
+from megarl.runtime.torchrun import run_driver
 
 if TYPE_CHECKING:
     from megarl.runtime.executor import Executor
@@ -42,19 +49,17 @@ def launch(
         new_run: whether --save must be free."""
     exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to clean up yet
     _prepare_process()
-    code, attempt, before = _attempt(config, argv, job, module, new_run, 0), 0, None
+    attempt, before = 0, None
+    code = _attempt(config, argv, job, module, new_run, attempt)
     while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
         if (signum := received_signal()) is not None:
             return 128 + signum
         attempt, config = attempt + 1, continued(config)
-        failure = *last_failure(), where_it_goes_on(config)
-        again = (
-            " It was the same failure as before, at the same step, and nothing was saved since."
-            if failure == before
-            else ""
-        )
+        failure = last_failure(), where_it_goes_on(config)
+        again = " It was the same failure as before, at the same step, and nothing was saved since."
         sys.stderr.write(
-            f"[driver] restart {attempt} of {config.checkpoint.max_restarts}, {failure[-1]}.{again}\n"
+            f"[driver] restart {attempt} of {config.checkpoint.max_restarts}, {failure[1]}."
+            f"{again if failure == before else ''}\n"
         )
         before, code = failure, _attempt(config, argv, job, module, new_run, attempt)
     return code
@@ -64,19 +69,31 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
     """Run one attempt of the job.
 
     Later attempts start the ranks with the same arguments: only the driver's --load differs."""
-    from megarl.runtime.local_ranks import (
-        LocalRanks,
-    )  # torch: cleanup cannot run if a signal interrupts this import
-    from megarl.trainer.preflight import read_inputs
+    # torch: cleanup cannot run if a signal interrupts this import
+    from megarl.runtime.local_ranks import LocalRanks
 
     world_size = config.placement.nproc_per_node
     ranks = hosting_ranks(config, world_size)
     processes = LocalRanks(argv, world_size, module, rank_description(ranks), remove_engine_memory, attempt)
     return run_job(
-        lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size),
+        _body(job, config, world_size, new_run),
         lambda: processes.start(ranks, config.placement.call_timeout_s, interfaces_of(ranks)),
         processes,
     )
+
+
+def drive(config: TrainConfig, job: Job, new_run: bool = True) -> int:
+    """Run `job` in the driver process that rank 0 has started. Returns its exit code, as `run_job`."""
+    world_size = world_size_from_env()
+    ranks = hosting_ranks(config, world_size)
+    timeout_s, body = config.placement.call_timeout_s, _body(job, config, world_size, new_run)
+    return run_driver(body, ranks, timeout_s, interfaces_of(ranks))
+
+
+def _body(job: Job, config: TrainConfig, world_size: int, new_run: bool) -> Callable[[Executor], None]:
+    from megarl.trainer.preflight import read_inputs
+
+    return lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size)
 
 
 def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
@@ -86,9 +103,10 @@ def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
 
     Returns: 0 for success; 1 if a rank failed, after which the other ranks are ended; 130 after Ctrl-C."""
     _prepare_process()
-    from megarl.runtime.local_ranks import LocalRanks, undisturbed
+    from megarl.runtime.local_ranks import LocalRanks, RankDied, undisturbed
 
-    processes, deaths = LocalRanks(argv, world_size, module, tidy_up=remove_engine_memory), []
+    processes = LocalRanks(argv, world_size, module, tidy_up=remove_engine_memory)
+    deaths: list[RankDied] = []
     processes.report_deaths(deaths.append)
     try:
         processes.start_ranks()

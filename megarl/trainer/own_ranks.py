@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -38,14 +38,7 @@ def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
     Raises: ConfigError with all errors of the job, before a rank is started."""
     world_size = config.placement.nproc_per_node
     check_everything(config, world_size)
-    shown = Progress(config.batch.train_iters, stream=None if progress else _Nowhere(), terminal=False)
-    with open_executor(config, world_size) as executor:
+    with open(os.devnull, "w") as nowhere, open_executor(config, world_size) as executor:
         inputs = read_inputs(config, world_size)  # while the ranks import what they need
+        shown = Progress(config.batch.train_iters, stream=None if progress else nowhere, terminal=False)
         yield Started(executor, inputs, world_size, shown)
-
-
-class _Nowhere(io.TextIOBase):
-    """A stream that drops all text."""
-
-    def write(self, text: str) -> int:
-        return len(text)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megarl.algorithms.base import algorithm_of
 from megarl.config.check import check_job
 from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
@@ -39,11 +40,11 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
     load = functools.cache(PromptDataset.load)  # actors mostly read the same files
     inputs = {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}
     if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
-        findings = [
+        errors = [
             rows_error(of_actor, number, len(inputs[suffix].train), found[1])
             for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1)
         ]
-        raise_errors([finding for finding in findings if finding is not None])
+        raise_errors([error for error in errors if error is not None])
     return inputs
 
 
@@ -51,7 +52,7 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
     shape = ModelShape.load(config.model.model)
     needs = (
         "response"
-        if not config.algorithm.needs_rollout
+        if not algorithm_of(config).needs_rollout
         else "ground_truth"
         if needs_ground_truth(config)
         else None
@@ -66,11 +67,12 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
         config.model.tokenizer_model or config.model.model,
         "--tokenizer-model" if config.model.tokenizer_model else "--model",
     )
+    assert tokenizer is not None  # only a `load_folder` of the caller's returns None
     check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
-    if config.algorithm.needs_rollout and uses_rule_reward(config):
+    if algorithm_of(config).needs_rollout and uses_rule_reward(config):
         with RewardPool(config.data, num_workers=1) as pool:
             for dataset, flag in datasets:
                 probe_reward(pool, dataset, flag)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megarl.runtime.executor import Future
+from megarl.flow.job_roles import Metrics, Record
+from megarl.futures import Future
 from megarl.invariants import digest_of_reward
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
@@ -29,13 +30,13 @@ class RolloutBatch:
     """Visit of each prompt -> its row of the data set, in order."""
     samples: list[Sample] = field(default_factory=list)
     """Samples sorted by sample id. Groups may have different numbers of samples."""
-    records: dict[str, dict[int, dict]] = field(default_factory=dict)
+    records: dict[str, dict[int, Record]] = field(default_factory=dict)
     """Scoring role -> sample id -> the role's record of the sample."""
     rewards: dict[int, float | None] = field(default_factory=dict)
     """Weighted sum of the scores by sample id; None if a scoring role failed.
 
     The values at the time when the advantages are computed count."""
-    transfers: list[Future] = field(default_factory=list)
+    transfers: list[Future[Metrics]] = field(default_factory=list)
     """Calls that bring samples and columns to the ranks that need them. Their results are metrics."""
     kl_coef: float = 0.0
     """KL coefficient of this step, from the actor's KL controller."""
@@ -72,11 +73,12 @@ class RolloutBatch:
         """Digests that bind each reward to its sample's tokens on the ranks, in the order of sample_ids.
 
         None if some tokens have no digest."""
-        if any(s.digest is None for s in self.samples):
-            return None
-        return [
-            digest_of_reward(s.sample_id, s.group, self.rewards[s.sample_id], s.digest) for s in self.samples
-        ]
+        digests = []
+        for s in self.samples:
+            if s.digest is None:
+                return None
+            digests.append(digest_of_reward(s.sample_id, s.group, self.rewards[s.sample_id], s.digest))
+        return digests
 
     @property
     def texts(self) -> dict[int, dict[str, object]]:
@@ -100,7 +102,9 @@ class RolloutBatch:
 
     def score_of(self, role: str, sample: int) -> float | None:
         """Return the unweighted score that a role gave a sample, or None if the role failed."""
-        return self.records[role][sample]["reward" if kind_and_suffix(role)[0] == "reward" else "score"]
+        field = "reward" if kind_and_suffix(role)[0] == "reward" else "score"
+        score: float | None = self.records[role][sample][field]
+        return score
 
     def __repr__(self) -> str:
         scored = [r for r in self.rewards.values() if r is not None]

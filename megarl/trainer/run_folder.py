@@ -19,7 +19,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -93,7 +93,7 @@ class Run:
         self._files: JsonLines | None = None
         self._trackers: list[Logger] | None = None  # opened at the first record
         self._background = ThreadPoolExecutor(1, thread_name_prefix="run_folder")
-        self._writes: list[Future] = []
+        self._writes: list[Future[object]] = []
         # The step and metrics whose evaluation may still follow, and the row that was written last.
         self._row: tuple[int, dict[str, float | int]] | None = None
         self._written_row: tuple[int, dict[str, float | int]] = (0, {})
@@ -159,9 +159,8 @@ class Run:
         Args:
             answers: score -> one of the samples that the score was computed from."""
         for name, answer in answers.items():
-            rows = [{"name": name, **answer}]
-            self._log(lambda logger, rows=rows: logger.log_rollouts(step, rows, "eval"))
-        before = self._files.take_back(step) if self._row is None else self._row[1]
+            self._log_rollouts(step, [{"name": name, **answer}], "eval")
+        before = self._lines.take_back(step) if self._row is None else self._row[1]
         self._row = step, {**before, **scores}
         self.progress.show_evaluation(step, scores)
         self._write_row()
@@ -175,7 +174,7 @@ class Run:
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
         """Record samples of a step, if there are any."""
         if rows := list(rows):
-            self._log(lambda logger: logger.log_rollouts(step, rows, "train"))
+            self._log_rollouts(step, rows, "train")
 
     def close(self) -> None:
         """Write all records. Raises the first error of the background thread."""
@@ -234,11 +233,27 @@ class Run:
             return
         (step, row), now = self._row, time.time()
         self._written_row, self._row = self._row, None
-        self._files.log_metrics(step, row, now)  # on the disk before the next step begins
-        self._write(lambda: [tracker.log_metrics(step, row, now) for tracker in self._opened_trackers()])
+        self._lines.log_metrics(step, row, now)  # on the disk before the next step begins
 
-    def _log(self, call: Callable[[Logger], None]) -> None:
-        self._write(lambda: [call(logger) for logger in (self._files, *self._opened_trackers())])
+        def write() -> None:
+            for tracker in self._opened_trackers():
+                tracker.log_metrics(step, row, now)
+
+        self._write(write)
+
+    def _log_rollouts(
+        self, step: int, rows: Sequence[Mapping[str, object]], purpose: Literal["train", "eval"]
+    ) -> None:
+        def write() -> None:
+            for logger in (self._lines, *self._opened_trackers()):
+                logger.log_rollouts(step, rows, purpose)
+
+        self._write(write)
+
+    @property
+    def _lines(self) -> JsonLines:
+        assert self._files is not None, "the run folder is not open yet: see `go_on_after`"
+        return self._files
 
     def _write(self, write: Callable[[], object]) -> None:
         self._raise_errors()

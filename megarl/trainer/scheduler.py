@@ -22,31 +22,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.runtime.background import BackgroundThread, DriverCall
-from megarl.runtime.executor import Executor, Future, at_label
-from megarl.trainer.timeline import Timeline
-from megarl.flow import Flow, Node
+from megarl.futures import Future
+from megarl.runtime.executor import Executor, at_label
+from megarl.trainer.timeline import Record, Timeline
+from megarl.flow import DRIVER, Flow, Node
+from megarl.flow.graph import Meshes
 from megarl.flow.schedule import Candidate, FlowStep, PreparedFlow
 
 
 class Host(Protocol):
     """Interface to the job. `Scheduler` calls all methods on the thread that calls `Scheduler.run`."""
 
-    driver_columns: Collection[str]
-    """Columns whose values the driver has (without the `:role` of a second role of a kind).
+    @property
+    def driver_columns(self) -> Collection[str]:
+        """Columns whose values the driver has (without the `:role` of a second role of a kind).
 
-    Their readers are called only after the driver has received the values."""
+        Their readers are called only after the driver has received the values."""
 
     def skips(self, node: Node) -> bool:
         """Return whether the node is left out of this step. Called once, when the step begins."""
 
-    def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
+    def arguments(
+        self, node: Node, results: Mapping[str, NodeResult]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments of a node's call when it is issued. `results` has every node issued before."""
 
-    def move(self, columns: tuple[str, ...], source_role: str, node: Node) -> Future | None:
+    def move(self, columns: tuple[str, ...], source_role: str, node: Node) -> Future[Any] | None:
         """Issue the call that brings these columns from the source's mesh to the node's.
 
         Called once per step for all readers on a mesh. The columns include `weights:...`, for which the
@@ -54,58 +58,38 @@ class Host(Protocol):
 
         Returns: None if there is nothing to do."""
 
-    def finished(self, node: Node, values: list) -> None:
+    def finished(self, node: Node, values: list[Any]) -> None:
         """Handle the end of a node. `values` is `Future.result`, or [value] for a function of the driver."""
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """A call in flight, of a node or (node None) of an exchange."""
+class NodeResult(Future[Any]):
+    """A call of a step: of a node or, if `node` is None, of an exchange.
 
-    name: str
-    node: Node | None
-    ranks: frozenset[int]
-    future: Future | DriverCall
-    issued: float
-    label: str | None
-    of: FlowStep
-    ended: bool = False
+    The first reading of the result reports the end of the node to the host."""
 
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        step: FlowStep,
+        name: str,
+        node: Node | None,
+        ranks: frozenset[int],
+        future: Future[Any],
+        issued: float,
+    ) -> None:
+        self.step, self.name, self.node, self.ranks = step, name, node, ranks
+        self.role = DRIVER if node is None else node.role
+        self.future, self.issued, self.label = future, issued, scheduler.executor.label
+        self.is_ended = False
+        self._scheduler = scheduler
 
-class NodeResult:
-    """The future of a node. Reading the result reports the end of the node to the host, once."""
-
-    def __init__(self, scheduler: Scheduler, call: _Call):
-        self._scheduler, self._call = scheduler, call
-
-    @property
-    def role(self) -> str:
-        return self._call.node.role
-
-    @property
-    def method(self) -> str:
-        return self._call.node.method
-
-    @property
-    def is_on_path(self) -> bool:
-        """Whether the step waits for this node and the node is a call of a role."""
-        return not self._call.node.background and self._call.node.function is None
-
-    @property
-    def seconds(self) -> float:
-        return self._call.future.seconds
-
-    def result(self) -> list:
-        """Return the values per rank, in the order of the role's ranks. Blocks."""
-        values = self._call.future.result()
-        self._scheduler._end(self._call)
+    def result(self) -> list[Any]:
+        values = self.future.result()
+        self._scheduler.end(self)
         return values
 
-    def first(self) -> object:
-        return self.result()[0]
-
     def done(self) -> bool:
-        return self._call.future.done()
+        return self.future.done()
 
 
 class Scheduler:
@@ -126,12 +110,12 @@ class Scheduler:
     def __init__(
         self,
         executor: Executor,
-        meshes: Mapping[str, object],
+        meshes: Meshes,
         host: Host,
         shard_key_of: Mapping[str, str] | None = None,
-    ):
+    ) -> None:
         self.timeline = Timeline()
-        self._executor, self._meshes, self._host = executor, meshes, host
+        self.executor, self._meshes, self._host = executor, meshes, host
         self._shard_key_of = shard_key_of or {
             role: next(first for first in meshes if meshes[first] == mesh) for role, mesh in meshes.items()
         }
@@ -139,8 +123,8 @@ class Scheduler:
         self._running: FlowStep | None = None  # a step until its critical path is over
         self._step: FlowStep | None = None  # the step from then on, for its background nodes
         self._results: dict[str, NodeResult] = {}
-        self._in_flight: list[_Call] = []
-        self._newest: dict[int, _Call] = {}  # newest call in flight on each rank
+        self._in_flight: list[NodeResult] = []
+        self._newest: dict[int, NodeResult] = {}  # newest call in flight on each rank
         self._background = BackgroundThread()
 
     def run(self, flow: Flow, until: Collection[str] | None = None) -> dict[str, NodeResult]:
@@ -164,6 +148,7 @@ class Scheduler:
 
         Returns and raises like `run`."""
         step = self._running
+        assert step is not None
         while until is None or not step.ended.issuperset(until):
             if self._issue_one(step):
                 continue
@@ -191,7 +176,7 @@ class Scheduler:
         The new step will overwrite the columns that they read."""
         self._end_functions()
         for call in [call for call in self._in_flight if call.ranks and call.future.done()]:
-            self._end(call)
+            self.end(call)
         step, self._step = self._step, None
         while step is not None and step.has_unissued():
             if not self._issue_one(step, at_any_price=True):
@@ -222,76 +207,68 @@ class Scheduler:
         return False
 
     def _issue(self, candidate: Candidate, step: FlowStep) -> None:
-        node, issued, ranks = candidate.node, time.time(), candidate.ranks
-        if candidate.source is not None:
-            future = self._host.move(candidate.columns, candidate.source.role, node)
-            step.moved[candidate.source.name, step.prepared.shard_of[node.role]] = future is not None
-            if future is not None:
-                self._add(
-                    _Call(
-                        f"{', '.join(candidate.columns)} to {node.role}",
-                        None,
-                        ranks,
-                        future,
-                        issued,
-                        self._executor.label,
-                        step,
-                    )
-                )
+        node, source, issued, ranks = candidate.node, candidate.source, time.time(), candidate.ranks
+        if source is not None:
+            moved = self._host.move(candidate.columns, source.role, node)
+            step.moved[source.name, step.prepared.shard_of[node.role]] = moved is not None
+            if moved is not None:
+                name = f"{', '.join(candidate.columns)} to {node.role}"
+                self._add(NodeResult(self, step, name, None, ranks, moved, issued))
             return
         args, kwargs = self._host.arguments(node, self._results)
         step.issued.add(node.name)
+        future: Future[Any]
         if node.function is None:
-            future = self._executor.call(node.role, node.method, *args, **kwargs)
+            future = self.executor.call(node.role, node.method, *args, **kwargs)
         elif node.background:
-            future = self._background.submit(DriverCall(node.function, args, kwargs))
+            future = self._background.submit(DriverCall(node.function, *args, **kwargs))
         else:
-            future = DriverCall(node.function, args, kwargs).run()
-        call = _Call(node.name, node, ranks, future, issued, self._executor.label, step)
-        self._results[node.name] = NodeResult(self, call)
+            future = DriverCall(node.function, *args, **kwargs).run()
+        call = self._results[node.name] = NodeResult(self, step, node.name, node, ranks, future, issued)
         self._add(call)
         if node.function is not None and not node.background:
-            self._end(call)
+            self.end(call)
 
-    def _add(self, call: _Call) -> None:
+    def _add(self, call: NodeResult) -> None:
         self._in_flight.append(call)
         self._newest |= dict.fromkeys(call.ranks, call)
 
     def _wait(self) -> None:
         """Wait until a call ends whose end may let others be issued."""
         if futures := [call.future for call in self._in_flight if call.ranks]:
-            done = {id(future) for future in self._executor.wait_any(futures)}
+            done = {id(future) for future in self.executor.wait_any(futures)}
             for call in [call for call in self._in_flight if id(call.future) in done]:
-                self._end(call)
+                self.end(call)
         else:
             assert self._in_flight, "nothing is in flight, and yet there is work left"
-            self._in_flight[0].future.wait()
+            function = self._in_flight[0].future
+            assert isinstance(function, DriverCall)
+            function.wait()
             self._end_functions()
 
     def _end_functions(self) -> None:
         """Report the results of background functions to the host, or raise their errors."""
         for call in [call for call in self._in_flight if not call.ranks and call.future.done()]:
-            self._end(call)
+            self.end(call)
 
-    def _end(self, call: _Call) -> None:
-        if call.ended:
+    def end(self, call: NodeResult) -> None:
+        """Record the end of a call and report it to the host, once. Raises the error of a function."""
+        if call.is_ended:
             return
-        call.ended = True
+        call.is_ended = True
         self._in_flight.remove(call)
         self._newest = {rank: newest for rank, newest in self._newest.items() if newest is not call}
-        self.timeline.add(
-            call.name,
-            tuple(sorted(call.ranks)),
-            call.label,
-            call.issued,
-            call.future.seconds,
-            call.future.ended,
+        node, future, ranks = call.node, call.future, tuple(sorted(call.ranks))
+        call.seconds, call.ended = future.seconds, future.ended
+        self.timeline.records.append(
+            Record(call.name, ranks, call.label, call.issued, call.seconds, call.ended)
         )
-        if isinstance(call.future, DriverCall) and (error := call.future.error) is not None:
-            where = "in the background" if call.node.background else "on the critical path"
+        if node is None:
+            return
+        if isinstance(future, DriverCall) and future.error is not None:
+            where = "in the background" if node.background else "on the critical path"
             raise RuntimeError(
-                f"[driver] node {call.name}, {where}, failed{at_label(call.label)}: {error!r}"
-            ) from error
-        if call.node is not None:
-            call.of.ended.add(call.name)
-            self._host.finished(call.node, call.future.result())
+                f"[driver] node {call.name}, {where}, failed{at_label(call.label)}: {future.error!r}"
+            ) from future.error
+        call.step.ended.add(call.name)
+        self._host.finished(node, future.result())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from megarl.flow.job_roles import Record
 from megarl.invariants import check_rewards, check_scores
 from megarl.rewards.combine import combine_rewards
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -14,7 +15,7 @@ class RewardsFailed(RuntimeError):
 
 
 def take_scores(
-    batch: RolloutBatch, role: str, per_rank: Iterable[Iterable[dict]], weight_of: Mapping[str, float]
+    batch: RolloutBatch, role: str, per_rank: Iterable[Iterable[Record]], weight_of: Mapping[str, float]
 ) -> None:
     """Store a role's scores of the batch's samples, and update the batch's rewards.
 

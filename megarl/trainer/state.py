@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
@@ -67,20 +68,20 @@ class TrainState:
             self.in_step = False
             self._restore_actors(self._before_step)
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, Any]:
         """Return the state that a checkpoint between two steps holds, for JSON."""
         return {"step": self.completed, "actors": self._snapshots()}
 
-    def restore(self, snapshot: Mapping[str, object]) -> None:
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Restore the state that `snapshot` returned.
 
         Raises: ValueError if the size of the training data has changed."""
         self.completed, self.in_step = snapshot["step"], False
         self._restore_actors(snapshot["actors"])
 
-    def _snapshots(self) -> dict[str, dict[str, object]]:
+    def _snapshots(self) -> dict[str, dict[str, Any]]:
         return {suffix: actor.snapshot() for suffix, actor in self.actors.items()}
 
-    def _restore_actors(self, snapshots: Mapping[str, Mapping[str, object]]) -> None:
+    def _restore_actors(self, snapshots: Mapping[str, Mapping[str, Any]]) -> None:
         for suffix, actor in self.actors.items():
             actor.restore(snapshots[suffix])

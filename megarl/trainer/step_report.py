@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from megarl.runtime.executor import Future
-from megarl.flow import declaration
+from megarl.futures import Future
+from megarl.flow import Metrics, declaration
 from megarl.metrics import combine
 from megarl.role_names import kind_and_suffix
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -31,7 +31,7 @@ def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
 def metrics_of_actors(
     batches: StepBatches,
     state: TrainState,
-    reports: Iterable[Future],
+    reports: Sequence[Future[Metrics]],
     seconds: Mapping[tuple[str, str], float],
 ) -> dict[str, dict[str, float]]:
     """Return suffix of each actor -> its metrics of the step, without the actor's number in their names.
@@ -39,20 +39,19 @@ def metrics_of_actors(
     Args:
         reports: calls of the step whose results are metrics, one dict per rank.
         seconds: (role, method) -> seconds of all calls of the step."""
-    reports = list(reports)
     metrics = {}
     for suffix, actor in state.actors.items():
         own_reports = [report for report in reports if state.actor_of(report.role) is actor]
         own_seconds = {call: value for call, value in seconds.items() if state.actor_of(call[0]) is actor}
         metrics[suffix] = _metrics_of_calls(batches, own_reports, batches.of_actor[suffix])
-        if actor.config.algorithm.needs_rollout:
+        if actor.algorithm.needs_rollout:
             metrics[suffix] |= _metrics_of_samples(batches, suffix, actor.weight_of)
         metrics[suffix] |= phase_times(own_seconds)
     return metrics
 
 
 def _metrics_of_calls(
-    batches: StepBatches, reports: Iterable[Future], batch: RolloutBatch
+    batches: StepBatches, reports: Iterable[Future[Metrics]], batch: RolloutBatch
 ) -> dict[str, float]:
     reported = []
     for report in reports:

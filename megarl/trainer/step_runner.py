@@ -10,10 +10,13 @@ actor's. This module handles numbers and ids only, no tensors."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from megarl.config.mesh import MeshSpec, replicas, shard_keys, training_data_roles
-from megarl.runtime.executor import Executor, Future
-from megarl.flow import Actor, Flow, Node, Reward, RewardModel, Rollout, declaration
+from megarl.futures import Future
+from megarl.runtime.executor import Executor
+from megarl.flow import Actor, Data, Flow, Metrics, Node, Reward, RewardModel, Rollout
+from megarl.flow.job_roles import Record
 from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver, base
 from megarl.invariants import check_plan, check_samples
 from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
@@ -53,10 +56,11 @@ class StepRunner:
         self.hidden_size = {key: state.actor_of(key).hidden_size(key) for key in keys}
         self.row_lengths: list[tuple[int, int]] = []
         """(length, response length) by row of the training data, in supervised fine-tuning."""
-        self.batches: StepBatches | None = None
+        self.batches = StepBatches(0, Flow(), state.actors)
+        """Batches of the last step that has begun."""
         self.results: dict[str, NodeResult] = {}
         """Futures of the step's issued nodes, by node name."""
-        self._scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
+        self.scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
 
     def sample(self, flow: Flow, rows: Mapping[str, Sequence[int] | None]) -> StepBatches:
         """Run a step's flow until the driver has the samples, lengths and rewards.
@@ -68,30 +72,29 @@ class StepRunner:
         for suffix, rows_of_actor in rows.items():
             actor = self.state.actors[suffix]
             actor.admit(rows_of_actor, self.state.step)
-            if not actor.config.algorithm.needs_rollout:
+            if not actor.algorithm.needs_rollout:
                 self._take_rows(suffix)
         awaited = {
             node.name
             for node in flow.nodes
             if not node.background
-            and any_in_driver(node.writes)
+            and any_in_driver(node.writes or ())
             and node.declaration() is not Actor.receive_rows  # the driver knows their lengths already
         }
-        self.results = self._scheduler.run(flow, until=awaited)
+        self.results = self.scheduler.run(flow, until=awaited)
         return self.batches
 
-    def finish(self) -> list[Future]:
+    def finish(self) -> list[NodeResult]:
         """Run the rest of the step. Returns the calls whose results are metrics."""
-        self.results = self._scheduler.resume()
-        return [
-            result
-            for result in self.results.values()
-            if result.is_on_path
-            and (declared := declaration(result.role, result.method))
-            and declared.reports
-        ]
+        self.results = self.scheduler.resume()
+        reporting = {
+            node.name
+            for node in self.batches.flow.nodes
+            if not node.background and (declared := node.declaration()) and declared.reports
+        }
+        return [result for name, result in self.results.items() if name in reporting]
 
-    def metrics(self, reports: Iterable[Future]) -> dict[str, dict[str, float]]:
+    def metrics(self, reports: Iterable[Future[Metrics]]) -> dict[str, dict[str, float]]:
         """Return suffix of each actor -> its metrics of the step. Waits for the reports.
 
         Args:
@@ -115,74 +118,66 @@ class StepRunner:
             warnings += [actor.note_zero_rewards(batch), actor.note_unscored_updates(metrics, batch.step)]
         return [warning for warning in warnings if warning]
 
-    def close(self) -> None:
-        """Wait for all calls in flight, also in the background."""
-        self._scheduler.close()
-
-    @property
-    def timeline(self):
-        """Times and ranks of each call."""
-        return self._scheduler.timeline
-
     # Called by the scheduler.
 
-    def arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
+    def arguments(
+        self, node: Node, results: Mapping[str, NodeResult]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments of a node's call. The driver already has every value that the node reads.
 
         Raises: StopRequested instead of an update that a shutdown drops."""
-        arguments = self._arguments(node, results)
-        declared = node.declaration()
-        if declared is not None and declared.commits:
+        arguments = tuple(self._arguments(node, results))
+        if (declared := node.declaration()) is not None and declared.commits:
             self.stop.begin_update()
-        return arguments
+        return arguments, {}
 
-    def _arguments(self, node: Node, results: Mapping[str, NodeResult]) -> tuple[tuple, dict]:
+    def _arguments(self, node: Node, results: Mapping[str, NodeResult]) -> Sequence[object]:
         batch, actor = self.batches.batch_of(node.role), self.state.actor_of(node.role)
         called = node.declaration()
         if called is Rollout.generate:
-            return ("train", actor.buffer.issue()), {}
+            return "train", actor.buffer.issue()
         if called is Reward.score:
-            return ("train",), {}
+            return ("train",)
         if called is RewardModel.score:
-            return (batch.row_of,), {}
+            return (batch.row_of,)
         if called is Actor.receive_rows:
-            return (batch.visits, self._plan_rows(batch)), {}
+            return batch.visits, self._plan_rows(batch)
         if called is Actor.advantages:
             rewards = [batch.rewards[sample] for sample in batch.sample_ids]
-            return (batch.sample_ids, batch.group_ids, rewards, actor.kl.coef, batch.reward_digests), {}
+            return batch.sample_ids, batch.group_ids, rewards, actor.kl.coef, batch.reward_digests
         if called is Actor.update:
             if self.batches.is_on_policy(node.role):
                 self._check_gate(node.role, results)
-            return (actor.kl.coef,), {}
+            return (actor.kl.coef,)
         if called is Rollout.sync:
             send_weights(self.executor, self.meshes, batch.step, actor.suffix)
-            return (batch.step,), {}
-        return (), {}
+            return (batch.step,)
+        return ()
 
     def _check_gate(self, actor: str, results: Mapping[str, NodeResult]) -> None:
         for result in results.values():
-            if result.role == actor and declaration(result.role, result.method) is Actor.log_probs:
+            if result.role == actor and result.node and result.node.declaration() is Actor.log_probs:
                 self.gate.check_first(result)
 
     def skips(self, node: Node) -> bool:
         """Return whether a node is left out of this step.
 
         An actor keeps its weights while its critic warms up."""
-        warming_up = self.batches.step <= self.state.actor_of(node.role).config.algorithm.critic_warmup_iters
+        warming_up = self.batches.step <= self.state.actor_of(node.role).algorithm.critic_warmup_iters
         return warming_up and node.declaration() in (Actor.update, Rollout.sync)
 
-    def move(self, columns: Sequence[str], source: str, node: Node) -> Future | None:
+    def move(self, columns: Sequence[str], source: str, node: Node) -> Future[Any] | None:
         """Send token columns from a role's ranks to the node's ranks. Returns None if no call is needed."""
         giver, taker = self.shard_key_of[source], self.shard_key_of[node.role]
         columns = [column for column in map(base, columns) if column in COMPUTED_COLUMNS]
         if giver == taker or not columns or taker not in self.hidden_size:
             return None
         ranks = sorted({*self.meshes[giver].ranks, *self.meshes[taker].ranks})
-        moved = self.executor.call_on(ranks, "data", "exchange", columns, giver, taker)
+        moved = Data(self.executor, "data", ranks).exchange(columns, giver, taker)
         self.batches.batch_of(node.role).transfers.append(moved)
         return moved
 
-    def finished(self, node: Node, values: list) -> None:
+    def finished(self, node: Node, values: list[Any]) -> None:
         """Keep the results that the driver needs. A background node may belong to the previous step."""
         if node.background:
             return
@@ -214,11 +209,9 @@ class StepRunner:
                 self.hidden_size[key],
                 seed=f"{of_actor.seed}/{batch.step}",
             )
-            check_plan(mini_batches, batch.samples)
-            source = f"train{actor.suffix}"
-            sent = self.executor.call_on(
-                ranks, "data", "distribute", key, batch.samples, mini_batches, source
-            )
+            check_plan(mini_batches, batch.samples, of_actor.max_tokens_per_micro_batch)
+            data = Data(self.executor, "data", ranks)
+            sent = data.distribute(key, batch.samples, mini_batches, f"train{actor.suffix}")
             batch.transfers.append(sent)
 
     def _take_rows(self, suffix: str) -> None:
@@ -241,7 +234,7 @@ class StepRunner:
             seed=None,
         )
 
-    def _take_scores(self, role: str, per_rank: list[list[dict]]) -> None:
+    def _take_scores(self, role: str, per_rank: Iterable[Iterable[Record]]) -> None:
         """Add a role's scores to the rewards, which are complete when every scoring role has returned.
 
         Raises: RewardsFailed if the rewards are complete and too many are missing."""

@@ -6,7 +6,6 @@ after its first update       the step is finished first"""
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 
 
@@ -25,14 +24,14 @@ class StopRequest:
     def __init__(self) -> None:
         self.is_armed = False
         """Whether the job handles the request. Only then does a SIGTERM make a request."""
-        self.requested_at: float | None = None
-        """Time of the first request, by `time.monotonic()`."""
+        self.is_requested = False
+        """Whether the shutdown was requested."""
         self._has_updated = False
         self._holds = 0
 
     def request(self) -> None:
         """Ask for the shutdown."""
-        self.requested_at = self.requested_at or time.monotonic()
+        self.is_requested = True
 
     def begin_update(self) -> None:
         """Note that a model is about to be updated: from here on the step is finished.
@@ -44,7 +43,7 @@ class StopRequest:
     def check(self) -> None:
         """Raise StopRequested if the running step is to be dropped."""
         drops_step = not self._has_updated and not self._holds
-        if self.requested_at is not None and self.is_armed and drops_step:
+        if self.is_requested and self.is_armed and drops_step:
             raise StopRequested
 
     def step_completed(self) -> None:

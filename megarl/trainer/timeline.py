@@ -24,9 +24,14 @@ class Record:
     label: str | None
     """The executor's label when the call was issued: "step 3"."""
     issued: float
-    started: float
-    """`ended` minus the seconds of the slowest rank; other ranks may have begun earlier."""
+    seconds: float
+    """Seconds of the slowest rank."""
     ended: float
+
+    @property
+    def started(self) -> float:
+        """Start on the slowest rank; other ranks may have begun earlier."""
+        return max(self.issued, self.ended - self.seconds)
 
 
 class Timeline:
@@ -35,23 +40,12 @@ class Timeline:
     def __init__(self) -> None:
         self.records: deque[Record] = deque(maxlen=_MAX_RECORDS)
 
-    def add(
-        self,
-        name: str,
-        ranks: tuple[int, ...],
-        label: str | None,
-        issued: float,
-        seconds: float,
-        ended: float,
-    ) -> None:
-        self.records.append(Record(name, ranks, label, issued, max(issued, ended - seconds), ended))
-
-    def chrome_trace(self) -> dict:
+    def chrome_trace(self) -> dict[str, object]:
         """Return the trace: a line per rank and one for the driver, in microseconds since the first call."""
         start = min((r.issued for r in self.records), default=0.0)
         ranks = sorted({rank for r in self.records for rank in r.ranks})
         lines = [(rank, f"rank {rank}") for rank in ranks] + [(len(ranks) and ranks[-1] + 1, "driver")]
-        events: list[dict] = [
+        events: list[dict[str, object]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
             for tid, name in lines
         ]

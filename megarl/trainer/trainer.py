@@ -16,16 +16,29 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Self
 
 from megarl.algorithms import GRPO, PPO, Algorithm
 from megarl.algorithms.base import flow_of_actors
 from megarl.config.errors import ConfigError
+from megarl.config.flags import algorithm_name
 from megarl.config.render import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
-from megarl.runtime.executor import Future
-from megarl.flow import Flow, Node, Roles
+from megarl.futures import Future
+from megarl.flow import (
+    Actor,
+    Flow,
+    Metrics,
+    ModelRole,
+    Node,
+    PlacedRole,
+    Roles,
+    Rollout,
+    ServiceRole,
+    role_class,
+)
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
 from megarl.trainer.checkpointer import Checkpointer
@@ -71,17 +84,17 @@ class Trainer:
                 started = self._contexts.enter_context(start_ranks(config, progress))
             self._open(started)
         except BaseException:
-            self._end(sys.exc_info())
+            self.__exit__(*sys.exc_info())
             raise
 
     def _check_algorithm(self) -> None:
-        config, wanted = self.config.algorithm, self.algorithm.__name__.lower()
+        config, wanted = self.config.algorithm, algorithm_name(self.algorithm)
         if isinstance(config, self.algorithm) and config.needs_rollout:
             return
         rule = "nothing is sampled. Use `megarl train`."
         if self.algorithm is not Algorithm:
             rule = f"{type(self).__name__} wants {wanted}."
-        raise ConfigError([f"--algorithm ({type(config).__name__.lower()}): {rule}"])
+        raise ConfigError([f"--algorithm ({algorithm_name(type(config))}): {rule}"])
 
     def _open(self, started: Started) -> None:
         """Create the parts of the job, including the run folder."""
@@ -98,7 +111,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config, self.executor, self.meshes, self.state, self.run_folder, self.stop
         )
-        self._contexts.push(self._shut_down_roles)
+        self._contexts.push(self._finish)
         self.flow = flow_of_actors(config, self.meshes)
         """Flow of a step, combined from the algorithms of all actors."""
         self._validate(self.flow)
@@ -107,24 +120,28 @@ class Trainer:
         self._metrics: dict[str, float] = {}  # metrics of the last step
         self._set_up()
 
-    def _shut_down_roles(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        if exc_type is not None:
+    def _finish(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        """End the job's work before its run folder is closed and its ranks end."""
+        try:
+            if exc_type is None:
+                self.wait()
+                self.runner.scheduler.timeline.write(self.run_folder.folder / "timeline.json")
+                for role in self.meshes:
+                    if issubclass(role_class(role), ServiceRole):
+                        ServiceRole(self.executor, role).shut_down().result()
+        finally:
             self.checkpointer.abandon()
-            return
-        for role in self.meshes:
-            if kind_and_suffix(role)[0] in ("rollout", "reward", "reward_model"):
-                self.roles[role].shut_down().result()
 
     def _set_up(self) -> None:
         """Build every role, in an order that all ranks share, restore --load, and sync the first weights."""
-        for future in [self.roles[name].setup() for name in self.meshes]:
+        for future in [PlacedRole(self.executor, name).setup() for name in self.meshes]:
             future.result()
         seconds = self.executor.take_seconds()
         took = ", ".join(f"{role} {value:.1f} s" for (role, _), value in seconds.items())
         self.run_folder.progress.note(f"roles are set up: {took}")
         self.checkpointer.restore()
-        if not self.config.algorithm.needs_rollout:
-            self.runner.row_lengths = self.roles.actor.load_dataset().first()
+        if not self.state.first.algorithm.needs_rollout:
+            self.runner.row_lengths = self.roles.actor.load_dataset().first() or []
         else:
             for synced in [self.sync(actor.actor) for actor in self.state.actors.values()]:
                 synced.result()
@@ -149,7 +166,7 @@ class Trainer:
         if self.state.completed >= self.config.batch.train_iters:
             return True
         # The loss of a policy gradient says nothing of progress: it is about 0 on policy, and may be negative.
-        is_fine_tuning = not self.config.algorithm.needs_rollout
+        is_fine_tuning = not self.state.first.algorithm.needs_rollout
         return is_fine_tuning and exit_loss is not None and metrics.get("policy/loss", math.inf) < exit_loss
 
     def steps(self) -> Iterator[int]:
@@ -200,7 +217,7 @@ class Trainer:
         """Run a whole step with a custom flow. Returns and raises like `update`."""
         return self.update(self.rollout(flow))
 
-    def finish(self, batch: RolloutBatch, *reports: Future) -> dict[str, float]:
+    def finish(self, batch: RolloutBatch, *reports: Future[Metrics]) -> dict[str, float]:
         """Record a step whose calls the loop made itself, instead of `update`. Returns its metrics.
 
         Args:
@@ -223,7 +240,7 @@ class Trainer:
         self.state.complete_step()
         self.stop.step_completed()
 
-    def _record(self, reports: Iterable[Future]) -> dict[str, float]:
+    def _record(self, reports: Iterable[Future[Metrics]]) -> dict[str, float]:
         """Record the metrics of these calls as those of the step, then check them."""
         state, batches = self.state, self.runner.batches
         of_actors = self.runner.metrics(reports)
@@ -242,7 +259,7 @@ class Trainer:
 
     # Calls for a user's own loop.
 
-    def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future | None:
+    def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future[Metrics] | None:
         """Send token columns from the ranks of one role to those of another.
 
         Returns: None if both roles work on the same batch shard, so that no call is needed."""
@@ -256,7 +273,7 @@ class Trainer:
         node = Node(role=destination, method="exchange", reads=(), writes=())
         return self.runner.move(columns, source, node)
 
-    def check_gate(self, log_probs: Future) -> None:
+    def check_gate(self, log_probs: Future[Metrics]) -> None:
         """Wait for `roles.actor.log_probs()` and check them against the engine, before an update by hand.
 
         Raises: GateError if trainer and engine disagree. ValueError for an actor that works on another's
@@ -268,7 +285,7 @@ class Trainer:
             )
         self.gate.check_first(log_probs)
 
-    def sync(self, actor: str = "actor") -> Future:
+    def sync(self, actor: str = "actor") -> Future[Metrics]:
         """Bring an actor's weights into its engines. Their version is the number of the step."""
         return sync_weights(self.executor, self.meshes, self.step, self.state.actor(actor).suffix)
 
@@ -288,7 +305,7 @@ class Trainer:
     def evaluate_if_due(self) -> None:
         """Evaluate before the first step, every --eval-interval steps and after the last."""
         interval = self.config.run.eval_interval
-        if not self.state.first.eval_rows or not interval or not self.config.algorithm.needs_rollout:
+        if not self.state.first.eval_rows or not interval or not self.state.first.algorithm.needs_rollout:
             return
         if self.step % interval == 0 or self.is_done:
             self.evaluate()
@@ -326,13 +343,12 @@ class Trainer:
             if kind in TRAINED_KINDS:
                 folder = "hf" if kind == "actor" else "hf_critic"
                 path = self.run_folder.folder / f"{folder}{suffix}"
-                self.roles[role].export_hf(str(path)).result()
+                ModelRole(self.executor, role).export_hf(str(path)).result()
 
     def wait(self) -> None:
-        """Wait for all calls in flight, also in the background. Then write timeline.json."""
-        self.runner.close()
+        """Wait for all calls in flight, also in the background."""
+        self.runner.scheduler.close()
         self.checkpointer.wait()
-        self.runner.timeline.write(self.run_folder.folder / "timeline.json")
 
     # Shutdown.
 
@@ -345,20 +361,13 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._contexts is None:
-            return
-        if exc_info[1] is None:
-            try:
-                self.wait()
-            except BaseException:
-                self._end(sys.exc_info())
-                raise
-        self._end(exc_info)
-
-    def _end(self, exc_info: tuple) -> None:
-        contexts, self._contexts = self._contexts, None
-        contexts.__exit__(*exc_info)
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._contexts.__exit__(exc_type, error, traceback)
 
     # Checks.
 
@@ -366,24 +375,22 @@ class Trainer:
         """Raise FlowError for a flow that this job cannot run, or that lacks a column an algorithm needs."""
         needs = {}
         for actor in self.state.actors.values():
-            needs[actor.actor, "advantages"] = actor.config.algorithm.advantage_reads
-            needs[actor.actor, "update"] = actor.config.algorithm.loss_reads
+            needs[actor.actor, "advantages"] = actor.algorithm.advantage_reads
+            needs[actor.actor, "update"] = actor.algorithm.loss_reads
         flow.validate(self.meshes, needs)
 
     def _rows_of_actors(
         self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
     ) -> dict[str, Sequence[int] | None]:
         """Return suffix of each sampling actor -> the rows to admit; None takes the next rows."""
-        by_suffix = {}
+        given: dict[str, Sequence[int] | None]
         if isinstance(rows, Mapping):
-            by_suffix = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
-        admitting = {f"rollout{suffix}.generate": suffix for suffix in self.state.actors}
-        admitting |= {f"actor{suffix}.receive_rows": suffix for suffix in self.state.actors}
-        chosen = {}
-        for node in flow.nodes:
-            if (suffix := admitting.get(f"{node.role}.{node.method}")) is not None:
-                chosen[suffix] = by_suffix.get(suffix) if isinstance(rows, Mapping) else rows
-        return chosen
+            given = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
+        else:
+            given = {suffix: rows for suffix in self.state.actors}
+        admitting = (Rollout.generate, Actor.receive_rows)
+        suffixes = [node.index for node in flow.nodes if node.declaration() in admitting]
+        return {suffix: given.get(suffix) for suffix in suffixes if suffix in self.state.actors}
 
     def _check_current(self, batch: RolloutBatch) -> None:
         batches = self.runner.batches

@@ -52,6 +52,8 @@ class ActorRole(PolicyRole):
         what="log-prob",
         token_weight=policy_weight,
     )
+    optimizer = property(lambda self: self.config.optimizer)
+    adapter_options = property(lambda self: self.config.lora)
     _is_token_level = False
     """Whether the loss has been found to be a sum over tokens."""
     _has_warned_unchecked = False

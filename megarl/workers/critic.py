@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.base import ValueLossInputs
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec
-from megarl.config.schema import TrainConfig
 from megarl.flow.job_roles import Critic
 from megarl.packing import MiniBatch
 from megarl.workers.implements import implements
 from megarl.workers.loss_probes import value_weight
 from megarl.workers.megatron_role import MegatronRole, peak_memory_bytes
 from megarl.workers.objective import Objective
-from megarl.workers.offload_manager import OffloadManager, needs
-from megarl.workers.store import SampleStore
+from megarl.workers.offload_manager import needs
 
 if TYPE_CHECKING:
     from megarl.megatron.loss_check import LossCheck, PassLimit
+    from megarl.megatron.value_model import ValueModel
 
 
 @implements(Critic)
@@ -39,28 +37,15 @@ class CriticRole(MegatronRole):
         token_weight=value_weight,
     )
 
-    def __init__(
-        self,
-        name: str,
-        config: TrainConfig,
-        shape: ModelShape,
-        meshes: Mapping[str, MeshSpec],
-        store: SampleStore,
-        offload_manager: OffloadManager,
-    ) -> None:
-        super().__init__(
-            name,
-            config,
-            config.model.critic_model or config.model.model,
-            shape,
-            meshes,
-            store,
-            offload_manager,
-            config.critic_optimizer,
-            config.critic_lora,
-        )
+    folder = property(lambda self: self.config.model.critic_model or self.config.model.model)
+    optimizer = property(lambda self: self.config.critic_optimizer)
+    adapter_options = property(lambda self: self.config.critic_lora)
 
-    def build(self):
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape.load(self.folder, value_head=True)
+
+    def build(self) -> ValueModel:
         from megarl.megatron.value_model import ValueModel
 
         return self.build_as(ValueModel)

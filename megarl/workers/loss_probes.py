@@ -89,45 +89,30 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
         (slope,) = torch.autograd.grad(loss, of_rows["log_probs"])
         return loss.detach(), slope
 
-    whole = loss_and_slope(slice(0, count)) if is_whole else None
-    try:
-        loss, slope = whole or loss_and_slope(slice(0, count))
-        for cut in {1, count // 2, count - 1}:
-            (first, first_slope), (second, second_slope) = (
-                loss_and_slope(slice(0, cut)),
-                loss_and_slope(slice(cut, count)),
-            )
-            size = slope.abs().sum() + loss.abs() + first.abs() + second.abs()
-            gap = (torch.cat([first_slope, second_slope]) - slope).abs().max()
-            if (
-                not (first + second - loss).abs() <= _TOKEN_LEVEL_TOLERANCE * size
-                or not gap <= _TOKEN_LEVEL_TOLERANCE * slope.abs().max()
-            ):
-                raise _not_token_level(
-                    algorithm,
-                    f"of {count} tokens it is {float(loss):.6g}, of the first {cut} and of the others "
-                    f"{float(first):.6g} and {float(second):.6g}, or its gradients differ as much",
-                )
-    except _NotTokenLevel:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise _not_token_level(
-            algorithm, f"for a part of a micro-batch's tokens it raises {type(error).__name__}: {error}"
-        ) from error
-    return True
-
-
-class _NotTokenLevel(ValueError):
-    """The loss depends on whole sequences, but its algorithm declares a sum over tokens."""
-
-
-def _not_token_level(algorithm: Algorithm, what: str) -> _NotTokenLevel:
-    name = type(algorithm).__name__
-    return _NotTokenLevel(
-        f"{name}.loss is no sum over tokens, and {name}.token_level is True: {what}. Set "
-        "`token_level: ClassVar[bool] "
-        "= False` in the class. Then the loss is called for all tokens of a micro-batch at once."
+    if is_whole:
+        loss_and_slope(slice(0, count))
+    name, cuts = type(algorithm).__name__, {1, count // 2, count - 1}
+    advice = (
+        f"{name}.loss is no sum over tokens, and {name}.token_level is True: %s. Set `token_level: "
+        "ClassVar[bool] = False` in the class. Then the loss is called for all tokens of a micro-batch at once."
     )
+    try:
+        loss, slope = loss_and_slope(slice(0, count))
+        parts = {cut: (loss_and_slope(slice(0, cut)), loss_and_slope(slice(cut, count))) for cut in cuts}
+    except Exception as error:  # the user's code may raise anything
+        what = f"for a part of a micro-batch's tokens it raises {type(error).__name__}: {error}"
+        raise ValueError(advice % what) from error
+    for cut, ((first, first_slope), (second, second_slope)) in parts.items():
+        size = slope.abs().sum() + loss.abs() + first.abs() + second.abs()
+        gap = (torch.cat([first_slope, second_slope]) - slope).abs().max()
+        is_sum = (first + second - loss).abs() <= _TOKEN_LEVEL_TOLERANCE * size
+        if not is_sum or not gap <= _TOKEN_LEVEL_TOLERANCE * slope.abs().max():
+            what = (
+                f"of {count} tokens it is {float(loss):.6g}, of the first {cut} and of the others "
+                f"{float(first):.6g} and {float(second):.6g}, or its gradients differ as much"
+            )
+            raise ValueError(advice % what)
+    return True
 
 
 _OTHER_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy")

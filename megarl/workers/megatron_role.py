@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs, promised_weight
-from megarl.batch import MicroBatch
+from megarl.batch import MicroBatch, column_dtype
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec, parallel_of, shard_keys
-from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megarl.config.mesh import MeshSpec, parallel_of
+from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig
 from megarl.batch_invariants import check_column
 from megarl.flow import FlowError
 from megarl.flow.role import writer_of
@@ -26,13 +26,13 @@ from megarl.reshard import megatron_atlas
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.peft import save_peft
-from megarl.reshard.transfer import load_hf, save_hf
-from megarl.role_names import actor_suffix
+from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.runtime.process import peak_rss_bytes
 from megarl.workers.checkpoint_writer import CheckpointWriter
+from megarl.workers.hosted_role import HostedRole
 from megarl.workers.objective import Objective
-from megarl.workers.offload_manager import OffloadManager, needs
-from megarl.workers.store import BatchShard, SampleStore
+from megarl.workers.offload_manager import needs
+from megarl.workers.store import BatchShard
 from megarl.workers.updates import Updates
 
 if TYPE_CHECKING:
@@ -49,18 +49,8 @@ def megatron_atlases(shape: ModelShape, mesh: MeshSpec, parallel: ParallelConfig
     )
 
 
-class MegatronRole:
-    """A role with a Megatron model. Subclasses build the model and define its computations.
-
-    Args:
-        name: name of the role; its mesh is meshes[name].
-        config: configuration of the role's actor.
-        folder: Hugging Face folder with the initial weights.
-        shape: shape of that model.
-        store: samples of this rank.
-        offload_manager: offload manager of this rank's models.
-        optimizer: None if the model is frozen.
-        lora: options of its adapters, if it may have some."""
+class MegatronRole(HostedRole):
+    """A role with a Megatron model. Subclasses build the model and define its computations."""
 
     model: TrainedModel
     writer: CheckpointWriter
@@ -68,29 +58,31 @@ class MegatronRole:
     objective: Objective
     """Loss of the role and its inputs; only a trained role has one."""
 
-    def __init__(
-        self,
-        name: str,
-        config: TrainConfig,
-        folder: str,
-        shape: ModelShape,
-        meshes: Mapping[str, MeshSpec],
-        store: SampleStore,
-        offload_manager: OffloadManager,
-        optimizer: OptimizerConfig | None,
-        lora: LoRAConfig | None = None,
-    ) -> None:
-        self.name, self.config, self.folder, self.shape = name, config, folder, shape
-        self.store, self.offload_manager = store, offload_manager
-        self.optimizer = optimizer
-        self.lora = lora if lora and lora.lora_rank else None
-        self.mesh, self.parallel = meshes[name], parallel_of(config, name)
-        self.shard_key, self.suffix = shard_keys(meshes)[name], actor_suffix(name, meshes)
-        self.rank, self.updates = dist.get_rank(), Updates(name, config.run.on_nonfinite)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parallel = parallel_of(self.config, self.name)
+        self.updates = Updates(self.name, self.config.run.on_nonfinite)
+        adapters = self.adapter_options
+        self.lora = adapters if adapters and adapters.lora_rank else None
         self.has_failed_samples = False
         """Whether the loss of this step's updates must exclude tokens of failed samples."""
         self.own_columns: dict[str, tuple[BatchShard, torch.Tensor | None]] = {}
         """Columns that this role has written since its last update, with their batch shard."""
+
+    @property
+    def folder(self) -> str:
+        """Hugging Face folder with the initial weights."""
+        return self.config.model.model
+
+    @property
+    def optimizer(self) -> OptimizerConfig | None:
+        """Options of the optimizer; None if the model is frozen."""
+        return None
+
+    @property
+    def adapter_options(self) -> LoRAConfig | None:
+        """Options of the model's adapters, if it may have some."""
+        return None
 
     @property
     def algorithm(self) -> Algorithm:
@@ -163,7 +155,7 @@ class MegatronRole:
         Raises: InvariantError if a value is not finite or above `largest`."""
         shard = self.shard
         if per_micro_batch is not None:
-            shard.set_column(name, shard.batch.scatter(torch.cat(per_micro_batch)))
+            shard.set_column(name, shard.batch.scatter(torch.cat(per_micro_batch), column_dtype(name)))
             check_column(shard.batch, name, largest)
         self.own_columns[name] = shard, getattr(shard.batch, name)
 

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec
-from megarl.config.schema import OptimizerConfig, TrainConfig
 from megarl.workers.megatron_role import MegatronRole
-from megarl.workers.offload_manager import OffloadManager
-from megarl.workers.store import SampleStore
+
+if TYPE_CHECKING:
+    from megarl.megatron.policy import Policy
 
 
 class PolicyRole(MegatronRole):
     """A policy that starts from --model."""
 
-    def __init__(
-        self,
-        name: str,
-        config: TrainConfig,
-        shape: ModelShape,
-        meshes: Mapping[str, MeshSpec],
-        store: SampleStore,
-        offload_manager: OffloadManager,
-        optimizer: OptimizerConfig | None,
-    ) -> None:
-        lora = config.lora if optimizer else None
-        super().__init__(
-            name, config, config.model.model, shape, meshes, store, offload_manager, optimizer, lora
-        )
-
-    def build(self):
+    def build(self) -> Policy:
         from megarl.megatron.policy import Policy
 
         return self.build_as(Policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.flow.job_roles import Reference
-from megarl.reshard.transfer import save_hf
+from megarl.reshard.hf_weights import save_hf
 from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
 from megarl.workers.offload_manager import needs

@@ -5,34 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from megarl.config.mesh import MeshSpec
 from megarl.config.reward_models import uses_rule_reward
-from megarl.config.schema import TrainConfig
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.flow.job_roles import Record, Reward
 from megarl.invariants import InvariantError, digest
 from megarl.rewards.base import RewardSample
 from megarl.rewards.pool import RewardPool, Verdict
+from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
 from megarl.workers.rollout import RolloutRole
-from megarl.workers.store import RolloutSample, SampleStore
+from megarl.workers.store import RolloutSample
 
 
 @implements(Reward)
-class RewardRole:
+class RewardRole(HostedRole):
     """Scores the samples of one engine by a rule."""
 
     pool: RewardPool | None = None
     """Processes that run the rule; None if the job has no rule, or if another rank calls the rule."""
 
-    def __init__(self, config: TrainConfig, mesh: MeshSpec, store: SampleStore, rollout: RolloutRole) -> None:
-        self.config, self.mesh, self.store, self.rollout = config, mesh, store, rollout
+    rollout: RolloutRole
+    """The engine whose samples are scored."""
 
     def setup(self) -> None:
         """Start the processes of the rule on the engine's first rank."""
-        if uses_rule_reward(self.config) and self.mesh.coordinates(dist.get_rank())["tp"] == 0:
+        if uses_rule_reward(self.config) and self.mesh.coordinates(self.rank)["tp"] == 0:
             self.pool = RewardPool(self.config.data, num_workers(self.config.data.reward_num_workers))
 
     def shut_down(self) -> None:
@@ -48,9 +45,9 @@ class RewardRole:
         Returns: records with sample_id, digest and reward. The reward is None if the job has no rule or if
         the reward failed. In the second case `failure` holds the reason.
         Raises: InvariantError if the pool returned the verdict of another sample."""
-        if self.mesh.coordinates(dist.get_rank())["tp"] != 0:
+        if self.mesh.coordinates(self.rank)["tp"] != 0:
             return []
-        rollouts = self.store.rollouts(purpose + self.rollout.suffix)
+        rollouts = self.store.rollouts(purpose + self.suffix)
         dataset = self.rollout.datasets[purpose]
         texts = self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
         limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged

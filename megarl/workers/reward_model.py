@@ -19,18 +19,16 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import Batch, MicroBatch
-from megarl.config.mesh import MeshSpec
 from megarl.config.reward_models import read_model_config, reward_models, value_model_shape
-from megarl.config.schema import TrainConfig
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.flow.job_roles import Record, RewardModel
 from megarl.rewards import classifier
 from megarl.rewards.judge_prompt import JudgePrompt
 from megarl.rollout.draws import draw_key
+from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
-from megarl.workers.offload_manager import OffloadManager, needs
-from megarl.workers.store import SampleStore
+from megarl.workers.offload_manager import needs
 
 if TYPE_CHECKING:
     from megarl.rollout.judge import Judge
@@ -40,29 +38,13 @@ Records = list[Record]
 
 
 @implements(RewardModel)
-class RewardModelRole:
+class RewardModelRole(HostedRole):
     """A reward model: a classifier, a value model or a judge."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        name: str,
-        mesh: MeshSpec,
-        store: SampleStore,
-        offload_manager: OffloadManager,
-        shard_key: str,
-        suffix: str = "",
-    ) -> None:
-        """Describe the model; `setup` loads it.
-
-        Args:
-            config: configuration of its actor, whose suffix is `suffix`.
-            name: name of the role, see `reward_models`.
-            shard_key: key of the batch shard that the model scores, see `config.mesh.shard_keys`."""
-        self.config, self.name, self.mesh, self.shard_key = config, name, mesh, shard_key
-        self.store, self.offload_manager = store, offload_manager
-        self.spec = next(spec for spec in reward_models(config) if spec.name + suffix == name)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        models = reward_models(self.config)
+        self.spec = next(spec for spec in models if spec.name + self.suffix == self.name)
         self.judge: Judge | None = None
         """The judge that this rank calls. None also if the rank lends its device to another rank's judge."""
 
@@ -103,7 +85,7 @@ class RewardModelRole:
             "megatron": self._score_with_value_model,
             "judge": self._ask_judge,
         }
-        return by_backend[self.spec.backend](batch, rows, self.config.run.num_rollouts_to_log)
+        return by_backend[self.spec.backend](batch, rows)
 
     def shut_down(self) -> None:
         if self.judge is not None:
@@ -114,10 +96,9 @@ class RewardModelRole:
     def _set_up_classifier(self) -> None:
         if self.mesh.tp * self.mesh.pp != 1:
             raise ValueError(
-                f"--reward-model ({self.spec.path}): --reward-model-backend transformers has the "
-                "whole model on each rank, and "
-                f"its mesh splits it (tp {self.mesh.tp}, pp {self.mesh.pp}). Give it neither, or "
-                "try megatron."
+                f"--reward-model ({self.spec.path}): --reward-model-backend transformers has the whole model "
+                f"on each rank, and its mesh splits it (tp {self.mesh.tp}, pp {self.mesh.pp}). Give it "
+                "neither, or try megatron."
             )
         from megarl.megatron.offload import ModelMemory
 
@@ -126,7 +107,7 @@ class RewardModelRole:
         self.offload_manager.add(self.name, self.memory, self.config.reward.offload)
         self._choose_ids(self.classifier.tokenizer)
 
-    def _score_with_classifier(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
+    def _score_with_classifier(self, batch: Batch, rows: Mapping[int, int]) -> Records:
         sequences = self._token_ids(batch, rows)
         self.memory.use("parameters")
         scores = self.classifier.scores(sequences, self.config.batch.max_tokens_per_micro_batch)
@@ -146,7 +127,7 @@ class RewardModelRole:
 
     def _set_up_value_model(self) -> None:
         from megarl.megatron.value_model import ValueModel
-        from megarl.reshard.transfer import load_hf
+        from megarl.reshard.hf_weights import load_hf
         from megarl.workers.megatron_role import megatron_atlases
 
         config, shape, parallel = self.config, value_model_shape(self.spec.path), self.config.reward
@@ -165,7 +146,7 @@ class RewardModelRole:
         self._choose_ids(classifier.load_tokenizer(self.spec.path))
         self.max_length = shape.max_position_embeddings
 
-    def _score_with_value_model(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
+    def _score_with_value_model(self, batch: Batch, rows: Mapping[int, int]) -> Records:
         micro_batches = (
             self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches()
         )
@@ -220,9 +201,8 @@ class RewardModelRole:
         )
         if self.mesh.pp != 1:
             raise ValueError(
-                f"--reward-model ({self.spec.path}): a judge has no pipeline stages, and its mesh "
-                f"has {self.mesh.pp}. Use "
-                "tensor parallelism."
+                f"--reward-model ({self.spec.path}): a judge has no pipeline stages, and its mesh has "
+                f"{self.mesh.pp}. Use tensor parallelism."
             )
         if self.mesh.coordinates(self.rank)["tp"] == 0:
             from megarl.rollout.judge import Judge
@@ -231,7 +211,7 @@ class RewardModelRole:
                 self.where, self.config, self.spec.path, self.mesh.tp, len(self.prompt.template)
             )
 
-    def _ask_judge(self, batch: Batch, rows: Mapping[int, int], limit: int) -> Records:
+    def _ask_judge(self, batch: Batch, rows: Mapping[int, int]) -> Records:
         if self.judge is None:
             return []
         sample_ids, prompts = batch.sample_ids.tolist(), self._prompts(batch, rows)
@@ -240,6 +220,7 @@ class RewardModelRole:
             for prompt, response in zip(prompts, self._responses(batch), strict=True)
         ]
         keys = [draw_key(self.config.batch.seed, self.name, sample_id) for sample_id in sample_ids]
+        limit = self.config.run.num_rollouts_to_log
         logged = set(rows if limit < 0 else itertools.islice(rows, limit))
         records = []
         for sample_id, answer in zip(sample_ids, self.judge.answers(questions, keys), strict=True):

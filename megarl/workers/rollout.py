@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec
+from megarl.config.mesh import engine_mode
 from megarl.config.reward_models import needs_ground_truth
 from megarl.config.roles import tells_experts
-from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -22,41 +20,26 @@ from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.rollout.draws import draw_key
 from megarl.workers.actor import ActorRole
+from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
-from megarl.workers.offload_manager import OffloadManager, needs
-from megarl.workers.store import RolloutBlock, RolloutSample, SampleStore
+from megarl.workers.offload_manager import needs
+from megarl.workers.store import RolloutBlock, RolloutSample
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
 
 
 @implements(Rollout)
-class RolloutRole:
+class RolloutRole(HostedRole):
     """One engine, or this rank's part of it, and the datasets of its prompts."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        shape: ModelShape,
-        mesh: MeshSpec,
-        store: SampleStore,
-        offload_manager: OffloadManager,
-        actor: ActorRole | None,
-        actor_mesh: MeshSpec,
-        mode: str,
-        suffix: str = "",
-    ) -> None:
-        """Describe the engine; `setup` starts it.
+    actor: ActorRole | None = None
+    """The actor in this process, if there is one."""
 
-        Args:
-            actor: the actor in this process, if there is one.
-            mode: mode of the engine, see `engine_mode`.
-            suffix: number of role and actor, for example "_2" for rollout_2."""
-        self.config, self.shape, self.mesh = config, shape, mesh
-        self.store, self.offload_manager = store, offload_manager
-        self.actor, self.actor_mesh = actor, actor_mesh
-        self.rank, self.mode, self.suffix = dist.get_rank(), mode, suffix
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mode = engine_mode(self.config, dist.get_world_size())
         self.engine: Engine | None = None
         """The engine. None on ranks that only lend their device to an out-of-process engine."""
 
@@ -68,19 +51,16 @@ class RolloutRole:
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         column = "ground_truth" if needs_ground_truth(config) else None
+        files = {"train": config.data.train_data, "eval": config.data.eval_data}
         self.datasets = {
-            "train": PromptDataset.load(
-                config.data.train_data, prompt_key=config.data.prompt_key, needs=column
-            )
+            purpose: PromptDataset.load(paths, prompt_key=config.data.prompt_key, needs=column)
+            for purpose, paths in files.items()
+            if paths
         }
-        if config.data.eval_data:
-            self.datasets["eval"] = PromptDataset.load(
-                config.data.eval_data, prompt_key=config.data.prompt_key, needs=column
-            )
         self.encoders = {
             purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()
         }
-        sources = megatron_atlases(self.shape, self.actor_mesh, config.actor)
+        sources = megatron_atlases(self.shape, self.meshes[f"actor{self.suffix}"], config.actor)
         self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
 
     def _start_engine(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> Engine | None:

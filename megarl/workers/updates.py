@@ -75,9 +75,8 @@ class Updates:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteUpdate(
-                f"{what}. So were the {MAX_SKIPPED_IN_A_ROW} updates before it, which "
-                "--on-nonfinite skip left out. "
-                "No weight was changed by them. Try a lower --lr."
+                f"{what}. So were the {MAX_SKIPPED_IN_A_ROW} updates before it, which --on-nonfinite skip "
+                "left out. No weight was changed by them. Try a lower --lr."
             )
         if tells:
             logger.warning("update left out (--on-nonfinite skip): %s", what)

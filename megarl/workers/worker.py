@@ -15,7 +15,6 @@ from megarl.collectives import all_gather_messages
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import (
     MeshSpec,
-    engine_mode,
     group_timeout,
     role_meshes,
     shard_keys,
@@ -98,9 +97,8 @@ def _check_that_ranks_agree() -> None:
     if len({uses for uses, _ in told}) > 1:
         first = {uses: f"rank {rank} {where}" for rank, (uses, where) in reversed(list(enumerate(told)))}
         raise RuntimeError(
-            f"Transformer Engine must be usable on all ranks or on none: {first[True]}; "
-            f"{first[False]}. Install "
-            "it where it is missing (pip install 'megarl[te]'), or uninstall it everywhere."
+            f"Transformer Engine must be usable on all ranks or on none: {first[True]}; {first[False]}. "
+            "Install it where it is missing (pip install 'megarl[te]'), or uninstall it everywhere."
         )
 
 
@@ -114,15 +112,21 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     offload_manager = OffloadManager(config.placement.offload_ahead_bytes)
     for role in training_data_roles(meshes):
         create_groups(meshes[role], group_timeout(config.placement.call_timeout_s))
-    writers = _checkpoint_writers(meshes)
-    if not config.algorithm.needs_rollout:
+    writers, roles = _checkpoint_writers(meshes), {}
+    if config.algorithm.needs_rollout:
+        roles["data"] = _data_role(config, meshes, store)
+        for suffix, of_actor in configs_of_actors(config).items():
+            roles |= _roles_of_actor(suffix, of_actor, meshes, store, offload_manager)
+    elif dist.get_rank() in meshes["actor"].ranks:
         from megarl.workers.sft import SFTActorRole
 
-        if dist.get_rank() not in meshes["actor"].ranks:
-            return {}
-        shape = ModelShape.load(config.model.model)
-        actor = SFTActorRole("actor", config, shape, meshes, store, offload_manager, config.optimizer)
-        return _with_writers({"actor": actor}, writers)
+        roles["actor"] = SFTActorRole("actor", config, meshes, store, offload_manager)
+    for name, writer in writers.items():
+        roles[name].writer = writer
+    return roles
+
+
+def _data_role(config: TrainConfig, meshes: Mapping[str, MeshSpec], store: SampleStore) -> DataRole:
     configs, keys = configs_of_actors(config), shard_keys(meshes)
     shapes = {suffix: ModelShape.load(of_actor.model.model) for suffix, of_actor in configs.items()}
     formats = {
@@ -132,19 +136,8 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
         for suffix, shape in shapes.items()
         if tells_experts(configs[suffix], shape)
     }
-    roles: dict[str, object] = {
-        "data": DataRole(
-            store,
-            meshes,
-            keys,
-            {role: shapes[actor_suffix(role, meshes)].vocab_size for role in meshes},
-            formats,
-        )
-    }
-    for suffix, of_actor in configs.items():
-        mode = engine_mode(of_actor, world_size)
-        roles |= _roles_of_actor(suffix, of_actor, meshes, store, offload_manager, mode)
-    return _with_writers(roles, writers)
+    vocab_sizes = {role: shapes[actor_suffix(role, meshes)].vocab_size for role in meshes}
+    return DataRole(store, meshes, keys, vocab_sizes, formats)
 
 
 def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:
@@ -163,66 +156,45 @@ def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointW
     }
 
 
-def _with_writers(roles: dict[str, object], writers: Mapping[str, CheckpointWriter]) -> dict[str, object]:
-    for name, writer in writers.items():
-        roles[name].writer = writer
-    return roles
-
-
 def _roles_of_actor(
     suffix: str,
     config: TrainConfig,
     meshes: Mapping[str, MeshSpec],
     store: SampleStore,
     offload_manager: OffloadManager,
-    mode: str,
 ) -> dict[str, object]:
     """Return the roles of one actor that are on this rank.
 
     Args:
-        suffix, config: suffix and configuration of the actor.
-        mode: mode of its engines, see `engine_mode`."""
+        suffix, config: suffix and configuration of the actor."""
     from megarl.workers.reward import RewardRole
     from megarl.workers.rollout import RolloutRole
 
     here = {role for role, mesh in meshes.items() if dist.get_rank() in mesh.ranks}
-    shape, roles = ModelShape.load(config.model.model), {}
+    shared, roles = (config, meshes, store, offload_manager), {}
     actor, reference, critic, rollout, reward = (
         f"{kind}{suffix}" for kind in ("actor", "reference", "critic", "rollout", "reward")
     )
     if actor in here:
-        roles[actor] = ActorRole(actor, config, shape, meshes, store, offload_manager, config.optimizer)
+        roles[actor] = ActorRole(actor, *shared)
     if reference in here:
         # The routers of a mixture of experts keep their choices for the actor's updates, so they cannot serve
         # the reference too.
-        as_the_actor = (
-            shape.is_dense and meshes[reference] == meshes[actor] and config.reference == config.actor
-        )
+        is_dense = ModelShape.load(config.model.model).is_dense
+        as_the_actor = meshes[reference] == meshes[actor] and config.reference == config.actor
         roles[reference] = (
             AdapterlessReferenceRole(roles[actor])
-            if config.lora.lora_rank and as_the_actor
-            else ReferenceRole(reference, config, shape, meshes, store, offload_manager, optimizer=None)
+            if config.lora.lora_rank and is_dense and as_the_actor
+            else ReferenceRole(reference, *shared)
         )
     if critic in here:
-        critic_shape = ModelShape.load(config.model.critic_model or config.model.model, value_head=True)
-        roles[critic] = CriticRole(critic, config, critic_shape, meshes, store, offload_manager)
+        roles[critic] = CriticRole(critic, *shared)
     for model in (f"{model.name}{suffix}" for model in reward_models(config)):
         if model in here:
-            key = shard_keys(meshes)[model]
-            roles[model] = RewardModelRole(config, model, meshes[model], store, offload_manager, key, suffix)
+            roles[model] = RewardModelRole(model, *shared)
     if rollout in here:
-        roles[rollout] = RolloutRole(
-            config,
-            shape,
-            meshes[rollout],
-            store,
-            offload_manager,
-            roles.get(actor),
-            meshes[actor],
-            mode,
-            suffix,
-        )
-        roles[reward] = RewardRole(config, meshes[reward], store, roles[rollout])
+        roles[rollout], roles[reward] = RolloutRole(rollout, *shared), RewardRole(reward, *shared)
+        roles[rollout].actor, roles[reward].rollout = roles.get(actor), roles[rollout]
     elif actor in here:
         roles[actor].rollout_mesh = meshes[rollout]
     return roles

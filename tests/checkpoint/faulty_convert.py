@@ -7,20 +7,23 @@ torchrun --nproc-per-node 2 tests/checkpoint/faulty_convert.py "swapped key and 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 from megarl.convert import main
 from megarl.reshard import megatron_atlas
+from megarl.reshard.atlas import Row
 
 ROWS = {
     "swapped key and value": (
         "self_attention.linear_qkv.weight",
-        lambda row: replace(row, hf_names=(row.hf_names[0], row.hf_names[2], row.hf_names[1])),
+        lambda row: Row(row.name, row.layout, *(row.hf_names[i] for i in (0, 2, 1)), needs=row.needs),
     ),
-    "swapped gate and up": ("mlp.linear_fc1.weight", lambda row: replace(row, hf_names=row.hf_names[::-1])),
+    "swapped gate and up": (
+        "mlp.linear_fc1.weight",
+        lambda row: Row(row.name, row.layout, *row.hf_names[::-1], needs=row.needs),
+    ),
     "swapped heads": (
         "self_attention.linear_qkv.weight",
-        lambda row: replace(row, layout=megatron_atlas.fused_qkv),
+        lambda row: Row(row.name, megatron_atlas.fused_qkv, *row.hf_names, needs=row.needs),
     ),
 }
 

@@ -40,7 +40,7 @@ from megarl.megatron.training_state import load_checkpoint, save_checkpoint
 from megarl.megatron.value_model import ValueModel
 from megarl.packing import Sample, plan_mini_batches
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
-from megarl.reshard.transfer import load_hf
+from megarl.reshard.hf_weights import load_hf
 from megarl.workers.megatron_role import megatron_atlases
 from megarl.workers.worker import build_roles, join_world
 

@@ -19,7 +19,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.hf_folder import folder_problem
-from megarl.reshard.transfer import load_hf
+from megarl.reshard.hf_weights import load_hf
 from tests.config.conftest import QWEN3, job, write_model, write_zeros  # noqa: F401
 
 Q, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"

@@ -184,6 +184,7 @@ def random_config(rng, num_actors=1):
         "recompute_modules": ("mlp", "core_attn"),
         "lora_target_modules": ("linear_proj", "linear_qkv"),
         "num_actors": num_actors,
+        "executor": rng.choice(["torchrun", "inline"]),
         "nproc_per_node": rng.randint(1, 1024),
     }
     nodes = {
@@ -600,7 +601,7 @@ def test_help_holds_every_flag_with_its_words_and_default(capsys):
             assert f"--{flag.name}" in text and len(flag.help) > 5 and flag.help in words, flag.name
     assert "--lr FLOAT Peak learning rate of Adam. Default: 1e-06." in words
     assert (
-        "--executor {torchrun,inline}" in words
+        "--executor STR torchrun: a driver" in words
         and "--scale, --no-scale Scale. Default: on." in words
         and "Required." in words
     )

@@ -35,7 +35,7 @@ from megarl.config.schema import ModelConfig, MoEConfig, OptimizerConfig, Parall
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.reshard.megatron_atlas import megatron_atlases
-from megarl.reshard.transfer import load_hf, save_hf
+from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.workers.worker import join_world
 
 

@@ -26,7 +26,7 @@ from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.reshard.megatron_atlas import megatron_atlases
-from megarl.reshard.transfer import load_hf, save_hf
+from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.workers.worker import join_world
 
 TEMPERATURE = 0.8

@@ -33,7 +33,7 @@ from megarl.reshard.atlas import Atlas, Sizes
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
 from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.reshard.peft import save_peft
-from megarl.reshard.transfer import load_hf, save_hf
+from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.workers.worker import join_world
 
 TEMPERATURE = 0.8

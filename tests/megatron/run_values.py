@@ -26,7 +26,7 @@ from megarl.megatron.initialize import random_weights
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.value_model import ValueModel
 from megarl.reshard.megatron_atlas import megatron_atlases
-from megarl.reshard.transfer import load_hf, save_hf
+from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.workers.worker import join_world
 
 MESHES |= {"one_bf16": MESHES["one"], "tp2_pp2": MeshSpec((0, 1, 2, 3), tp=2, pp=2)}

@@ -69,9 +69,10 @@ def test_every_response_token_is_predicted_once_where_its_predecessor_is(size):
     found = torch.zeros(len(micro.targets), dtype=torch.int64)
     for rank in range(size):
         shard = ContextShard.of(micro.batch, size, rank, 1)
-        part, rows = shard.part_of(micro), shard.rows_of(micro.predict_positions)
+        positions, rows = shard.select(micro.predict_positions)
+        part = MicroBatch(micro.batch, micro.response_positions[rows])
         found[rows] += 1
-        predecessors = shard.take(micro.batch.tokens, 0)[shard.local(part.predict_positions)]
+        predecessors = shard.take(micro.batch.tokens, 0)[positions]
         assert torch.equal(predecessors, micro.batch.tokens[micro.predict_positions][rows])
         assert torch.equal(part.targets, micro.targets[rows]) and torch.equal(part.targets, predecessors + 1)
         assert torch.equal(part.response_length_of_token, micro.response_length_of_token[rows])

@@ -13,7 +13,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.installed import apex_error
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.megatron.libraries import libraries
-from megarl.megatron.model import transformer_config
+from megarl.megatron.transformer_config import transformer_config
 from tests.reshard.cuts import make_shape
 
 

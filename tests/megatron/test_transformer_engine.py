@@ -20,6 +20,7 @@ import torch
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.doctor import facts
 from megarl.megatron import model as megatron_model
+from megarl.megatron.transformer_config import transformer_config
 from megarl.megatron import transformer_engine
 from megarl.megatron.latent_attention import LatentAttention
 from megarl.megatron.modules import PackedAttention, RMSNorm
@@ -61,7 +62,7 @@ def package(tmp_path, monkeypatch):
 
 def layer_spec():
     shape = make_shape("qwen3", layers=1)
-    config = megatron_model.transformer_config(shape, ModelConfig(model="x"), ParallelConfig(), {})
+    config = transformer_config(shape, ModelConfig(model="x"), ParallelConfig(), {})
     return megatron_model._layer_spec(config, shape, "grouped", is_moe=False)
 
 

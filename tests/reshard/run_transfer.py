@@ -17,7 +17,8 @@ from cuts import hf_model, make_shape, megatron_shard
 from megarl.reshard import transfer as transfer_module
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import make_plan
-from megarl.reshard.transfer import Transfer, save_hf
+from megarl.reshard.hf_weights import save_hf
+from megarl.reshard.transfer import Transfer
 from megarl.reshard.vllm_atlas import vllm_atlas
 
 SHAPE = make_shape("qwen3", layers=3, vocab=61)
@@ -36,7 +37,8 @@ def tensor_parallel_to_bf16_engines(rank: int) -> dict:
     held = megatron_shard(SHAPE, hf_model(SHAPE, seed=1), 2, rank) if rank < 2 else {}
     held = {name: tensor.clone() for name, tensor in held.items()}
     got = empty(destinations[rank], torch.bfloat16) if rank != 1 else {}
-    transfer = Transfer(make_plan(sources, destinations), rank, held, got)
+    dtypes = dict.fromkeys(destinations[0], torch.bfloat16)
+    transfer = Transfer(make_plan(sources, destinations), rank, held, got, dtypes)
     out = {"bytes": transfer.run(), "first": {name: tensor.clone() for name, tensor in got.items()}}
     if rank < 2:
         for name, tensor in megatron_shard(SHAPE, hf_model(SHAPE, seed=2), 2, rank).items():
@@ -56,6 +58,7 @@ def pipeline_to_tensor_parallel(rank: int) -> dict:
         rank,
         megatron_shard(TIED, hf_model(TIED, seed=3), 1, 0, 3, rank),
         got,
+        dict.fromkeys(destinations[1], torch.float32),
     ).run()
     return {"got": got}
 
@@ -65,8 +68,10 @@ def only_two_ranks(rank: int) -> dict:
     if rank == 1:
         return {}
     plan = make_plan({0: megatron_atlas(SHAPE, 1, 0)}, {2: vllm_atlas(SHAPE, 1, 0)})
-    got = empty(vllm_atlas(SHAPE, 1, 0), torch.float32) if rank == 2 else {}
-    Transfer(plan, rank, megatron_shard(SHAPE, hf_model(SHAPE, seed=4), 1, 0) if rank == 0 else {}, got).run()
+    wanted = vllm_atlas(SHAPE, 1, 0)
+    got = empty(wanted, torch.float32) if rank == 2 else {}
+    held = megatron_shard(SHAPE, hf_model(SHAPE, seed=4), 1, 0) if rank == 0 else {}
+    Transfer(plan, rank, held, got, dict.fromkeys(wanted, torch.float32)).run()
     return {"got": got}
 
 

@@ -82,5 +82,5 @@ def test_the_plan_of_what_is_left_over_is_complete():
 
 
 def test_more_ranks_than_key_heads_have_no_stacked_layout():
-    with pytest.raises(ValueError, match="must divide num_query_groups .2.. Use --qkv-layout grouped"):
+    with pytest.raises(ValueError, match="2 cannot be cut into 4 equal parts"):
         megatron_atlas(make_shape("qwen3", heads=4, groups=2), 4, 0, qkv_layout="stacked")

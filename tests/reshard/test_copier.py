@@ -2,7 +2,7 @@
 it.
 
 Conversion to bfloat16 is also compared with its definition (the nearest value, ties to even), computed in
-float64; packed matrices with a permutation by PyTorch. GPU cases run where there is one. Run: pytest
+float64. GPU cases run where there is one. Run: pytest
 tests/reshard/test_copier.py"""
 
 import mmap
@@ -17,7 +17,6 @@ import torch
 from megarl.reshard import copier
 from megarl.reshard.copier import CopyPlan, copy_rects
 from megarl.reshard.digest import Digest
-from megarl.reshard.packed import PackedView
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PAIRS = [
@@ -34,7 +33,6 @@ PAIRS = [
 ]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS += [(src, dst) for src in FLOATS for dst in FLOATS if src != dst]
-PACKED_PAIRS = [pair for pair in PAIRS if pair[1].itemsize <= 4]
 INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -146,51 +144,6 @@ def test_large_plans_bypass_the_caches(src_dtype, dst_dtype, num_threads):
     assert not dst[:, :3].any() and not dst[:, 3 + cols :].any()
 
 
-def packed(matrix):
-    """vLLM's layout of a matrix [N, K], N a multiple of 16."""
-    return matrix.view(-1, 16, matrix.shape[1]).transpose(1, 2).contiguous().flatten()
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize(
-    ("src_dtype", "dst_dtype"), PACKED_PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
-)
-def test_packed_destinations(src_dtype, dst_dtype, num_threads, executor):
-    """Two experts [2, 208, 1100]: random disjoint rectangles of both as one matrix of 416 rows; then one that
-    fills it."""
-    rng, generator = random.Random(7), torch.Generator().manual_seed(0)
-    src = random_matrix(416, 1100, src_dtype, "cpu", generator)
-    expected = random_matrix(416, 1100, dst_dtype, "cpu", generator)
-    storage = packed(expected).view(2, 208, 1100)
-    views, src_views = random_views(expected, src, rng)
-    destinations = []
-    for view, values in zip(views, src_views, strict=True):
-        row, col = divmod(view.storage_offset(), 1100)
-        destinations.append(PackedView(storage, 1100, row, col, *view.shape))
-        view.copy_(values)
-    copy_rects(destinations, src_views, num_threads)
-    assert torch.equal(bits(storage.flatten()), bits(packed(expected)))
-    assert all(
-        torch.equal(bits(destination.read()), bits(view))
-        for destination, view in zip(destinations, views, strict=True)
-    )
-
-    copy_rects([PackedView(storage, 1100, 0, 0, 416, 1100)], [src], num_threads)
-    assert torch.equal(bits(storage.flatten()), bits(packed(src.to(dst_dtype))))
-
-
-def test_packed_views_that_leave_their_matrix_are_refused():
-    storage = torch.zeros(2, 16, 10)
-    for rectangle in ((20, 0, 13, 10), (0, 5, 16, 6), (-1, 0, 4, 4)):
-        with pytest.raises(ValueError, match=r"must lie in the packed matrix of 32 x 10"):
-            PackedView(storage, 10, *rectangle)
-    for wrong in (storage[:, :15], torch.zeros(31, 10), torch.zeros(321)[1:]):
-        with pytest.raises(ValueError, match="must be contiguous, hold a multiple of 16 x matrix_cols"):
-            PackedView(wrong, 10, 0, 0, 1, 1)
-    with pytest.raises(ValueError, match=r"storage \(torch.float64\) must have elements of at most 4 bytes"):
-        PackedView(storage.double(), 10, 0, 0, 1, 1)
-
-
 def sparse(rows, cols):
     """A matrix of bfloat16 that takes memory only where it is touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -200,7 +153,7 @@ def sparse(rows, cols):
 
 
 def test_offsets_beyond_32_bits(executor):
-    """Rows of more than 2**31 elements, and a packed matrix of more than 2**33."""
+    """Rows of more than 2**31 elements."""
     wide = (1 << 31) + 48
     src, dst = sparse(3, wide), sparse(3, wide)
     values = torch.arange(27.0).view(3, 9).bfloat16()
@@ -208,11 +161,6 @@ def test_offsets_beyond_32_bits(executor):
     copy_rects([dst[:, -9:]], [src[:, -11:-2]])
     assert torch.equal(dst[:, -9:], values) and not dst[:, -20:-9].any()
     assert Digest([dst[:, -9:]]).full() == Digest([values]).full()
-
-    destination = PackedView(sparse(4 * 16, (1 << 27) + 3), (1 << 27) + 3, 61, (1 << 27) - 6, 3, 9)
-    copy_rects([destination], [values])
-    blocks = destination.storage.view(4, -1, 16)
-    assert torch.equal(blocks[3, -9:, 13:].t(), values)
 
 
 def special_floats():

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import hf_atlas, hf_sizes
 from megarl.reshard.megatron_atlas import megatron_atlas
-from megarl.reshard.transfer import load_hf, save_hf
+from megarl.reshard.hf_weights import load_hf, save_hf
 
 CONFIG = dict(
     model_type="deepseek_v3",

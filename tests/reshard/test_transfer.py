@@ -18,7 +18,8 @@ from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import make_plan
-from megarl.reshard.transfer import Transfer, _chunks, _rounds, load_hf, save_hf
+from megarl.reshard.hf_weights import load_hf, save_hf
+from megarl.reshard.transfer import Transfer, _chunks, _rounds
 from megarl.reshard.vllm_atlas import vllm_atlas
 from tests.launch import run_ranks
 from tests.reshard.cuts import hf_model, make_shape, megatron_shard, vllm_shard
@@ -329,9 +330,11 @@ def test_tensors_that_do_not_fit_the_plan_are_refused():
     with pytest.raises(
         ValueError, match="source tensor decoder.final_layernorm.weight is in the plan but not among"
     ):
-        Transfer(plan, 0, {n: t for n, t in source.items() if n != "decoder.final_layernorm.weight"}, good)
+        Transfer(
+            plan, 0, {n: t for n, t in source.items() if n != "decoder.final_layernorm.weight"}, good, {}
+        )
     with pytest.raises(
         ValueError,
         match=r"destination tensor model.norm.weight has shape \[31, 1\]; the plan uses \[0:32, 0:1\]",
     ):
-        Transfer(plan, 0, source, good | {"model.norm.weight": torch.empty(31, 1)})
+        Transfer(plan, 0, source, good | {"model.norm.weight": torch.empty(31, 1)}, {})

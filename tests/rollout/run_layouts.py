@@ -29,7 +29,7 @@ from megarl.megatron.policy import Policy
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.reshard.sync import WeightSync, sync_plan
-from megarl.reshard.transfer import load_hf
+from megarl.reshard.hf_weights import load_hf
 from megarl.rollout.engine import Response, RolloutEngine
 from megarl.rollout.out_of_process import OutOfProcessEngine
 

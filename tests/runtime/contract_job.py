@@ -59,20 +59,14 @@ def beside_torchrun(executor, folder: Path) -> None:
 def on_own_ranks(folder: Path) -> None:
     """One job after another: one that ends well, then one for each failure that a store executor adds to
     what all executors share."""
-    from megarl.runtime.local_ranks import local_ranks
+    from megarl.runtime.local_ranks import LocalRanks, local_ranks
 
     found, pids = {}, []
 
     def job(run, name: str) -> None:
         try:
-            with local_ranks(
-                [str(folder)],
-                RANKS,
-                WORLD_SIZE,
-                CALL_TIMEOUT_S,
-                module="contract_job",
-                interfaces=contract.INTERFACES,
-            ) as executor:
+            processes = LocalRanks([str(folder)], WORLD_SIZE, "contract_job")
+            with local_ranks(processes, RANKS, CALL_TIMEOUT_S, contract.INTERFACES) as executor:
                 pids.extend(executor.call("both", "pid").result())
                 found.update(run(executor))
                 if executor.failure is not None:

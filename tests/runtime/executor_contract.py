@@ -172,12 +172,12 @@ def _outcome(check: Callable[[Executor], None], executor: Executor) -> str | Non
 
 
 def values_and_keywords(executor: Executor) -> None:
-    both, items = executor.role("both"), [1, 2]
-    size = len(executor.ranks["both"])
-    assert both.echo(1, "two", None, key=[3.5]).result() == [[[1, "two", None], {"key": [3.5]}]] * size
-    assert both.append(items).result() == [[1, 2, "seen"]] * size
+    items, size = [1, 2], len(executor.ranks["both"])
+    echoed = executor.call("both", "echo", 1, "two", None, key=[3.5])
+    assert echoed.result() == [[[1, "two", None], {"key": [3.5]}]] * size
+    assert executor.call("both", "append", items).result() == [[1, 2, "seen"]] * size
     assert items == [1, 2], "arguments are shared with the rank"
-    assert both.echo({7: float("inf")}).first() == [[{7: float("inf")}], {}]
+    assert executor.call("both", "echo", {7: float("inf")}).first() == [[{7: float("inf")}], {}]
 
 
 def arguments_have_their_declared_types(executor: Executor) -> None:
@@ -209,10 +209,8 @@ def roles_and_ranks_are_checked(executor: Executor) -> None:
         ValueError, match=r"role \('nobody'\) is not placed .* Placed roles: both, left, right"
     ):
         executor.call("nobody", "echo")
-    with pytest.raises(ValueError, match="role"):
-        executor.role("nobody")
-    with pytest.raises(AttributeError, match="private"):
-        executor.role("left")._notes
+    with pytest.raises(ValueError, match=r"role \('nobody'\) is not placed"):
+        executor.call_on([0], "nobody", "echo")
     for ranks in ([], [99], [0, 0]):
         with pytest.raises(ValueError, match="must be some of those of role both"):
             executor.call_on(ranks, "both", "echo")

@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+from handles import Handle
+
 from megarl.runtime.shutdown import Stopped, graceful_shutdown, run_job_in_process, run_job
 from megarl.runtime.executor import Executor, RemoteError
 from megarl.runtime.inline_executor import InlineExecutor
@@ -52,16 +54,12 @@ def is_running(pid: int) -> bool:
 def conversation(executor: Executor, role: str) -> list:
     """What any executor must answer alike: values, keywords, no shared objects, the first error, nothing
     after it."""
-    handle, items = executor.role(role), [1, 2]
+    handle, items = Handle(executor, role), [1, 2]
     seen = [handle.echo(1, "two", key=[3.0]).first(), handle.append(items).first(), items]
     try:
         executor.call("nobody", "echo")
     except ValueError as error:
         seen.append("role ('nobody')" in str(error))
-    try:
-        handle._private
-    except AttributeError:
-        seen.append("private")
     executor.label = "step 3"
     try:
         executor.call(role, "update", bad_rank=executor.ranks[role][-1]).result()
@@ -76,7 +74,7 @@ def conversation(executor: Executor, role: str) -> list:
 
 
 def healthy(executor, folder: Path) -> None:
-    actor, left, right = executor.role("actor"), executor.role("left"), executor.role("right")
+    actor, left, right = Handle(executor, "actor"), Handle(executor, "left"), Handle(executor, "right")
     seen = {
         "pids": actor.setup().result(),
         "driver": os.getpid(),
@@ -152,7 +150,7 @@ def chain(executor, folder: Path) -> None:
 
 def late(executor, folder: Path) -> None:
     """Rank 1 hangs in one call; the driver waits for a later one, which rank 0 answers."""
-    right, actor = executor.role("right"), executor.role("actor")
+    right, actor = Handle(executor, "right"), Handle(executor, "actor")
     executor.call_timeout_s = LATE_S  # only now: how long the workers take to start says nothing here
     right.sleep(60.0)
     mark_time(folder)
@@ -219,7 +217,7 @@ def flows(executor, folder: Path) -> None:
         scheduler, start = Scheduler(executor, meshes, host), time.monotonic()
         results = scheduler.run(flow)
         for result in results.values():
-            if not result._call.node.background:
+            if not result.node.background:
                 result.result()
         return time.monotonic() - start, scheduler, results
 

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from handles import Handle
+
 
 def rank_main(scenario: str, folder: str) -> int:
     import torch.distributed as dist
@@ -65,16 +67,10 @@ class Role:
 
 
 def ranks_of(scenario: str, folder: str):
-    from megarl.runtime.local_ranks import local_ranks
+    from megarl.runtime.local_ranks import LocalRanks, local_ranks
 
-    return local_ranks(
-        [scenario, folder],
-        {"actor": [0, 1]},
-        2,
-        60.0,
-        module="local_job",
-        describe_rank=lambda rank: f"{rank}: actor",
-    )
+    processes = LocalRanks([scenario, folder], 2, "local_job", lambda rank: f"{rank}: actor")
+    return local_ranks(processes, {"actor": [0, 1]}, 60.0)
 
 
 def everything(folder: str) -> None:
@@ -85,7 +81,7 @@ def everything(folder: str) -> None:
         pids, told, ended = [], "nothing", 0.0
         try:
             with ranks_of(scenario, folder) as executor:
-                actor = executor.role("actor")
+                actor = Handle(executor, "actor")
                 executor.label = "step 7"
                 try:
                     if scenario != "cannot_start":
@@ -155,7 +151,7 @@ def listening() -> list[tuple[str, int]]:
 def attacked(folder: str) -> None:
     """Wait for what someone else writes into the store: the ranks are idle, the driver listens."""
     with ranks_of("waits", folder) as executor:
-        actor = executor.role("actor")
+        actor = Handle(executor, "actor")
         actor.mean(1.0).result()
         sockets = [*listening(), *(found for rank in actor.listening().result() for found in rank)]
         seen = {

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megarl.runtime.executor import CallTimeout, RemoteError, RoleHandle
+from megarl.runtime.executor import CallTimeout, RemoteError
 from megarl.runtime.inline_executor import InlineExecutor
 
 
@@ -23,16 +23,15 @@ class Critic:
 
 def test_a_call_runs_at_once_and_keeps_its_time():
     executor = InlineExecutor({"critic": Critic()})
-    critic = executor.role("critic")
-    future = critic.values(3, scale=2.0)
+    future = executor.call("critic", "values", 3, scale=2.0)
     assert future.done() and future.result() == [[0.0, 2.0, 4.0]] and future.first() == [0.0, 2.0, 4.0]
-    critic.values(1)
+    executor.call("critic", "values", 1)
     seconds = executor.take_seconds()
     assert list(seconds) == [("critic", "values")] and seconds["critic", "values"] > future.seconds > 0.0
     assert executor.take_seconds() == {}
     executor.shutdown()
     with pytest.raises(ValueError, match="not placed"):
-        critic.values(1)
+        executor.call("critic", "values", 1)
 
 
 def test_the_original_error_is_the_cause_so_a_debugger_stands_there():
@@ -65,9 +64,7 @@ def test_an_unknown_role_names_the_known_ones():
     with pytest.raises(
         ValueError, match=r"role \('critik'\) is not placed on any rank. Placed roles: actor, critic."
     ):
-        executor.role("critik")
-    assert repr(executor.role("actor")) == "RoleHandle(actor, ranks=[0])"
-    assert isinstance(executor.role("actor"), RoleHandle)
+        executor.call("critik", "values", 1)
 
 
 def test_a_timeout_names_exactly_who_is_missing():

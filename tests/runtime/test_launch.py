@@ -18,7 +18,7 @@ LAUNCH_RANKS = (
 
 
 @pytest.mark.timeout(120)
-def test_a_failure_is_one_message_and_the_executors_agree(job):
+def test_a_failure_is_one_message_and_the_executors_agree(job, monkeypatch):
     """Under our own launcher nothing but the one message is printed. The driver had the same conversation as
     with inline, below."""
     launcher = job.start([*DRIVER, "fails", str(job.folder)])
@@ -35,6 +35,7 @@ def test_a_failure_is_one_message_and_the_executors_agree(job):
 
     from megarl.runtime.inline_executor import InlineExecutor
 
+    monkeypatch.syspath_prepend(HERE)
     job_driver = load("job_driver")
     assert job.seen() == job_driver.conversation(InlineExecutor({"actor": LoneRole()}), "actor")
 

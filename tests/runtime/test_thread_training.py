@@ -9,6 +9,7 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.errors import ConfigError
+from megarl.config.schema import EXECUTORS
 from megarl.config.loader import load_config
 from sums.files import make_sums
 from megarl.trainer import executors
@@ -44,15 +45,15 @@ def job(sums, tmp_path, monkeypatch):
 
     register_executor("threads", threads)
     flags = (
-        f"--algorithm ppo --model {sums}/model --train-data {sums}/train.jsonl --save {tmp_path}/run "
+        f"--executor threads --algorithm ppo --model {sums}/model --train-data {sums}/train.jsonl --save {tmp_path}/run "
         f"--nproc-per-node 3 --actor-ranks 0-1 --critic-ranks 2 --rollout-ranks 0-1 --train-iters {STEPS} "
         f"--num-prompts {PROMPTS} --num-samples-per-prompt {GROUP} --global-batch-size 4 "
         "--max-prompt-length 32 --max-response-length 16"
     )
     config = load_config(flags.split(), REGISTRY)
-    placement = dataclasses.replace(config.placement, executor="threads")
     run = dataclasses.replace(config.run, log_with=())
-    return dataclasses.replace(config, placement=placement, run=run), states
+    yield dataclasses.replace(config, run=run), states
+    EXECUTORS.remove("threads")
 
 
 def train(config) -> None:
@@ -84,10 +85,6 @@ def test_a_failure_on_a_thread_names_role_rank_and_step(job, monkeypatch):
 
 
 def test_an_executor_that_nobody_has_registered_is_an_error(job):
-    config = job[0]
-    placement = dataclasses.replace(config.placement, executor="thread")
-    with pytest.raises(
-        ConfigError,
-        match=r"^--executor \(thread\): must be one of torchrun, inline, threads. Did you mean threads\?$",
-    ):
-        open_executor(dataclasses.replace(config, placement=placement), 3)
+    told = r"--executor \(thread\): must be one of torchrun, inline, threads. Did you mean threads\?"
+    with pytest.raises(ConfigError, match=told):
+        load_config(["--executor", "thread"], REGISTRY)

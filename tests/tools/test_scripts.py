@@ -42,6 +42,7 @@ CASES = [
     Case("tools/check_cuda.py", "--help", says="without nvcc it says so"),
     Case("tools/code_size.py", "", says=r"this tree: \d+ tokens in \d+ files"),
     Case("tools/compare_metrics.py", "compare OUT OUT", code=1, says="holds no metrics.jsonl"),
+    Case("tools/draw_docstrings.py", "--count 3", says=r"(?m)^megarl/\S+\.py: \w+: "),
     Case("tools/gpu_session.sh", "OUT '' tests", says=r"tests +exit +0 .* skipped"),
     Case(
         "tools/gpu_session.sh",
@@ -51,6 +52,7 @@ CASES = [
     ),
     Case("tools/make_random_model.py", "--out OUT/model", json="OUT/model/config.json vocab_size"),
     Case("tools/make_sums.py", "--out OUT/sums --seed 3", says="train.jsonl"),
+    Case("tools/nightly.py", "--list", says=r"part 0: .*\npart 1: \d+ tests, about"),
     Case(
         "tools/quickstart.py",
         "--small --seed 1 --out OUT/quickstart",
@@ -115,7 +117,9 @@ ELSEWHERE = {
 }
 """Script -> the test that runs it."""
 IMPORTED = {
+    f"{BENCH}/e2e_summary.py": f"{BENCH}/bench_e2e.py",
     f"{BENCH}/head_contenders.py": f"{BENCH}/bench_kernels.py",
+    f"{BENCH}/hf_buckets.py": f"{BENCH}/reshard_roles.py",
     f"{BENCH}/measured_process.py": f"{BENCH}/bench_e2e.py",
     f"{BENCH}/reshard_roles.py": f"{BENCH}/bench_reshard.py",
     f"{BENCH}/turns.py": f"{BENCH}/bench_kernels.py",

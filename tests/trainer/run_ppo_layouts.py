@@ -23,7 +23,6 @@ from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks, role_meshes
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
-from megarl.runtime.executor import RoleHandle
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.preflight import Inputs
 from megarl.trainer.state import TrainState
@@ -135,9 +134,6 @@ class EveryRankExecutor:
         everyone: list = [None] * WORLD_SIZE
         dist.all_gather_object(everyone, value)
         return Done([everyone[rank] for rank in ranks])
-
-    def role(self, name: str) -> RoleHandle:
-        return RoleHandle(self, name)
 
     def wait_any(self, futures):
         return list(futures)

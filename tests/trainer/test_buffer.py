@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.packing import Sample
-from megarl.trainer.buffer import BufferError, SampleBuffer
+from megarl.trainer.buffer import SampleBufferError, SampleBuffer
 
 
 def samples_of(visit: int, num_samples: int) -> list[Sample]:
@@ -24,7 +24,9 @@ def test_synchronous_training_takes_all_that_was_admitted():
     buffer.admit({4: 17, 5: 3}, num_samples=2, step=1)
     assert buffer.issue() == {4: 17, 5: 3} and buffer.issue() == {}
     buffer.add([*samples_of(5, 2), *samples_of(4, 1)])
-    with pytest.raises(BufferError, match="1 of 2 samples of visit 4 are missing: groups must be complete"):
+    with pytest.raises(
+        SampleBufferError, match="1 of 2 samples of visit 4 are missing: groups must be complete"
+    ):
         buffer.take(step=1)
     buffer.add(samples_of(4, 2)[1:])
     groups = buffer.take(step=1)
@@ -49,14 +51,14 @@ def test_a_sample_that_nobody_waits_for_is_an_error(samples, error):
     buffer.admit({4: 17}, num_samples=2, step=1)
     buffer.issue()
     buffer.admit({7: 18}, num_samples=2, step=1)
-    with pytest.raises(BufferError, match=error):
+    with pytest.raises(SampleBufferError, match=error):
         buffer.add(samples)
 
 
 def test_a_visit_is_admitted_once():
     buffer = SampleBuffer()
     buffer.admit({4: 17}, num_samples=2, step=1)
-    with pytest.raises(BufferError, match="visit 4 is admitted a second time"):
+    with pytest.raises(SampleBufferError, match="visit 4 is admitted a second time"):
         buffer.admit({4: 17}, num_samples=2, step=2)
 
 

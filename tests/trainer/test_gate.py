@@ -13,7 +13,7 @@ from megarl.algorithms import REGISTRY
 from megarl.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
-from megarl.trainer.gate import GateError, exceeded, gate_finding
+from megarl.trainer.gate import GateError, exceeded, gate_error
 
 
 def step(
@@ -56,11 +56,11 @@ def limits(shape):
 
 
 def test_healthy_steps_pass(limits):
-    assert gate_finding(step(), limits()) is None
+    assert gate_error(step(), limits()) is None
     assert (
-        gate_finding(step(mean=3e-6, maximum=1.2e-4, tokens=40, log_prob=0.0), limits()) is None
+        gate_error(step(mean=3e-6, maximum=1.2e-4, tokens=40, log_prob=0.0), limits()) is None
     )  # one token of few
-    assert gate_finding(IN_BF16, limits("--bf16")) is None and gate_finding(IN_BF16, limits()) is not None
+    assert gate_error(IN_BF16, limits("--bf16")) is None and gate_error(IN_BF16, limits()) is not None
 
 
 def test_in_bf16_the_mean_is_judged_up_to_one_unit(limits):
@@ -114,7 +114,7 @@ def test_a_choice_of_other_experts_is_no_fault(limits):
     replayed."""
     experts = {"num_moe_experts": 4, "moe_router_topk": 2}
     flipped = step(mean=2e-3, clipped=2e-6, maximum=0.7, outliers=30)
-    assert gate_finding(flipped, limits(**experts)) is None
+    assert gate_error(flipped, limits(**experts)) is None
     assert exceeded(flipped | {"mismatch/outliers": 35}, limits(**experts)) == ["outliers"]
     assert exceeded(flipped, limits("--moe-routing-replay engine", **experts)) == ["outliers", "max_abs"]
 
@@ -132,7 +132,7 @@ def test_a_number_replaces_the_rule(limits):
 
 
 def test_the_error_shows_what_is_above_which_limit_and_why(limits):
-    lines = gate_finding(step(mean=1.16123456e-5), limits()).splitlines()
+    lines = gate_error(step(mean=1.16123456e-5), limits()).splitlines()
     assert lines[0].startswith("trainer and engine disagree on 3000 sampled tokens by more than rounding.")
     assert (
         lines[1] == "  mismatch/clipped_abs 1.16123456e-05, accepted "

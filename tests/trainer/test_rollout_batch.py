@@ -46,7 +46,7 @@ def test_every_sample_of_a_run_has_an_id_of_its_own(num_rows, num_prompts, group
     for batch in batches:
         check_samples(batch.samples, dict.fromkeys(batch.visits, group), max_length=16)
         plan = plan_mini_batches(batch.samples, 3, {}, dp_size, max_tokens=20, hidden_size=8, seed="a")
-        check_plan(plan, batch.samples)
+        check_plan(plan, batch.samples, max_tokens=20)
         assert [batch.row_of[sample] for sample in batch.sample_ids[::group]] == batch.rows
         assert Counter(batch.group_ids) == dict.fromkeys(batch.visits, group)
     walked = [row for index, batch in enumerate(batches) if index != 2 for row in batch.rows]

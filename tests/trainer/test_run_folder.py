@@ -25,8 +25,8 @@ from megarl.trainer.step_report import phase_times
 from megarl.loggers.console import Progress
 from megarl.trainer.run_folder import Run, check_folder_is_free
 from megarl.loggers.json_lines import to_json_line
-from megarl.trainer.timeline import Timeline
-from megarl.reshard.transfer import save_tensors
+from megarl.trainer.timeline import Record, Timeline
+from megarl.reshard.export_folder import save_tensors
 
 
 def config(folder) -> TrainConfig:
@@ -356,7 +356,7 @@ WRITES = {
 def timeline() -> Timeline:
     lines = Timeline()
     for step in range(300):
-        lines.add("actor.update", (0, 1), f"step {step}", 0.0, 1.0, 2.0)
+        lines.records.append(Record("actor.update", (0, 1), f"step {step}", 0.0, 1.0, 2.0))
     return lines
 
 

@@ -401,7 +401,7 @@ def test_errors_name_the_node_and_end_the_run():
     for at_once in (False, True):
         scheduler, flow, _ = inline([node("a.note"), Node(**{**vars(on_path), "background": True})])
         results = scheduler.run(flow)  # does not raise: nothing waits for it
-        results["save"]._call.future.wait()
+        results["save"].future.wait()
         with pytest.raises(RuntimeError, match="node save, in the background, failed at step 3"):
             scheduler.run(flow) if at_once else scheduler.close()
     scheduler, flow, _ = inline([node("a.note", ["nothing"])])

@@ -29,6 +29,7 @@ from megarl.workers.reward_model import RewardModelRole
 
 def judge_role(folder: Path) -> RewardModelRole:
     role = RewardModelRole(
+        "reward_model",
         config(
             folder,
             "judge",
@@ -38,11 +39,9 @@ def judge_role(folder: Path) -> RewardModelRole:
             judge_max_tokens=2,
             judge_max_model_len=60,
         ),
-        "reward_model",
-        MeshSpec((0,)),
+        {"reward_model": MeshSpec((0,))},
         store(folder),
         OffloadManager(),
-        "reward_model",
     )
     role.setup()
     return role

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # a test imports this file too, and must not find th
 
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.invariants import InvariantError, check_plan, check_samples
-from tests.workers.role_steps import Step, build, main, make_rows
+from tests.workers.role_steps import MAX_TOKENS, Step, build, main, make_rows
 
 GROUPS = {70_000_000_000: 1, 12: 3, 5: 5}
 """Group -> number of its samples. Neither ids nor groups follow from each other."""
@@ -43,7 +43,7 @@ def run(folder: Path, data: Path) -> None:
     batch = RolloutBatch(1, {group: 0 for group in GROUPS}, samples=step.samples)
     batch.rewards = {row["sample"]: row["reward"] for row in rows}
     check_samples(batch.samples, GROUPS, max_length=32)
-    check_plan(step.plan, batch.samples)
+    check_plan(step.plan, batch.samples, max_tokens=MAX_TOKENS)
     step.call("actor", "log_probs")
     arguments = [batch.sample_ids, batch.group_ids, list(batch.rewards.values()), 0.0, batch.reward_digests]
     told = step.call("actor", "advantages", *arguments)

@@ -220,7 +220,7 @@ def test_a_transfer_follows_storages_that_have_moved():
     """Weights in one rank, a column and a whole matrix; the old memory is full of other numbers."""
     source, destination = {"w": torch.arange(24.0).view(6, 4)}, {"v": torch.zeros(6, 4)}
     plan = ReshardPlan({(0, 0): (RectCopy("w", 0, 0, "v", 0, 0, 6, 3), RectCopy("w", 0, 3, "v", 0, 3, 6, 1))})
-    transfer = Transfer(plan, 0, source, destination)
+    transfer = Transfer(plan, 0, source, destination, {})
     storage, content = source["w"].untyped_storage(), source["w"].clone()
     old_address, size = storage.data_ptr(), storage.nbytes()
     storage.resize_(0)

@@ -51,12 +51,11 @@ def folder(tmp_path):
 
 def classifier_role(folder: Path, tp: int = 1) -> RewardModelRole:
     role = RewardModelRole(
-        config(folder, "transformers"),
         "reward_model",
-        MeshSpec(tuple(range(tp)), tp=tp),
+        config(folder, "transformers"),
+        {"reward_model": MeshSpec(tuple(range(tp)), tp=tp)},
         store(folder),
         OffloadManager(),
-        "reward_model",
     )
     role.setup()
     return role

@@ -1,0 +1,118 @@
+"""Write a folder with an exported model or adapter so that it appears at once and complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import StateDictSplit
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.config.hf_config import ModelShape
+from megarl.files.writing import writing
+from megarl.reshard.hf_folder import INDEX
+
+logger = logging.getLogger(__name__)
+_COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, marker: str, kind: str) -> Iterator[Path]:
+    """Yield a temporary folder beside `folder`, which replaces `folder` at the end of the block.
+
+    A reader sees the old export or the new one, except for an instant in which there is none. After an error
+    the temporary folder is removed, so that a full disk gets its space back.
+
+    Args:
+        marker: file that every export of this kind has.
+        kind: what the folder holds, for errors.
+    Raises: FileExistsError if `folder` holds something else than an export; WriteError."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / marker).exists():
+        raise FileExistsError(
+            f"{folder} exists and is not {kind}: it has no {marker}. Choose another folder or remove it."
+        )
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    with writing(partial):
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_model_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> Iterator[Path]:
+    """Yield a `new_folder` that has everything of the folder `source` but the weights."""
+    with new_folder(folder, "config.json", "an exported model") as partial:
+        for path in {path for pattern in _COPIED_FILES for path in source.glob(pattern)}:
+            with writing(partial / path.name):
+                shutil.copy2(path, partial)
+        config = json.loads((source / "config.json").read_text())
+        config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        if shape.value_head:  # transformers reads num_labels off the labels
+            config |= {
+                "architectures": [shape.architecture],
+                "id2label": {"0": "LABEL_0"},
+                "label2id": {"LABEL_0": 0},
+            }
+            config.pop("num_labels", None)
+        if shape.num_nextn_predict_layers:
+            logger.warning(
+                "%s has none of the layers for multi-token prediction of %s: "
+                "num_nextn_predict_layers is 0 in its config.json",
+                folder,
+                source,
+            )
+            config["num_nextn_predict_layers"] = 0
+        write_json(partial / "config.json", config)
+        yield partial
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises: WriteError naming it; the library's own error is no OSError and names
+    no file."""
+    with writing(path):
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            code = re.search(r"os error (\d+)", str(error))
+            raise (
+                OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(errno.EIO, str(error))
+            ) from error
+
+
+def write_index(folder: Path, shards: StateDictSplit) -> None:
+    """Write the index of the files, if there are several."""
+    if shards.is_sharded:
+        write_json(folder / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
+
+
+def write_json(path: Path, content: dict[str, object]) -> None:
+    """Write a small file. Raises: WriteError naming it."""
+    with writing(path):
+        path.write_text(json.dumps(content, indent=2) + "\n")
