@@ -197,7 +197,8 @@ def _duplicates(files: Files) -> Iterator[str]:
                 (len(answers) == 1, f"{named}{more}{'' if len(answers) == 1 else ': answers differ'}")
             )
     different = sum(not same for same, _ in lines)
-    yield f"duplicates: {len(lines)} prompts are in several rows; the answers differ in {different} of them"
+    differing = f"; the answers differ in {different} of them" if lines else ""
+    yield f"duplicates: {len(lines)} prompts are in several rows{differing}"
     yield from _listed([line for _, line in sorted(lines, key=lambda one: one[0])])
 
 
