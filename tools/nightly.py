@@ -13,12 +13,15 @@ A test that fails here and also fails on the parent commit is reported and does 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from datetime import UTC, datetime
@@ -34,7 +37,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=22.0, help="length of a part")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=22.0,
+        help="length of a part; after half as many more, no file is begun",
+    )
     parser.add_argument("--list", action="store_true", help="print the parts and run none")
     parser.add_argument("--all", action="store_true", help="run every part")
     parser.add_argument(
@@ -51,7 +59,8 @@ def main() -> int:
     for number in range(len(parts)) if arguments.all else [chosen(len(parts))]:
         print(f"nightly part {number} of {len(parts)} (NIGHTLY_PART={number} runs it again):", flush=True)
         print(describe(parts[number], recorded), flush=True)
-        codes.append(run(parts[number], recorded if arguments.record else None))
+        limit_s = math.inf if arguments.all else 60 * 1.5 * arguments.minutes
+        codes.append(run(parts[number], recorded if arguments.record else None, limit_s))
     return max(codes)
 
 
@@ -96,22 +105,29 @@ def describe(tests: list[str], seconds: dict[str, float]) -> str:
     return f"{len(tests)} tests, about {length:.0f} min: {', '.join(files)}"
 
 
-def run(tests: list[str], recorded: dict[str, float] | None) -> int:
-    """Run a part. Returns 1 if a test fails that does not fail on the parent commit."""
+def run(tests: list[str], recorded: dict[str, float] | None, limit_s: float) -> int:
+    """Run a part, file by file. Returns 1 if a test fails that does not fail on the parent commit.
+
+    Files that `limit_s` seconds do not suffice for are left out, and named."""
+    environment = dict(os.environ) if tests else os.environ | {"MEGARL_TEST_PRELOADED": "0"}
+    select = ["-m", "nightly"] if tests else ["-m", "not nightly and not unit"]
+    files = [[*group] for _, group in itertools.groupby(tests, lambda test: test.split("::")[0])]
+    deadline, failed = time.monotonic() + limit_s, []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        select = ["-m", "nightly", *tests] if tests else ["-m", "not nightly and not unit", "tests"]
-        environment = dict(os.environ) if tests else os.environ | {"MEGARL_TEST_PRELOADED": "0"}
-        code = pytest(ROOT, [*select, f"--junitxml={report}"], environment)
-        if code not in (0, 1):
-            return code
-        seconds, failed = read(report)
-        if recorded is not None and tests:
-            recorded |= {test: round(length, 1) for test, length in seconds.items()}
-            SECONDS.write_text(json.dumps(dict(sorted(recorded.items())), indent=0) + "\n")
-        if not failed:
-            return 0
-        before = failures_of_parent(failed, Path(folder) / "parent", environment)
+        for group in files or [["tests"]]:
+            if time.monotonic() > deadline:
+                print(f"not run, {limit_s / 60:.0f} min are over: {' '.join(group)}")
+                continue
+            code = pytest(ROOT, [*select, *group, f"--junitxml={report}"], environment)
+            if code not in (0, 1):
+                return code
+            seconds, of_group = read(report)
+            failed += of_group
+            if recorded is not None and tests:
+                recorded |= {test: round(length, 1) for test, length in seconds.items()}
+                SECONDS.write_text(json.dumps(dict(sorted(recorded.items())), indent=0) + "\n")
+        before = failures_of_parent(failed, Path(folder) / "parent", environment) if failed else set()
     for test in failed:
         print(
             f"{test}: " + ("fails on the parent commit too" if test in before else "fails since this commit")

@@ -61,6 +61,15 @@ def test_only_what_the_parent_commit_passes_blocks(nightly, before, code, monkey
 
     monkeypatch.setattr(nightly, "pytest", fails)
     monkeypatch.setattr(nightly, "failures_of_parent", lambda tests, folder, environment: before)
-    assert nightly.run(["tests/a/test_b.py::test_c"], None) == code
+    assert nightly.run(["tests/a/test_b.py::test_c"], None, 60.0) == code
     says = "fails on the parent commit too" if before else "fails since this commit"
     assert f"tests/a/test_b.py::test_c[z]: {says}" in capsys.readouterr().out
+
+
+def test_no_file_is_begun_when_the_time_is_over(nightly, monkeypatch, capsys):
+    monkeypatch.setattr(nightly, "pytest", lambda *_: pytest.fail("it was begun"))
+    assert nightly.run(["tests/a/test_b.py::test_c", "tests/a/test_b.py::test_d"], None, -1.0) == 0
+    assert (
+        "not run, -0 min are over: tests/a/test_b.py::test_c tests/a/test_b.py::test_d"
+        in capsys.readouterr().out
+    )
