@@ -35,7 +35,6 @@ def larger_model(sums_data, tmp_path) -> Path:
     return tmp_path / "larger"
 
 
-@pytest.mark.nightly
 def test_a_larger_critic_on_a_rank_of_its_own(sums_data, tmp_path, larger_model):
     """While it makes values, the reference makes log-probs on the other rank."""
     job = train(sums_data, tmp_path / "run", *PPO, *DISJOINT, "--critic-model", str(larger_model))

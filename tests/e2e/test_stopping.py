@@ -106,7 +106,6 @@ def stop(job: SlowJob, together: bool = True) -> None:
 TP2 = ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2")
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_sigterm_leaves_the_rollout_and_saves_the_last_whole_step(sums_data, tmp_path):
     job = SlowJob(sums_data, tmp_path, *TP2)

@@ -63,7 +63,6 @@ def overlap_s(run: Path, one: str, other: str) -> float:
     )
 
 
-@pytest.mark.nightly
 def test_two_actors_on_ranks_of_their_own_do_what_each_does_alone_and_at_the_same_time(sums_data, tmp_path):
     evaluate = (
         "--eval-data",

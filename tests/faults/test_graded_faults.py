@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch import succeed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,17 +32,9 @@ CAUGHT = {
 """Kind of fault -> a size that is caught on every model, whatever tensor has the fault."""
 
 
-def run(command: list[object]) -> None:
-    """Run a script of the project. Fails with its output if it fails."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
 def grade(which: str, model: Path, data: Path, out: Path) -> list[dict]:
     """Return the gate's verdicts on faults in a job that trains `model`."""
-    run([HERE / "graded_faults.py", which, model, data, out])
+    succeed(HERE / "graded_faults.py", which, model, data, out, timeout=1000, folder=ROOT, preloaded=True)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -88,19 +80,19 @@ def quickstart(tmp_path_factory) -> Path:
     """What `make quickstart` writes, and beside it the model of experts that tools/soak_gate.py
     fine-tunes."""
     out = tmp_path_factory.mktemp("quickstart")
-    run([ROOT / "tools" / "quickstart.py", "--out", out])
-    run(
-        [
-            ROOT / "tools" / "soak_gate.py",
-            "--quickstart",
-            out,
-            "--out",
-            out,
-            "--recipes",
-            "experts",
-            "--steps",
-            1,
-        ]
+    succeed(ROOT / "tools" / "quickstart.py", "--out", out, timeout=1500, folder=ROOT)
+    succeed(
+        ROOT / "tools" / "soak_gate.py",
+        "--quickstart",
+        out,
+        "--out",
+        out,
+        "--recipes",
+        "experts",
+        "--steps",
+        1,
+        timeout=900,
+        folder=ROOT,
     )
     return out
 
