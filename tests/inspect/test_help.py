@@ -17,6 +17,7 @@ def test_help_and_its_examples(command, capsys):
     assert exited.value.code == 0 and f"usage: megarl {command}" in text
     examples, _, options = text.partition("\noptions:")
     known = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", options, re.MULTILINE))
-    used = re.findall(r"(?<=\s)--[\w-]+", "\n".join(re.findall(r"^    .*megarl .*", examples, re.MULTILINE)))
+    commands = [re.split(r" {2,}", line)[0] for line in re.findall(r"(?m)^    (.*megarl .*)", examples)]
+    used = re.findall(r"(?<=\s)--[\w-]+", "\n".join(commands))
     assert used and set(used) <= known
     assert f"  {command} " in cli.USAGE
