@@ -34,6 +34,10 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   graph      Print the flow of a step of a configuration, or draw it:
              `megarl graph @file.args --svg step.svg`.
   translate  Print the args file of a verl, TRL or slime configuration: `megarl translate run_grpo.sh`.
+  show       Show samples of a run, such as the best and the worst: `megarl show --help`.
+  plot       Draw the curves of one or several runs into a picture: `megarl plot --help`.
+  data       Show data files as the model will see them: `megarl data --help`.
+  chat       Talk to a model, in a terminal or through a pipe: `megarl chat --help`.
   doctor     Show what this installation and machine have, and try the parts (about 15 s);
              `megarl doctor --json` for programs.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
@@ -204,6 +208,30 @@ def doctor(argv: list[str]) -> int:
     return examine(argv)
 
 
+def show(argv: list[str]) -> int:
+    from megarl.inspect.show import main as show_samples
+
+    return show_samples(argv)
+
+
+def plot(argv: list[str]) -> int:
+    from megarl.inspect.plot import main as draw_curves
+
+    return draw_curves(argv)
+
+
+def data(argv: list[str]) -> int:
+    from megarl.inspect.data import main as show_data
+
+    return show_data(argv)
+
+
+def chat(argv: list[str]) -> int:
+    from megarl.inspect.chat import main as talk
+
+    return talk(argv)
+
+
 def _load_layout(
     argv: list[str], prog: str, world_size: int | None = None
 ) -> tuple[TrainConfig, dict[str, MeshSpec]]:
@@ -245,6 +273,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "graph": graph,
     "translate": translate,
     "doctor": doctor,
+    "show": show,
+    "plot": plot,
+    "data": data,
+    "chat": chat,
     "reshard-plan": reshard_plan,
 }
 

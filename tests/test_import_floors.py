@@ -1,6 +1,6 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
-    train, evaluate, convert, doctor, translate, cli -> trainer -> workers, checks ->
+    train, evaluate, convert, doctor, translate, inspect, cli -> trainer -> workers, checks ->
     megatron, rollout, data, rewards -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
     frameworks
@@ -29,7 +29,7 @@ FLOORS = (
     ("workers", "checks"),
     ("trainer",),
     ("train", "convert", "doctor", "translate"),
-    ("evaluate",),  # is train with another driver
+    ("evaluate", "inspect"),  # is train with another driver; converts a checkpoint before a chat
     ("cli",),  # starts each of them
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -55,8 +55,8 @@ NO_TORCH = {
 NO_TORCH_FILES = {
     f"megarl.runtime.{name}"
     for name in ("abort", "background", "executor", "process", "shutdown", "signing", "torchrun")
-}
-"""Files of another room that are read then."""
+} | {f"megarl.inspect.{name}" for name in ("curves", "plot", "runs", "show", "terminal")}
+"""Files of other rooms that are read then, or that start at once without it."""
 WITH_TORCH = {"megarl.rewards.classifier"}
 """What nothing but the rank of its model imports."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, overload
 
 from megarl.data.columns import Prompt, parse_row
@@ -13,6 +13,19 @@ from megarl.data.readers import UnreadableFile, UnreadableRow, read_rows
 Needs = Literal["ground_truth", "response"] | None
 Path = str | os.PathLike[str]
 _NUM_BAD_ROWS_SHOWN = 5
+
+
+def read_prompts(path: Path, prompt_key: str, needs: Needs) -> Iterator[tuple[str, Prompt, list[str]]]:
+    """Yield (where, prompt, problems) of each row of a file. A row with problems cannot be used.
+
+    Raises: UnreadableFile, also after some rows."""
+    for where, row in read_rows(os.fspath(path)):
+        if isinstance(row, dict):
+            yield where, *parse_row(row, prompt_key, needs)
+        elif isinstance(row, UnreadableRow):
+            yield where, Prompt(), [row.reason]
+        else:
+            yield where, Prompt(), [f"the row is a {type(row).__name__}, wanted an object with columns"]
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -56,16 +69,13 @@ class PromptDataset(Sequence[Prompt]):
         errors = _Errors(flag)
         for path in files:
             try:
-                for where, row in itertools.islice(read_rows(os.fspath(path)), first):
+                for where, prompt, problems in itertools.islice(read_prompts(path, prompt_key, needs), first):
                     errors.num_rows += 1
-                    parsed, problems = (
-                        parse_row(row, prompt_key, needs) if isinstance(row, dict) else (None, [_text(row)])
-                    )
                     if problems:
                         errors.add_row(where, problems)
                     else:
-                        parsed.index = len(prompts)
-                        prompts.append(parsed)
+                        prompt.index = len(prompts)
+                        prompts.append(prompt)
             except UnreadableFile as problem:
                 errors.files.append(str(problem))
         errors.raise_if_any()
@@ -106,11 +116,3 @@ class _Errors:
             lines += [f"  {line}" for line in self.shown]
         if lines:
             raise ValueError("\n".join(lines))
-
-
-def _text(row: object) -> str:
-    return (
-        row.reason
-        if isinstance(row, UnreadableRow)
-        else f"the row is a {type(row).__name__}, wanted an object with columns"
-    )

@@ -42,7 +42,7 @@ class Tokenizer(ABC):
 
         Messages go through the chat template. A string is encoded as it is, after the beginning-of-sequence
         token, unless the string has it already: a user may have rendered the template before."""
-        texts = [prompt if isinstance(prompt, str) else self._render(prompt) for prompt in prompts]
+        texts = [self.render(prompt) for prompt in prompts]
         return [
             self.bos + ids if isinstance(prompt, str) and ids[:1] != self.bos else ids
             for prompt, ids in zip(prompts, self.encode_responses(texts), strict=True)
@@ -57,7 +57,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_batch([ids])[0]
 
-    def _render(self, messages: Messages) -> str:
+    def render(self, messages: Messages) -> str:
+        """Return the text that is encoded for a prompt: through the chat template, or the string as it is."""
+        if isinstance(messages, str):
+            return messages
         if self.template is None:
             raise ValueError(
                 f"the tokenizer in {self.name} has no chat template, but the prompts are lists of messages. "

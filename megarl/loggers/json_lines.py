@@ -75,9 +75,16 @@ def cut_after(folder: Path, step: int) -> None:
     for path in (folder / METRICS, folder / "rollouts" / "eval.jsonl"):
         if path.exists():
             _keep_rows(path, step)
-    for path in (folder / "rollouts").glob("step_*.jsonl"):
-        if (match := _ROLLOUTS.fullmatch(path.name)) and int(match[1]) > step:
+    for of_step, path in rollout_files(folder).items():
+        if of_step > step:
             path.unlink()
+
+
+def rollout_files(folder: Path) -> dict[int, Path]:
+    """Return step -> file of the samples that a run has logged, by ascending step."""
+    paths = (folder / "rollouts").glob("step_*.jsonl")
+    found = {int(match[1]): path for path in paths if (match := _ROLLOUTS.fullmatch(path.name))}
+    return dict(sorted(found.items()))
 
 
 def _keep_rows(path: Path, last: int) -> None:

@@ -104,6 +104,9 @@ def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, obje
             if kind_and_suffix(role)[0] != "reward" and role in batch.records
         ]
         of_actor = {"actor": f"actor{suffix}"} if suffix else {}
+        finished = {
+            one.sample_id: {"finish_reason": "length" if one.truncated else "stop"} for one in batch.samples
+        }
         for sample, record in batch.texts.items():
             reward = batch.rewards.get(sample)
             said = {
@@ -113,5 +116,5 @@ def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, obje
                 for role in models
             }
             rule = {"rule_reward": record["reward"]} if models or reward != record["reward"] else {}
-            rows.append(of_actor | record | {"reward": reward} | rule | said)
+            rows.append(of_actor | record | {"reward": reward} | finished.get(sample, {}) | rule | said)
     return rows

@@ -24,6 +24,7 @@ import pytest
 
 from megarl import cli
 from megarl.config.mesh import role_meshes
+from tests.tools.published import write_published
 from tests.docs.blocks import PAGES, ROOT, Block, Command, blocks, blocks_of_all_pages, commands
 
 NOT_RUN = {
@@ -85,6 +86,11 @@ JOBS = (
     "megarl eval",
     "megarl convert",
     "megarl doctor",
+    "megarl show",
+    "megarl plot",
+    "megarl data",
+    "megarl chat",
+    "echo",
     "torchrun",
     "python -m pdb",
     "python examples/",
@@ -363,6 +369,8 @@ def prepare(page: str, folder: Path) -> None:
             (folder / "job.args").write_text(
                 "@configs/quickstart_grpo.args\n--train-iters 12\n"
             )  # past the checkpoint of step 10
+        case "docs/data_and_rewards.md":
+            write_published(folder / "published")
         case "docs/convert.md":
             (folder / "M").symlink_to(folder / "path" / "to" / "hf-model")
             checkpoint = folder / "runs" / "a" / "checkpoints" / "step_000010" / "actor"

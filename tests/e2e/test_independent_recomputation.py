@@ -79,6 +79,11 @@ def check(job: Job, start: Path) -> None:
             sample["reward"] == lower_case("", sample["response"], None, {})
             and len(sample["response_ids"]) == sample["response_length"]
         )
+    cut = [sample for sample in samples if sample["finish_reason"] == "length"]
+    assert {sample["response_length"] for sample in cut} == {16} and len(cut) / 16 == step[
+        "response/truncated"
+    ]
+    assert {sample["finish_reason"] for sample in samples} <= {"length", "stop"}
     advantages = advantages_by_hand(samples)
     num_tokens = sum(sample["response_length"] for sample in samples)
     # eager: torch's grouped product of experts takes no float64

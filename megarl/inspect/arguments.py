@@ -1,0 +1,67 @@
+"""Parse the command lines of the commands that only read. Every error becomes a ConfigError with advice."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from megarl.config.errors import ConfigError, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises ConfigError, so that `megarl` prints the error and exits with 2."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(
+            f"megarl {command}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Return the arguments. Raises: ConfigError; SystemExit(0) after --help."""
+        arguments, unknown = self.parse_known_args(argv)
+        if unknown:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            word = next((word for word in unknown if word.startswith("-")), unknown[0])
+            advice = did_you_mean(word.lstrip("-").partition("=")[0], [flag[2:] for flag in flags])
+            advice = advice or f" There are {', '.join(sorted(flags))}."
+            raise ConfigError([f"{word}: no such flag of {self.prog}.{advice}"])
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+?): (?=\()", r"\1 ", message).removeprefix("argument ")
+        raise ConfigError([f"{message} See `{self.prog} --help`."])
+
+
+def whole(at_least: int, example: int) -> Callable[[str], int]:
+    """Return a type for add_argument: whole numbers from `at_least` on."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < at_least:
+            raise argparse.ArgumentTypeError(
+                f"({text}): must be a whole number of at least {at_least}. Try {example}."
+            )
+        return int(text)
+
+    return parse
+
+
+def number(at_least: float, example: float) -> Callable[[str], float]:
+    """Return a type for add_argument: finite numbers from `at_least` on."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not at_least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"({text}): must be a number of at least {at_least:g}. Try {example:g}."
+            )
+        return value
+
+    return parse

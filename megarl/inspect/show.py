@@ -1,0 +1,218 @@
+"""Show samples of a run: prompt, response, reward and its parts, length and finish reason.
+
+    megarl show runs/a                              the best and the worst samples of the newest step
+    megarl show runs/a --step all --worst 5         the worst of all steps
+    megarl show runs/a --step 10-20 --random 3      some of steps 10 to 20; --seed draws others
+    megarl show runs/a --prompt 134                 one row of --train-data over the steps
+    megarl show runs/a --prompt '73-3-4'            the same, found by its text
+
+The samples are those that the job logged into rollouts/, by --num-rollouts-to-log. The run may still be
+going."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.inspect.arguments import Parser, whole
+from megarl.inspect.runs import read_rows, run_folder
+from megarl.inspect.terminal import block, fold, width, write
+from megarl.loggers.json_lines import rollout_files
+
+DEFAULT_BEST = DEFAULT_WORST = 2
+_MAX_ROWS_NAMED = 8
+_SHOWN_ELSEWHERE = {
+    "step",
+    "actor",
+    "sample_id",
+    "row",
+    "reward",
+    "digest",
+    "prompt",
+    "response",
+    "ground_truth",
+    "response_length",
+    "finish_reason",
+    "rollout_log_prob",
+    "prompt_ids",
+    "response_ids",
+}
+"""Fields of a sample that are no parts of its reward."""
+
+Sample = dict[str, object]
+"""A row of rollouts/step_*.jsonl with its step, without the token ids."""
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parse(argv)
+    folder = run_folder(arguments.run)
+    files = _files_of_steps(folder, arguments.step, arguments.prompt is not None)
+    samples = [sample for step, path in files.items() for sample in _read(step, path)]
+    if not samples:
+        raise ConfigError([f"--step ({arguments.step}): no sample is written yet. Try --step all."])
+    if arguments.prompt is not None:
+        samples = _of_prompt(samples, arguments.prompt)
+    write(_lines(str(folder), samples, arguments, width()))
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser("show", __doc__)
+    parser.add_argument("run", metavar="RUN", help="a run folder")
+    for name, text in (("best", "highest"), ("worst", "lowest")):
+        parser.add_argument(
+            f"--{name}", type=whole(1, 5), metavar="N", help=f"the N samples with the {text} reward"
+        )
+    parser.add_argument("--random", type=whole(1, 5), metavar="N", help="N samples drawn by --seed")
+    parser.add_argument("--seed", type=whole(0, 1), default=0, metavar="S", help="default: 0")
+    parser.add_argument(
+        "--prompt",
+        metavar="ROW_OR_TEXT",
+        help="samples of one prompt only: its row of the data, or a part of its text",
+    )
+    parser.add_argument(
+        "--step", metavar="STEPS", help="12, 10-20 or all; default: the newest, with --prompt all"
+    )
+    arguments = parser.parse(argv)
+    if arguments.prompt is None and not (arguments.best or arguments.worst or arguments.random):
+        arguments.best, arguments.worst = DEFAULT_BEST, DEFAULT_WORST
+    return arguments
+
+
+def _files_of_steps(folder: Path, steps: str | None, whole_run: bool) -> dict[int, Path]:
+    files = rollout_files(folder)
+    if not files:
+        raise ConfigError(
+            [
+                f"RUN ({folder}): has no samples in rollouts/. Give a run with rollouts, that has ended a "
+                "step, and whose --num-rollouts-to-log was not 0."
+            ]
+        )
+    first, newest = min(files), max(files)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", steps or "")
+    if steps == "all" or steps is None and whole_run:
+        return files
+    if steps is None:
+        return {newest: files[newest]}
+    low = int(match[1]) if match else 0
+    chosen = range(low, (int(match[2]) if match[2] else low) + 1) if match else ()
+    found = {step: path for step, path in files.items() if step in chosen}
+    if not found:
+        rule = f"must be a step, a range or all, and there are samples of steps {first} to {newest}"
+        raise ConfigError([f"--step ({steps}): {rule}. Try {newest}."])
+    return found
+
+
+def _read(step: int, path: Path) -> Iterator[Sample]:
+    for row in read_rows(path):
+        yield {"step": step} | {key: row[key] for key in row if key not in ("prompt_ids", "response_ids")}
+
+
+def _of_prompt(samples: Sequence[Sample], prompt: str) -> list[Sample]:
+    """Return the samples of one prompt. Raises: ConfigError if none has it, or if several prompts have."""
+    rows = {sample["row"] for sample in samples}
+    if prompt.isdecimal() and int(prompt) in rows:
+        return [sample for sample in samples if sample["row"] == int(prompt)]
+    texts = {sample["row"]: _text(sample["prompt"]) for sample in samples}
+    found = sorted(row for row, text in texts.items() if prompt in text)
+    # a text that is a whole message means that prompt, also if longer prompts contain it
+    exact = [row for row in found if prompt in (texts[row], texts[row].rpartition(": ")[2])]
+    found = exact if len(exact) == 1 else found
+    if len(found) == 1:
+        return [sample for sample in samples if sample["row"] == found[0]]
+    if found:
+        named = ", ".join(map(str, found[:_MAX_ROWS_NAMED])) + (", ..." if found[_MAX_ROWS_NAMED:] else "")
+        rule = f"is in the prompts of {len(found)} rows: {named}. Try --prompt {found[0]}."
+    else:
+        rule = f"is neither a row nor in a prompt of the logged samples. Try --prompt {min(rows)}."
+    raise ConfigError([f"--prompt ({prompt}): {rule}"])
+
+
+def _lines(
+    name: str, samples: Sequence[Sample], arguments: argparse.Namespace, columns: int
+) -> Iterator[str]:
+    yield from fold(f"{name}: {_summary(samples)}", columns)
+    choices: list[tuple[str, int | None, Callable[[int], list[Sample]]]] = [
+        ("best", arguments.best, lambda n: _ranked(samples, best=True)[:n]),
+        ("worst", arguments.worst, lambda n: _ranked(samples, best=False)[:n]),
+        (
+            "random",
+            arguments.random,
+            lambda n: random.Random(arguments.seed).sample(samples, min(n, len(samples))),
+        ),
+    ]
+    if not any(count for _, count, _ in choices):
+        choices = [("all", len(samples), lambda n: list(samples))]
+    for title, count, choose in choices:
+        if count is None:
+            continue
+        for number, sample in enumerate(chosen := choose(count), start=1):
+            yield ""
+            yield from _sample_lines(f"{title} {number} of {len(chosen)}", sample, columns)
+
+
+def _summary(samples: Sequence[Sample]) -> str:
+    steps = sorted({sample["step"] for sample in samples})
+    rewards = [sample["reward"] for sample in samples if sample.get("reward") is not None]
+    lengths = [sample["response_length"] for sample in samples if "response_length" in sample]
+    parts = [
+        f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}",
+        f"{len(samples)} logged samples",
+    ]
+    if rewards:
+        mean = sum(rewards) / len(rewards)
+        parts.append(f"reward {mean:.4g} ({min(rewards):.4g} to {max(rewards):.4g})")
+    if lengths:
+        parts.append(f"{sum(lengths) / len(lengths):.1f} tokens a response")
+    return ", ".join(parts)
+
+
+def _ranked(samples: Sequence[Sample], best: bool) -> list[Sample]:
+    """Return the samples with a reward, best or worst first. Of equal ones the newest comes first."""
+    scored = [sample for sample in samples if sample.get("reward") is not None]
+    sign = -1 if best else 1
+    return sorted(scored, key=lambda s: (sign * s["reward"], -s["step"], s["sample_id"]))
+
+
+def _sample_lines(title: str, sample: Sample, columns: int) -> Iterator[str]:
+    reward = sample.get("reward")
+    facts = [
+        title,
+        f"step {sample['step']}",
+        *([str(sample["actor"])] if "actor" in sample else []),
+        f"sample {sample.get('sample_id', '?')}",
+        f"row {sample.get('row', '?')}",
+        "no reward" if reward is None else f"reward {reward:.4g}",
+        f"{sample.get('response_length', '?')} tokens",
+        f"finish {sample.get('finish_reason', 'unknown')}",
+    ]
+    yield from fold("-- " + " | ".join(facts), columns)
+    yield from block("prompt", _text(sample.get("prompt", "")), columns)
+    yield from block("response", str(sample.get("response", "")), columns)
+    if sample.get("ground_truth") is not None:
+        yield from block("ground truth", str(sample["ground_truth"]), columns)
+    parts = _reward_parts({key: sample[key] for key in sample.keys() - _SHOWN_ELSEWHERE})
+    if parts:
+        yield from block("parts of the reward", "\n".join(sorted(parts)), columns)
+
+
+def _reward_parts(fields: Mapping[str, object]) -> list[str]:
+    """Return a line per score, failure or answer of the rule and of each reward model."""
+    lines = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            lines += [f"{name}.{line}" for line in _reward_parts(value)]
+        else:
+            lines.append(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    return lines
+
+
+def _text(prompt: object) -> str:
+    """Return a prompt as text, one paragraph `role: content` per message."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)

@@ -1,0 +1,134 @@
+"""`megarl chat` with the quickstart's model: its answers equal those of transformers on the same ids."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.data.tokenizer import load_tokenizer
+from megarl.inspect.terminal import visible
+
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    from sums.files import make_sums
+
+    return make_sums(tmp_path_factory.mktemp("sums"))["model"]
+
+
+@pytest.fixture
+def chat(megarl, monkeypatch):
+    """chat("line\\nline", "--model", folder) -> exit code, answers, stderr; greedy, 12 tokens."""
+
+    def talk(text: str, *flags: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        given = ("--temperature", 0) if "--temperature" not in flags else ()
+        return megarl("chat", "--max-response-length", NUM_TOKENS, *given, *flags)
+
+    return talk
+
+
+def greedy(model: str, *messages: str) -> str:
+    """The next answer to user and assistant's turns, by an argmax over plain transformers' logits."""
+    tokenizer = load_tokenizer(model)
+    roles = [("user", "assistant")[turn % 2] for turn in range(len(messages))]
+    conversation = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
+    prompt = ids = tokenizer.encode_prompt(conversation)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    while len(ids) < len(prompt) + NUM_TOKENS and ids[-1:] != [tokenizer.eos_token_id] or ids is prompt:
+        with torch.no_grad():
+            ids = [*ids, plain(torch.tensor([ids])).logits[0, -1].argmax().item()]
+    return tokenizer.decode(ids[len(prompt) :])
+
+
+def test_answers_follow_the_conversation_until_it_begins_anew(model, chat):
+    first, other = greedy(model, "1+1 ?"), greedy(model, "7-3 ?")
+    second = greedy(model, "1+1 ?", first, "7-3 ?")
+    assert second != other, "this model does not look at the conversation"
+    code, out, _ = chat("1+1 ?\n\n7-3 ?\n/new\n7-3 ?\n", "--model", model)
+    assert (code, out) == (0, "".join(f"{visible(text)}\n" for text in (first, second, other)))
+
+
+def test_a_run_answers_by_its_export_or_else_its_newest_checkpoint(model, chat, open_run, megarl, tmp_path):
+    run = tmp_path / "run"
+    with open_run(run, f"--model {model}") as record:
+        record.begin_step()
+        record.record_step(1, {}, num_tokens=1)
+    assert "has no export and no checkpoint yet" in chat("x", "--model", run)[2]
+    for step in (1, 2):
+        checkpoint = run / "checkpoints" / f"step_{step:06d}" / "actor"
+        checkpoint.parent.mkdir(parents=True)
+        assert megarl("convert", "--model", model, "--save", checkpoint, "--to", "checkpoint")[0] == 0
+    expected = f"{visible(greedy(model, '1+1 ?'))}\n"
+    for path in (run, checkpoint.parent, checkpoint):
+        code, out, err = chat("1+1 ?", "--model", path)
+        assert (code, out) == (0, expected) and f"exporting {checkpoint}" in err
+    (run / "hf").symlink_to(model)
+    code, out, err = chat("1+1 ?", "--model", run)
+    assert (code, out) == (0, expected) and "exporting" not in err
+
+
+def test_the_seed_draws_the_same_answers_again(model, chat):
+    def draw(seed: int) -> str:
+        return chat("1+1 ?", "--model", model, "--temperature", "1.5", "--seed", seed)[1]
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_a_conversation_that_grows_too_long_begins_anew(model, chat):
+    line = "1" * 220  # two of them do not fit into the 512 positions
+    code, out, err = chat(f"{line}\n{line}1\n", "--model", model)
+    assert code == 0 and "[a new conversation: this one does not fit into 512 tokens any more]" not in err
+    code, out, err = chat(f"{line}\n{line}\n{line}\n", "--model", model)
+    assert code == 0 and err.count("[a new conversation: this one does not fit into 512 tokens") == 1
+    assert out.split("\n")[0] == out.split("\n")[2] != ""
+    code, _, err = chat(f"{line}{line}{line}\n", "--model", model)
+    assert code == 2 and f"--max-response-length ({NUM_TOKENS}): with the" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", "nowhere"], "--model (nowhere): there is no such folder."),
+        (
+            ["--model", ".", "--temperature", "-1"],
+            "--temperature (-1): must be a number of at least 0. Try 1.",
+        ),
+        (["--model", "empty"], "--model (empty): is no Hugging Face folder, run or checkpoint."),
+        (["--model", "no_template"], "--model (no_template): its tokenizer has no chat template."),
+        (["--model", "no_weights"], "--model (no_weights): transformers cannot load it"),
+    ],
+)
+def test_errors_name_flag_value_rule_and_advice(arguments, words, model, chat, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(model, tmp_path / "no_template")
+    config = tmp_path / "no_template" / "tokenizer_config.json"
+    config.write_text(
+        json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"})
+    )
+    shutil.copytree(model, tmp_path / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
+    code, out, err = chat("x", *arguments)
+    assert (code, out) == (2, "") and words in err, err
+
+
+def test_a_pipe_gets_the_answers_alone(model):
+    command = [sys.executable, "-m", "megarl.cli", "chat", "--model", model, "--temperature", "0"]
+    done = subprocess.run(
+        [*command, "--max-response-length", str(NUM_TOKENS)],
+        input=b"1+1 ?\n\xff\n",
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    lines = done.stdout.decode().split("\n")
+    assert lines[0] == visible(greedy(model, "1+1 ?")).split("\n")[0] and len(lines) >= 3

@@ -1,0 +1,136 @@
+"""`megarl data` on files of the quickstart's task, with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from rich.cells import cell_len
+
+from megarl.data.encoder import PromptEncoder
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory):
+    from sums.files import make_sums
+
+    return make_sums(tmp_path_factory.mktemp("sums"))
+
+
+def row(text: object, answer: str = "2", **more: object) -> dict:
+    return {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": answer}, **more}
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """jsonl("a.jsonl", row, row) -> path of the file."""
+
+    def write(name: str, *rows: object) -> str:
+        lines = [one if isinstance(one, str) else json.dumps(one) for one in rows]
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
+def test_the_ids_are_those_that_training_makes(sums, megarl):
+    code, out, err = megarl("data", sums["sft_worked"], "--model", sums["model"], "--row", 7, 3)
+    assert (code, err) == (0, "")
+    dataset, tokenizer = (
+        PromptDataset.load(sums["sft_worked"], needs="response"),
+        load_tokenizer(sums["model"]),
+    )
+    encoder = PromptEncoder(tokenizer, dataset)
+    expected = []
+    for prompt, response in zip(encoder.prompts([7, 3]), encoder.responses([7, 3]), strict=True):
+        expected += [prompt, [*response, tokenizer.eos_token_id]]
+    shown = re.findall(r"token ids \((\d+)\)\n  ([\d ]+)\n", out)
+    assert [[int(i) for i in ids.split()] for _, ids in shown] == expected
+    assert [int(count) for count, _ in shown] == [len(ids) for ids in expected]
+    text = f"  <|user|>{dataset[7].messages[0]['content']}<|end|><|assistant|>\n"
+    assert text in out and dataset[7].response.replace("\n", "\n  ") in out
+
+
+def test_counts_and_lengths(sums, megarl):
+    out = megarl("data", sums["test"], sums["test_parquet"], "--model", sums["model"], "--rows", 0)[1]
+    assert f"{sums['test']}: 200 rows" in out and "rows: 400 can be used, 0 cannot" in out
+    assert "data_source: 400 rows (megarl/sums 400)" in out and "response: 0 rows" in out
+    lengths = sorted(
+        len(ids)
+        for ids in load_tokenizer(sums["model"]).encode_prompts(
+            [prompt.messages for prompt in PromptDataset.load(sums["test"])]
+        )
+    )
+    assert f"prompt: shortest {lengths[0]}, " in out and f"longest {lengths[-1]}\n" in out
+    assert f"{sums['test_parquet']} row 0 (from 0)" in out, "every row is a duplicate of the other file's"
+    assert "-- row" not in out
+
+
+def test_rows_that_training_refuses_are_listed(sums, jsonl, megarl):
+    file = jsonl("a.jsonl", row("1+1 ?"), {"prompt": 3}, '{"prompt', row("1" * 40), row("x", ""))
+    code, out, _ = megarl("data", file, "--model", sums["model"], "--max-prompt-length", 30)
+    assert code == 2 and "rows: 2 can be used, 3 cannot" in out
+    assert f"{file}:2: column 'prompt' is 3 (int)" in out and f"{file}:3: not a line of JSON" in out
+    assert f"{file}:5: column 'reward_model.ground_truth' is ''" in out
+    long = re.search(
+        r"too long: 1 prompts .*\(30\).* Try --max-prompt-length (\d+)\n  row 1 \(.*:4\): \1 tokens", out
+    )
+    assert long, out
+    with pytest.raises(ValueError, match="3 of 5 rows cannot be used"):
+        PromptDataset.load(file)
+    good = jsonl("b.jsonl", row("1+1 ?"), row("1" * 40))
+    code, out, _ = megarl("data", good, "--model", sums["model"], "--max-prompt-length", long[1])
+    assert code == 0 and "too long: 0 prompts" in out
+
+
+def test_duplicates_across_files_and_different_answers(sums, jsonl, megarl):
+    first = jsonl("a.jsonl", row("1+1 ?"), row("2+2 ?", "4"), row("3+3 ?", "6"))
+    second = jsonl("b.jsonl", row("1+1 ?"), row("3+3 ?", "7"))
+    out = megarl("data", first, second, "--model", sums["model"])[1]
+    found = out[out.index("duplicates:") :].splitlines()[:3]
+    assert found == [
+        "duplicates: 2 prompts are in several rows; the answers differ in 1 of them",
+        f"  row 2 ({first}:3), row 4 ({second}:2): answers differ",
+        f"  row 0 ({first}:1), row 3 ({second}:1)",
+    ]
+
+
+def test_empty_messages_are_found(sums, jsonl, megarl):
+    file = jsonl("a.jsonl", row("1+1 ?"), row(" \n"))
+    out = megarl("data", file, "--model", sums["model"])[1]
+    assert f"empty: 1 prompts have a message or a text without characters\n  row 1 ({file}:2)\n" in out
+
+
+def test_the_tokenizer_of_a_run_and_the_width_of_the_terminal(sums, jsonl, megarl, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hf").symlink_to(sums["model"])
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = megarl("data", jsonl("a.jsonl", row("1+1 ?" * 30)), "--model", tmp_path / "run")
+    assert code == 0 and "<|user|>1+1 ?" in out and max(map(cell_len, out.split("\n"))) == 40
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["no.jsonl", "--model", "M"], "FILE (no.jsonl): no.jsonl does not exist"),
+        (["a.jsonl"], "--model: is required"),
+        (["a.jsonl", "--model", "nowhere"], "--model (nowhere): there is no such folder. Try M."),
+        (["a.jsonl", "--tokenizer-model", "a.jsonl"], "--tokenizer-model (a.jsonl) is a file, but not"),
+        (["a.jsonl", "--model", "M", "--row", "1"], "--row (1): must be below 1"),
+        (["a.jsonl", "--model", "M", "--max-prompt-length", "0"], "--max-prompt-length (0): must be a whole"),
+    ],
+)
+def test_errors_name_flag_value_rule_and_advice(arguments, words, sums, jsonl, megarl, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jsonl("a.jsonl", row("1+1 ?"))
+    (tmp_path / "M").symlink_to(sums["model"])
+    code, out, err = megarl("data", *arguments)
+    assert (code, out) == (2, "") and words in err, err
