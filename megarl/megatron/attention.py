@@ -1,7 +1,6 @@
-"""Self-attention variants for two cases that Megatron's own layer does not support.
+"""Self-attention for linear_qkv with rows in vLLM's order, and for more tensor-parallel ranks than key heads.
 
-The first stores the rows of linear_qkv in vLLM's order. The second runs with more tensor-parallel ranks than
-key heads."""
+Megatron's own layer supports neither."""
 
 from __future__ import annotations
 

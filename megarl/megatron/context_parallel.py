@@ -22,7 +22,8 @@ from megarl.batch import Batch
 
 @dataclass(frozen=True)
 class ContextShard:
-    """The T_cp tokens of a micro-batch that this rank holds.
+    """The T_cp tokens, with padding, of a packed micro-batch that this context-parallel rank holds, as index
+    maps.
 
     The sequences follow one another; the two chunks of each sequence are adjacent."""
 
@@ -39,7 +40,7 @@ class ContextShard:
 
     @staticmethod
     def of(batch: Batch, size: int, rank: int, multiple: int) -> ContextShard:
-        """Build the shard of a rank.
+        """Return which tokens of `batch` context-parallel rank `rank` of `size` ranks holds.
 
         `multiple` is the number that must divide T_cp (the number of sequence-parallel ranks)."""
         lengths = batch.lengths
@@ -57,7 +58,7 @@ class ContextShard:
         return ContextShard(own + fill, all_lengths, owner * (own + fill) + place, here)
 
     def take(self, values: torch.Tensor, padding: int) -> torch.Tensor:
-        """Select this rank's tokens: [T, ...] of the micro-batch -> [T_cp, ...]."""
+        """Return this rank's rows [T_cp, ...] of `values` [T, ...]; rows without a token hold `padding`."""
         taken = values.new_full((self.num_tokens, *values.shape[1:]), padding)
         if self.place is None:
             taken[: len(values)] = values
@@ -66,7 +67,8 @@ class ContextShard:
         return taken
 
     def select(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Select the positions in the micro-batch that this rank has.
+        """Return those of N positions in the micro-batch that this rank holds, as positions on this rank and
+        as indices among the N.
 
         Returns: [n] int64 positions on this rank, and [n] int64 indices of them among the N positions; None
             means all."""
@@ -77,7 +79,7 @@ class ContextShard:
 
 
 def _split(padded: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rank, position on that rank) of every token.
+    """Return two tensors with an entry for every padded token: its rank, and its position on that rank.
 
     The sequences have the given padded lengths, each a multiple of 2 * size."""
     chunk = (padded // (2 * size)).repeat_interleave(padded)
@@ -98,7 +100,8 @@ def _real_tokens(lengths: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
 def gather_rows(
     values: torch.Tensor, rows: torch.Tensor | None, count: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Combine [n] numbers of this rank's rows into [count] numbers on every rank.
+    """Return all [count] numbers on every context-parallel rank; this rank gives the [n] numbers at indices
+    `rows`.
 
     Collective over the context-parallel group. A rank's rows receive only the gradient of its own loss, so
     every rank must compute the same loss of all numbers."""

@@ -23,7 +23,8 @@ hide_unusable()  # every module that uses Megatron imports this module first
 
 
 def _to_cpu(device: object) -> object:
-    """Map every CUDA device ('cuda', 'cuda:0', torch.device('cuda'), 0) to the CPU."""
+    """Return the CPU for every CUDA device ('cuda', 'cuda:0', torch.device('cuda'), 0), and any other device
+    as it is."""
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
     if isinstance(device, str):
@@ -45,7 +46,7 @@ _original_type = torch.Tensor.type
 
 
 def _cuda_type(self, *args, **kwargs):
-    """Return the tensor's type with the CUDA prefix.
+    """Return the name of the tensor's type with the CUDA prefix; a call that converts returns the new tensor.
 
     DistributedOptimizer and clip_grads compare p.type() with 'torch.cuda.FloatTensor'."""
     name = _original_type(self, *args, **kwargs)
@@ -126,7 +127,8 @@ _depth = 0
 
 @contextlib.contextmanager
 def cpu_megatron() -> Iterator[None]:
-    """Make CUDA's names mean the CPU inside the context.
+    """Replace, inside this context, the CUDA functions of torch that Megatron calls by CPU versions. On a
+    CUDA machine, do nothing.
 
     The context is re-entrant, but not safe for several threads at once."""
     global _depth
@@ -144,7 +146,7 @@ def cpu_megatron() -> Iterator[None]:
 
 
 def _use_cpu_random_state() -> None:
-    """Replace Megatron's accessors of CUDA's random state, which recompute uses to save and restore it."""
+    """Make Megatron's recompute save and restore the CPU's random state in place of CUDA's."""
     import megatron.core.tensor_parallel.random as mcore_random
 
     mcore_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

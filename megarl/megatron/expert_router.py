@@ -8,7 +8,8 @@ from megarl.megatron.router import Router
 
 
 class ExpertRouter(Router):
-    """A router with two features of DeepSeek's models.
+    """A mixture-of-experts router with DeepSeek's constant score correction and group scores, each of them
+    optional.
 
     Score correction (arXiv:2408.15664): the correction stays constant. With moe_router_enable_expert_bias
     Megatron would change it at every step, by counts that it sums over the global parallel_state. Here the
@@ -39,7 +40,8 @@ class GroupChoice:
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores [tokens, topk], experts [tokens, topk]) of scores [tokens, experts]."""
+        """Return scores and indices, each [tokens, topk], of the experts chosen from the best groups, or of
+        the replayed experts."""
         return self.replay.get_replay_topk(scores, topk, num_groups, group_topk, self._choose)
 
     def _choose(

@@ -104,7 +104,8 @@ def second_channel_within_the_mesh() -> None:
 
 @_fix("transformer/moe/moe_utils.py", 1192, "if te_general_gemm is not None")
 def router_without_transformer_engine() -> None:
-    """Define `te_general_gemm`, which does not exist where Transformer Engine is not installed."""
+    """Define `te_general_gemm`, which Megatron's router reads, as None where Transformer Engine is not
+    installed."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -113,7 +114,7 @@ def router_without_transformer_engine() -> None:
 
 @_fix("transformer/multi_latent_attention.py", 62, "HAVE_TE = True")
 def latent_attention_without_transformer_engine() -> None:
-    """Detect a missing Transformer Engine correctly.
+    """Set HAVE_TE of Megatron's latent attention to False where Transformer Engine is not installed.
 
     Megatron takes the library to be there because mocks of it can be imported. Line 185 then calls isinstance
     with a mock."""
@@ -165,7 +166,8 @@ def distributed_optimizer_in_place() -> None:
     on_cpu_only=True,
 )
 def gathers_of_their_own() -> None:
-    """Replace coalesced gathers, because several in flight crash PyTorch 2.13.0's gloo.
+    """Replace Megatron-FSDP's coalesced gathers by separate ones, because several coalesced gathers in flight
+    crash PyTorch 2.13.0's gloo.
 
     The error is "malloc(): unaligned tcache chunk detected". AddressSanitizer shows that two threads of a
     group free the same 20 bytes in ProcessGroupGloo::runLoop. The bytes are most likely the name
@@ -178,7 +180,8 @@ def gathers_of_their_own() -> None:
 
 @contextlib.contextmanager
 def world_is(group: dist.ProcessGroup) -> Iterator[None]:
-    """Make the mesh the world inside this context.
+    """Make all_gather_object and get_world_size of torch.distributed work on `group` by default inside this
+    context.
 
     optimizer/__init__.py:180 agrees on the order of parameter groups over the whole world, and would wait for
     ranks that are not on this mesh."""

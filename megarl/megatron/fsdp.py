@@ -1,4 +1,4 @@
-"""Megatron-FSDP on a role's mesh.
+"""Wrap a model for Megatron-FSDP over the process groups of one role (actor, critic), not of the whole world.
 
 Adam's states, master weights and gradients are sharded over the data-parallel ranks. Megatron-Core 0.16.1 has
 four faults here, which the class below corrects:
@@ -77,11 +77,12 @@ class ShardedDataParallel(FullyShardedDataParallel):
 
     @property
     def whole_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The whole parameters, by their names in the model."""
+        """The unsharded parameters, which passes use, by their names in the model."""
         return self.module.raw_param
 
     def optimized(self) -> Iterator[tuple[torch.nn.Parameter, int, torch.nn.Parameter]]:
-        """Yield (whole parameter, first element of this rank's shard, parameter that the optimizer updates).
+        """Yield (unsharded parameter, index of the first element of this rank's shard, shard that the
+        optimizer updates).
 
         A shard may be empty."""
         for _, shard in self.param_and_grad_buffer.optimizer_named_parameters:
@@ -94,7 +95,7 @@ class ShardedDataParallel(FullyShardedDataParallel):
         self.param_and_grad_buffer.copy_model_weights_to_main_weights()
 
     def use_whole(self) -> None:
-        """Give the model its whole parameters before a pass."""
+        """Put the unsharded parameters into the model's modules before a forward pass."""
         self.module._replace_param_with_raw_if_needed()
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -118,7 +119,8 @@ class ShardedDataParallel(FullyShardedDataParallel):
 
 @contextlib.contextmanager
 def _device_number(device: torch.device) -> Iterator[None]:
-    """Make torch.cuda.current_device() return a number on a CPU, and silence one warning.
+    """Make torch.cuda.current_device() return 0 on a CPU, and silence the warning that follows. On a GPU, do
+    nothing.
 
     Megatron-FSDP compares the device with f"cuda:{torch.cuda.current_device()}" and warns if they differ."""
     if device.type == "cuda":

@@ -27,7 +27,8 @@ with cpu_megatron():
 
 @functools.cache
 def with_output_norm(linear: type) -> type:
-    """Return a subclass of the row-parallel layer `linear` that norms its whole output.
+    """Return a subclass of the row-parallel layer `linear` that applies an RMSNorm to its output after the
+    sum over ranks.
 
     Under sequence parallelism this output is a part of the sequence."""
 
@@ -69,7 +70,7 @@ class GemmaLayer(TransformerLayer):
 
 
 def adapt_spec(spec: ModuleSpec) -> None:
-    """Change the spec of Megatron's layer into the spec of Gemma 3's layer."""
+    """Change the spec of Megatron's layer, in place, into the spec of Gemma 3's layer."""
     spec.module = GemmaLayer
     attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
     attention.linear_proj, mlp.linear_fc2 = (
@@ -79,7 +80,8 @@ def adapt_spec(spec: ModuleSpec) -> None:
 
 
 def adapt_model(model: GPTModel, shape: ModelShape) -> None:
-    """Install two rotary embeddings and, on the first stage, scaled embeddings."""
+    """Give the model Gemma 3's two rotary embeddings and, on the first pipeline stage, its scaled word
+    embeddings."""
     frequencies = [
         inverse_frequencies(shape.rope_theta, shape.head_dim, shape.rope_scaling),
         inverse_frequencies(shape.local_rope_theta, shape.head_dim, None),

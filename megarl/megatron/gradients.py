@@ -1,4 +1,5 @@
-"""Sum gradients over micro-batches on a CPU, and report the factors of sums over ranks."""
+"""Sum gradients over micro-batches on a CPU without large copies, and report by what DDP multiplies the
+gradients that ranks sum."""
 
 from __future__ import annotations
 

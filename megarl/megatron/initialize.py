@@ -1,4 +1,4 @@
-"""Draw random weights that are the same under every layout.
+"""Draw random weights that are the same however the model is split over ranks.
 
 They are the weights of a whole model (--random-init) or the initial weights of adapters."""
 
@@ -17,7 +17,8 @@ from megarl.reshard.atlas import ORIGIN, VALUE_HEAD, Atlas, Sizes, hf_sizes
 def random_weights(
     shape: ModelShape, atlas: Atlas, parameters: dict[str, torch.Tensor], seed: int, std: float = 0.02
 ) -> None:
-    """Fill this rank's shards with random weights.
+    """Fill this rank's parameters with random weights that are the same however the model is split over
+    ranks.
 
     Norms are 1 (0 where they multiply by 1 + weight). Biases and value heads are 0. Matrices are N(0, std).
     Each full matrix is drawn from a generator that is seeded by its name, so that any split of the matrix
@@ -53,7 +54,8 @@ def _fill(
     parameters: dict[str, torch.Tensor],
     values: Callable[[str, int, int], torch.Tensor],
 ) -> None:
-    """Write values(name, rows, cols) of each canonical tensor, cut as the atlas says. The rest is 0."""
+    """Fill each parameter of the atlas with this rank's part of the Hugging Face tensors that values(name,
+    rows, cols) returns. The rest is 0."""
     for name, local in atlas.items():
         target = parameters[name].zero_()
         for piece in local.pieces:

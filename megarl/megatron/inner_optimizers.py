@@ -1,4 +1,4 @@
-"""Look into Megatron's optimizers."""
+"""Find the optimizers inside Megatron's chained optimizer, and this rank's part of their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (arXiv:2405.04434) on meshes, for both layer specs."""
+"""Multi-head latent attention (arXiv:2405.04434) without the global parallel_state, for Megatron's local and
+Transformer Engine's layers."""
 
 from __future__ import annotations
 
@@ -29,11 +30,12 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention with a different constructor.
+    """Megatron's latent attention, built from the process groups of one role and with whole down projections
+    on every rank.
 
-    The down projections are whole on every rank with either spec, and every layer receives its process group.
-    Megatron's constructor leaves linear_q_proj to the global parallel_state, which has no groups here. Its
-    local spec splits the down projections, and gathers their outputs over that state too."""
+    Every layer receives its process group, with either spec. Megatron's constructor leaves linear_q_proj
+    to the global parallel_state, which has no groups here. Its local spec splits the down projections,
+    and gathers their outputs over that state too."""
 
     def __init__(
         self,

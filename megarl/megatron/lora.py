@@ -96,7 +96,8 @@ class Adapter(torch.nn.Module):
 def _add_adapter(
     linear: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Add the adapter's term in a forward hook of the layer.
+    """Forward hook of a linear layer that returns its output plus the adapter's term, or the output as it is
+    while adapters are off.
 
     The layer returns (output, bias that is left to its caller)."""
     if not linear.adapter.is_on:
@@ -115,7 +116,7 @@ def _normed(linear: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 class Adapters:
-    """All adapters of a model on this rank.
+    """All LoRA adapters of this rank's part of a model.
 
     Construction freezes every other weight except a value head.
 
@@ -161,7 +162,8 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Run the model without its adapters, as it was before training."""
+        """Switch the adapters off inside this context, so that the model computes as it did before
+        training."""
         for adapter in self._adapters:
             adapter.is_on = False
         try:
@@ -171,13 +173,15 @@ class Adapters:
                 adapter.is_on = True
 
     def allocate_merged(self, parameters: dict[str, Tensor]) -> None:
-        """Allocate `merged`, which is undefined until `merge`. `parameters` are the model's, by name."""
+        """Allocate `merged`, the sums of weights and adapters, which are undefined until `merge`.
+        `parameters` are the model's, by name."""
         names = (name.replace(_IN, ".weight") for name in parameters if name.endswith(_IN))
         self.merged = {name: torch.empty_like(parameters[name]) for name in names}
 
     @torch.no_grad()
     def merge(self, parameters: dict[str, Tensor]) -> None:
-        """Update `merged`. The sums are computed in fp32 and rounded once."""
+        """Write the current sums W + (alpha / r) B A into `merged`. They are computed in fp32 and rounded
+        once."""
         scale = self.lora.lora_alpha / self.lora.lora_rank
         for name, merged in self.merged.items():
             layer = name.removesuffix(".weight")

@@ -1,4 +1,5 @@
-"""Check the first update of a step on all ranks together, before a weight changes.
+"""Check the loss of a step's first update on all ranks together, and raise InvariantError before a weight
+changes.
 
     weights   the token weights of the loss, summed over micro-batches and ranks, must be the sum that the
               aggregation promises
@@ -27,7 +28,8 @@ _NAMED = 3  # maximum number of tokens in a message
 
 @dataclass(frozen=True)
 class PassLimit:
-    """Limit of the difference of a token between the pass before the updates and the first update.
+    """Limit of the difference between a token's log-prob (or value) before a step's updates and in its first
+    update.
 
     Args:
         of_mean: compare the mean of the absolute differences with the limit, not the largest one.
@@ -40,7 +42,8 @@ class PassLimit:
 
 
 class LossCheck:
-    """Measurements of one update on this rank, summed over its micro-batches.
+    """Measurements of the loss of one update on this rank, which are compared with what the algorithm
+    promises.
 
     Args:
         role: name of the role that is updated.
@@ -69,7 +72,7 @@ class LossCheck:
         self._seen: list[tuple[MicroBatch, torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
 
     def add_tokens(self, response_lengths: torch.Tensor, weight: torch.Tensor | None) -> None:
-        """Count the tokens of a loss call.
+        """Add the tokens of one loss call, and the sum of their weights, to this rank's sums.
 
         `response_lengths` are the response lengths of the tokens' samples, and `weight` is the sum of their
         weights."""
@@ -83,7 +86,8 @@ class LossCheck:
     def add_passes(
         self, micro: MicroBatch, rows: torch.Tensor, now: torch.Tensor, before: torch.Tensor
     ) -> None:
-        """Compare [C] numbers of the update with those of the pass before it.
+        """Add the differences between [C] numbers of the update and of the pass before it to this rank's
+        sums; nothing is raised yet.
 
         `rows` are the indices of the micro-batch's response tokens that the numbers belong to."""
         gap = (now.detach() - before).abs()
@@ -93,7 +97,8 @@ class LossCheck:
         self._seen.append((micro, rows, now.detach(), before))
 
     def end_of_forward(self, loss: torch.Tensor) -> None:
-        """Register a micro-batch's loss, before its backward pass."""
+        """Hook a micro-batch's loss, so that its backward pass adds its tokens' weights, times the scale of
+        that pass."""
         weight, self._pending = self._pending, 0.0
         if loss.requires_grad and isinstance(weight, torch.Tensor):
             loss.register_hook(lambda scale: self._add_weight(scale.double() * weight))
@@ -102,7 +107,8 @@ class LossCheck:
         self._weight = self._weight + weight
 
     def sums(self, device: torch.device) -> torch.Tensor:
-        """Return [5] fp64 sums of this rank, to be summed over ranks."""
+        """Return [5] fp64 sums of this rank: weights, tokens, sequences, tokens above the limit, and
+        differences; zeros if it does not count."""
         parts = torch.zeros(5, dtype=torch.float64, device=device)
         if self.counts:
             parts[0] += self._weight

@@ -1,4 +1,5 @@
-"""Build a Megatron ProcessGroupCollection for a role's mesh, without the global parallel_state.
+"""Build a Megatron ProcessGroupCollection for the ranks of one role (its mesh), without the global
+parallel_state.
 
 HyperCommGrid accepts only a contiguous block of ranks, and roles may use any ranks. torch names a group by
 the number of groups that the process has. Every rank of the world therefore makes every group of every mesh
@@ -41,7 +42,7 @@ _second_channels: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def create_groups(mesh: MeshSpec, timeout: timedelta | None = None) -> None:
-    """Make the mesh's process groups.
+    """Make every process group that Megatron needs for a role on this mesh; `groups_of` returns them.
 
     Collective over the whole world, including ranks outside the mesh. Later calls with the same mesh do
     nothing.
@@ -63,9 +64,9 @@ def create_groups(mesh: MeshSpec, timeout: timedelta | None = None) -> None:
 
 
 def second_channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the second group between the two ranks of an interleaved pipeline.
+    """Return the second process group of a two-stage interleaved pipeline, or `group` itself if it has none.
 
-    Messages in the opposite direction use this group. For any other group, return the group itself."""
+    Messages in the opposite direction use the second group."""
     return _second_channels.get(tuple(dist.get_process_group_ranks(group)), group)
 
 

@@ -46,7 +46,8 @@ Model = TypeVar("Model", bound=GPTModel)
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """The log-probs that a forward pass must return; passed as GPTModel's `labels`."""
+    """Request to a forward pass: the tokens whose log-probs `PolicyModel` returns; passed as GPTModel's
+    `labels`."""
 
     predict_positions: torch.Tensor
     """[n] int64: positions, among this rank's tokens, that predict its n response tokens."""
@@ -119,7 +120,8 @@ class PolicyModel(GPTModel):
 
 
 def _layer_specs(config: TransformerConfig, shape: ModelShape, qkv_layout: str) -> list[ModuleSpec]:
-    """Return the specs of all layers of the model. Layers of one kind share one spec object."""
+    """Return the specs of all layers; layers of one kind share one spec object. Raises ValueError for a
+    sliding window with context parallelism in Transformer Engine."""
     if uses_transformer_engine() and config.context_parallel_size > 1 and config.window_size is not None:
         raise ValueError(
             f"--context-parallel-size ({config.context_parallel_size}): Transformer Engine sends "
@@ -187,7 +189,8 @@ def build_model(
     groups: ProcessGroupCollection,
     qkv_layout: str,
 ) -> list[Model]:
-    """Build this rank's stage and shard, with uninitialised weights, one model per virtual stage.
+    """Return this rank's part of the model, one module per virtual pipeline stage, with uninitialised
+    weights.
 
     Collective over the mesh (tied embeddings)."""
     assert shape.value_head == kind.has_value_head, f"a {kind.__name__} needs another shape"

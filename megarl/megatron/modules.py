@@ -115,7 +115,7 @@ class PackedAttention(torch.nn.Module):
         ]
 
     def _attend(self, query, key, value) -> torch.Tensor:
-        """Attend with queries that are the last of the keys' tokens.
+        """Return the causal attention of queries that belong to the last of the keys' tokens.
 
         SDPA's own causal mask would treat the queries as the first tokens."""
         length, before, mask = key.shape[2], key.shape[2] - query.shape[2], None

@@ -1,4 +1,4 @@
-"""Explain an update that is not finite, with the same message on all ranks of the mesh."""
+"""Explain an update whose loss or gradient is not finite, with the same message on all ranks of the role."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _samples(
     losses: list[torch.Tensor],
     values: list[torch.Tensor],
 ) -> list[tuple[bool, float, int, str]]:
-    """Return the samples of this rank, as in `_NonFinite`."""
+    """Return one tuple for each sample of this rank, as `_NonFinite.samples` describes it."""
     found = []
     for micro, loss, of_micro in zip(
         micro_batches, losses, values

@@ -33,14 +33,14 @@ PyTorch rounds an allocation up to a power of two, which could double the size o
 
 
 class Frozen(Protocol):
-    """A model that is not trained, as ModelMemory sees it."""
+    """Attributes that `ModelMemory` reads of a model that is not trained."""
 
     chunks: list[torch.nn.Module]
     device: torch.device
 
 
 class Trained(Frozen, Protocol):
-    """A model that also has gradients and an optimizer."""
+    """Attributes that `ModelMemory` reads of a model that has gradients and an optimizer."""
 
     optimizer: Any
     """Megatron's optimizer, or None if the model is frozen."""
@@ -51,7 +51,7 @@ class Trained(Frozen, Protocol):
 
 
 class ModelMemory:
-    """The device memory of one model on this rank.
+    """Moves parameters, gradients and optimizer state of one model on this rank between device and host.
 
     Args:
         model: a Megatron model, or a frozen model of another library.
@@ -67,11 +67,12 @@ class ModelMemory:
         ] = {}  # part -> its storages and their sizes in bytes
 
     def add(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Add tensors that were created later to a part that is on the device."""
+        """Add later tensors to a part (parameters or gradients) that is on the device, so that they move with
+        it."""
         self._lasting[part] += [tensor.untyped_storage() for tensor in tensors]
 
     def offload(self, parts: Collection[str]) -> None:
-        """Move these parts off the device.
+        """Copy these parts to host memory and free their device memory; gradients are only freed.
 
         Parts that are already away, or that a frozen model lacks, are skipped."""
         for part in self._parts:
@@ -93,7 +94,7 @@ class ModelMemory:
                     self._copies.give(part, storages, keep=part != "gradients")
 
     def use(self, *parts: str) -> None:
-        """Wait for these parts before work on them is queued on the current stream.
+        """Make the current CUDA stream wait until these parts have arrived on the device.
 
         Raises: RuntimeError if a part is away."""
         for part in parts:

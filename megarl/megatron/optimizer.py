@@ -79,7 +79,8 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 def build_scheduler(
     config: OptimizerConfig, optimizer: MegatronOptimizer, train_iters: int
 ) -> OptimizerParamScheduler:
-    """Build the schedule, which advances once per training step (a step may hold several updates)."""
+    """Build the learning-rate schedule, which advances once per training step (a step may hold several
+    updates)."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -97,7 +98,8 @@ def build_scheduler(
 
 @torch.no_grad()
 def prepare_step(optimizer: MegatronOptimizer) -> tuple[float, bool]:
-    """Run the first half of `optimizer.step()`, which changes no weight.
+    """Run the first half of `optimizer.step()`, which changes no weight, and return the gradient norm and
+    whether all is finite.
 
     A step can be left out only between the two halves. Without fp16 Megatron does not look for gradients that
     are not finite, and applies them.

@@ -1,4 +1,4 @@
-"""Run micro-batches through Megatron's schedules.
+"""Run micro-batches through Megatron's pipeline schedules.
 
 The schedules are a single stage, a pipeline (1F1B), and an interleaved pipeline whose stages hold several
 chunks."""
@@ -31,7 +31,8 @@ def run_schedule(
     groups: ProcessGroupCollection,
     config: TransformerConfig,
 ) -> list:
-    """Run the schedule and return what the last stage collected of each micro-batch, [] before that stage.
+    """Run Megatron's schedule and return a list of what the last stage collected of each micro-batch; [] on
+    earlier stages.
 
     Collective over the mesh.
 

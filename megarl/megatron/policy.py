@@ -1,4 +1,4 @@
-"""A policy on one mesh: log-probs of response tokens, and updates by a loss of these log-probs.
+"""A policy on the ranks of one role: log-probs of response tokens, and updates by a loss of these log-probs.
 
     create_groups(mesh)                              call on all ranks of the world, once
     policy = Policy(shape, mesh, ...)                collective over the mesh
@@ -62,7 +62,9 @@ class Policy(TrainedModel):
         token_level: bool = True,
         check: LossCheck | None = None,
     ) -> dict[str, float]:
-        """Take one optimizer step over the micro-batches of all data-parallel ranks.
+        """Take one optimizer step over the micro-batches of all data-parallel ranks, and return this rank's
+        metrics. A loss or gradient that is not finite raises NonFiniteUpdate, and the weights stay as they
+        were.
 
         A `token_level` loss is a sum over tokens. It is called for one chunk of tokens at a time, on each
         context-parallel rank for that rank's tokens, and its gradient is computed in the forward pass. Any
@@ -91,7 +93,8 @@ class Policy(TrainedModel):
             return self._update(micro_batches, request, finish, ask, of_shards=token_level, check=check)
 
     def _experts(self, what: Literal["record", "replay"]) -> contextlib.AbstractContextManager[None]:
-        """Record or replay the choice of experts in forward passes, as --moe-routing-replay says.
+        """Return a context in which forward passes record or replay the choice of experts, as
+        --moe-routing-replay says.
 
         A frozen policy always chooses by its own router."""
         source = self.routing.options.moe_routing_replay if self.routing and self.ddp else "none"

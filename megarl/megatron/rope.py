@@ -31,7 +31,7 @@ def inverse_frequencies(theta: float, head_dim: int, scaling: Scaling | None) ->
 
 
 def _llama3(plain: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    """Scale frequencies as Llama 3.1 does.
+    """Return frequencies that are scaled as in Llama 3.1.
 
     Long wavelengths are stretched by the factor, short ones are kept, and those between are interpolated."""
     low, high, context = (
@@ -42,7 +42,7 @@ def _llama3(plain: torch.Tensor, scaling: Scaling) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, theta: float, head_dim: int, scaling: Scaling) -> torch.Tensor:
-    """Scale frequencies as YaRN does (arXiv:2309.00071, section 3.2).
+    """Return frequencies that are scaled as in YaRN (arXiv:2309.00071, section 3.2).
 
     Dimensions that turn more than beta_fast times in the original context are kept. Dimensions that turn less
     than beta_slow times are stretched by the factor. Between them the stretch is a ramp over the

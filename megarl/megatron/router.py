@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, with balancing losses, statistics and replay.
+"""The router of a mixture of experts, with balancing losses, statistics and replay of recorded choices.
 
 Megatron's router chooses the experts.
 Megatron's own balancing losses are not used, for three reasons. With calculate_per_token_loss they are scaled
@@ -34,7 +34,8 @@ STATISTICS = ("tokens", "entropy", "z", "z_squared", "balance", "changed")
 
 @dataclass(frozen=True)
 class Balance:
-    """The balancing loss that one layer adds to the loss.
+    """Weights and coefficients of the load-balancing loss that each mixture-of-experts layer adds to the
+    loss.
 
     The loss is the sum over tokens t of p_t . c_g(t) * weight_g(t), plus z_coeff * mean of (log sum exp
     logits)^2. p_t are the token's routing probabilities. c_g counts the tokens of group g for which each
@@ -101,7 +102,8 @@ class Router(TopKRouter):
         return probs, chosen
 
     def _observe(self, logits: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Add this pass to the statistics, and to the loss if the pass has one."""
+        """Add this pass to the statistics, and return `probs`, with the gradient of the balancing loss
+        attached if the pass has one."""
         real, balance = self.routed.is_real, self.routed.balance
         favoured, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
         z = torch.logsumexp(logits, dim=-1) * real
@@ -123,7 +125,8 @@ class Router(TopKRouter):
     def _losses(
         self, favoured: torch.Tensor, scores: torch.Tensor, z: torch.Tensor, balance: Balance
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return this rank's balancing loss without coefficient, and the total added to the loss or None."""
+        """Return this rank's balancing loss without its coefficient, for metrics, and the terms to add to the
+        loss, or None for no terms."""
         loss, spread = None, scores.new_zeros(())
         if balance.weights is not None:
             real, groups, weights = self.routed.is_real[:, None], self.routed.groups, balance.weights[:, None]
@@ -154,7 +157,7 @@ class Router(TopKRouter):
 
 
 class _Choices:
-    """A replacement of Megatron's RouterReplay for one router.
+    """A replacement of Megatron's RouterReplay that records or replays the choices of one router.
 
     RouterReplay keeps the routers of all models of the process in one list, and finds the choices of a
     recomputed layer by popping another list."""
@@ -165,7 +168,8 @@ class _Choices:
     def get_replay_topk(
         self, scores, topk, num_groups, group_topk, compute_topk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and indices [T, topk] of the chosen experts."""
+        """Return scores and indices [T, topk] of the replayed experts, or of those that the router chooses
+        now."""
         (router,) = self.router
         routed = router.routed
         values, indices = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -179,7 +183,8 @@ class _Choices:
 
 
 def connect_routers(model: torch.nn.Module) -> list[Router]:
-    """Number the routers of a model chunk in the order of its layers, and connect them to forward passes.
+    """Return the routers of a model chunk, numbered in the order of its layers and connected to its forward
+    passes.
 
     A hook passes the tokens of each forward pass to the layer's router."""
     routers: list[Router] = []

@@ -84,9 +84,10 @@ class Routing:
     def _choices(
         self, chunk: torch.nn.Module, micro: MicroBatch, own: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the choices [T, layers, topk] of this rank's tokens.
+        """Return the chosen experts [T, layers, topk] of this rank's tokens.
 
-        They are an empty tensor to write, the choices of the engine, or the recorded choices."""
+        While recording, this is an empty tensor to write. In a replay, it holds the choices of the
+        rollout engine or the recorded choices."""
         routers = self.routers[id(chunk)]
         if self._choosing == "record":
             num_tokens = len(own(micro.batch.sample_of_token))
@@ -107,7 +108,7 @@ class Routing:
 
     @contextlib.contextmanager
     def choices(self, what: Literal["record", "replay"]) -> Iterator[None]:
-        """Record or replay the choice of experts in the forward passes inside.
+        """Record or replay the choice of experts in the forward passes inside this context.
 
         A recording replaces the previous recording. A replay uses the batch's column routed_experts if it
         exists, otherwise the recording. A replay must run the recorded passes with the same samples in
@@ -150,7 +151,8 @@ class Routing:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the experts that the tokens of the mini-batch favour, in the forward passes inside.
+        """Count, in the forward passes inside this context, the tokens that favour each expert, for the
+        balancing loss of the next update.
 
         Collective over the mesh."""
         self._counting = True
@@ -173,7 +175,8 @@ class Routing:
         self._amounts = tuple(amounts.tolist())
 
     def end_update(self, prefix: str) -> dict[str, float]:
-        """Return the metrics of the update on one rank of each pipeline stage.
+        """Return the routers' metrics of the update on one rank of each pipeline stage, and {} on the other
+        ranks.
 
         The metrics are parts that add up over stages, and maxima."""
         self._amounts, self._counts = None, {}

@@ -1,4 +1,4 @@
-"""Everything that Megatron-trained models share on one mesh: stage, DDP, optimizer, schedule and passes.
+"""Base of all models that Megatron trains: this rank's pipeline stage, DDP, optimizer, schedule and passes.
 
 `Policy` and `ValueModel` define the model, the request of a forward pass, and the handling of its output. All
 ranks of the mesh call every method, with equally many micro-batches. Outputs and losses exist on the last
@@ -114,7 +114,7 @@ class TrainedModel:
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights that other components read, for example for a sync or an export.
+        """The weights with LoRA adapters merged in, by name, for a sync to the rollout engine or an export.
 
         Adapted matrices include their adapters, as of the last `merge_adapters`. Without adapters this is
         `parameters` itself."""
@@ -124,7 +124,8 @@ class TrainedModel:
         return self.parameters | self.adapters.merged
 
     def merge_adapters(self) -> None:
-        """Update `weights` to include the current adapters. Local to the rank."""
+        """Merge the current LoRA adapters into the matrices in `weights`, without communication. Without
+        adapters, do nothing."""
         if self.adapters is not None:
             self._allocate_merged()
             self.adapters.merge(self.parameters)
@@ -136,7 +137,8 @@ class TrainedModel:
             self.memory.add("parameters", self.adapters.merged.values())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield (name, parameter) with the names of the atlas.
+        """Yield (name, parameter) under the names of the atlas, this rank's map from parameters to Hugging
+        Face tensors.
 
         If there are several chunks, the names of chunk c begin with `chunks.<c>.`."""
         if self.sharded:
@@ -183,12 +185,12 @@ class TrainedModel:
 
     @property
     def reports(self) -> bool:
-        """True on one rank of every data-parallel replica, whose numbers are counted."""
+        """True on one rank of every data-parallel replica, which reports the metrics of its replica."""
         return self._reports_shard and self.groups.cp.rank() == 0
 
     @property
     def reports_steps(self) -> bool:
-        """True on one rank of the mesh."""
+        """True on the one rank of the role that reports the metrics of an optimizer step."""
         return self.reports and self.groups.dp.rank() == 0
 
     @property
@@ -197,7 +199,8 @@ class TrainedModel:
         return self.is_last_stage and self.groups.tp.rank() == 0
 
     def parameters_changed(self) -> None:
-        """Copy a direct write into `parameters` to the optimizer's fp32 master weights."""
+        """Copy `parameters` into the optimizer's fp32 master weights after a direct write. A frozen model has
+        none, so do nothing."""
         if self.optimizer is not None:
             self.memory.use("parameters", "optimizer")
             with cpu_megatron():
@@ -206,13 +209,14 @@ class TrainedModel:
                     ddp.reload_masters()
 
     def advance_schedule(self) -> None:
-        """Set the learning rate of the next step.
+        """Advance the learning-rate schedule by one training step.
 
         Call this before the first update of the step, so that warm-up does not start with a step at 0."""
         self.scheduler.step(1)
 
     def step(self, check: LossCheck | None = None) -> dict[str, float]:
-        """Take one optimizer step with the accumulated gradients.
+        """Take one optimizer step with the accumulated gradients, and return its metrics. A gradient or loss
+        that is not finite on any rank raises NonFiniteStep on all, and the weights stay as they were.
 
         Returns: {prefix}/grad_norm (before clipping) and {prefix}/lr on one rank of the mesh, {} on the
             others.
@@ -247,7 +251,9 @@ class TrainedModel:
         of_shards: bool = False,
         check: LossCheck | None = None,
     ) -> dict[str, float]:
-        """Take one optimizer step that minimises `loss` of the last stage's output.
+        """Take one optimizer step that minimises `loss` of the last stage's output, and return this rank's
+        metrics. A loss or gradient that is not finite raises NonFiniteUpdate, and the weights stay as they
+        were.
 
         Args:
             loss: returns the loss of a micro-batch and its metrics, one dict per part of the micro-batch.
@@ -319,7 +325,8 @@ class TrainedModel:
         request: Request,
         keep: Callable[[Any], torch.Tensor] = lambda output: output,
     ) -> list[torch.Tensor] | None:
-        """Run forward passes, and return `keep` of the last stage's outputs on the CPU.
+        """Run passes without gradients, and return keep(output of the last stage) for each micro-batch, on
+        the CPU.
 
         Stages before the last one return None.
         The model is in training mode, so that a check of the output sees the model as it is trained. With
@@ -364,7 +371,7 @@ class TrainedModel:
         return output
 
     def _own_tokens(self, values: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-        """Select the rows of the tokens that this rank's layers see; rows of padding are -1.
+        """Return the rows of the tokens that this rank's layers see, on its device; rows of padding are -1.
 
         `values` has a row per token of the micro-batch."""
         values = shard.take(values, padding=-1)
@@ -373,7 +380,7 @@ class TrainedModel:
         return values.to(self.device)
 
     def _packed(self, shard: ContextShard) -> PackedSeqParams:
-        """Describe the packed sequences to Megatron.
+        """Return Megatron's description of the packed sequences.
 
         The lengths are of whole sequences with padding, also where this rank has a part of each sequence:
         rope and Transformer Engine divide them by the context-parallel size. The fields
@@ -404,7 +411,7 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _initialize_process() -> None:
-    """Initialise the only process-wide Megatron state.
+    """Initialise, once per process, the only process-wide Megatron state.
 
     This state is the fixes, the scratch buffer of sequence parallelism, and the RNG tracker of recompute."""
     fix_megatron()

@@ -36,7 +36,8 @@ def save_checkpoint(
     atlas: Atlas,
     state: dict[str, object] | None = None,
 ) -> None:
-    """Write a model, its optimizer and its learning-rate schedule. Collective over its mesh.
+    """Write a model, its optimizer and its learning-rate schedule to `folder`, or raise CheckpointError on
+    every rank. Collective over its mesh.
 
     To write while training goes on, call `save` with copies of `saved_rectangles` and `model_state` in a
     thread, with a separate process group.
@@ -56,7 +57,8 @@ def load_checkpoint(
     weights_only: bool = False,
     digests: bool = True,
 ) -> dict[str, object]:
-    """Restore a checkpoint on any mesh. Collective over the mesh.
+    """Restore a checkpoint, however many ranks wrote it, and return the `state` that was saved with it.
+    Collective over the mesh.
 
     The learning rate is the one that this job's flags give at the restored step.
 
@@ -84,15 +86,15 @@ def load_checkpoint(
 
 
 def verify_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atlas) -> None:
-    """Check a checkpoint without loading it. Collective.
-
-    Raises: CheckpointError, on every rank, if `load_checkpoint` would raise it."""
+    """Check a checkpoint without loading it, and raise CheckpointError on every rank if `load_checkpoint`
+    would raise it. Collective."""
     rectangles = list(_loaded_rectangles(model, atlas, resume=model.optimizer is not None))
     verify(folder, rectangles, model.groups.intra_dist_opt, model=_function_of(model))
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
-    """Return the state that is the same on every rank, and the layout, for people. Collective."""
+    """Return what is the same on every rank (model, mesh sizes, step counts), to be saved once.
+    Collective."""
     state: dict[str, object] = {
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
         "mesh": model.mesh.shape | model.mesh.expert_shape,
@@ -130,7 +132,8 @@ class _Stretch:
 
 
 def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
-    """Return the rectangles that this rank saves.
+    """Return the parts of Hugging Face tensors (weights and moments) that this rank saves, as views of live
+    memory.
 
     The first stage saves a tied embedding, because the last stage's copy may be cut differently."""
     sizes, stretches, out = _canonical_sizes(model), _stretches(model), []
@@ -148,7 +151,7 @@ def saved_rectangles(model: TrainedModel, atlas: Atlas) -> list[Rectangle]:
 
 
 def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Iterator[Rectangle]:
-    """Yield the rectangles that this rank loads.
+    """Yield the parts of Hugging Face tensors that this rank loads, as views of the live memory to fill.
 
     They are all of its weights, also those whose master weights are on other ranks, and its own moments if it
     resumes."""
@@ -162,7 +165,7 @@ def _loaded_rectangles(model: TrainedModel, atlas: Atlas, resume: bool) -> Itera
 
 
 def _canonical_sizes(model: TrainedModel) -> Sizes:
-    """Return the sizes of the model's canonical tensors, including those of adapters."""
+    """Return (rows, columns) of each Hugging Face tensor of the model, including those of adapters."""
     return hf_sizes(model.shape) | (adapter_sizes(model.shape, model.adapters.lora) if model.adapters else {})
 
 
@@ -188,7 +191,8 @@ def _has_masters(model: TrainedModel, parameter: torch.nn.Parameter | None) -> b
 
 
 def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
-    """Return name -> what this rank updates. Adam's state is created if no step was taken yet."""
+    """Return parameter name -> the part that this rank's Adam updates; Adam's state is created before the
+    first step. Raises ValueError under --optimizer-cpu-offload."""
     model.memory.use("parameters", *(["optimizer"] if model.optimizer is not None else []))
     out: dict[str, _Stretch] = {}
     name_of = {parameter: name for name, parameter in model.named_parameters()}

@@ -26,7 +26,8 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximat
 def transformer_config(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]
 ) -> TransformerConfig:
-    """Return the Megatron configuration of a Hugging Face shape.
+    """Return the Megatron configuration of a Hugging Face model's shape. Raises ValueError if fp8 is
+    requested and this machine has none.
 
     `extra` holds TransformerConfig fields by their own names."""
     on_cpu = not torch.cuda.is_available()

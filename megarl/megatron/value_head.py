@@ -50,7 +50,8 @@ class ValueHead(torch.nn.Module):
 
 @dataclass(frozen=True)
 class ValuePositions:
-    """The positions at which a forward pass must return values; passed as GPTModel's `labels`."""
+    """Request to a forward pass: the positions whose values `ValueHeadModel` returns; passed as GPTModel's
+    `labels`."""
 
     positions: torch.Tensor
     """[n] int64: positions among the tokens that this rank has."""
@@ -61,9 +62,9 @@ class ValuePositions:
 
 
 class ValueHeadModel(GPTModel):
-    """GPTModel whose last stage returns values [N] fp32.
+    """GPTModel whose last pipeline stage returns the values [N] fp32 of the requested positions.
 
-    The values are at the positions of all context-parallel ranks."""
+    The positions are those of all context-parallel ranks."""
 
     has_value_head: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""A value model on one mesh: a critic, or a reward model that gives each sample one number.
+"""A value model on the ranks of one role: a critic, or a reward model that gives each sample one number.
 
     create_groups(mesh)                    call on all ranks of the world, once
     critic = ValueModel(shape, mesh, ...)  collective; shape = ModelShape.load(folder, value_head=True)
@@ -55,7 +55,9 @@ class ValueModel(TrainedModel):
     def update(
         self, micro_batches: list[MicroBatch], loss: ValueLoss, check: LossCheck | None = None
     ) -> dict[str, float]:
-        """Take one optimizer step over the micro-batches of all data-parallel ranks.
+        """Take one optimizer step over the micro-batches of all data-parallel ranks, and return this rank's
+        metrics. A loss or gradient that is not finite raises NonFiniteUpdate, and the weights stay as they
+        were.
 
         `loss` is called once per micro-batch. `check` receives the loss's measurements.
 
@@ -75,7 +77,7 @@ class ValueModel(TrainedModel):
         return self._at(micro.predict_positions, shard)
 
     def _at(self, positions: torch.Tensor, shard: ContextShard) -> ValuePositions:
-        """Request the values at positions among the micro-batch's tokens."""
+        """Return the request for the values at these positions among the micro-batch's tokens."""
         here, rows = shard.select(positions)
         return ValuePositions(
             here.to(self.device), None if rows is None else rows.to(self.device), len(positions)
