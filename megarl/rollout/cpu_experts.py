@@ -1,4 +1,4 @@
-"""Keep the experts of a mixture-of-experts layer loadable on CPU.
+"""Write new weights into experts whose matrices vLLM has prepacked for its CPU kernels.
 
 vLLM packs expert weights for its grouped matrix product and pads the intermediate size to a multiple of the
 kernel's tile. There is no unpacked fallback. A weight transfer writes plain matrices, which are packed once
@@ -16,7 +16,8 @@ from megarl.rollout.plugin import check_version
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """One packed parameter and its plain twin.
+    """One expert weight in vLLM's prepacked CPU format, and its twin as a plain matrix that weight transfers
+    write.
 
     Args:
         plain: [E, 2F, h] (gates above ups) or [E, h, F], as a transfer writes it.
@@ -31,7 +32,8 @@ class PackedExperts:
 
     @classmethod
     def find(cls, module: torch.nn.Module) -> dict[str, PackedExperts]:
-        """Return parameter name within the module -> its twin; {} if the module holds no packed experts."""
+        """Return parameter name within the module -> its PackedExperts; {} if vLLM has prepacked no experts
+        there."""
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
         if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
@@ -48,7 +50,7 @@ class PackedExperts:
         return found
 
     def pack(self) -> None:
-        """Pack the plain matrices into the live weight."""
+        """Pack the plain matrices into the live weight with vLLM's own kernel."""
         if self.padded is not self.plain:
             if self.plain.shape[1] == self.padded.shape[1]:  # down projection: [E, h, F]
                 self.padded[:, :, : self.plain.shape[2]] = self.plain

@@ -16,7 +16,7 @@ _VECTOR = 16  # elements per kernel iteration; the kernels handle no remainder
 
 
 def register() -> None:
-    """Register the provider with vLLM. Repeated calls do nothing."""
+    """Register vLLM's C++ kernels as a provider of RMSNorm. Repeated calls do nothing."""
     if CPU_NORMS in ir.ops.rms_norm.supported_providers():
         return
     ir.ops.rms_norm.register_impl(CPU_NORMS, supports_args=_supports_rms_norm)(_rms_norm)

@@ -1,6 +1,7 @@
-"""Sample tokens on CPU as vLLM does, with the noise of draws.py.
+"""Sample tokens on CPU as vLLM does, with noise that depends only on the request's key and the token's
+position.
 
-The noise of a token depends only on the request's key and on the token's position."""
+draws.py derives the noise."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PositionSampler(TopKTopPSampler):
-    """Sample each row with the noise of its request's key and position.
+    """A sampler for vLLM on a CPU that draws each row's noise from its request's key and position.
 
     Args:
         runner: the model runner. The rows of the logits follow the order of its batch."""
@@ -42,7 +43,8 @@ class PositionSampler(TopKTopPSampler):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sample one token per row, as vLLM's method does.
+        """Return one sampled token per row, and the log-probs that `logprobs_mode` asks for, as vLLM's method
+        does.
 
         Takes logits [B, V]. Returns the sampled tokens [B] int64 and what `logprobs_mode` asks for [B, V]."""
         logits = apply_top_k_top_p(logits, k, p)

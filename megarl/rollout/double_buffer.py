@@ -41,7 +41,7 @@ class DoubleBuffer:
 
 
 def _moved(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """Return the same view of another storage."""
+    """Return a tensor with the same offset, shape and strides in another storage."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage, tensor.storage_offset(), tensor.shape, tensor.stride()
     )

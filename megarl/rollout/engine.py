@@ -61,7 +61,8 @@ class Response(NamedTuple):
 
 
 class Engine:
-    """Base class of in-process and out-of-process engines, which generate with a committed version only."""
+    """Base class of in-process and out-of-process vLLM engines, which generate only with weights that a sync
+    has committed."""
 
     llm: LLM
     device: str
@@ -85,7 +86,8 @@ class Engine:
         self._generation += 1
 
     def sync(self, version: int) -> int:
-        """Bring the sources' current weights into the engine and commit them as `version`.
+        """Copy the training ranks' current weights into the engine, commit them as `version`, and return the
+        bytes written.
 
         Collective over sources and engines.
 
@@ -95,7 +97,8 @@ class Engine:
         return self.finish_sync()
 
     def begin_sync(self, version: int) -> None:
-        """Start a sync. An engine with two buffers may generate meanwhile, with the old weights."""
+        """Start a sync, which `finish_sync` ends. An engine with two buffers may generate meanwhile, with the
+        old weights."""
         if self._weight_sync is None:
             raise RuntimeError("no sources are connected: call connect first")
         self._weight_sync.begin(version)
@@ -124,7 +127,7 @@ class Engine:
         top_k: int = 0,
         prefixes: Sequence[list[int]] | None = None,
     ) -> list[Response]:
-        """Sample one response to each prompt.
+        """Return one sampled response to each prompt, in the order of the prompts.
 
         A response depends only on the weights, its prompt, its key and the sampling arguments. It does not
         depend on the other prompts or on the engine's number of ranks. `draws.py` explains what a key draws.
@@ -180,7 +183,7 @@ class Engine:
         prefixes: Sequence[list[int]],
         limit: int,
     ) -> None:
-        """Raise the errors of `generate`, before a request is queued."""
+        """Raise RuntimeError or ValueError, as `generate` says, before a request is queued."""
         if self.version is None:
             raise RuntimeError(
                 "generate was called before a sync was committed: the engine's weights are noise. "
@@ -298,11 +301,13 @@ class RolloutEngine(Engine):
         self.connect(sources, parameters)
 
     def _take(self, atlas: Atlas, tensors: dict[str, torch.Tensor]) -> None:
-        """Receive this rank's atlas and live weights from the vLLM worker."""
+        """Receive this rank's live weights, and which Hugging Face tensors they hold (its atlas), from the
+        vLLM worker."""
         self._atlas, self.tensors[dist.get_rank()] = atlas, tensors
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
-        """Plan how the weights that are not aliased come from the ranks in `sources`.
+        """Plan which weights come from which ranks in `sources`. Weights that share the trainer's memory are
+        left out.
 
         Arguments and errors are those of the constructor."""
         rank = dist.get_rank()
@@ -370,7 +375,7 @@ class RolloutEngine(Engine):
 
 
 def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) -> torch.Tensor:
-    """Convert vLLM's routed experts of one sample to `Response.experts`.
+    """Return the experts that vLLM chose for each token of one sample, as `Response.experts` holds them.
 
     The last token was sampled but not fed to the model, so vLLM has no row for it. The row before stands in,
     because nothing is predicted from the last token.
@@ -388,7 +393,7 @@ def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) 
 
 
 def _be_launched_externally() -> None:
-    """Set the variables of torchrun that vLLM's external launcher reads.
+    """Set the environment variables of torchrun that vLLM's external launcher reads, unless they are set.
 
     A single process that was started by hand has none."""
     os.environ.setdefault("RANK", str(dist.get_rank()))

@@ -120,7 +120,8 @@ def _on_gpu(config: TrainConfig, shape: ModelShape, dtype: str) -> dict[str, obj
 
 
 def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
-    """Return the arguments that latent attention needs on a CPU.
+    """Return the vLLM arguments that latent attention needs on a CPU. Raises ValueError for sizes without a
+    kernel.
 
     vLLM's CPU kernel for rotary embeddings expects contiguous heads. The rotary parts of latent attention's
     queries are not contiguous. Scaled embeddings do not use this kernel. vLLM's AMX kernels free kv_b_proj.
@@ -138,7 +139,8 @@ def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
 
 
 def _tokenizer(config: TrainConfig) -> str | None:
-    """Return the tokenizer for vLLM.
+    """Return the tokenizer with which vLLM matches --stop strings, or None without them. Raises ValueError
+    for a SentencePiece file.
 
     vLLM needs one only to match stop strings, and transformers must be able to load it."""
     tokenizer = config.model.tokenizer_model

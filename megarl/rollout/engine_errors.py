@@ -20,14 +20,15 @@ class EngineFailed(RuntimeError):
 
 
 class _Traceback(Exception):
-    """Show a traceback as plain text."""
+    """An exception whose text is the traceback of another process."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class EngineErrors:
-    """The reading end on the rank: an unnamed file, which vanishes however the job ends."""
+    """The file in which an engine's processes log errors for the rank that started them. It has no name, so
+    it vanishes however the job ends."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile("r", encoding="utf-8")
@@ -47,7 +48,7 @@ class EngineErrors:
 
 
 def tell_owner() -> None:
-    """Write the exceptions that vLLM logs to the rank's file instead of stderr.
+    """Make vLLM's logger write exceptions to the file of the rank that started the engine, instead of stderr.
 
     Call this in a process of the engine."""
     path, logger = os.environ.get(ERRORS), logging.getLogger("vllm")

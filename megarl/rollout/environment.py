@@ -79,7 +79,8 @@ def engine_environment(visible_devices: str | None, errors: str | None = None) -
 
 
 def end_with_owner() -> None:
-    """Exit as soon as the process that started the engine has ended in any way.
+    """Start a thread that ends this process as soon as the process that started the engine has ended in any
+    way.
 
     Call this in a process of an out-of-process engine."""
     pid, started = map(int, os.environ.get(ENGINE_OF, "0/0").split("/"))
@@ -94,7 +95,7 @@ def _watch_owner(pid: int, started: int) -> None:
 
 
 def _check_no_triton_kernels() -> None:
-    """Check that vLLM finds no package triton_kernels of ours.
+    """Raise RuntimeError if vLLM would import our Triton kernels as OpenAI's package triton_kernels.
 
     vLLM uses a top-level package of this name for mixture-of-experts layers."""
     found, ours = importlib.util.find_spec("triton_kernels"), importlib.util.find_spec("megarl.kernels")
@@ -113,10 +114,11 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hide the side effects of building an engine.
+    """Restore the random state and suppress FutureWarnings around the construction of an engine inside this
+    context.
 
-    vLLM seeds torch, numpy and random process-wide. It also touches every attribute of every module, which
-    makes deprecated ones warn. This context restores the random state and suppresses the warnings."""
+    vLLM seeds torch, numpy and random process-wide. It also touches every attribute of every module,
+    which makes deprecated ones warn."""
     with warnings.catch_warnings(), _preserved_random_state():
         warnings.simplefilter("ignore", FutureWarning)
         yield

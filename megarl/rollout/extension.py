@@ -10,14 +10,15 @@ from megarl.messages import encode
 
 class WorkerExtension:
     def megarl_weights(self) -> dict[str, tuple[list[int], str]]:
-        """Return [rows, cols] and dtype of each destination tensor of this rank, by name."""
+        """Return [rows, cols] and dtype of each weight that a sync writes on this rank, by name."""
         tensors = self.weight_transfer_engine.tensors
         return {
             name: (list(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in tensors.items()
         }
 
     def megarl_atlas(self) -> bytes:
-        """Return the atlas of this rank as a message."""
+        """Return this rank's atlas, encoded as bytes: which part of which Hugging Face tensor each weight
+        holds."""
         return encode(self.weight_transfer_engine.atlas)
 
     def megarl_wait_for_weights(self, timeout_s: float) -> tuple[str | None, int]:

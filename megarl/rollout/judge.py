@@ -90,7 +90,8 @@ class Judge:
         self._processes.shutdown()
 
     def _encode(self, question: str) -> list[int]:
-        """Encode the question as the user's turn of the chat template; without a template, as plain text."""
+        """Return the token ids of the question as the user's turn of the chat template; without a template,
+        as plain text."""
         if getattr(self._tokenizer, "chat_template", None):
             text = self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False

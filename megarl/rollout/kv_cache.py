@@ -31,7 +31,8 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
 def cpu_kv_cache_bytes(
     shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int
 ) -> int:
-    """Return the bytes of a KV cache for `num_sequences` sequences of full length, but see below."""
+    """Return the bytes of a KV cache for `num_sequences` sequences of full length, limited by
+    `bounded_cache_bytes`."""
     block_bytes, per_sequence = (
         sequence_bytes(shape, tp_size, itemsize, length, block_size) for length in (1, max_model_len)
     )
@@ -39,7 +40,8 @@ def cpu_kv_cache_bytes(
 
 
 def bounded_cache_bytes(block_bytes: int, per_sequence: int, num_sequences: int, at_least: int) -> int:
-    """Return the bytes of a cache of at most MAX_CPU_KV_CACHE_BYTES that always holds `at_least` sequences."""
+    """Return the bytes of a cache for `num_sequences` sequences, at most MAX_CPU_KV_CACHE_BYTES unless
+    `at_least` sequences need more."""
     wanted = min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)
     return max(at_least * per_sequence, wanted) + block_bytes  # vLLM reserves one block for itself
 

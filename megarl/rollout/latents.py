@@ -11,7 +11,8 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 
 class DerivedLatents:
-    """Derived parameters of all layers of a model; empty for a model without latent attention.
+    """The parameters that vLLM derives from kv_b_proj in all layers of a model; none without latent
+    attention.
 
     Args:
         dtype: dtype of the model's activations."""

@@ -53,7 +53,7 @@ class OutOfProcessEngine(Engine):
         rollout_ranks: Sequence[int],
         actor: str = "",
     ) -> None:
-        """Start vLLM. Its weights are undefined until the first `sync`.
+        """Start vLLM in processes of its own. Its weights are undefined until the first `sync`.
 
         Args:
             ranks: ranks of this engine; this process is the first.
@@ -102,7 +102,7 @@ class OutOfProcessEngine(Engine):
             )
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
-        """Plan the weight sync, as RolloutEngine.connect does.
+        """Plan which weights come from which ranks in `sources`, for all later syncs.
 
         Ranks without an engine make a WeightSync from the same `sync_plan`."""
         self._plan, speakers = sync_plan(
@@ -111,12 +111,14 @@ class OutOfProcessEngine(Engine):
         self._join(self._plan, speakers, parameters)
 
     def generate(self, *args, **kwargs) -> list[Response]:
-        """Sample, as RolloutEngine.generate does. Also raises EngineFailed and EngineDied."""
+        """Return one sampled response to each prompt, as `Engine.generate` does. Also raises EngineFailed and
+        EngineDied."""
         generate = super().generate
         return self._explained(lambda: generate(*args, **kwargs))
 
     def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
-        """Queue all requests before the engine starts on the first.
+        """Return vLLM's output of each prompt, in order; all requests are queued before the engine starts on
+        the first.
 
         Otherwise timing would decide which requests share a batch, and thus the last bits of their log-probs.
         """
@@ -160,7 +162,7 @@ class OutOfProcessEngine(Engine):
         self._ask(lambda: self._commit(version))
 
     def give_up(self) -> None:
-        """Abandon the current version. With two buffers the old version stays usable."""
+        """Abandon the sync in progress. With two buffers the old version stays usable."""
         if self._is_updating and not self._processes.have_died():
             self._is_updating = False
             self._ask(lambda: self.llm.collective_rpc("megarl_give_up_weights"))

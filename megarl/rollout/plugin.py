@@ -35,9 +35,7 @@ def register() -> None:
 
 
 def check_version() -> None:
-    """Refuse a vLLM version that the CPU code of this folder was not written for.
-
-    Raises: RuntimeError."""
+    """Raise RuntimeError if vLLM is not the version that the CPU code of this folder was written for."""
     from vllm.version import __version__
 
     if __version__.split("+")[0] != SUPPORTED_VLLM:

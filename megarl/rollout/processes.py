@@ -61,7 +61,7 @@ class EngineProcesses:
     vLLM's own client would wait for ever."""
 
     def __init__(self, llm: LLM, describe: Callable[[int, str], str]) -> None:
-        """Start the watch.
+        """Start a thread that watches the processes of `llm`.
 
         Args:
             describe: called with the pid and the kind of death; returns the error message."""
@@ -131,7 +131,8 @@ def _how(exit_code: int | None) -> str:
 
 
 def visible_devices(tp: int, flag: str) -> str | None:
-    """Return the GPUs of this engine's ranks, then the node's other GPUs, whose memory is read too.
+    """Return CUDA_VISIBLE_DEVICES for this engine: the GPUs of its ranks, then the node's other GPUs, whose
+    memory is read too.
 
     Returns: None without GPUs.
     Raises: ValueError if the engine's ranks are not on one node."""

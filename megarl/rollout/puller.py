@@ -16,7 +16,8 @@ from megarl.rollout.double_buffer import DoubleBuffer
 
 @dataclass(frozen=True)
 class Order:
-    """One version for one destination, as the driving rank sends it."""
+    """The message with which the rank that drives the engine starts the copy of one weight version to one
+    engine rank."""
 
     arrivals: dict[int, Arrival]
     pulls: dict[int, ExportedPull]
@@ -35,7 +36,7 @@ class Outcome:
 
 @dataclass
 class _Buffer:
-    """One set of weights and its sources."""
+    """One copy of the engine's weights, and the exported memory of the ranks that it comes from."""
 
     tensors: dict[str, torch.Tensor]
     destination: Destination | None = None
@@ -43,7 +44,7 @@ class _Buffer:
 
 
 class Puller:
-    """Receiver of new versions of the weights in a vLLM process.
+    """Copies new versions of the weights into this vLLM process.
 
     Args:
         rank: rank of this destination in the plan.
@@ -93,7 +94,8 @@ class Puller:
             self._thread.join()
 
     def _copy(self, buffer: _Buffer, arrivals: dict[int, Arrival], gpu: int | None) -> None:
-        """Copy and compare digests, on a separate thread, whose current device is initially 0.
+        """Copy the weights, compare digests, and leave the result or the error in `outcome`. This runs on a
+        separate thread, whose current device is initially 0.
 
         Args:
             gpu: the current device of the thread that called `begin`; None without GPUs."""
@@ -121,7 +123,7 @@ class Puller:
         return self.outcome
 
     def commit(self) -> bool:
-        """Generate with the copied weights if they are complete. Returns: whether they were."""
+        """Make the copied weights those that generate if they are complete, and return whether they were."""
         if self.outcome.problem is not None:
             return False
         if self._double is not None:
@@ -131,5 +133,5 @@ class Puller:
         return True
 
     def give_up(self) -> None:
-        """Mark the copied weights as unusable."""
+        """Mark the copied weights as unusable, so that `commit` returns False."""
         self.outcome = Outcome(problem=f"[rank {self.rank}] the sync was given up")

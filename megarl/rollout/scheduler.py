@@ -42,7 +42,8 @@ class _Decoding:
         self.ranks: list[int] = []
 
     def new_logprobs(self) -> LogprobsLists | None:
-        """Return the log-probs in vLLM's form: [n, 1] token ids and log-probs, [n] ranks."""
+        """Return the unreported log-probs in vLLM's form: [n, 1] token ids and log-probs, [n] ranks; None if
+        there are none."""
         if not self.log_probs:
             return None
         return LogprobsLists(
@@ -121,7 +122,7 @@ class DecodeScheduler(Scheduler):
         )
 
     def _start_decoding(self) -> None:
-        """Count the coming steps that can take the fast path.
+        """Set the number of coming steps that can take the fast path.
 
         The count is 0 unless all running requests are plain and past their prompts."""
         # Preempted requests are not running, but their unreported tokens must not be lost.
@@ -227,7 +228,8 @@ class DecodeScheduler(Scheduler):
         )
 
     def _prepend_unreported(self, output: EngineCoreOutput) -> None:
-        """Put the unreported tokens before the tokens of `output`.
+        """Put the tokens that were not reported yet, with their log-probs, before those of `output`, in
+        place.
 
         vLLM's own path reports each token at once."""
         decoding = self._known.pop(output.request_id, None)

@@ -1,4 +1,5 @@
-"""Derive vLLM's atlas of any architecture from the model's own `load_weights`.
+"""Find out, from vLLM's own `load_weights`, which part of which checkpoint tensor each parameter holds (the
+atlas).
 
 An atlas is the sharding spec of one rank. Empty tensors with the checkpoint's names and sizes go through the
 loader. They have no data, but each view of one knows where in its tensor it lies. The same holds for each
@@ -23,7 +24,7 @@ from megarl.reshard.atlas import Atlas, LocalParam, Piece, Sizes
 
 
 def empty_model(vllm_config: VllmConfig) -> torch.nn.Module:
-    """Build this rank's model with parameters that take no memory, before any weight is loaded or packed.
+    """Return this rank's model with parameters that take no memory, before any weight is loaded or packed.
 
     The process must have vLLM's parallel groups."""
     config = copy.copy(vllm_config)
@@ -45,7 +46,7 @@ def empty_model(vllm_config: VllmConfig) -> torch.nn.Module:
 
 @torch.no_grad()
 def trace_vllm_atlas(model: torch.nn.Module, sizes: Sizes) -> Atlas:
-    """Return the atlas of a model that no weight has been loaded into yet.
+    """Return which part of which checkpoint tensor each parameter holds, for a model without loaded weights.
 
     The model comes from `empty_model` or is a real one; nothing is written.
 
@@ -126,7 +127,8 @@ class _View:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies of checkpoint views into parameter views, and fills. Writes nothing into parameters."""
+    """Records which checkpoint views are copied into which parameter views, and fills. Writes nothing into
+    parameters."""
 
     def __init__(
         self, parameters: dict[int, tuple[str, Tensor]], loaded: dict[int, tuple[str, Tensor]]

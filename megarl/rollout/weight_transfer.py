@@ -1,4 +1,4 @@
-"""Make vLLM's weights the destinations of a reshard plan.
+"""Make vLLM receive its weights from the training ranks, by a plan of copies between both sides' layouts.
 
 vLLM builds this weight-transfer engine in its worker:
 
@@ -83,7 +83,8 @@ _offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
 
 @contextlib.contextmanager
 def offering(atlas: Atlas, parameters: dict[str, torch.Tensor]) -> Iterator[Offer]:
-    """Offer the trainer's parameters to the engine that is built inside this context.
+    """Offer the trainer's memory to the engine that is built inside this context, and yield an Offer that
+    records what it takes.
 
     CUDA graphs and compiled code keep memory addresses. These can still be chosen while vLLM builds the
     weight-transfer engine."""
@@ -156,7 +157,8 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def engine_atlas(vllm_config: VllmConfig) -> Atlas:
-    """Return the atlas of this rank of an engine, from the tables or from vLLM's own loader.
+    """Return which part of which Hugging Face tensor each weight of this engine rank holds, from the tables
+    or from vLLM's own loader.
 
     Raises: ValueError or FileNotFoundError if the trainer does not know the model type either and the folder
     holds no weights. The trace needs their sizes."""
@@ -173,7 +175,7 @@ def engine_atlas(vllm_config: VllmConfig) -> Atlas:
 
 
 def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[str, str]:
-    """Replace the model's parameters by the offered ones wherever both hold the same elements.
+    """Make the model's parameters use the trainer's memory wherever both hold the same elements.
 
     Both must agree in dtype, device and layout.
 
@@ -194,7 +196,7 @@ def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[st
 
 
 def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
-    """Return the plain twin of every weight that vLLM packs for its CPU experts, by parameter name.
+    """Return parameter name -> PackedExperts of every expert weight that vLLM prepacks on a CPU.
 
     The result is empty on a GPU and for dense models."""
     if not current_platform.is_cpu():
@@ -214,7 +216,8 @@ def expose_weights(
     packed: dict[str, PackedExperts],
     derived: Collection[str],
 ) -> dict[str, torch.Tensor]:
-    """Return a [rows, cols] view of each live weight, by name; of the plain twin if it is `packed`.
+    """Return a [rows, cols] view of each live weight, by name; of the plain matrix if vLLM prepacks that
+    expert weight.
 
     Undoes the CPU prepack of linear layers.
 
