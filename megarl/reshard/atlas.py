@@ -1,9 +1,9 @@
-"""An atlas, the sharding spec of one side, says which rectangles of which canonical matrices a rank holds,
-and where in its parameters.
+"""The atlas, the sharding spec of a rank: which rectangles of which Hugging Face tensors it holds, and where in
+its parameters.
 
-The canonical matrices are the tensors of the Hugging Face checkpoint. Every matrix is [rows, cols]; a vector
-of n elements is [n, 1]. Where two atlases hold the same rectangle, weights can be copied from one to the
-other (`plan.py`).
+The tensors of the Hugging Face checkpoint are called the canonical matrices. Every matrix is [rows, cols]; a
+vector of n elements is [n, 1]. Where two atlases hold the same rectangle, weights can be copied from one to
+the other (`plan.py`).
 
     Example: rank 1 of 2 holds the second half of o_proj's columns, so its atlas has
         "decoder.layers.0.self_attention.linear_proj.weight":
@@ -56,7 +56,7 @@ class Box(NamedTuple):
         return [box for box in rest if box.area]
 
     def within(self, outer: Box) -> tuple[slice, slice]:
-        """Return the index of this box in a matrix that holds the box `outer`."""
+        """Return the slices that select this box from a matrix that holds only the box `outer`."""
         row, col = outer.row_start, outer.col_start
         return (
             slice(self.row_start - row, self.row_end - row),
@@ -72,8 +72,8 @@ ORIGIN = Box(0, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The rectangle [row_start:row_end, col_start:col_end] of `hf_name`, stored from (local_row, local_col)
-    on."""
+    """The rectangle [row_start:row_end, col_start:col_end] of the Hugging Face tensor `hf_name`, which a
+    local parameter stores from (local_row, local_col) on."""
 
     hf_name: str
     row_start: int
@@ -93,12 +93,12 @@ class Piece:
 
     @property
     def box(self) -> Box:
-        """The rectangle of the canonical tensor."""
+        """The piece's rectangle in the Hugging Face tensor."""
         return Box(self.row_start, self.row_end, self.col_start, self.col_end)
 
     @property
     def local_box(self) -> Box:
-        """The rectangle of the local parameter."""
+        """The piece's rectangle in the local parameter."""
         return Box(self.local_row, self.local_row + self.rows, self.local_col, self.local_col + self.cols)
 
     def inside(self, tensor):
@@ -108,8 +108,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LocalParam:
-    """A local parameter as a [rows, cols] matrix. Its last `padding_rows` rows belong to no canonical matrix
-    and stay 0."""
+    """A rank's parameter as a [rows, cols] matrix made of pieces of Hugging Face tensors. Its last
+    `padding_rows` rows belong to none and stay 0."""
 
     rows: int
     cols: int
@@ -123,8 +123,8 @@ Atlas = dict[str, LocalParam]
 
 @dataclass(frozen=True, slots=True)
 class HFTensor:
-    """One canonical tensor: sizes by the names of `dimensions`, and the flag of its layer's ModelShape
-    without which it is absent."""
+    """One tensor of a Hugging Face checkpoint: its sizes by the names of `dimensions`, and the flag of its
+    layer's ModelShape without which it is absent."""
 
     name: str
     rows: str
@@ -199,7 +199,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
-    """Return sizes by the names that the tables use."""
+    """Return the name of a size, as `HFTensor` and the tables use it -> the size."""
     heads, value_dim = shape.num_attention_heads, shape.v_head_dim if shape.is_mla else shape.head_dim
     return {
         "one": 1,
@@ -245,12 +245,12 @@ def hf_sizes(shape: ModelShape) -> Sizes:
 
 
 def whole(hf_name: str, rows: int, cols: int) -> LocalParam:
-    """Return the local parameter that is a complete canonical tensor."""
+    """Return a local parameter that is a complete Hugging Face tensor."""
     return LocalParam(rows, cols, (Piece(hf_name, 0, rows, 0, cols, 0, 0),))
 
 
 def hf_atlas(shape: ModelShape) -> Atlas:
-    """Return the atlas of the complete canonical tensors, as a Hugging Face folder holds them."""
+    """Return an atlas whose parameters are the complete tensors of a Hugging Face folder."""
     return {name: whole(name, *size) for name, size in hf_sizes(shape).items()}
 
 
@@ -263,9 +263,10 @@ Sizes = dict[str, tuple[int, int]]
 
 
 def equal_part(length: int, count: int) -> int:
-    """Return the length of one of `count` equal parts.
+    """Return the length of one of `count` equal parts, or raise ValueError if `count` does not divide
+    `length`.
 
-    Raises: ValueError if there are none. The rules of the configuration have reported this with advice."""
+    The rules of the configuration have reported this with advice."""
     if length % count:
         raise ValueError(f"{length} cannot be cut into {count} equal parts. `megarl check` says what works.")
     return length // count
@@ -273,15 +274,15 @@ def equal_part(length: int, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The inputs of a layout: the model and this rank's place in its tensor-parallel group (for experts:
-    the experts' own group)."""
+    """What decides how a parameter is cut: the model, and a rank's place in its tensor-parallel group (for
+    experts: the experts' own group)."""
 
     shape: ModelShape
     tp_size: int
     tp_rank: int
 
     def share(self, length: int) -> tuple[int, int]:
-        """Return [start, end) of this rank's equal part."""
+        """Return [start, end) of this rank's equal part of a dimension of this length."""
         each = equal_part(length, self.tp_size)
         return self.tp_rank * each, (self.tp_rank + 1) * each
 
@@ -292,7 +293,8 @@ parameter."""
 
 
 class Row:
-    """One row of a side's table: a local parameter, how it is cut, and out of which canonical tensors.
+    """One row of the table of Megatron's or vLLM's parameters: a name, how it is cut, and out of which
+    Hugging Face tensors.
 
     Args:
         hf_names: Default: the canonical tensor of the same name. A layer has the parameter if it has all of
@@ -308,19 +310,20 @@ class Row:
         return has(kind, self.needs) and all(name in sizes for name in names)
 
     def build(self, cut: Cut, sizes: Sizes, hf_prefix: str = "", expert: int | None = None) -> LocalParam:
-        """Return the local parameter. `expert` is the number of the expert in the checkpoint."""
+        """Return what this rank's parameter holds. `expert` is the number of the expert in the checkpoint."""
         names = self.hf_names if expert is None else [name.format(expert=expert) for name in self.hf_names]
         return self.layout(cut, sizes, tuple(hf_prefix + name for name in names))
 
 
 def replicated(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Layout with the complete tensor on every rank."""
+    """Return what a rank's parameter holds if every rank has the complete tensor."""
     (name,) = hf_names
     return whole(name, *sizes[name])
 
 
 def column_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Layout with an equal part of the columns on each rank (row-parallel layers: o_proj, down_proj)."""
+    """Return what a rank's parameter holds if each rank has an equal part of the columns (row-parallel
+    layers: o_proj, down_proj)."""
     (name,) = hf_names
     rows, cols = sizes[name]
     start, end = cut.share(cols)
@@ -328,7 +331,8 @@ def column_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalPara
 
 
 def stacked_row_shards(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Layout with an equal part of the rows of each tensor, one below the other (gate above up)."""
+    """Return what a rank's parameter holds if it has an equal part of the rows of each tensor, one below the
+    other (gate above up)."""
     pieces: list[Piece] = []
     at = 0
     for name in hf_names:
@@ -340,7 +344,8 @@ def stacked_row_shards(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> Loc
 
 
 def every_expert(layout: Layout) -> Layout:
-    """The layout of one expert, stacked over all experts in one matrix: [E, rows, cols] as [E * rows, cols].
+    """Return a layout that stacks what `layout` gives for each expert in one matrix: [E, rows, cols] as [E *
+    rows, cols].
 
     The names of its canonical tensors have the expert's number as `{expert}`."""
 
@@ -357,8 +362,8 @@ def every_expert(layout: Layout) -> Layout:
 
 
 def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Layout with an equal part of the vocabulary's rows, padded to a multiple of 64 as vLLM does, so that
-    shards of both sides coincide."""
+    """Return what a rank's parameter holds if each rank has an equal part of the vocabulary's rows, padded to
+    a multiple of 64 as vLLM does, so that shards of both sides coincide."""
     (name,) = hf_names
     vocab, hidden = sizes[name]
     start, end = cut.share(cut.shape.padded_vocab_size())
@@ -370,8 +375,8 @@ def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam
 def layer_params(
     rows: tuple[Row, ...], cut: Cut, sizes: Sizes, layer: int
 ) -> Iterator[tuple[str, LocalParam]]:
-    """Yield (name within the layer, parameter) of every row that this layer has, cut out of canonical
-    layer `layer`."""
+    """Yield (name within the layer, what this rank holds in it) of every parameter of the checkpoint's layer
+    `layer`."""
     kind, prefix = cut.shape.of_layer(layer), layer_prefix(layer)
     for row in rows:
         if row.exists(kind, sizes, prefix):

@@ -165,7 +165,8 @@ def _copy_with_pytorch(dst: list[Tensor], src: list[Tensor]) -> None:
 
 @functools.cache
 def extension_for(device_type: str) -> ModuleType | None:
-    """Return megarl._C if it can copy there. Cached, so that a missing one is reported once."""
+    """Return the extension megarl._C, or None if it cannot copy on such a device. Cached, so that a missing
+    one is reported once."""
     try:
         from megarl import _C
     except ImportError as error:

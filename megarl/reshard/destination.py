@@ -1,4 +1,5 @@
-"""Fill one destination of a weight sync and prove that the values arrived."""
+"""Fill the weights of one engine rank (a destination of a sync) and prove by digests that the values
+arrived."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Arrival:
 
 
 class Destination:
-    """Pulls from sources whose memory this process can read, and checks the values of all sources.
+    """The weights of one engine rank: pulls from sources whose memory this process can read, and checks the
+    values of all sources.
 
     Args:
         rank: rank of this destination in the plan.
@@ -58,7 +60,7 @@ class Destination:
     def pull_from(
         self, source: int, tensors: dict[str, Tensor], copies: tuple[RectCopy, ...] | None = None
     ) -> None:
-        """Record the location of the source's weights from now on.
+        """Read this source's weights from `tensors` in all later pulls.
 
         Args:
             copies: the copies, if the weights are arranged otherwise than in the source's atlas."""
@@ -73,7 +75,8 @@ class Destination:
         self._plan.run()
 
     def difference(self, arrivals: dict[int, Arrival]) -> str | None:
-        """Compare the digests. Returns an error that names the first tensor with another digest, or None."""
+        """Return an error that names the first tensor whose digest is not the one that its source sent, or
+        None."""
         for source, arrival in sorted(arrivals.items()):
             compared = [("sampled", arrival.digests, self._digests[source].sampled(arrival.version))]
             if arrival.full is not None:

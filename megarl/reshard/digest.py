@@ -151,7 +151,7 @@ def _digest(view: Tensor, dtype: torch.dtype, seed: int, sampled: bool) -> int:
 
 
 def _sampled_words(num_words: int, seed: int) -> Tensor:
-    """Choose one word of each of SAMPLES ranges that cover the view."""
+    """Return the indices of one word in each of SAMPLES ranges that cover the view."""
     words = []
     for sample in range(SAMPLES):
         first, last = num_words * sample // SAMPLES, num_words * (sample + 1) // SAMPLES
@@ -174,7 +174,7 @@ def _terms(words: Tensor, indices: Tensor, seed: int) -> Tensor:
 
 
 def _mix(x: int) -> int:
-    """Mix bits with the finalizer of SplitMix64."""
+    """Return x with its bits mixed by the finalizer of SplitMix64."""
     x &= _MASK
     x = (x ^ (x >> 30)) * _MULTIPLIERS[0] & _MASK
     x = (x ^ (x >> 27)) * _MULTIPLIERS[1] & _MASK

@@ -107,7 +107,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def write_index(folder: Path, shards: StateDictSplit) -> None:
-    """Write the index of the files, if there are several."""
+    """Write the safetensors index of the folder's files, or nothing if there is only one file."""
     if shards.is_sharded:
         write_json(folder / INDEX, {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename})
 

@@ -121,7 +121,8 @@ def folder_problem(folder: str | os.PathLike, shape: ModelShape | None) -> str |
 
 
 def misfit(folder: str | os.PathLike, problems: list[str]) -> str | None:
-    """Return the sentence for `tensor_problems`; None if there are none."""
+    """Return a sentence that says that the folder's weights do not fit its config.json, with these problems;
+    None if there are none."""
     return f"the weights in {folder} do not fit its config.json: {some(problems)}." if problems else None
 
 
@@ -171,7 +172,7 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
 
 
 def some(problems: Sequence[str]) -> str:
-    """Join the first problems, with the number of the others."""
+    """Return the first problems joined by semicolons, with the number of the others."""
     more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
     return "; ".join(problems[:_MOST_NAMED]) + more
 

@@ -1,4 +1,5 @@
-"""Load weights from a Hugging Face folder into live shards, and write live shards as such a folder."""
+"""Load weights from a Hugging Face folder into a rank's parameters, and write the parameters of all ranks as
+such a folder."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 def load_hf(
     folder: str | os.PathLike, atlas: Atlas, tensors: dict[str, Tensor], shape: ModelShape | None = None
 ) -> None:
-    """Fill this rank's shards from the *.safetensors files of `folder`, reading no byte that is not needed.
-    Not collective.
+    """Fill this rank's parameters from the *.safetensors files of `folder`, reading no byte that is not
+    needed. Not collective.
 
     A value head is read from the folder of a sequence classifier. From that of a causal language model, which
     has none, it starts at zero: every value is then 0, and a critic's advantages begin as discounted returns.
@@ -83,7 +84,7 @@ def note_prediction_tensors(folder: str | os.PathLike, names: Iterable[str], sha
 
 
 def _without_value_head(atlas: Atlas, tensors: dict[str, Tensor]) -> Atlas:
-    """Set the value head, if there is one, to 0, and return what is left to load."""
+    """Set the value head, if there is one, to 0, and return the atlas without it."""
     heads = {
         name for name, param in atlas.items() if any(piece.hf_name == VALUE_HEAD for piece in param.pieces)
     }
@@ -93,7 +94,8 @@ def _without_value_head(atlas: Atlas, tensors: dict[str, Tensor]) -> Atlas:
 
 
 def _read(stored, piece: Piece, folder: str | os.PathLike) -> Tensor:
-    """Read a piece's rectangle from a safetensors slice, [rows, cols]."""
+    """Return a piece's rectangle [rows, cols], read from a safetensors slice. Raises ValueError if the tensor
+    is too small."""
     size = stored.get_shape()
     rows, cols = (*size, 1)[:2]
     if piece.row_end > rows or piece.col_end > cols:
@@ -189,7 +191,7 @@ def _gathered_files(
 
 
 def _plan_per_tensor(plan: ReshardPlan) -> dict[str, ReshardPlan]:
-    """Return one plan per destination tensor."""
+    """Return name of a destination tensor -> the plan of the copies into this tensor alone."""
     per_tensor: dict[str, dict[tuple[int, int], list[RectCopy]]] = {}
     for pair, copies in plan.copies.items():
         for copy in copies:

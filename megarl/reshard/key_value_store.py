@@ -26,10 +26,12 @@ class Late(TimeoutError):
 
 
 class KeyValueStore:
-    """The messages of one generation of a weight sync. Use it from one thread."""
+    """The messages between the ranks of a weight sync that follow one plan; `generation` names the plan. Use
+    it from one thread."""
 
     def __init__(self, generation: str = "0", alone: bool = False) -> None:
-        """Open the store. `alone`: no other rank reads or writes."""
+        """Open the store. With `alone` all values stay in this process, because no other rank reads or
+        writes."""
         self._store = (
             None
             if alone
@@ -40,14 +42,15 @@ class KeyValueStore:
         self._keys_by_sync: deque[list[str]] = deque([[]])
 
     def write(self, key: str, value: object) -> None:
-        """Publish a value of a declared type (megarl/messages.py)."""
+        """Publish a value of a declared type (megarl/messages.py) for all ranks, signed together with its
+        key."""
         self._own[key] = value
         self._keys_by_sync[-1].append(key)
         if self._store is not None:
             self._store.set(key, sign(encode(value), f"{self._generation}/{key}"))
 
     def read(self, key: str, kind: type[T], deadline: float) -> T:
-        """Wait for the value of a key.
+        """Wait for the value of a key, and return it if its signature is that of this job.
 
         Args:
             kind: the declared type of the value.

@@ -1,4 +1,4 @@
-"""Derive the sharding spec (atlas) of adapters from that of the matrices that they adapt.
+"""Derive the sharding spec (atlas) of LoRA adapters from that of the matrices that they adapt.
 
 The canonical tensors of adapter rank r, for a layer whose matrix is made of the canonical matrices X [rows,
 cols] of one parent:
@@ -21,8 +21,8 @@ from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
 
 
 def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
-    """Return what a rank with this atlas holds when the layers that --lora-target-modules names have
-    adapters."""
+    """Return a copy of this atlas to which the LoRA adapters of the layers that --lora-target-modules names
+    are added."""
     rank, adapters = lora.lora_rank, {}
     for name, target, param in _adapted(atlas, lora.lora_target_modules):
         columns = {
@@ -45,7 +45,8 @@ def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
 
 
 def adapter_sizes(shape: ModelShape, lora: LoRAConfig) -> Sizes:
-    """Return (rows, cols) of every canonical tensor of the model's adapters."""
+    """Return (rows, cols) of every tensor of the model's LoRA adapters, by the names in the module's
+    docstring."""
     found: Sizes = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         found |= {_down(hf_name, target): (lora.lora_rank, cols), _up(hf_name): (rows, lora.lora_rank)}
@@ -53,7 +54,7 @@ def adapter_sizes(shape: ModelShape, lora: LoRAConfig) -> Sizes:
 
 
 def peft_atlas(shape: ModelShape, lora: LoRAConfig) -> Atlas:
-    """Return the atlas of the complete tensors of a PEFT adapter, by PEFT's names."""
+    """Return an atlas whose parameters are the complete tensors of a PEFT adapter, under PEFT's names."""
     atlas: Atlas = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         module = hf_name.removesuffix(".weight")
@@ -65,8 +66,8 @@ def peft_atlas(shape: ModelShape, lora: LoRAConfig) -> Atlas:
 
 
 def _canonical(shape: ModelShape, lora: LoRAConfig) -> Iterator[tuple[str, str, int, int]]:
-    """Return (canonical matrix that is adapted, last part of the name of the layer that holds it, rows,
-    cols)."""
+    """Yield (Hugging Face matrix that is adapted, last part of the name of the Megatron layer that holds it,
+    rows, cols)."""
     sizes = hf_sizes(shape)
     for _, target, param in _adapted(place_atlas(shape, MegatronPlace()), lora.lora_target_modules):
         for hf_name in sorted({piece.hf_name for piece in param.pieces}):
@@ -74,8 +75,8 @@ def _canonical(shape: ModelShape, lora: LoRAConfig) -> Iterator[tuple[str, str, 
 
 
 def _adapted(atlas: Atlas, targets: Sequence[str]) -> Iterator[tuple[str, str, LocalParam]]:
-    """Yield (layer, its name's last part, its matrix) of every layer that has an adapter; experts have
-    none."""
+    """Yield (layer name, its last part, what its matrix holds) of every layer that has an adapter; experts
+    have none."""
     for name, param in atlas.items():
         layer, _, kind = name.rpartition(".")
         target = layer.rpartition(".")[2]

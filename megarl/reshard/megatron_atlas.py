@@ -1,5 +1,5 @@
-"""The atlas (sharding spec) of a rank of a Megatron-Core 0.16 GPTModel, by tensor, pipeline,
-virtual-pipeline, expert and expert-tensor parallelism.
+"""Compute which parts of which Hugging Face tensors a rank of a Megatron-Core 0.16 GPTModel holds (its
+atlas), for tensor, pipeline, virtual-pipeline, expert and expert-tensor parallelism.
 
 `linear_qkv` is the delicate one: the full matrix has, for each of the G query groups, the group's query
 heads, then its key head, then its value head; rank r of t holds rows [r*S/t, (r+1)*S/t) of it, S = (H + 2G) *
@@ -37,8 +37,8 @@ from megarl.reshard.vllm_atlas import attention_names, fused_qkv
 
 
 def grouped_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Layout with this rank's rows of the matrix [query heads of group 0; key 0; value 0; query heads of
-    group 1; ...]."""
+    """Return this rank's rows of Megatron's linear_qkv: [query heads of group 0; key 0; value 0; query heads
+    of group 1; ...]."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
     query_rows, cols = sizes[query][0] // groups, sizes[query][1]
@@ -189,15 +189,16 @@ def megatron_atlas(
     te_spec: bool = False,
     qkv_layout: str = "grouped",
 ) -> Atlas:
-    """Return the atlas of one rank with tensor and pipeline parallelism only."""
+    """Return which parts of Hugging Face tensors one rank holds (its atlas), with tensor and pipeline
+    parallelism only."""
     return place_atlas(shape, MegatronPlace(tp_size, tp_rank, pp_size, pp_rank), te_spec, qkv_layout)
 
 
 def place_atlas(
     shape: ModelShape, place: MegatronPlace, te_spec: bool = False, qkv_layout: str = "grouped"
 ) -> Atlas:
-    """Return the atlas of one rank. Layer indices in the names are local to the model chunk; the split over
-    stages is uniform.
+    """Return parameter name -> the parts of Hugging Face tensors that one rank holds in it (its atlas). Layer
+    indices in the names are local to the model chunk; the split over stages is uniform.
 
     With a virtual pipeline, chunk c of stage p holds the layers from (c * pp_size + p) * L / (pp_size *
     vpp_size) on, and the names of its parameters begin with `chunks.<c>.`.
@@ -238,8 +239,8 @@ def place_atlas(
 def _layer(
     rows: tuple[Row, ...], place: MegatronPlace, cut: Cut, sizes: Sizes, layer: int, te_spec: bool
 ) -> Iterator[tuple[str, LocalParam]]:
-    """Yield (name within the layer, parameter) of canonical layer `layer`, whose parameters outside of
-    experts are `rows`."""
+    """Yield (name within the layer, what this rank holds in it) for the checkpoint's layer `layer`, whose
+    parameters outside of experts are `rows`."""
     kind = cut.shape.of_layer(layer)
     for name, param in layer_params(rows, cut, sizes, layer):
         yield (_transformer_engine_name(kind, name) if te_spec else name), param
@@ -254,8 +255,8 @@ def _layer(
 def megatron_atlases(
     shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, qkv_layout: str = "grouped"
 ) -> dict[int, Atlas]:
-    """Return the atlas of every rank of a mesh. Ranks that hold the same rectangles have one atlas in
-    common."""
+    """Return rank -> its atlas, for every rank of a role. Ranks that hold the same rectangles have one atlas
+    in common."""
     places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
     built = {
         place: place_atlas(shape, place, te_spec, qkv_layout) for place in dict.fromkeys(places.values())

@@ -1,4 +1,5 @@
-"""Plan which rectangle of which rank's parameter goes where: the intersection of two sets of atlases.
+"""Plan which rectangle of which training rank's parameter is copied to which engine rank, from the atlases of
+both sides.
 
 An atlas is a sharding spec. The plan is computed and checked once. Every element of a destination is written
 exactly once, by exactly one source. Every element that no source writes is declared padding. The module is
@@ -14,12 +15,12 @@ from megarl.reshard.atlas import Atlas, Box, LocalParam, Piece
 
 
 class PlanError(ValueError):
-    """The atlases do not determine every destination element exactly once."""
+    """Error of a plan in which no source, or more than one, writes some element of a destination."""
 
 
 @dataclass(frozen=True, slots=True)
 class RectCopy:
-    """One copy of a rectangle.
+    """One copy of a rectangle of a source parameter into a destination parameter.
 
     dst[dst_row:dst_row+rows, dst_col:dst_col+cols] = src[src_row:src_row+rows, src_col:src_col+cols]."""
 
@@ -64,7 +65,7 @@ class ReshardPlan:
 def make_plan(
     sources: dict[int, Atlas], destinations: dict[int, Atlas], ranks_per_node: int | None = None
 ) -> ReshardPlan:
-    """Plan the copies that fill every destination from the sources.
+    """Return the copies that fill every destination's parameters from the sources.
 
     If several sources hold the same elements, the destination's own rank wins, then a rank of its node. Among
     equals the rank that has sent least so far wins, so replicas share the work. Every rank that calls this
@@ -153,9 +154,8 @@ def _fill(
 
 
 def _check_atlases(atlases: dict[int, Atlas], side: str) -> None:
-    """Check each local parameter of the atlases.
-
-    Its pieces must be inside the bounds, must not overlap, and must cover all but the padding rows."""
+    """Raise PlanError if pieces of a parameter are out of bounds, overlap, or leave a gap outside of the
+    padding rows."""
     checked: set[int] = set()  # ranks with the same layout may share their atlas
     for rank, atlas in atlases.items():
         if id(atlas) not in checked:

@@ -90,7 +90,7 @@ def report(
     qkv_layout: str,
     options: argparse.Namespace,
 ) -> str:
-    """Return the text that the command prints."""
+    """Return the text that `megarl reshard-plan` prints."""
     start = time.perf_counter()
     sources, destinations = (
         megatron_atlases(shape, train, qkv_layout=qkv_layout),
@@ -124,7 +124,8 @@ def report(
 def _aliased_bytes(
     plan: ReshardPlan, sources: dict[int, Atlas], destinations: dict[int, Atlas], itemsize: int
 ) -> Counter[int]:
-    """Return rank -> bytes of parameters that need no copy."""
+    """Return rank -> bytes of the engine's parameters that can share the trainer's memory, so that they need
+    no copy."""
     aliases = {
         rank: find_aliases(sources[rank], destinations[rank]) for rank in sources.keys() & destinations.keys()
     }

@@ -39,7 +39,8 @@ _GRACE_S = 3.0  # lets the first rank's error arrive before others give up waiti
 
 
 class SyncError(RuntimeError):
-    """A version did not arrive. The message names the rank and the tensor, or another cause."""
+    """Error of a version of the weights that did not arrive. The message names the rank and the tensor, or
+    another cause."""
 
 
 class Receiver(Protocol):
@@ -95,7 +96,8 @@ class Participant:
 
 
 class WeightSync:
-    """One rank's part in the weight syncs of a plan.
+    """One rank's part in all weight syncs from training ranks (sources) to engine ranks (destinations) that
+    follow one plan.
 
     Every rank that holds a source or speaks for a destination has a WeightSync, made from the same plan.
 
@@ -205,7 +207,8 @@ class WeightSync:
         return {peer: self._read(f"place/{peer}", Participant, peer, "connect") for peer in sorted(peers)}
 
     def _choose(self, places: dict[int, Participant]) -> dict[tuple[int, int], str]:
-        """Choose the transport of each (source, destination) pair of this rank, and log it once."""
+        """Return (source, destination) -> transport for each pair of this rank, and log the choices once.
+        Raises ValueError if a wanted transport cannot work."""
         transports, pairs_by = {}, {}
         for src, dst in dict.fromkeys([*((self.rank, dst) for dst in self._sends), *self._receives]):
             transport, why = choose(
@@ -218,7 +221,8 @@ class WeightSync:
         return transports
 
     def _plan_messages(self) -> Transfer | None:
-        """Plan the messages that this rank sends and receives over torch.distributed.
+        """Return the messages that this rank sends and receives over torch.distributed, or None if there are
+        none.
 
         An engine in another process cannot receive messages. This process receives them, exports the result,
         and the engine pulls it."""
@@ -266,7 +270,8 @@ class WeightSync:
     # ------------------------------------------------------------------ every version
 
     def begin(self, version: int) -> None:
-        """Announce this rank's weights as complete for `version`, and start to copy the others' weights."""
+        """Announce this rank's weights as complete for `version`, and start to copy the others' weights.
+        Raises SyncError if no transport works; `finish` raises all other errors."""
         if self._transports is None:
             self._connect()
         self._round += 1
@@ -387,7 +392,8 @@ _ATLASES = "atlases"  # name of a separate key-value store
 
 
 def publish_atlases(atlases: dict[int, Atlas], actor: str = "") -> None:
-    """Publish the atlases of an out-of-process engine whose model type has no table.
+    """Publish what each rank of an out-of-process engine holds, for a model type that has no table of vLLM's
+    layout.
 
     The rank that started the engine calls this."""
     store = KeyValueStore(_ATLASES + actor)

@@ -22,7 +22,8 @@ _ALIGNMENT = 16  # bytes
 
 
 class Transfer:
-    """The part of a plan that one rank plays; built once, run for every new version of the weights.
+    """The sends, receives and local copies of one rank in a plan; built once, run for every new version of
+    the weights.
 
     Args:
         plan: from `make_plan` over atlases of *global* ranks; the same on every rank.
@@ -63,7 +64,7 @@ class Transfer:
         """Bytes that one run writes on this rank."""
 
     def follow(self) -> None:
-        """Read the addresses of all tensors again. Not collective."""
+        """Read the addresses of all tensors again, after storages have moved in memory. Not collective."""
         self._rounds = _rounds(self._sends, self._receives)
         self._local = plan_copies(self._here)
 
@@ -84,7 +85,7 @@ class Transfer:
         return self.bytes
 
     def _start(self, part: _Round) -> list[dist.Work]:
-        """Start the messages of a round."""
+        """Start the messages of a round, and return their requests."""
         operations = [
             dist.P2POp(operation, message, peer)
             for operation, messages in ((dist.irecv, part.receives), (dist.isend, part.sends))
@@ -134,8 +135,8 @@ class _Chunk:
         return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in self.sizes), initial=0))
 
     def in_place(self) -> Tensor | None:
-        """Return the message itself, uint8, if this end needs no staging. The other end decides for
-        itself."""
+        """Return the memory of the only view as the message, uint8, or None if the message must be staged.
+        The other end decides for itself."""
         view = self.views[0]
         if len(self.views) == 1 and view.is_contiguous() and view.dtype == self.dtypes[0]:
             return view.detach().view(-1).view(torch.uint8) if self.bytes == self.starts[-1] else None

@@ -1,5 +1,5 @@
-"""The atlas (sharding spec) of a rank of a vLLM 0.32 decoder (Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral,
-Mixtral, Gemma 3) holds."""
+"""Compute which parts of which Hugging Face tensors a rank of a vLLM 0.32 decoder holds (its atlas), for
+Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Mixtral and Gemma 3."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from megarl.reshard.atlas import (
 
 
 def fused_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Layout [this rank's query heads; its key heads; its value heads]. With more ranks than key heads,
-    t/G ranks share each."""
+    """Return this rank's rows of vLLM's qkv_proj: [its query heads; its key heads; its value heads]. With
+    more ranks than key heads, t/G ranks share each."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
     start, end = cut.share(sizes[query][0])
@@ -45,7 +45,7 @@ def fused_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
 
 
 def attention_names(kind: str) -> tuple[str, str, str]:
-    """Return the canonical weights or biases of queries, keys and values."""
+    """Return the names of the Hugging Face weights or biases (`kind`) of queries, keys and values."""
     return (f"self_attn.q_proj.{kind}", f"self_attn.k_proj.{kind}", f"self_attn.v_proj.{kind}")
 
 
@@ -106,8 +106,8 @@ TABLES = {
 
 
 def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
-    """Return the atlas of one rank. Raises: ValueError if tp_size does not divide the model, or its type
-    has no table."""
+    """Return parameter name -> the parts of Hugging Face tensors that one rank holds in it (its atlas).
+    Raises ValueError if tp_size does not divide the model, or its type has no table."""
     if shape.model_type not in TABLES:
         raise ValueError(
             f"model_type ({shape.model_type}): there is no table of vLLM's layout, only of "
@@ -126,6 +126,6 @@ def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
 
 
 def vllm_atlases(shape: ModelShape, ranks: Sequence[int], tp_size: int) -> dict[int, Atlas]:
-    """Return the atlas of every rollout rank: engines are consecutive blocks of tp_size ranks."""
+    """Return rollout rank -> its atlas; engines are consecutive blocks of tp_size ranks."""
     of_tp_rank = [vllm_atlas(shape, tp_size, tp_rank) for tp_rank in range(tp_size)]
     return {rank: of_tp_rank[index % tp_size] for index, rank in enumerate(ranks)}

@@ -23,7 +23,8 @@ class CudaMemory(msgspec.Struct, frozen=True, tag=True):
 
 
 def share(storage: torch.UntypedStorage) -> CudaMemory:
-    """Describe a CUDA storage, which must not be freed while a peer reads it."""
+    """Return the location of a CUDA storage, by which a peer opens it. It must not be freed while a peer
+    reads it."""
     device, *handle = storage._share_cuda_()
     return CudaMemory(device_uuid(device), tuple(handle), storage.nbytes())
 

@@ -37,7 +37,8 @@ class Exported:
 
 
 def export(tensors: dict[str, Tensor]) -> Exported:
-    """Share the storages of these [rows, cols] tensors and describe them.
+    """Share the storages of these [rows, cols] tensors, and return the message by which another process opens
+    them.
 
     CPU storages move, so build no CopyPlan before. Megatron's parameters lie in a few contiguous buffers, so
     the number of storages is small for any number of tensors."""
@@ -61,7 +62,7 @@ def export(tensors: dict[str, Tensor]) -> Exported:
 
 
 def open_exported(exported: Exported) -> dict[str, Tensor]:
-    """Open the tensors as views of the other process's memory.
+    """Return the tensors by name, as views of the other process's memory.
 
     The views may only be read, and only during a sync."""
     opened = [

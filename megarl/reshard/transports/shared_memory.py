@@ -31,7 +31,7 @@ class SharedMemory(msgspec.Struct, frozen=True, tag=True):
 
 
 def share(storage: torch.UntypedStorage) -> SharedMemory:
-    """Move `storage` into shared memory in place, or describe it if it is already there.
+    """Move `storage` into shared memory in place, unless it is already there, and return its location.
 
     The storage stays there for its lifetime.
 
