@@ -1,5 +1,5 @@
-"""The atlas, the sharding spec of a rank: which rectangles of which Hugging Face tensors it holds, and where in
-its parameters.
+"""The atlas, the sharding spec of a rank: which rectangles of which Hugging Face tensors it holds, and where
+in its parameters.
 
 The tensors of the Hugging Face checkpoint are called the canonical matrices. Every matrix is [rows, cols]; a
 vector of n elements is [n, 1]. Where two atlases hold the same rectangle, weights can be copied from one to

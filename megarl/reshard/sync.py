@@ -271,7 +271,7 @@ class WeightSync:
 
     def begin(self, version: int) -> None:
         """Announce this rank's weights as complete for `version`, and start to copy the others' weights.
-        Raises SyncError if no transport works; `finish` raises all other errors."""
+        Raises SyncError if the ranks cannot connect; `finish` raises the errors of the copies."""
         if self._transports is None:
             self._connect()
         self._round += 1
