@@ -1,4 +1,4 @@
-"""Write and read checkpoints that any layout can read.
+"""Write checkpoints, and read them with any number of ranks and any parallel sizes.
 
 Every tensor is stored under its Hugging Face name and shape, in rectangles.
 

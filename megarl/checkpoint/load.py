@@ -1,4 +1,4 @@
-"""Read a checkpoint, by all ranks of a mesh or by one process."""
+"""Read a checkpoint, by all ranks of a role together or by one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Checkpoint:
         return self.manifest.state
 
     def tensors(self, kind: str) -> dict[str, StoredTensor]:
-        """Return what is stored of a kind, by canonical name; empty if there is nothing."""
+        """Return Hugging Face name -> how the values of a kind (weights, exp_avg, ...) are stored; {} if
+        there are none."""
         return self.manifest.tensors.get(kind, {})
 
     def files(self, kinds: Collection[str]) -> list[str]:
@@ -42,7 +43,8 @@ class Checkpoint:
         )
 
     def read(self, kind: str, name: str, box: Box) -> Tensor:
-        """Return the values of a box, [rows, cols], in the dtype that was written."""
+        """Return the values of one kind in a box of a Hugging Face tensor, [rows, cols], in the dtype that
+        was written."""
         stored = self.tensors(kind)[name]
         out = torch.empty(box.row_end - box.row_start, box.col_end - box.col_start, dtype=stored.dtype)
         self._fill(kind, name, box, out)
@@ -50,7 +52,8 @@ class Checkpoint:
 
     @torch.no_grad()
     def fill(self, rectangles: Iterable[Rectangle]) -> None:
-        """Copy what is stored into the given values."""
+        """Copy the stored values into each rectangle's memory. Raises CheckpointError if elements are not
+        stored."""
         for r in rectangles:
             self._fill(r.kind, r.name, r.box, r.values)
 
@@ -72,7 +75,7 @@ class Checkpoint:
             )
 
     def check(self, kind: str, sizes: dict[str, tuple[int, int]]) -> None:
-        """Compare the stored tensors of a kind with these. Raises: CheckpointError if they differ."""
+        """Raise CheckpointError unless the stored tensors of a kind have exactly these names and sizes."""
         check_tensors(
             f"{kind} in {self.folder}",
             {name: matrix_size(t.shape) for name, t in self.tensors(kind).items()},
@@ -80,8 +83,8 @@ class Checkpoint:
         )
 
     def check_model(self, model: Mapping[str, object]) -> None:
-        """Compare the model with the stored one. Raises: CheckpointError if the tensors were saved for a
-        model that computes something else, by its `function_fields`."""
+        """Raise CheckpointError if the tensors were saved for a model that computes something else, by its
+        `function_fields`."""
         saved = self.state.get("model")
         if model and isinstance(saved, dict) and (different := differences(saved, model)):
             raise CheckpointError(f"{self.folder} is of another model: it has {', '.join(different)}.")
@@ -94,7 +97,8 @@ def load(
     digests: bool = True,
     model: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """Fill the rectangles of every rank of a group, after `verify`. Collective.
+    """Verify a checkpoint, fill the rectangles of every rank of a group from it, and return the state that
+    was saved. Collective.
 
     Returns: the state that was saved.
     Raises: CheckpointError, on every rank; unless a file changed meanwhile, nothing was written to then."""
@@ -110,7 +114,8 @@ def verify(
     digests: bool = True,
     model: Mapping[str, object] | None = None,
 ) -> Checkpoint:
-    """Check that the rectangles of every rank of a group can be filled. Collective.
+    """Return the checkpoint if it can fill the rectangles of every rank of a group, or raise CheckpointError
+    on every rank. Collective.
 
     Every file is there and has its digest; each rank reads its share of the files. Of each kind that the
     ranks ask for, the checkpoint must have the tensors that they ask for and no others.

@@ -18,7 +18,7 @@ WEIGHTS = "weights"
 
 
 class CheckpointError(ValueError):
-    """A folder that cannot be read or written as a checkpoint, and why."""
+    """Error of a folder that cannot be read or written as a checkpoint, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class StoredTensor:
 
 
 def part_key(name: str, shape: tuple[int, ...], box: Box) -> str:
-    """Return the name of a rectangle in its file."""
+    """Return the key of a rectangle in its safetensors file: the tensor's name, and the bounds unless the
+    rectangle is the whole tensor."""
     return (
         name
         if box == whole(shape)
@@ -114,8 +115,7 @@ class Manifest:
         return manifest
 
     def check_sizes(self, folder: Path) -> None:
-        """Compare the sizes of all files. Raises: CheckpointError naming a file that is missing or cut
-        short."""
+        """Raise CheckpointError naming a file that is missing or has not the size that was written."""
         for name, (size, _) in self.files.items():
             path = folder / name
             found = path.stat().st_size if path.exists() else None
@@ -126,7 +126,7 @@ class Manifest:
                 )
 
     def check_digests(self, folder: Path, names: Collection[str]) -> None:
-        """Compare the digests of files. Raises: CheckpointError naming a file whose content has changed."""
+        """Raise CheckpointError naming one of these files whose content is not what was written."""
         for name in names:
             if file_digest(folder / name) != self.files[name][1]:
                 raise CheckpointError(
@@ -135,8 +135,8 @@ class Manifest:
 
 
 def _stored_tensor(item: dict[str, object], files: Sequence[str]) -> StoredTensor:
-    """Parse the entry of a tensor. Raises: KeyError, TypeError, IndexError or ValueError if it does not
-    say where all of the tensor is."""
+    """Return the tensor that an entry of the manifest describes. Raises KeyError, TypeError, IndexError or
+    ValueError if it does not say where all of the tensor is."""
     dtype, shape = getattr(torch, item["dtype"], None), tuple(item["shape"])
     parts = tuple(Part(files[number], Box(*box)) for number, *box in item["parts"])
     if (
@@ -151,8 +151,8 @@ def _stored_tensor(item: dict[str, object], files: Sequence[str]) -> StoredTenso
 
 
 def check_tensors(what: str, found: dict[str, tuple[int, int]], sizes: dict[str, tuple[int, int]]) -> None:
-    """Compare (rows, cols) by name. Raises: CheckpointError listing what is missing, too many or of another
-    size than config.json says."""
+    """Raise CheckpointError if names or (rows, cols) of the found tensors are not those of `sizes`, with a
+    list of the differences."""
     problems = [f"{name} is missing" for name in sizes if name not in found]
     problems += [f"{name} is not a tensor of this model" for name in found if name not in sizes]
     problems += [

@@ -1,4 +1,4 @@
-"""Rectangles of canonical matrices, and the rectangles that a range of a local parameter's memory holds.
+"""Rectangles of Hugging Face tensors, and the rectangles that a range of a local parameter's memory holds.
 
 The canonical matrices are the atlas' (`megarl/reshard/atlas.py`): the tensors of the Hugging Face folder,
 [rows, cols], a vector [n, 1]."""
@@ -15,7 +15,7 @@ from megarl.reshard.atlas import Box, LocalParam
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A rectangle of a canonical tensor, with its values in memory.
+    """A rectangle of a Hugging Face tensor, with its values in memory.
 
     Args:
         kind: what of the tensor: weights, exp_avg, ...
@@ -30,7 +30,8 @@ class Rectangle:
 
 
 def matrix_size(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, cols) of a tensor of this shape."""
+    """Return (rows, cols) of a tensor of this shape; the dimensions after the first are folded into
+    columns."""
     rows, cols = shape[0], 1
     for size in shape[1:]:
         cols *= size
@@ -45,8 +46,9 @@ def whole(shape: Sequence[int]) -> Box:
 def rectangles_of(
     kind: str, param: LocalParam, sizes: dict[str, tuple[int, int]], flat: Tensor, start: int = 0
 ) -> Iterator[Rectangle]:
-    """Yield the rectangles that the elements [start, start + len(flat)) of a local parameter hold, at most
-    three of each piece: the end of a row, complete rows, the start of a row. Padding is left out.
+    """Yield the rectangles of Hugging Face tensors that the elements [start, start + len(flat)) of a local
+    parameter hold, at most three of each piece: the end of a row, complete rows, the start of a row. Padding
+    is left out.
 
     Args:
         sizes: of the canonical tensors.

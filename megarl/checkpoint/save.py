@@ -1,4 +1,4 @@
-"""Write a checkpoint, by all ranks of a mesh or by one process."""
+"""Write a checkpoint, by all ranks of a role together or by one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.files.checkpoints import sync_folder
 
 
 class Offer(NamedTuple):
-    """A rectangle that a rank could write."""
+    """A rectangle of a Hugging Face tensor that a rank holds and could write."""
 
     kind: str
     name: str
@@ -38,7 +38,8 @@ def save(
     state: dict[str, object],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write what the ranks of a group hold together. When this returns, `folder` is complete or not there.
+    """Write what the ranks of a group hold together as one checkpoint, or raise CheckpointError on every
+    rank. In either case `folder` is complete or not there.
 
     Collective.
 
@@ -81,7 +82,8 @@ class SavePlan:
 
     @classmethod
     def of(cls, rectangles: Sequence[Rectangle], group: dist.ProcessGroup | None = None) -> SavePlan:
-        """Make the plan. Collective.
+        """Return the plan by which each rectangle is written once, by one of the ranks that hold it.
+        Collective.
 
         Raises: CheckpointError, on every rank, if the rectangles do not cover every tensor."""
         ranks = RankGroup(group)
@@ -112,8 +114,9 @@ class SavePlan:
 
 
 def _choose_writers(offers: list[list[Offer]]) -> tuple[Writers, dict[str, dict[str, StoredTensor]]]:
-    """Choose for every rectangle the rank with the least to write so far. Raises: CheckpointError if they
-    do not cover each tensor once."""
+    """Return which rank writes each rectangle (of those that hold it, the one with the least to write so
+    far), and the tensors of the checkpoint. Raises CheckpointError if the rectangles do not cover each tensor
+    once."""
     holders: dict[tuple[str, str], dict[Box, list[int]]] = {}
     stored: dict[tuple[str, str], Offer] = {}
     for rank, of_rank in enumerate(offers):
@@ -177,7 +180,8 @@ def start_folder(partial: Path, folder: Path) -> None:
 
 
 def publish(partial: Path, folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename the folder to its final name."""
+    """Write the manifest and rename the folder to its final name. Raises CheckpointError, before that, if a
+    file is missing or cut short."""
     manifest.check_sizes(partial)  # all files of all machines
     manifest.write(partial)
     sync_folder(partial)

@@ -1,5 +1,5 @@
-"""Read weights on disk under their canonical names, in any of the formats, a few rows at a time and
-without ranks."""
+"""Read weights of a megarl checkpoint, a Megatron checkpoint or a Hugging Face folder under their Hugging
+Face names, a few rows at a time and without ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.reshard.hf_weights import note_prediction_tensors
 
 
 class WeightSource(Protocol):
-    """Weights on disk, read by canonical name.
+    """Weights on disk in one of these formats, read by their Hugging Face names.
 
     Attributes:
         tensors: canonical name -> (dtype, shape).
@@ -61,7 +61,7 @@ class HFWeights:
 
 
 class CheckpointWeights:
-    """The weights of a megarl checkpoint."""
+    """The weights of a megarl checkpoint, as a `WeightSource`."""
 
     def __init__(self, folder: Path) -> None:
         self.checkpoint = Checkpoint(folder)

@@ -95,7 +95,7 @@ def row_blocks(source: WeightSource, name: str) -> Iterator[tuple[int, int]]:
 
 
 def _entries(source: WeightSource, shape: ModelShape, dtype: torch.dtype | None) -> dict[str, Entry]:
-    """Return the tensors to write by canonical name, in the order of Hugging Face's checkpoints."""
+    """Return Hugging Face name -> the tensor to write, in the order of Hugging Face's checkpoints."""
 
     def entry(name: str) -> Entry:
         stored, size = source.tensors[name]
@@ -108,7 +108,8 @@ def _entries(source: WeightSource, shape: ModelShape, dtype: torch.dtype | None)
 
 
 def _shards(entries: dict[str, Entry], name: str, max_shard_bytes: int) -> StateDictSplit:
-    """Decide which tensor goes into which file."""
+    """Return the split of the tensors into files of at most `max_shard_bytes`; a larger tensor has a file of
+    its own."""
     return split_state_dict_into_shards_factory(
         entries,
         get_storage_size=lambda entry: entry.num_bytes,
@@ -126,7 +127,7 @@ def _main_dtype(entries: dict[str, Entry]) -> torch.dtype:
 
 
 def _check_room(folder: Path, entries: dict[str, Entry]) -> None:
-    """Check that the disk has room, before the first byte. Raises: CheckpointError."""
+    """Raise CheckpointError, before the first byte is written, if the disk has no room for all tensors."""
     parent = next(path for path in folder.absolute().parents if path.exists())
     needed, free = sum(entry.num_bytes for entry in entries.values()), shutil.disk_usage(parent).free
     if needed > free:

@@ -124,7 +124,7 @@ def _sharded_backend(path: Path) -> object:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read .metadata. Raises: CheckpointError if it is damaged, or would run something."""
+    """Return the content of .metadata. Raises CheckpointError if it is damaged, or would run something."""
     try:
         with open(folder / ".metadata", "rb") as file:
             metadata = _MetadataUnpickler(file).load()
@@ -140,7 +140,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Held(NamedTuple):
-    """A rectangle of a canonical tensor, in the matrix that `key` has at `index` of its leading axes."""
+    """Where the Megatron checkpoint has a rectangle of a Hugging Face tensor: in the matrix at `index` of the
+    leading axes of tensor `key`."""
 
     key: str
     index: tuple[int, ...]
@@ -148,7 +149,7 @@ class _Held(NamedTuple):
 
 
 class MegatronWeights:
-    """A `sources.WeightSource` of the checkpoint of a GPTModel.
+    """The weights of a sharded Megatron checkpoint of a GPTModel, as a `sources.WeightSource`.
 
     Raises: CheckpointError naming tensors that this model has and the checkpoint does not, or the other way
     round."""
@@ -196,7 +197,8 @@ class MegatronWeights:
         pass  # nothing in the format tells
 
     def _find(self, shape: ModelShape) -> dict[str, list[_Held]]:
-        """Find where each canonical tensor is."""
+        """Return Hugging Face name -> where the checkpoint has its rectangles. Raises CheckpointError for
+        missing or unknown tensors."""
         held: dict[str, list[_Held]] = {}
         used, problems = set(), []
         for local, param in place_atlas(shape, MegatronPlace()).items():
