@@ -28,7 +28,7 @@ def token_weights_ref(
     num_sequences: int,
     max_response_length: int,
 ) -> Tensor:
-    """The specification, token by token, fp64."""
+    """Specification of `token_weights` for tests: return the weights, computed token by token in fp64."""
     weight = {
         "token-mean": lambda length: 1 / num_tokens,
         "seq-mean-token-mean": lambda length: 1 / (num_sequences * length),

@@ -1,5 +1,5 @@
-"""Cases that the ahead-of-time check compiles: each `<op>_triton.py` lists its kernels in `AOT_CASES:
-list[AotCase]`."""
+"""Specialised kernels that the ahead-of-time check compiles: each `<op>_triton.py` lists its own in
+`AOT_CASES: list[AotCase]`."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def dpo_loss_ref(
     label_smoothing: float = 0.0,
     kind: DPOKind = "sigmoid",
 ) -> Tensor:
-    """The specification: one pair after another, in fp64 and differentiated by autograd."""
+    """Specification of `dpo_loss` for tests: return the loss, one pair after another, in fp64 and
+    differentiated by autograd."""
     total, ends = torch.zeros((), dtype=torch.float64), cu_seqlens.tolist()
     log_ratio = [
         (log_probs[a:b].double() - ref_log_probs[a:b].double())[mask[a:b]].sum()
@@ -78,7 +79,7 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     kind: DPOKind = "sigmoid",
 ) -> tuple[Tensor, DPOStats]:
-    """Return the sum of the weighted losses of P pairs. Differentiable in `log_probs` only.
+    """Return the sum of the weighted losses of P pairs, and `DPOStats`. Differentiable in `log_probs` only.
 
     Args:
         log_probs: [T] fp32, of the policy now, packed.

@@ -63,8 +63,8 @@ def fused_linear_policy_loss_ref(
     with_entropy: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> FusedLoss:
-    """The specification, with the unsplit weight [V, H], computed in `dtype` and differentiated by
-    autograd."""
+    """Specification of `fused_linear_policy_loss` for tests, with the unsplit weight [V, H], computed in
+    `dtype` and differentiated by autograd."""
     logits = hidden.to(dtype) @ weight.to(dtype).t()
     log_probs, entropy = vocab_parallel_log_probs_ref(
         logits, targets, vocab_size=vocab_size, temperature=temperature, dtype=dtype
@@ -176,7 +176,8 @@ def _backward(
     grad_hidden: Tensor | None,
     grad_weight: Tensor | None,
 ) -> None:
-    """Compute the two backward products of a chunk, only for rows that have a gradient."""
+    """Write a chunk's gradient into its rows of `grad_hidden` and add it to `grad_weight`, only for rows that
+    have a gradient."""
     grad_log_probs, grad_entropy = grads
     if grad_log_probs is None:
         grad_log_probs = torch.zeros_like(grad_entropy)
@@ -204,7 +205,7 @@ def _backward(
 
 
 class _WithGradients(torch.autograd.Function):
-    """The loss, with gradients that exist already."""
+    """Autograd function that returns the loss, and in backward the gradients that were computed before."""
 
     @staticmethod
     def forward(ctx, hidden, weight, loss, grad_hidden, grad_weight, loss_scale):

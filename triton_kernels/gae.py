@@ -51,7 +51,7 @@ def gae_ref(
     gae_lambda: float,
     bootstrap_values: Tensor | None = None,
 ) -> GAE:
-    """The specification: one token after another, fp64."""
+    """Specification of `gae` for tests: return the same, one token after another, in fp64."""
     rewards, values, is_action, ends = rewards.double(), values.double(), mask.tolist(), cu_seqlens.tolist()
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for sequence, (begin, end) in enumerate(zip(ends, ends[1:])):
@@ -69,7 +69,7 @@ def gae_ref(
 
 
 def whiten_ref(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
-    """The specification, fp64."""
+    """Specification of `whiten` for tests: return the whitened advantages [T] in fp64."""
     total, squares, count = stats.tolist()
     mean = total / max(count, 1)
     variance = max(squares - total * mean, 0) / max(count - 1, 1)

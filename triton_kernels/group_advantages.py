@@ -24,7 +24,8 @@ from megarl.kernels.backend import backend
 def group_advantages_ref(
     rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float = 1e-4
 ) -> Tensor:
-    """The specification: one group after another, fp64."""
+    """Specification of `group_advantages` for tests: return the advantages [B], one group after another, in
+    fp64."""
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
     for group_id in group_ids.unique():
         members = (group_ids == group_id) & ~rewards.isnan()

@@ -41,7 +41,8 @@ KLEstimator = Literal["k1", "abs", "k2", "k3"]
 def kl_estimate_ref(
     log_probs: Tensor, ref_log_probs: Tensor, kind: KLEstimator, straight_through: bool = False
 ) -> Tensor:
-    """The specification, in fp64 and differentiated by autograd."""
+    """Specification of `kl_estimate` for tests: return the estimates [N], in fp64 and differentiated by
+    autograd."""
     d = log_probs.double() - ref_log_probs.double()
     limited = d.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     k3 = (torch.expm1(-limited) + limited).clamp(max=MAX_K3)
@@ -56,8 +57,9 @@ def at_least_fp32(x: Tensor | None) -> Tensor | None:
 
 
 def kl_and_slope(d: Tensor, kind: KLEstimator, straight_through: bool) -> tuple[Tensor, Tensor]:
-    """Return estimate and derivative for differences d [N]. The derivative is written by hand, because
-    autograd's derivative of exp(-d) + d loses all digits where d is small, as on every early step."""
+    """Return the KL estimate of each token and its derivative, for differences d [N] of log-probs. The
+    derivative is written by hand, because autograd's derivative of exp(-d) + d loses all digits where d is
+    small, as on every early step."""
     match kind:
         case "k1":
             value, slope = d, torch.ones_like(d)

@@ -74,7 +74,7 @@ def _kl_kernel(
 def kl_and_slope(
     log_probs: Tensor, ref_log_probs: Tensor, kind: str, straight_through: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return estimate and derivative, fp32."""
+    """Return the KL estimate of each token and its derivative, fp32."""
     log_probs, ref_log_probs = log_probs.contiguous(), ref_log_probs.contiguous()
     value, slope = (torch.empty_like(log_probs, dtype=torch.float32) for _ in range(2))
     num_tokens = log_probs.numel()

@@ -46,7 +46,8 @@ def check_head(
     group: dist.ProcessGroup | None,
     temperature: float,
 ) -> None:
-    """Check the arguments of an op with an output layer. Raises: ValueError, see the ops."""
+    """Raise ValueError if shapes, dtypes or devices of an op's arguments do not fit its output layer, or a
+    target is no token."""
     if hidden.ndim != 2 or hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(
             f"hidden must be a bf16, fp16, fp32 or fp64 tensor [N, H], got {hidden.dtype} "
@@ -67,7 +68,8 @@ def check_head(
 
 
 def check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
-    """Raise ValueError unless `main_grad` can take the gradient of `weight`."""
+    """Raise ValueError unless `main_grad` is None or has the shape, device and accumulation dtype for the
+    gradient of `weight`."""
     if main_grad is None:
         return
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -79,7 +81,8 @@ def check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
 
 
 class LinearHead:
-    """One call's hidden states [N, H], weight [V_tp, H] and targets [N], checked. Records no gradient."""
+    """The output layer of one call, with checked hidden states [N, H], weight [V_tp, H] and targets [N].
+    Records no gradient."""
 
     def __init__(
         self,

@@ -55,7 +55,8 @@ def linear_log_probs_ref(
     temperature: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """The specification, with the unsplit weight [V, H], computed and returned in `dtype`."""
+    """Specification of `linear_log_probs` for tests: return log-probs and entropies with the unsplit weight
+    [V, H], computed in `dtype`."""
     logits = hidden.to(dtype) @ weight.to(dtype).t()
     return vocab_parallel_log_probs_ref(
         logits, targets, vocab_size=vocab_size, temperature=temperature, dtype=dtype
@@ -192,7 +193,7 @@ def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None]
 
 
 def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
-    """Whether the Triton kernel is faster, measured the first time a shape occurs, on its own inputs.
+    """Return whether the Triton kernel is faster, measured the first time a shape occurs, on its own inputs.
     Ranks of a group agree, or their collectives would not match."""
     if not runs_triton(head.hidden):
         return False

@@ -93,9 +93,10 @@ def _target_logits_kernel(
 
 
 def can_run(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether tensor descriptors (TMA) can read the inputs. They need contiguous columns, rows and starts
-    at multiples of 16 bytes. fp32 would be TF32 on CUDA; in the interpreter, which multiplies the raw bits
-    of bf16, it is fp32 that runs."""
+    """Return whether tensor descriptors (TMA) can read the inputs.
+
+    They need contiguous columns, rows and starts at multiples of 16 bytes. fp32 would be TF32 on CUDA; in
+    the interpreter, which multiplies the raw bits of bf16, it is fp32 that runs."""
     aligned = all(
         x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
         for x in (hidden, weight)

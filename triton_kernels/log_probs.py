@@ -58,8 +58,8 @@ def vocab_parallel_log_probs_ref(
     temperature: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """The specification: `vocab_parallel_log_probs` of unsplit logits [N, V], computed and returned in
-    `dtype`."""
+    """Specification of `vocab_parallel_log_probs` for tests: return log-probs and entropies of unsplit logits
+    [N, V], computed in `dtype`."""
     log_probs = torch.log_softmax(logits[:, :vocab_size].to(dtype) / temperature, dim=-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return log_probs.gather(1, targets[:, None])[:, 0], entropy
@@ -120,7 +120,8 @@ def rank_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def nan_outside(log_probs: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return NaN for targets that are no token of the vocabulary; a CPU has none, see `check_targets`."""
+    """Return `log_probs` with NaN for targets that are no token of the vocabulary; on a CPU `check_targets`
+    has refused those."""
     if targets.device.type == "cpu":
         return log_probs
     return torch.where((targets >= 0) & (targets < vocab_size), log_probs, math.nan)
@@ -170,7 +171,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
 
 class Softmax(NamedTuple):
-    """State that the gradient of some rows needs. Beside `kept` nothing is larger than one number per row."""
+    """State that the gradient of a softmax over some rows needs. Beside `kept` nothing is larger than one
+    number per row."""
 
     kept: Tensor
     """[N, V_tp]: log_q in the dtype of the results, or the logits."""
@@ -189,8 +191,8 @@ class Softmax(NamedTuple):
 
 
 def runs_triton(logits: Tensor) -> bool:
-    """Whether Triton computes this. Its kernels compute in fp32; float64, which is for checks, runs in
-    PyTorch everywhere."""
+    """Return whether Triton, not PyTorch, computes an op on these logits. Its kernels compute in fp32;
+    float64, which is for checks, runs in PyTorch everywhere."""
     return logits.dtype != torch.float64 and backend(logits) == "triton"
 
 
@@ -276,8 +278,8 @@ def _log_softmax(scaled: Tensor, is_shard: bool, out: Tensor | None = None) -> T
 def softmax_gradient(
     softmax: Softmax, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Write dL/dlogits [N, V_tp] for dL/dlog_prob [N] and dL/dentropy [N] into `out`, any float dtype; may be
-    `softmax.kept`."""
+    """Write dL/dlogits [N, V_tp] for dL/dlog_prob [N] and dL/dentropy [N] into `out`, any float dtype, and
+    return it; may be `softmax.kept`."""
     kept, shift, targets, is_local, entropy, num_real, temperature, is_log_q = softmax
     at_target = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
     row_scale, entropy_scale = -at_target, None

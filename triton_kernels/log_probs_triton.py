@@ -136,8 +136,8 @@ def dlogits(
     temperature: float,
     out: Tensor,
 ) -> Tensor:
-    """Write the gradient [N, V_tp] into `out`, 0 from column `num_real` on. `out` may be `logits`. shift: [N,
-    2] of m and log s."""
+    """Write the gradient [N, V_tp] into `out`, 0 from column `num_real` on, and return it. `out` may be
+    `logits`. shift: [N, 2] of m and log s."""
     if out.stride(1) != 1:
         return out.copy_(
             dlogits(

@@ -40,7 +40,7 @@ PolicyLossKind = Literal["ppo", "cispo"]
 
 
 class PolicyLossColumns(NamedTuple):
-    """The tensors [N] of the formula above; see `policy_loss`."""
+    """The tensors [N] that `policy_loss` takes, by their names in the module's formula."""
 
     log_probs: Tensor
     old_log_probs: Tensor
@@ -73,7 +73,7 @@ class PolicyLossStats(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLossOptions:
-    """The numbers of the formula above."""
+    """Coefficients, clip bounds and choices of the policy loss, by their names in the module's formula."""
 
     clip_eps_low: float
     clip_eps_high: float
@@ -110,8 +110,8 @@ def policy_loss_ref(
     ref_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> Tensor:
-    """The specification of the loss, in fp64 and differentiated by autograd, of the tokens whose weight is
-    not 0."""
+    """Specification of `policy_loss` for tests: return the loss of the tokens whose weight is not 0, in fp64
+    and differentiated by autograd."""
     exists = weights != 0
     columns = (log_probs, old_log_probs, advantages, weights, rollout_log_probs, ref_log_probs, entropy)
     log_probs, old, advantages, weights, rollout, ref, entropy = (
@@ -147,7 +147,8 @@ def policy_loss(
     ref_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, PolicyLossStats]:
-    """Return the sum of the weighted losses of N tokens. Differentiable in `log_probs` and `entropy` only.
+    """Return the sum of the weighted losses of N tokens, and `PolicyLossStats`. Differentiable in `log_probs`
+    and `entropy` only.
 
     Args:
         log_probs: [N] fp32, of the policy now.

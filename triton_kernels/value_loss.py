@@ -40,7 +40,8 @@ class ValueLossStats(NamedTuple):
 def value_loss_ref(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip_eps: float | None
 ) -> Tensor:
-    """The specification, in fp64 and differentiated by autograd, of the tokens whose weight is not 0."""
+    """Specification of `value_loss` for tests: return the loss of the tokens whose weight is not 0, in fp64
+    and differentiated by autograd."""
     values, old_values, returns, weights = (
         x[weights != 0].double() for x in (values, old_values, returns, weights)
     )
@@ -54,7 +55,8 @@ def value_loss_ref(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip_eps: float | None
 ) -> tuple[Tensor, ValueLossStats]:
-    """Return the sum of the weighted value losses of N tokens. Differentiable in `values` only.
+    """Return the sum of the weighted value losses of N tokens, and `ValueLossStats`. Differentiable in
+    `values` only.
 
     Args:
         values: [N] fp32, of the critic now.
