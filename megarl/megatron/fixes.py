@@ -87,7 +87,7 @@ def recompute_without_transformer_engine() -> None:
     "pipeline_parallel/p2p_communication.py", 74, "even_recv_odd_send_group = torch.distributed.group.WORLD"
 )
 def second_channel_within_the_mesh() -> None:
-    """Use a process group of the mesh as the second channel between two pipeline stages.
+    """Use a process group of the role's ranks as the second channel between two pipeline stages.
 
     Megatron uses the whole world there. A message would then be matched with any other message between the
     two ranks, even with one of another role."""

@@ -54,7 +54,7 @@ def _fill(
     parameters: dict[str, torch.Tensor],
     values: Callable[[str, int, int], torch.Tensor],
 ) -> None:
-    """Fill each parameter of the atlas with this rank's part of the Hugging Face tensors that values(name,
+    """Fill each parameter with this rank's part, by its atlas, of the Hugging Face tensors that values(name,
     rows, cols) returns. The rest is 0."""
     for name, local in atlas.items():
         target = parameters[name].zero_()

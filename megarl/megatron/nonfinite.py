@@ -45,7 +45,7 @@ class ExplainedModel(Protocol):
 
 @dataclass(frozen=True)
 class _NonFinite:
-    """The non-finite tensors that one rank of the mesh found.
+    """The non-finite tensors that one rank of the role found.
 
     Args:
         weights, gradients: names of weights and gradients that are not finite.

@@ -94,9 +94,8 @@ class ModelMemory:
                     self._copies.give(part, storages, keep=part != "gradients")
 
     def use(self, *parts: str) -> None:
-        """Make the current CUDA stream wait until these parts have arrived on the device.
-
-        Raises: RuntimeError if a part is away."""
+        """Make the current CUDA stream wait until these parts have arrived on the device, or raise
+        RuntimeError if one is still offloaded."""
         for part in parts:
             if part in self._away:
                 raise RuntimeError(

@@ -205,7 +205,7 @@ class Routing:
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def _take(self, routers: list) -> torch.Tensor:
-        """Return and reset the statistics, summed over all ranks of this stage.
+        """Return and reset the routers' statistics, summed over all ranks of this pipeline stage.
 
         The result is [layers, E + len(STATISTICS)] fp64."""
         taken = torch.stack([router.statistics for router in routers])

@@ -199,8 +199,8 @@ class TrainedModel:
         return self.is_last_stage and self.groups.tp.rank() == 0
 
     def parameters_changed(self) -> None:
-        """Copy `parameters` into the optimizer's fp32 master weights after a direct write. A frozen model has
-        none, so do nothing."""
+        """Copy `parameters` into the optimizer's fp32 master weights after a direct write; do nothing for a
+        frozen model."""
         if self.optimizer is not None:
             self.memory.use("parameters", "optimizer")
             with cpu_megatron():

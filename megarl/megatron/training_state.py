@@ -37,7 +37,7 @@ def save_checkpoint(
     state: dict[str, object] | None = None,
 ) -> None:
     """Write a model, its optimizer and its learning-rate schedule to `folder`, or raise CheckpointError on
-    every rank. Collective over its mesh.
+    every rank. Collective over the model's ranks.
 
     To write while training goes on, call `save` with copies of `saved_rectangles` and `model_state` in a
     thread, with a separate process group.
@@ -58,7 +58,7 @@ def load_checkpoint(
     digests: bool = True,
 ) -> dict[str, object]:
     """Restore a checkpoint, however many ranks wrote it, and return the `state` that was saved with it.
-    Collective over the mesh.
+    Collective over the model's ranks.
 
     The learning rate is the one that this job's flags give at the restored step.
 
@@ -93,8 +93,8 @@ def verify_checkpoint(folder: str | os.PathLike, model: TrainedModel, atlas: Atl
 
 
 def model_state(model: TrainedModel, group: dist.ProcessGroup) -> dict[str, object]:
-    """Return what is the same on every rank (model, mesh sizes, step counts), to be saved once.
-    Collective."""
+    """Return the part of a checkpoint that is the same on every rank: dtype, parallel sizes, model and step
+    counts. Collective."""
     state: dict[str, object] = {
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
         "mesh": model.mesh.shape | model.mesh.expert_shape,

@@ -27,7 +27,7 @@ def transformer_config(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, extra: dict[str, object]
 ) -> TransformerConfig:
     """Return the Megatron configuration of a Hugging Face model's shape. Raises ValueError if fp8 is
-    requested and this machine has none.
+    requested and this machine cannot compute in it.
 
     `extra` holds TransformerConfig fields by their own names."""
     on_cpu = not torch.cuda.is_available()
