@@ -9,8 +9,8 @@ from megarl.reshard.atlas import Atlas, LocalParam
 
 
 def find_aliases(source: Atlas, destination: Atlas) -> dict[str, str]:
-    """Return destination parameter -> the source parameter of the same rank that holds the same numbers at
-    the same places.
+    """Return engine parameter -> the trainer's parameter on the same rank that holds the same numbers at the
+    same places.
 
     Their dtypes are the caller's to compare. Where several source parameters do (a tied output layer), the
     first is taken."""

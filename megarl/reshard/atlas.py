@@ -274,8 +274,8 @@ def equal_part(length: int, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What decides how a parameter is cut: the model, and a rank's place in its tensor-parallel group (for
-    experts: the experts' own group)."""
+    """The model and a rank's place in its tensor-parallel group (for experts: the experts' own group), by
+    which parameters are cut."""
 
     shape: ModelShape
     tp_size: int

@@ -25,7 +25,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor of a folder lies, and what its file says of it."""
+    """The file of a folder that has a tensor, and the tensor's entry in the file's header."""
 
     path: Path
     entry: HeaderEntry

@@ -28,8 +28,8 @@ def save_peft(
     tensors: dict[str, Tensor],
     lora: LoRAConfig,
 ) -> None:
-    """Write the adapters that the ranks of `atlases` hold, and the value head if there is one. Collective
-    over those ranks; the lowest writes. The folder appears at once and complete.
+    """Write the LoRA adapters that the ranks of `atlases` hold, and the value head if there is one.
+    Collective over those ranks; the lowest writes. The folder appears at once and complete.
 
     Args:
         base_model: folder of the model that they adapt.

@@ -15,7 +15,8 @@ from megarl.reshard.atlas import Atlas, Box, LocalParam, Piece
 
 
 class PlanError(ValueError):
-    """Error of a plan in which no source, or more than one, writes some element of a destination."""
+    """Error of atlases with a piece out of bounds, or with a destination element that no source, or more than
+    one, would write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Sync weights: one version travels from every source to every destination, completely or not at all.
+"""Sync weights from training ranks (sources) to engine ranks (destinations): a version reaches all engines or
+none.
 
     source        exports its weights once; per version it announces "complete" and sends digests
     destination   waits for its sources, copies and compares digests
@@ -44,7 +45,8 @@ class SyncError(RuntimeError):
 
 
 class Receiver(Protocol):
-    """This rank's engine, as the sync sees it. It may hold several destinations (one per engine rank)."""
+    """Interface of this rank's engine to a weight sync. The engine may hold several destinations (one per
+    engine rank)."""
 
     process: str | None
     """Unique name of the process that holds the weights; None if it is this process."""
@@ -290,7 +292,7 @@ class WeightSync:
             self._problem = _described(self.rank, version, error)
 
     def finish(self) -> None:
-        """Wait until every destination has the version, and commit it.
+        """Wait until every engine has the version and commit it, or raise the same SyncError on all ranks.
 
         Raises: SyncError, the same on all ranks, if a destination does not have the version."""
         problem = self._problem
@@ -309,7 +311,8 @@ class WeightSync:
             self._receiver.commit(self._version)
 
     def _announce(self, version: int) -> None:
-        """Tell each destination of this rank that the version is complete."""
+        """Publish, for each destination of this rank, that the version is complete, with digests of its
+        values."""
         if self._place.device == "cuda":
             torch.cuda.synchronize()  # the optimizer's kernels; other processes do not see our streams
         self._find_sources()

@@ -23,7 +23,7 @@ class Place:
 
 
 def place_here(rank: int, device: str, process: str | None = None) -> Place:
-    """Return the place of this process, or of the engine's `process` beside it."""
+    """Return node, process and device of this process, or of the engine's `process` beside it."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Place(f"{boot}/{os.readlink('/proc/self/ns/pid')}", rank, process or str(os.getpid()), device)
 
