@@ -86,8 +86,8 @@ def gae(
     gae_lambda: float,
     bootstrap_values: Tensor | None = None,
 ) -> GAE:
-    """Return advantages and returns of B packed sequences, T tokens in all. Constants: nothing is
-    differentiated.
+    """Return advantages, returns and their statistics for B packed sequences, T tokens in all, without
+    gradients.
 
     Args:
         rewards: [T] fp32, per token, already KL-shaped.

@@ -140,7 +140,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Held(NamedTuple):
-    """Where the Megatron checkpoint has a rectangle of a Hugging Face tensor: in the matrix at `index` of the
+    """Place of a rectangle of a Hugging Face tensor in the Megatron checkpoint: the matrix at `index` of the
     leading axes of tensor `key`."""
 
     key: str
