@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # many processes on few cores; also makes sums repeatable
     # children do not find the folder triton_kernels/ as a package when they start in the checkout
@@ -36,11 +34,14 @@ sys.path.append(str(CHECKOUT / "examples"))  # the quickstart's task: `from sums
 
 def pytest_configure() -> None:
     refuse_other_trees()
+    from tests import launch  # of this tree
+
     launch.prepare()
 
 
 def pytest_unconfigure() -> None:
-    launch.clean_up()
+    if launch := sys.modules.get("tests.launch"):
+        launch.clean_up()
 
 
 def refuse_other_trees() -> None:

@@ -56,7 +56,7 @@ def test_the_suite_refuses_the_megarl_of_another_tree(tree, tmp_path):
     for folder in ("megarl", "triton_kernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()
-    for file in ("conftest.py", "processes.py"):
+    for file in ("conftest.py", "processes.py", "launch.py", "fork_client.py"):
         shutil.copy(ROOT / "tests" / file, tmp_path / "tests" / file)
     shutil.copy(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
     (tmp_path / "tests" / "test_file.py").write_text(

@@ -114,7 +114,7 @@ class PlacementConfig(Section):
     are named."""
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        near = did_you_mean(self.executor, EXECUTORS, prefix="")
+        near = did_you_mean(self.executor, EXECUTORS, prefix="") or f" Try {EXECUTORS[0]}."
         return [(self.executor in EXECUTORS, "executor", f"must be one of {', '.join(EXECUTORS)}.{near}")]
 
 
