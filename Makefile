@@ -31,10 +31,10 @@ quickstart: $(ENV)
 	.venv/bin/python tools/quickstart.py --seed $(SEED) $(ARGS)
 
 test: $(ENV)
-	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadgroup
+	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-unit: $(ENV)
-	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadgroup -m "unit and not nightly"
+	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "unit and not nightly"
 
 test-nightly: $(ENV)
 	.venv/bin/python tools/nightly.py $(ARGS)

@@ -101,28 +101,15 @@ TIERS = ("e2e", "dist", "unit")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test with its tier, and those that start processes, send signals or depend on time.
 
-    The longest come first, so that no worker of pytest-xdist is left alone with them at the end."""
+    Files of whole jobs come first, so that no worker of pytest-xdist is left alone with them at the end."""
     from tests.processes import kind_of
 
-    tiers = {}
+    longest: dict[Path, int] = {}
     for item in items:
         kind = kind_of(item.path, getattr(item, "originalname", item.name))
         if kind is not None and item.get_closest_marker("processes") is None:
             item.add_marker(pytest.mark.processes(kind))
-        if kind is None:
-            tiers[item] = "unit"
-        else:
-            tiers[item] = "e2e" if JOBS & {*item.path.parents} else "dist"
-        item.add_marker(tiers[item])
-        item.add_marker(pytest.mark.xdist_group(_fixtures_of(item.path)))
-    first = {}  # of a group: its longest tier, so that the group stays together
-    for item in items:
-        group = item.get_closest_marker("xdist_group").args[0]
-        first[group] = min(first.get(group, len(TIERS)), TIERS.index(tiers[item]))
-    items.sort(key=lambda item: first[item.get_closest_marker("xdist_group").args[0]])
-
-
-def _fixtures_of(file: Path) -> str:
-    """Return the name of the group of tests that share what a fixture has computed."""
-    shared = file.with_name("conftest.py") if file.parent.name in ("checkpoint",) else file
-    return shared.relative_to(CHECKOUT).as_posix()
+        tier = "unit" if kind is None else "e2e" if JOBS & {*item.path.parents} else "dist"
+        item.add_marker(tier)
+        longest[item.path] = min(longest.get(item.path, len(TIERS)), TIERS.index(tier))
+    items.sort(key=lambda item: longest[item.path])

@@ -136,7 +136,18 @@ def run(tests: list[str], recorded: dict[str, float] | None, limit_s: float) -> 
 
 
 def pytest(root: Path, arguments: list[str], environment: dict[str, str]) -> int:
-    command = [".venv/bin/python", "-m", "pytest", "-q", "--dist", "loadgroup", "-n", "2", *arguments]
+    command = [
+        ".venv/bin/python",
+        "-m",
+        "pytest",
+        "-q",
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+        "-n",
+        "2",
+        *arguments,
+    ]
     return subprocess.run(command, cwd=root, env=environment).returncode
 
 
@@ -145,8 +156,7 @@ def read(report: Path) -> tuple[dict[str, float], list[str]]:
     seconds: dict[str, float] = defaultdict(float)
     failed = []
     for case in ElementTree.parse(report).iter("testcase"):
-        name = re.sub(r"@tests/\S+$", "", case.get("name"))  # pytest-xdist adds the group
-        test = f"{case.get('classname').replace('.', '/')}.py::{name}"
+        test = f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}"
         seconds[test.split("[")[0]] += float(case.get("time"))
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(test)

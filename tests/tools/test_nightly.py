@@ -38,8 +38,8 @@ def test_a_week_has_every_part(nightly, monkeypatch):
 
 
 REPORT = """<testsuites><testsuite>
-<testcase classname="tests.a.test_b" name="test_c[x::y]@tests/a/test_b.py" time="1.5"/>
-<testcase classname="tests.a.test_b" name="test_c[z]@tests/a/test_b.py" time="2"><failure message="m"/></testcase>
+<testcase classname="tests.a.test_b" name="test_c[x::y]" time="1.5"/>
+<testcase classname="tests.a.test_b" name="test_c[z]" time="2"><failure message="m"/></testcase>
 <testcase classname="tests.a.test_b" name="test_d" time="3"><error message="m"/></testcase>
 </testsuite></testsuites>"""
 
