@@ -188,8 +188,9 @@ def mesh_of(arguments: argparse.Namespace) -> MeshSpec:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Convert from file to file in this process, and return the exit code: 0, 1 for a failure, 2 for weights
-    that cannot be read."""
+    """Convert a Hugging Face folder or one of our checkpoints into the other, file by file in this process.
+
+    Returns: the exit code: 0, 1 for a failure, 2 for weights that cannot be read."""
     from megarl.checkpoint.sources import open_weights
     from megarl.checkpoint.stream import write_checkpoint, write_hf
 

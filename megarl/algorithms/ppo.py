@@ -110,8 +110,8 @@ class PPO(ClippedPolicy):
         }, metrics
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        """Return sum, sum of squares and count of this rank's advantages before whitening; None without
-        whitening.
+        """Return sum, sum of squares and count of this rank's advantages before whitening, for the slow plain
+        computation that checks one group per step; None without whitening.
 
         These advantages are returns - values."""
         if not self.whiten_advantages:

@@ -97,10 +97,9 @@ def load(
     digests: bool = True,
     model: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """Verify a checkpoint, fill the rectangles of every rank of a group from it, and return the state that
-    was saved. Collective.
+    """Verify a checkpoint, and fill `rectangles`, parts of this rank's tensors, from it. Collective.
 
-    Returns: the state that was saved.
+    Returns: the state beside the tensors that was saved (step, schedule, ...).
     Raises: CheckpointError, on every rank; unless a file changed meanwhile, nothing was written to then."""
     checkpoint = verify(folder, rectangles, group, digests, model)
     RankGroup(group).all(lambda: checkpoint.fill(rectangles), None)

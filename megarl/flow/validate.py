@@ -1,4 +1,6 @@
-"""Find all errors of a flow before the job starts."""
+"""Find all errors of a flow before the job starts.
+
+A flow is the graph of calls of roles that make one training step."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Settings:
         return {name: row.default for row in self.table for name in row.names.split()}
 
     def __getitem__(self, name: str) -> object:
-        """Return the value of a setting; its default there if it is not given."""
+        """Return the value of a setting, or the default of the foreign framework if it is not given."""
         value = self.given.get(name)
         return self._defaults.get(name) if value is None else value
 

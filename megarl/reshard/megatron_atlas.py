@@ -239,8 +239,8 @@ def place_atlas(
 def _layer(
     rows: tuple[Row, ...], place: MegatronPlace, cut: Cut, sizes: Sizes, layer: int, te_spec: bool
 ) -> Iterator[tuple[str, LocalParam]]:
-    """Yield (name within the layer, what this rank holds in it) for the checkpoint's layer `layer`, whose
-    parameters outside of experts are `rows`."""
+    """Yield (name within the layer, which parts of which Hugging Face tensors it holds) for this rank's
+    parameters of the layer with Hugging Face's number `layer`. Those outside of experts are `rows`."""
     kind = cut.shape.of_layer(layer)
     for name, param in layer_params(rows, cut, sizes, layer):
         yield (_transformer_engine_name(kind, name) if te_spec else name), param

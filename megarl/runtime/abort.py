@@ -38,7 +38,7 @@ ABORT = AbortToken()
 
 
 class Engine(Protocol):
-    """The attribute of a vLLM engine that this module replaces."""
+    """Protocol of a vLLM engine. This module replaces its `step` by one that looks for aborts first."""
 
     step: Callable[[], object]
 

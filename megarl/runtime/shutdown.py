@@ -45,8 +45,7 @@ _signals: list[int] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised in the driver after SIGINT or SIGTERM. `text` is the message to print after a graceful
-    shutdown."""
+    """Raised in the driver after SIGINT or SIGTERM. A graceful shutdown ends with the message `text`."""
 
     def __init__(self, signum: int, text: str | None = None):
         super().__init__(signum)
@@ -83,8 +82,7 @@ class Processes(Protocol):
 
 @dataclass
 class _Running:
-    """What signal handlers know of the job of this process: its executor, ranks, shutdown request and
-    deadline."""
+    """What signal handlers know of this process's job: executor, ranks, shutdown request, deadline."""
 
     executor: Executor | None = None
     processes: Processes | None = None
@@ -227,8 +225,7 @@ def _shut_down_after(error: BaseException, job: _Running) -> int:
 
 
 def _claim_or_wait(job: _Running) -> None:
-    """Return if the main thread is the one to end the job. Otherwise block until another thread ends the
-    process."""
+    """Return if the main thread is to end the job, else block until another thread ends the process."""
     if not job.claim():
         threading.Event().wait()
 
@@ -311,8 +308,7 @@ def _kill_workers(executor: Executor | None, exit_code: int) -> None:
 
 
 def _reason(job: _Running) -> str:
-    """Return the likely cause of a SIGTERM under torchrun, for the message; "" if torchrun did not start the
-    job."""
+    """Return the likely cause of a SIGTERM under torchrun, for the message; "" without torchrun."""
     if job.rank_0 is None:
         return ""
     return " (rank 0 has died)" if _is_orphan(job) else " (a worker died, or torchrun was told to stop)"
@@ -386,8 +382,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 def _make_request(job: _Running) -> bool:
-    """Set the request for a graceful shutdown after a SIGTERM. Returns False if the loop cannot handle
-    one."""
+    """Request a graceful shutdown after a SIGTERM. Returns False if the loop cannot handle one."""
     executor = job.executor
     if executor is None or _is_orphan(job):
         return False

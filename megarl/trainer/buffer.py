@@ -77,8 +77,9 @@ class SampleBuffer:
             self._groups[visit] = Group(visit, row, size, step)
 
     def issue(self) -> dict[int, int]:
-        """Return visit -> data row of the prompts that no engine has received yet, and mark them as
-        issued."""
+        """Return the prompts that no engine has received yet, and mark them as issued.
+
+        Returns: number of the visit (one use of a prompt in the run) -> index of the prompt's data row."""
         waiting = [group for group in self._groups.values() if not group.is_issued]
         for group in waiting:
             group.is_issued = True

@@ -190,7 +190,7 @@ class Scheduler:
                 self._wait()
 
     def _issue_one(self, step: FlowStep, at_any_price: bool = False) -> bool:
-        """Issue the first candidate that may be issued. Returns False if there is none."""
+        """Issue the first call whose inputs are there and whose ranks are free. Returns False for none."""
         held_back: set[int] = set()
         for candidate in step.candidates():
             if at_any_price or self._may_issue(candidate, step, held_back):
@@ -260,8 +260,8 @@ class Scheduler:
             self.end(call)
 
     def end(self, call: NodeResult) -> None:
-        """Record a call that has ended in the timeline and report it to the host, once. Raises RuntimeError
-        if a function of the driver failed."""
+        """Record a call that has ended in the timeline and report it to the step runner, once. Raises
+        RuntimeError if a function of the driver failed."""
         if call.is_ended:
             return
         call.is_ended = True
