@@ -9,7 +9,8 @@ import pytest
 
 from megarl.runtime.abort import AbortableEngine, AbortToken, Aborted
 
-STEPS = 60
+STEPS = 100_000
+"""More than a loaded machine makes before it runs the thread that asks."""
 
 
 class Engine:
