@@ -1,6 +1,6 @@
 """A Python process that has imported torch, Megatron-Core and vLLM, and forks itself instead of being started anew.
 
-Importing them takes a rank about 7 s of a core, often longer than the few steps that a test trains. Tests
+Importing them takes a rank about 8 s of a core, often longer than the few steps that a test trains. Tests
 whose subject is not how processes start ask `tests.launch` for this server; a child of it behaves like the
 command that it was asked for: the same arguments, environment, working directory, standard streams, signals
 and exit code.

@@ -1,7 +1,7 @@
 """Start Python processes for tests: anew, or by forking one that has imported torch, Megatron-Core and vLLM.
 
 Tests of the numbers that a job or a rank computes start it `preloaded` (tests/fork_server.py), which saves
-about 7 s of a core per rank. Tests of starting, signals, deadlines and imports start it anew. With
+about 8 s of a core per rank. Tests of starting, signals, deadlines and imports start it anew. With
 `MEGARL_TEST_PRELOADED=0` in the environment, as in the nightly run, all are started anew."""
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from megarl.frameworks import others, slime, trl, verl
-from megarl.frameworks.rows import Row
+if TYPE_CHECKING:
+    from megarl.frameworks.rows import Row
 
 _TOO_SHORT = {"n", "path", "name", "type", "model", "enable", "seed", "mode", "len"}
 """Last parts of dotted names that say nothing alone."""
@@ -28,6 +29,9 @@ def find_row(name: str) -> Row | None:
 @functools.cache
 def _patterns() -> tuple[tuple[str, bool, Row], ...]:
     """Return (pattern of a name, whether it is the full name, its row), for all tables."""
+    # built only for a flag that is not ours
+    from megarl.frameworks import others, slime, trl, verl
+
     tables = (verl.TABLE, trl.TABLE, slime.TABLE, others.TABLE)
     return tuple(
         (ending, ending == name, row)
@@ -52,6 +56,8 @@ def _endings(name: str) -> Iterator[str]:
 
 @functools.cache
 def _sections() -> frozenset[str]:
+    from megarl.frameworks import verl
+
     names = (name for row in verl.TABLE for name in row.names.split())
     return frozenset(name.partition(".")[0] for name in names if "." in name and not name.startswith("*"))
 

@@ -4,7 +4,14 @@
 
 from __future__ import annotations
 
-from megarl.frameworks.rows import Row, known_trackers
+from megarl.frameworks.rows import Row, as_number, known_trackers
+
+
+def seconds_of(minutes: object) -> object:
+    """Return minutes as seconds; a value that is no number as it is."""
+    number = as_number(minutes)
+    return minutes if number is None else 60 * number
+
 
 TABLE = (
     Row("pretrain model-name model-path pretrained-checkpoint", "--model {}"),
@@ -56,7 +63,7 @@ TABLE = (
     Row("reward-func remote-rm-url", "--reward-function {}"),
     Row("loggers", "--log-with {}", convert=known_trackers),
     Row("mlflow-experiment-name", "--log-project {}"),
-    Row("distributed-timeout-minutes", "--call-timeout-s {}"),
+    Row("distributed-timeout-minutes", "--call-timeout-s {}", convert=seconds_of),
     Row(
         "micro-train-batch-size",
         instead="sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number",

@@ -196,7 +196,7 @@ class Trainer:
         the batch is the next rows of the data.
 
         Args:
-            flow: flow of the whole step, if not the algorithm's.
+            flow: flow of a step, rollout and update, if not the algorithm's.
             rows: rows of the training data; default: the next --num-prompts. With several actors the rows
                 apply to all actors that sample, or are given by name: {"actor": [...], "actor_2": [...]}.
         Returns: the first actor's batch, which holds the other actors' batches.
@@ -221,7 +221,7 @@ class Trainer:
         return self._record(self.runner.finish())
 
     def run(self, flow: Flow) -> dict[str, float]:
-        """Run a whole step, rollout and update, with a custom flow. Returns the step's metrics and raises
+        """Run a step, rollout and update, with a custom flow. Returns the step's metrics and raises
         like `update`."""
         return self.update(self.rollout(flow))
 

@@ -89,15 +89,14 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
         (slope,) = torch.autograd.grad(loss, of_rows["log_probs"])
         return loss.detach(), slope
 
-    if is_whole:
-        loss_and_slope(slice(0, count))
+    whole = loss_and_slope(slice(0, count)) if is_whole else None
     name, cuts = type(algorithm).__name__, {1, count // 2, count - 1}
     advice = (
         f"{name}.loss is no sum over tokens, and {name}.token_level is True: %s. Set `token_level: "
         "ClassVar[bool] = False` in the class. Then the loss is called for all tokens of a micro-batch at once."
     )
     try:
-        loss, slope = loss_and_slope(slice(0, count))
+        loss, slope = whole or loss_and_slope(slice(0, count))
         parts = {cut: (loss_and_slope(slice(0, cut)), loss_and_slope(slice(cut, count))) for cut in cuts}
     except Exception as error:  # the user's code may raise anything
         what = f"for a part of a micro-batch's tokens it raises {type(error).__name__}: {error}"

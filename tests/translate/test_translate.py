@@ -395,6 +395,7 @@ def test_flags_of_the_tables_exist(name, capsys):
         ("--trainer.nnodes 2", "torchrun --nnodes N --nproc-per-node 8 -m megarl.train @FILE. Leave it out."),
         ("--lr_warmup_steps_ratio 0.1 --train-iters 50", "Try --lr-warmup-iters 5 instead."),
         ("--adv_estimator rloo", "Try --algorithm grpo instead."),
+        ("--distributed-timeout-minutes 30", "Try --call-timeout-s 1800 instead."),
         ("--norm_adv_by_std_in_grpo False", "Try --no-normalize-advantages-by-std instead."),
         ("--per_device_train_batch_size 4", "num_processes x per_device_train_batch_size"),
     ],
