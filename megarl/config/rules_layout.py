@@ -206,6 +206,8 @@ def recompute(role: MegatronRole) -> Errors:
                 f"{layers_flag} ({layers}): must be at most the {role.name}'s layers per {what} ({held}). "
                 f"Try {held}."
             )
+        elif parallel.recompute_method == "uniform":
+            yield from must_divide(layers_flag, layers, f"the {role.name}'s layers per {what}", held)
 
 
 def role_ranks(role: MegatronRole) -> Errors:

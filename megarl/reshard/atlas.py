@@ -232,10 +232,11 @@ def hf_sizes(shape: ModelShape) -> Sizes:
     for layer in range(shape.num_layers):
         kind = shape.of_layer(layer)
         prefix = layer_prefix(layer)
-        tensors = [(prefix + tensor.name, tensor) for tensor in LAYER_TENSORS]
+        tensors = [(prefix + tensor.name, tensor) for tensor in LAYER_TENSORS if has(kind, tensor.needs)]
+        of_expert = [tensor for tensor in EXPERT_TENSORS if has(kind, tensor.needs)]
         for expert in range(kind.num_moe_experts):
-            tensors += [(prefix + tensor.name.format(expert=expert), tensor) for tensor in EXPERT_TENSORS]
-        sizes |= {name: (size[t.rows], size[t.cols]) for name, t in tensors if has(kind, t.needs)}
+            tensors += [(prefix + tensor.name.format(expert=expert), tensor) for tensor in of_expert]
+        sizes |= {name: (size[t.rows], size[t.cols]) for name, t in tensors}
     sizes[FINAL_NORM] = (size["hidden"], 1)
     if shape.value_head:
         sizes[VALUE_HEAD] = (1, size["hidden"])
