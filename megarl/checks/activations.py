@@ -48,7 +48,9 @@ class Saved:
     itemsize: int | None = None
 
 
-def _norm(size: str, needs: str | None = None, module: str | None = None, count: int = 1) -> tuple[Saved, ...]:
+def _norm(
+    size: str, needs: str | None = None, module: str | None = None, count: int = 1
+) -> tuple[Saved, ...]:
     """Return what norms keep beside their inputs and outputs on a CPU: the normalized numbers, in fp32."""
     return (
         Saved(size, count, "sp", module, needs, only="cpu"),
@@ -197,7 +199,9 @@ def logit_rows(num_columns: int, on_cpu: bool) -> int:
     return min(max(_LOGIT_BYTES_CUDA // (4 * num_columns) // 128 * 128, _MIN_ROWS_CUDA), _MAX_ROWS_CUDA)
 
 
-def stage_bytes(layers: list[int], shape: ModelShape, parallel: ParallelConfig, mesh: MeshSpec, bf16: bool) -> int:
+def stage_bytes(
+    layers: list[int], shape: ModelShape, parallel: ParallelConfig, mesh: MeshSpec, bf16: bool
+) -> int:
     """Return the bytes per token that the layers of one stage keep between forward and backward pass.
 
     A recomputed layer keeps its input."""

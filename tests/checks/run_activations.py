@@ -27,8 +27,8 @@ from megarl.workers.worker import join_world
 class Kept:
     """The tensors that autograd keeps for the layers of a model, without those of the last norm.
 
-    A storage is counted once, and not if it is a parameter's. It is counted when the layers have run: that of a
-    recomputed tensor is empty by then."""
+    A storage is counted once, and not if it is a parameter's. It is counted when the layers have run: by then
+    that of a recomputed tensor is empty."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.is_counting, self.storages = model, False, {}

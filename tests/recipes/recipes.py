@@ -1,10 +1,9 @@
 """What the recipes in configs/ need, by `megarl check`: for test_recipes.py.
 
-    python tests/recipes/recipes.py     # writes the recipes' second lines and the table of docs/recipes.md anew"""
+python tests/recipes/recipes.py     # writes the second line of each recipe, and the table of docs/recipes.md"""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -30,7 +29,12 @@ from tests.config.conftest import ROW, write_tokenizer
 
 PAGE = ROOT / "docs" / "recipes.md"
 FIRST = ROOT / "configs" / "qwen2.5_0.5b_gsm8k_grpo.args"
-RECIPES = [FIRST, *sorted((ROOT / "configs" / "recipes").glob("*.args"))]
+_DEVICES = re.compile(r"^--nproc-per-node (\d+)", re.MULTILINE)
+RECIPES = sorted(
+    [FIRST, *(ROOT / "configs" / "recipes").glob("*.args")],
+    key=lambda path: (int(_DEVICES.search(path.read_text())[1]), path.stem),
+)
+"""By number of GPUs."""
 GPU_GB = re.compile(r"GPUs? of (\d+) GB")
 _FIRST_NAMES = (
     "--model models/Qwen2.5-0.5B-Instruct --train-data data/gsm8k_train.parquet --eval-data "
@@ -45,8 +49,8 @@ class Needs:
 
     Args:
         gpu_gb: memory of a GPU for which the recipe is.
-        peak_gb, update_gb: estimated memory of the rank that needs most, in the largest phase of a step and in
-            an update.
+        peak_gb, update_gb: estimated memory of the rank that needs most, in the largest phase of a step and
+            in an update.
         disk_gb: checkpoints and exports that exist at once."""
 
     devices: int
@@ -60,14 +64,14 @@ class Needs:
         gpus = "one GPU" if self.devices == 1 else f"{self.devices} GPUs"
         machines = f" on {self.devices // 8} machines" if self.devices > 8 else ""
         return (
-            f"# Needs {gpus} of {self.gpu_gb} GB{machines}: {self.peak_gb} GB each at the peak, as `megarl check "
-            f"--gpu-memory {self.gpu_gb}` estimates. Disk for --save: {self.disk_gb} GB."
+            f"# Needs {gpus} of {self.gpu_gb} GB{machines}: {self.peak_gb} GB each at the peak, as `megarl "
+            f"check --gpu-memory {self.gpu_gb}` estimates. Disk for --save: {self.disk_gb} GB."
         )
 
 
 def make_reader_folder(folder: Path) -> None:
-    """Make the working directory of a recipe's reader: models and data where recipes name them, without weights
-    and with one row each."""
+    """Make the working directory of a recipe's reader: models without weights and data of one row,
+    where recipes name them."""
     (folder / "models").mkdir()
     for model in (ROOT / "tests" / "recipes" / "models").glob("*/config.json"):
         (folder / "models" / model.parent.name).mkdir()
@@ -80,7 +84,7 @@ def make_reader_folder(folder: Path) -> None:
 
 
 def arguments(recipe: Path) -> list[str]:
-    """Return the arguments of a recipe in its reader's folder, with what stands in for weights and tokenizer."""
+    """Return the arguments of a recipe in its reader's folder, with stand-ins for weights and tokenizer."""
     names = _FIRST_NAMES.split() if recipe == FIRST else []
     return [f"@{recipe}", *names, "--random-init", "--tokenizer-model", "tokenizer"]
 
@@ -93,8 +97,9 @@ def gpu_gb(recipe: Path) -> int:
 def checked(recipe: Path) -> tuple[Report, Needs, str]:
     """Return the report of `megarl check`, what the recipe needs, and its row of the table."""
     config = load_config(arguments(recipe), REGISTRY)
-    count, machine = config.placement.nproc_per_node, Machine(
-        None, has_gpu=True, gpu_bytes=gpu_gb(recipe) * 10**9, is_this=False
+    count, machine = (
+        config.placement.nproc_per_node,
+        Machine(None, has_gpu=True, gpu_bytes=gpu_gb(recipe) * 10**9, is_this=False),
     )
     report = examine(config, count, machine=machine)
     parts = set(estimate(config, count, machine).values())
@@ -144,7 +149,7 @@ def write() -> None:
                 lines = recipe.read_text().splitlines(keepends=True)
                 recipe.write_text("".join([lines[0], f"{needs.line}\n", *lines[2:]]))
     text = PAGE.read_text()
-    start, end = text.index("| [qwen2.5"), text.index("\n\n", text.index("| [qwen2.5"))
+    start, end = text.index("| ["), text.index("\n\n", text.index("| ["))
     PAGE.write_text(text[:start] + "\n".join(rows) + text[end:])
 
 
