@@ -201,8 +201,8 @@ def recompute(role: MegatronRole) -> Errors:
     modules, shape = parallel.recompute_modules or (), role.shape
     if "mlp" in modules and shape is not None and all(map(shape.is_moe_layer, range(shape.num_layers))):
         yield (
-            f"{flag('recompute_modules')} ({' '.join(modules)}): mlp has no effect on mixtures of experts, and all "
-            f"layers are. Leave it out, or try {granularity_flag} full."
+            f"{flag('recompute_modules')} ({' '.join(modules)}): mlp has no effect on mixtures of experts, "
+            f"and all layers are. Leave it out, or try {granularity_flag} full."
         )
     if role.shape is not None and granularity == "full" and layers is not None:
         held = max(1, role.shape.num_layers // (role.pp * role.vpp))

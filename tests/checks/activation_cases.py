@@ -107,7 +107,8 @@ _NIGHTLY = {
     "llama": ("one", "tp2", "tp2_sp"),
     "qwen2": ("one", "tp2"),
     "qwen3": (
-        "full_2", "block", "core_attn", "all_modules", "tp2", "tp2_sp_full_1", "tp2_sp_mlp", "tp2_sp_layernorm",
+        "full_2", "block", "core_attn", "all_modules", "tp2",
+        "tp2_sp_full_1", "tp2_sp_mlp", "tp2_sp_layernorm",
     ),
     "qwen3_moe": ("full_1", "core_attn", "layernorm", "mlp", "tp2_sp_ep2", "cp2_ep2"),
     "qwen2_moe": ("tp2_sp",),

@@ -1,6 +1,6 @@
 """What the recipes in configs/ need, by `megarl check`: for test_recipes.py.
 
-python tests/recipes/recipes.py     # writes the second line of each recipe, and the table of docs/recipes.md"""
+python tests/recipes/recipes.py     # writes the recipes' second lines and the page's table"""
 
 from __future__ import annotations
 
@@ -119,8 +119,9 @@ def checked(recipe: Path) -> tuple[Report, Needs, str]:
         algorithm += f", critic {critic}"
     name = recipe.relative_to(ROOT)
     row = (
-        f"| [{name.stem}](../{name}) | {model} | {algorithm} | {count} x {needs.gpu_gb} GB | {needs.update_gb} "
-        f"| {actor.tp} / {actor.pp} / {actor.cp} / {actor.ep} | {engine.tp} | {source(recipe)} |"
+        f"| [{name.stem}](../{name}) | {model} | {algorithm} | {count} x {needs.gpu_gb} GB "
+        f"| {needs.update_gb} | {actor.tp} / {actor.pp} / {actor.cp} / {actor.ep} | {engine.tp} "
+        f"| {source(recipe)} |"
     )
     return report, needs, row
 

@@ -1,5 +1,5 @@
-"""Every recipe in configs/ passes `megarl check` for the GPUs that it names. Its header and docs/recipes.md say
-what the check says.
+"""Every recipe in configs/ passes `megarl check` for the GPUs that it names. Its header and docs/recipes.md
+say what the check says.
 
 pytest tests/recipes"""
 
