@@ -18,7 +18,7 @@ def write_run(open_run, folder, steps=STEPS, arguments="--train-iters 4", **more
             run.begin_step()
             metrics = {"reward/mean": step / 10, "policy/kl": 0.1, "policy/entropy": 2.0 / step}
             run.record_step(step, metrics | more, num_tokens=10)
-            run.record_evaluation(step, {"eval/accuracy": 0.5, "eval/accuracy_greedy": 0.6})
+            run.record_evaluation(step, {"eval/reward": 0.5, "eval/reward_greedy": 0.6})
     return folder
 
 
@@ -32,7 +32,7 @@ def test_the_default_panels_are_those_that_the_run_has(open_run, megarl, tmp_pat
     code, out, err = megarl("plot", run, "--out", tmp_path / "a.svg")
     assert (code, out, err) == (0, f"{tmp_path / 'a.svg'}\n", "")
     texts = drawn(tmp_path / "a.svg")
-    assert {"reward/mean", "policy/kl", "policy/entropy", "eval/accuracy", "eval/accuracy_greedy"} <= texts
+    assert {"reward/mean", "policy/kl", "policy/entropy", "eval/reward", "eval/reward_greedy"} <= texts
     assert not {"policy/grad_norm", "response/length_mean", "policy/loss"} & texts
     megarl("plot", run, "--out", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
