@@ -35,6 +35,7 @@ def model(write_model, tmp_path):
         "data_source": "megarl/sums",
         "prompt": [{"role": "user", "content": "1+1?"}],
         "reward_model": {"ground_truth": "2"},
+        "response": "2",
     }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     return write_model(QWEN3)

@@ -27,6 +27,16 @@ def drawn(path) -> set[str]:
     return set(re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text()))
 
 
+def test_a_run_of_an_earlier_version_has_the_names_of_now(open_run, megarl, tmp_path):
+    run = write_run(open_run, tmp_path / "a")
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text().replace("eval/reward", "eval/accuracy"))
+    assert '"eval/accuracy_greedy": 0.6' in file.read_text()
+    assert megarl("plot", run, "--out", tmp_path / "a.svg")[0] == 0
+    assert {"eval/reward", "eval/reward_greedy"} <= drawn(tmp_path / "a.svg")
+    assert metrics_of(run)[-1]["eval/reward"] == 0.5
+
+
 def test_the_default_panels_are_those_that_the_run_has(open_run, megarl, tmp_path):
     run = write_run(open_run, tmp_path / "a")
     code, out, err = megarl("plot", run, "--out", tmp_path / "a.svg")
