@@ -67,6 +67,11 @@ _SHOWN = {
 _TEXTS = {
     "eval-data": "Files with the rows to answer: *.jsonl or *.parquet in verl's columns. Required.",
     "model": "A Hugging Face folder, a run (its hf/, else its newest checkpoint), or a checkpoint. Required.",
+    "bf16": "Weights and activations in bfloat16. Default: fp32.",
+    "reward-max-failed-share": "Share of the rewards that may fail; a larger one ends the evaluation. "
+    "Responses without a reward count in no number. Default: 0.1.",
+    "eval-num-samples": "Responses sampled per row, besides the greedy one. With several there are pass@k "
+    "and majority votes. Default: 1.",
     "temperature": "Sampling temperature; 0 gives the greedy answers alone. Default: 1.0.",
     "top-p": "Nucleus sampling. Default: 1.0.",
     "top-k": "Top-k sampling; 0 is off. Default: 0.",

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
             return run_in_process(config, job, new_run=False)
         from megarl.trainer.launch import launch
 
-        # the ranks read the resolved configuration: an exported folder has a name that no flag of the user's has
+        # the ranks read the resolved configuration: no flag of the user's names an exported folder
         arguments = Path(scratch, "resolved.args")
         arguments.write_text(write_args(config), encoding="utf-8")
         return launch(config, [f"@{arguments}"], job, "megarl.evaluate", new_run=False)

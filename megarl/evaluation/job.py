@@ -1,4 +1,4 @@
-"""Run an evaluation on the ranks: load the model into the engines, answer the held-out rows, print the scores."""
+"""Run an evaluation on the ranks: load the model, answer the held-out rows, print the scores."""
 
 from __future__ import annotations
 

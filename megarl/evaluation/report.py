@@ -1,4 +1,4 @@
-"""Describe the result of an evaluation: one JSON object, a table for people, and the samples as JSON lines."""
+"""Describe the result of an evaluation: a JSON object, a table for people, and the samples as JSON lines."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ def _notes(result: Mapping[str, object], out: Path | None) -> Iterator[str]:
     scores, n = result["all"], result["num_samples"]
     yield "± is a 95 % confidence interval over rows (1.96 standard errors, clustered by row)."
     if not result["rewards_are_right_or_wrong"]:
-        yield "Rewards are not only 0 and 1, so there is no accuracy and no pass@k; best@k is the highest of k."
+        yield "Rewards are not only 0 and 1, so their mean is no accuracy, and there is no pass@k."
     if n > 1 and scores.get(f"maj_at_{n}", ...) is None:
         yield f"No maj@{n}: {_NO_ANSWERS} (docs/evaluation.md)."
     failed = {"sampled": scores.get("failed", 0), "greedy": scores["failed_greedy"]}
     for kind, count in failed.items():
         if count:
-            yield f"{count} {kind} responses have no reward and count in no number; see the first failure below."
+            yield f"{count} {kind} responses have no reward, and count in no number above."
     if result["first_failure"] is not None:
         yield f"first failure: {result['first_failure']}"
     if out is not None:

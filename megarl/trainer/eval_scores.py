@@ -1,4 +1,4 @@
-"""Estimate how good a model is from the rewards of held-out samples: means, pass@k, best of k, majority votes.
+"""Estimate how good a model is from the rewards of held-out samples: means, pass@k, majority votes.
 
 Every number is a mean over prompts with a 95 % confidence interval whose unit is the prompt: samples of one
 prompt are not independent. See docs/evaluation.md."""

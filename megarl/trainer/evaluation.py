@@ -80,8 +80,8 @@ def _check_failed(samples: list[EvalSample], max_share: float) -> None:
     if len(failed) > max_share * len(samples):
         raise RewardsFailed(
             f"{len(failed)} of {len(samples)} rewards of the evaluation have failed, and "
-            f"--reward-max-failed-share ({max_share:g}) allows {int(max_share * len(samples))}. The first, of "
-            f"row {failed[0].row}: {failed[0].failure}"
+            f"--reward-max-failed-share ({max_share:g}) allows {int(max_share * len(samples))}. "
+            f"The first, of row {failed[0].row}: {failed[0].failure}"
         )
 
 

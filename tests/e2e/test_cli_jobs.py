@@ -103,25 +103,26 @@ def test_eval_of_a_run_answers_as_its_last_evaluation_did(layout_job, sums_data,
 
 @pytest.mark.nightly
 def test_eval_answers_as_the_run_did_and_writes_nothing(layout_job, tmp_path):
-    """The exported weights in another layout: both means are those of the run's last evaluation.
+    """A checkpoint's weights in another layout: both means are those of the run's last evaluation.
 
     A held-out row draws alike at each, and rounding decides over none of these tokens."""
     job = layout_job("dp2_to_tp1")
     before = snapshot(job.folder.parent)
+    checkpoint = job.folder / "checkpoints" / "step_000003"
     done = run(
         "eval",
         f"@{job.folder / 'resolved.args'}",
         "--model",
-        job.folder / "hf",
+        checkpoint,
         "--rollout-tensor-parallel-size",
         2,
         "--json",
         cwd=tmp_path,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0 and re.fullmatch("exporting .*step_000003/actor, .*\n", done.stderr)
     (line,) = done.stdout.splitlines()
     result = json.loads(line)
-    assert (result["model"], result["rows"]) == (str(job.folder / "hf"), 20)
+    assert (result["model"], result["rows"]) == (str(checkpoint), 20)
     assert result["all"]["reward_greedy"]["value"] == job.metrics[-1]["eval/reward_greedy"] > 0
     assert result["all"]["reward"]["value"] == job.metrics[-1]["eval/reward"] > 0
     assert snapshot(job.folder.parent) == before and not any(tmp_path.iterdir())
