@@ -23,9 +23,6 @@ with megarl.Trainer(megarl.load_config(*sys.argv[1:])) as trainer:
             f"step {step}: reward {metrics['reward/mean']:.3f}, length {metrics['response/length_mean']:.1f}",
             flush=True,
         )
-        if (
-            step % trainer.config.run.eval_interval == 0
-            and trainer.evaluate()["eval/accuracy"] >= GOOD_ENOUGH
-        ):
+        if step % trainer.config.run.eval_interval == 0 and trainer.evaluate()["eval/reward"] >= GOOD_ENOUGH:
             break
     trainer.roles.actor.export_hf(f"{trainer.config.run.save}/hf").result()

@@ -9,7 +9,6 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ USAGE = """\
 usage: megarl <command> [@file.args ...] [--flag value ...]
 
   train      Train; starts as many ranks as --nproc-per-node says.
-  eval       Evaluate a model on --eval-data.
+  eval       Evaluate a model: `megarl eval --model M --eval-data D`; `megarl eval --help`.
   convert    Convert models and checkpoints: `megarl convert --help`.
   check      Report all errors of a job, and what memory and disk it needs, without touching a device.
              With --gpu-memory GB as on GPUs of that size, wherever it is run.
@@ -94,7 +93,10 @@ def train(argv: list[str]) -> int:
             "megarl train starts the ranks itself. Under torchrun, run: torchrun ... -m megarl.train ...\n"
         )
         return 2
-    config = _load_and_check(argv, "megarl train", new_run=True)
+    from megarl.checks.job import check_everything
+
+    config = _load(argv, "megarl train")
+    check_everything(config, config.placement.nproc_per_node)
     if not has_rank_processes(config):
         from megarl.train import run_in_process
 
@@ -106,18 +108,10 @@ def train(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Check an evaluation, run it, and return the exit code. --save may hold the run that is evaluated."""
-    from megarl.trainer.executors import has_rank_processes
+    """Check an evaluation, run it, and return the exit code."""
+    from megarl.evaluation.command import main as evaluate_here
 
-    config = _load_and_check(argv, "megarl eval", new_run=False)
-    if not has_rank_processes(config):
-        from megarl.evaluate import main as evaluate_here
-
-        return evaluate_here(argv)
-    from megarl.trainer.evaluation import evaluate_job
-    from megarl.trainer.launch import launch
-
-    return launch(config, argv, evaluate_job, "megarl.evaluate", new_run=False)
+    return evaluate_here(argv)
 
 
 def convert(argv: list[str]) -> int:
@@ -240,29 +234,17 @@ def _load_layout(
     from megarl.config.check import check_layout
     from megarl.config.mesh import role_meshes
 
-    with tempfile.NamedTemporaryFile("w", suffix=".args") as unneeded:
-        # A file that comes first is overridden by all that follow.
-        unneeded.write("--save unneeded --train-data unneeded --train-iters 1")
-        unneeded.flush()
-        config = _load([f"@{unneeded.name}", *argv], prog)
+    config = _load(argv, prog, ["--save", "unneeded", "--train-data", "unneeded", "--train-iters", "1"])
     world_size = world_size or config.placement.nproc_per_node
     check_layout(config, world_size)
     return config, role_meshes(config, world_size)
 
 
-def _load_and_check(argv: list[str], prog: str, new_run: bool) -> TrainConfig:
-    from megarl.checks.job import check_everything
-
-    config = _load(argv, prog)
-    check_everything(config, config.placement.nproc_per_node, new_run)
-    return config
-
-
-def _load(argv: list[str], prog: str) -> TrainConfig:
+def _load(argv: list[str], prog: str, defaults: Sequence[str] = ()) -> TrainConfig:
     from megarl.algorithms import REGISTRY
     from megarl.config.loader import load_config
 
-    return load_config(argv, REGISTRY, prog)
+    return load_config(argv, REGISTRY, prog, defaults)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -1,19 +1,31 @@
-"""Run one rank of an evaluation under torchrun: held-out accuracy, sampled and greedy.
+"""Run one rank of an evaluation: `megarl eval` starts the ranks itself, or your own torchrun does.
 
-torchrun ... -m megarl.evaluate @recipe.args --model FOLDER; `megarl eval` starts the ranks itself."""
+torchrun --nproc-per-node 2 -m megarl.evaluate --model FOLDER --eval-data FILE"""
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from megarl.train import main as run
 from megarl.runtime.process import quiet_libraries
 
+if TYPE_CHECKING:
+    from megarl.config.schema import TrainConfig
+    from megarl.runtime.executor import Executor
+    from megarl.trainer.preflight import Inputs
+
 
 def main(argv: list[str]) -> int:
-    from megarl.trainer.evaluation import evaluate_job
+    from megarl.evaluation.arguments import load_evaluation_on_rank, split_options
 
-    return run(argv, driver="megarl.trainer.evaluation", in_process_job=evaluate_job, new_run=False)
+    def in_process(executor: Executor, config: TrainConfig, inputs: dict[str, Inputs], size: int) -> None:
+        from megarl.evaluation.job import evaluate_job
+
+        options, _ = split_options(argv)
+        evaluate_job(executor, config, inputs, size, options=options, model=config.model.model)
+
+    return run(argv, "megarl.evaluation.driver", in_process, new_run=False, load=load_evaluation_on_rank)
 
 
 if __name__ == "__mp_main__":  # as in train.py

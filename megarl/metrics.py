@@ -5,7 +5,16 @@ already divided by their global denominators."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+_OLD_NAMES = re.compile(r"(eval(?:_\d+)?)/accuracy(_greedy)?")
+"""Names of earlier versions, which called every held-out reward an accuracy."""
+
+
+def current_name(name: str) -> str:
+    """Return the name that a metric has now, e.g. eval/reward for eval/accuracy, or else the name itself."""
+    return _OLD_NAMES.sub(r"\1/reward\2", name) if _OLD_NAMES.fullmatch(name) else name
 
 
 def is_maximum(name: str) -> bool:

@@ -29,6 +29,7 @@ def main(
     driver: str = "megarl.trainer",
     in_process_job: InProcessJob | None = None,
     new_run: bool = True,
+    load: Callable[[list[str]], TrainConfig] = lambda argv: load_config(argv, REGISTRY),
 ) -> int:
     """Run one rank of a job until the job ends, and return the exit code; 2 for a configuration that cannot
     start.
@@ -37,6 +38,7 @@ def main(
         driver: module that rank 0 starts as the driver process.
         in_process_job: what an executor without rank processes runs instead; default: training.
         new_run: --save must be free.
+        load: makes the configuration from `argv`.
     """
     if "RANK" in os.environ:
         # early: who is started by torchrun is told of a Ctrl-C too, and has nothing to say of it
@@ -44,7 +46,7 @@ def main(
     keep_checkout_off_path()
     rank = int(os.environ.get("RANK", "0"))
     try:
-        config = load_config(argv, REGISTRY)
+        config = load(argv)
         if not has_rank_processes(config):
             return run_in_process(config, in_process_job, new_run)
         if "RANK" not in os.environ:

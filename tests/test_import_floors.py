@@ -1,6 +1,6 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
-    train, evaluate, convert, doctor, translate, inspect, cli -> trainer -> workers, checks ->
+    cli -> evaluate -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks ->
     megatron, rollout, data, rewards -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
     frameworks
@@ -29,7 +29,9 @@ FLOORS = (
     ("workers", "checks"),
     ("trainer",),
     ("train", "convert", "doctor", "translate"),
-    ("evaluate", "inspect"),  # is train with another driver; converts a checkpoint before a chat
+    ("inspect",),  # converts a checkpoint before a chat
+    ("evaluation",),  # converts one too
+    ("evaluate",),  # is train with another driver
     ("cli",),  # starts each of them
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

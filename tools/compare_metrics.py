@@ -18,6 +18,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megarl.metrics import current_name
+
 NOT_COMPARED = ("time", "throughput", "memory")
 MAKE_DATA = """
 import pathlib, sys
@@ -110,11 +112,12 @@ def compare(old: Path, new: Path, renamed: Mapping[str, str]) -> Iterator[str]:
 
 
 def compare_rows(old: list[dict], new: list[dict], renamed: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line per difference between the rows of two metrics.jsonl."""
+    """Yield a line per difference between the rows of two metrics.jsonl. Names of earlier versions that
+    megarl knows need not be in `renamed`."""
     if len(old) != len(new):
         yield f"{len(old)} rows against {len(new)}"
     for row, (before, after) in enumerate(zip(old, new)):
-        before = {renamed.get(name, name): value for name, value in before.items()}
+        before = {renamed.get(name, current_name(name)): value for name, value in before.items()}
         for name in [*before, *(name for name in after if name not in before)]:
             if _is_compared(name) and before.get(name) != after.get(name):
                 yield f"row {row}, {name}: {before.get(name)!r} against {after.get(name)!r}"

@@ -29,8 +29,8 @@ def plot(rows: list[dict], path: Path) -> None:
     with new_figure(path, 1, 2, 10, 3.4) as figure:
         left, right = figure.axes
         draw(left, rows, "reward/mean", "-", color="#2f81f7", label="reward, training prompts")
-        draw(left, rows, "eval/accuracy", "o-", color="#db6d28", label="held-out accuracy, sampled")
-        draw(left, rows, "eval/accuracy_greedy", "s--", color="#2da44e", label="held-out accuracy, greedy")
+        draw(left, rows, "eval/reward", "o-", color="#db6d28", label="held-out accuracy, sampled")
+        draw(left, rows, "eval/reward_greedy", "s--", color="#2da44e", label="held-out accuracy, greedy")
         left.set(xlabel="GRPO step", ylim=(0, 1.02))
         left.legend(loc="lower right")
         draw(right, rows, "response/length_mean", "-", color="#8957e5")

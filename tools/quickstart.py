@@ -111,7 +111,7 @@ def read_metrics(folder: Path) -> list[dict]:
 
 def report(out: Path, seconds: dict[str, float]) -> None:
     rows = read_metrics(out / "grpo")
-    evaluated = [r for r in rows if "eval/accuracy" in r]
+    evaluated = [r for r in rows if "eval/reward" in r]
     first, last = evaluated[0], evaluated[-1]
     steps = [r for r in rows if "time/step_s" in r]
     phases = {
@@ -120,8 +120,8 @@ def report(out: Path, seconds: dict[str, float]) -> None:
     }
     print("\n                              before   after")
     for name, key in (
-        ("held-out accuracy, T=1", "eval/accuracy"),
-        ("held-out accuracy, greedy", "eval/accuracy_greedy"),
+        ("held-out accuracy, T=1", "eval/reward"),
+        ("held-out accuracy, greedy", "eval/reward_greedy"),
     ):
         print(f"{name:28s}  {first[key]:6.3f}  {last[key]:6.3f}")
     print(
@@ -137,7 +137,7 @@ def report(out: Path, seconds: dict[str, float]) -> None:
     answers = [
         json.loads(line) for line in (out / "grpo" / "rollouts" / "eval.jsonl").read_text().splitlines()
     ]
-    greedy = [a for a in answers if a["name"] == "eval/accuracy_greedy"]
+    greedy = [a for a in answers if a["name"] == "eval/reward_greedy"]
     for when, answer in (("before", greedy[0]), ("after", greedy[-1])):
         print(f"\n{when}: {answer['prompt'][-1]['content']}\n  " + answer["response"].replace("\n", "\n  "))
     plot = [sys.executable, str(PLOT), str(out / "grpo"), str(out / "curves.png")]

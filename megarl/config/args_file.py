@@ -22,7 +22,7 @@ _PART = re.compile(
 )
 _ESCAPED_IN_DOUBLE_QUOTES = re.compile(r"""\\([\\"$`\n])""")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
-COMMAND_LINE = "command line"
+COMMAND_LINE, DEFAULT = "command line", "default"
 _NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")
 
 
@@ -110,6 +110,10 @@ class Reader:
                 "flags of all",
                 place,
             )
+
+    def read_defaults(self, words: Iterable[str]) -> None:
+        """Read flags that everything overrides which is read later."""
+        self._read_words(((Word(text), DEFAULT) for text in words), Path(), ())
 
     def _read_words(
         self, words: Iterable[tuple[Word, str]], folder: Path, including: tuple[Path, ...]

@@ -40,6 +40,13 @@ TRAINING: list[Rule] = [
     training.critic,
     training.sequence_length,
 ]
+OF_UPDATES: list[Rule] = [
+    training.expert_balance,
+    training.batch,
+    training.optimizer,
+    training.evaluation_in_training,
+]
+"""Rules of TRAINING that an evaluation cannot break, as it updates no weights."""
 EVALUATION: list[Rule] = [training.evaluation_alone]
 SAMPLING: list[Rule] = [training.sampling, training.algorithm]
 _FLAGS_OF_JOB = frozenset(flag_name(field) for _, field in OF_JOB)
@@ -61,8 +68,11 @@ def check(
         new_run: whether --save is going to be written, so it must not hold a run. False for an evaluation.
         critic_shape: shape of the critic's model, with its value head. Default: `shape`.
     """
-    rules = LAYOUT + TRAINING + ([] if new_run else EVALUATION)
-    rules += ENGINE_LAYOUT + SAMPLING if config.algorithm.needs_rollout else []
+    rules = LAYOUT + TRAINING
+    if not new_run:
+        rules = [rule for rule in rules if rule not in OF_UPDATES] + EVALUATION
+    if config.algorithm.needs_rollout:
+        rules = rules + ENGINE_LAYOUT + (SAMPLING if new_run else [])
     return [
         *filter(None, [megatron_error(), apex_error()]),
         *_broken(rules, config, shape, critic_shape, world_size),

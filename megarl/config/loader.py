@@ -43,7 +43,10 @@ class Setting:
 
 
 def load_config(
-    argv: Sequence[str], algorithms: Mapping[str, type], prog: str = "megarl train"
+    argv: Sequence[str],
+    algorithms: Mapping[str, type],
+    prog: str = "megarl train",
+    defaults: Sequence[str] = (),
 ) -> TrainConfig:
     """Return the configuration that flags and args files give, or raise ConfigError with all errors.
 
@@ -51,6 +54,7 @@ def load_config(
         argv: flags and @files, without the program's name.
         algorithms: name -> frozen dataclass. --algorithm chooses one, whose fields are flags.
         prog: program in the usage line of --help.
+        defaults: flags that args files and `argv` override.
     Raises: ConfigError with all errors, or else with all paths that cannot be looked at; SystemExit(0) after
         --help or -h has printed the help text; TypeError if an algorithm has another name in the registry
         than in its class, because write_args could then not name it.
@@ -67,6 +71,7 @@ def load_config(
         sys.stdout.write(help_text(algorithms, prog))
         raise SystemExit(0)
     reader = Reader()
+    reader.read_defaults(defaults)
     reader.read(argv)
     given = reader.occurrences
     loaders = [_Loader(given, algorithms)]

@@ -36,6 +36,9 @@ and also
         With --num-actors: a flag of the second actor alone. Of one of its roles: --critic-2-<name>,
         --rollout-2-<name>.
 """
+_REST = """\
+Every other flag of `megarl train --help` is accepted, e.g. --rollout-<name> and parallel sizes.
+"""
 
 _SECTION_OF: dict[type, str] = {}
 """Dataclass -> first section of the tree that is an instance of it."""
@@ -148,15 +151,32 @@ def help_text(algorithms: Mapping[str, type], prog: str) -> str:
     return "\n".join([_HEAD.format(prog=prog), *groups, _TAIL])
 
 
+def help_of(shown: Mapping[str, Sequence[str]], texts: Mapping[str, str]) -> str:
+    """Return the help of some flags, for a command that needs few of them.
+
+    Args:
+        shown: section -> its fields whose flags are shown.
+        texts: flag -> its text, if not that of a training job."""
+    width = min(shutil.get_terminal_size((120, 24)).columns, 140)
+    groups = []
+    for section, fields in shown.items():
+        flags = {flag.field: flag for flag in section_flags(section, SECTIONS[section])}
+        title = _first_line(SECTIONS[section]).partition(" (")[0]
+        groups.append(_group(title, [flags[field] for field in fields], width, texts))
+    return "\n".join([*groups, _REST])
+
+
 def _first_line(cls: type) -> str:
     return (cls.__doc__ or cls.__name__).strip().splitlines()[0]
 
 
-def _group(title: str, flags: Sequence[Flag], width: int) -> str:
+def _group(title: str, flags: Sequence[Flag], width: int, texts: Mapping[str, str] | None = None) -> str:
     lines = []
     for flag in flags:
         value = f", --no-{flag.name}" if flag.kind.is_bool else f" {flag.kind.metavar}"
-        lines += [f"  --{flag.name}{value}", *_wrapped(f"{flag.help} {_default(flag)}", width)]
+        text = (texts or {}).get(flag.name)
+        lines.append(f"  --{flag.name}{value}")
+        lines += _wrapped(f"{flag.help} {_default(flag)}" if text is None else text, width)
     return "\n".join([title, *lines, ""])
 
 

@@ -66,6 +66,8 @@ def unreachable_paths(config: TrainConfig) -> Errors:
 def path_errors(config: TrainConfig, new_run: bool = True) -> Errors:
     """Yield an error per missing or unusable file, and for a new run an error if --save holds a run."""
     yield from _model(config)
+    if new_run and not config.data.train_data:
+        yield "--train-data (): must name at least one file. Give one or more *.jsonl or *.parquet files."
     for flag, files in (("--train-data", config.data.train_data), ("--eval-data", config.data.eval_data)):
         yield from _data(flag, files)
     yield from _reward_function(config.data.reward_function)

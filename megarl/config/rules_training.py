@@ -11,7 +11,9 @@ from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.role_sections import LORA_TARGETS
 from megarl.config.rules_layout import Job, MegatronRole
 from megarl.config.schema import LoRAConfig
+from megarl.metrics import current_name
 
+NO_EVAL_DATA = "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
 _UNPROVEN_SHARDING = {
     "optim_grads_params": (
         "the weights are shards between two passes, and no weight sync, export or checkpoint reads these"
@@ -352,19 +354,27 @@ def evaluation_in_training(job: Job) -> Errors:
         )
     if interval and not job.config.data.eval_data:
         yield f"--eval-interval ({interval}): needs --eval-data. Leave it out, or name held-out files."
+    metric = job.config.checkpoint.best_metric or ""
+    if (new := current_name(metric)) != metric:
+        yield f"--best-metric ({metric}): has another name now. Try --best-metric {new}."
 
 
 def evaluation_alone(job: Job) -> Errors:
     """Yield an error if `megarl eval` has no held-out data, no rule that scores it, or an algorithm that does
     not sample."""
     config = job.config
-    # with an interval, `evaluation_in_training` reports it
-    if job.uses_rollout and not uses_rule_reward(config) and not config.run.eval_interval:
+    if job.uses_rollout and not uses_rule_reward(config):
         yield (
             "--reward-model: held-out answers are scored by a rule, and with it there is none. "
             "Add --reward auto."
         )
     if not config.data.eval_data:
-        yield "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
+        yield NO_EVAL_DATA
     if not job.uses_rollout:
         yield "--algorithm (sft): an evaluation samples answers and scores them. Try --algorithm grpo."
+    num_samples = config.run.eval_num_samples
+    if num_samples > 1 and config.sampling.temperature == 0:
+        yield (
+            f"--eval-num-samples ({num_samples}): at --temperature 0 all samples of a prompt are alike. Try "
+            "--eval-num-samples 1, or --temperature 1.0."
+        )

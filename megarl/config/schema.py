@@ -145,7 +145,7 @@ class BatchConfig(Section):
 class DataConfig(Section):
     """data and rewards"""
 
-    train_data: Annotated[tuple[str, ...], Rule(bool, "must name at least one file.")]
+    train_data: tuple[str, ...]
     """Training files, *.jsonl or *.parquet, in verl's columns: prompt, data_source, reward_model.ground_truth
     (SFT: prompt and response, or messages)."""
     eval_data: tuple[str, ...] = ()
@@ -193,6 +193,9 @@ class RunConfig(Section):
     """Evaluate on --eval-data every so many steps, and before the first and after the last; 0 is never."""
     eval_num_prompts: Count | None = None
     """Rows of --eval-data to use. Default: all."""
+    eval_num_samples: Count = 1
+    """Responses sampled per row of --eval-data, besides the greedy one. With several there are pass@k and
+    majority votes, see docs/evaluation.md."""
     export_interval: Natural = 0
     """Export hf/, and with a critic hf_critic/, every so many steps; 0 is at the end only."""
     log_with: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
@@ -236,7 +239,7 @@ class CheckpointConfig(Section):
     keep: Count = 2
     """Newest checkpoints that stay; an older one is removed when a newer one is complete."""
     best_metric: str | None = None
-    """A metric, such as eval/accuracy: of the checkpoints of steps that have it, the best one stays too."""
+    """A metric, such as eval/reward: of the checkpoints of steps that have it, the best one stays too."""
     best_metric_mode: Literal["max", "min"] = "max"
     """Which value of --best-metric is the best."""
     max_restarts: Natural = 0

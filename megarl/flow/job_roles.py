@@ -94,7 +94,8 @@ class Rollout(ServiceRole, kind="rollout"):
         and lengths); its other ranks return [].
 
         Args:
-            purpose: "train" (num_samples_per_prompt responses each) or "eval" (one each).
+            purpose: "train" (num_samples_per_prompt responses each) or "eval" (eval_num_samples each, one if
+                greedy).
             visits: visit of each prompt -> its row."""
 
     @method(reads=("weights:actor",), writes=("weights:rollout",), reports=True, phase="reshard")
@@ -108,8 +109,8 @@ class Reward(ServiceRole, kind="reward"):
 
     @method(reads=("tokens",), writes=("rewards",), phase="reward")
     def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
-        """Score the samples of this engine. Its first rank returns sample_id, reward and texts of each; its
-        other ranks return [].
+        """Score the samples of this engine. Its first rank returns sample_id, reward and texts of each (and
+        the answer found in it, in an evaluation); its other ranks return [].
 
         Args:
             num_logged: number of samples with texts; None: --num-rollouts-to-log."""

@@ -262,10 +262,11 @@ TABLE = (
         "ref-micro-batch-size",
         instead="sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number",
     ),
+    Row("n-samples-per-eval-prompt", "--eval-num-samples {}", default=1),
     Row(
-        "n-samples-per-eval-prompt eval-max-response-len eval-top-p eval-temperature eval-top-k "
+        "eval-max-response-len eval-top-p eval-temperature eval-top-k "
         "eval-input-key eval-label-key skip-eval-before-train",
-        instead="an evaluation decodes greedily, and once more at --temperature",
+        instead="an evaluation decodes greedily, and samples at --temperature; megarl eval takes --top-p too",
     ),
     Row(
         "num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups "

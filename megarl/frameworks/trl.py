@@ -308,8 +308,9 @@ TABLE = (
     ),
     Row("sync_ref_model ref_model_*", instead="the reference stays as it was at the start"),
     Row("log_completions num_completions_to_print log_unique_prompts", instead="--num-rollouts-to-log N"),
+    Row("num_generations_eval", "--eval-num-samples {}"),
     Row(
-        "do_eval do_train per_device_eval_batch_size eval_on_start num_generations_eval",
+        "do_eval do_train per_device_eval_batch_size eval_on_start",
         instead="--eval-interval and --eval-num-prompts",
     ),
     Row(

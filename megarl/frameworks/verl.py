@@ -257,9 +257,10 @@ TABLE = (
         "data.gen_batch_size algorithm.filter_groups.*",
         instead="groups with equal rewards are not sampled again; their advantage is 0",
     ),
+    Row(f"{ROLLOUT}.val_kwargs.n", "--eval-num-samples {}", default=1),
     Row(
         f"{ROLLOUT}.val_kwargs.*",
-        instead="an evaluation decodes greedily, and once more at --temperature",
+        instead="an evaluation decodes greedily, and samples at --temperature; megarl eval takes --top-p too",
     ),
     Row(
         "trainer.val_before_train",

@@ -88,7 +88,7 @@ def exported(name: str) -> Iterator[Path]:
 
     checkpoint = checkpoint_of(Path(name))
     base = base_model(checkpoint)
-    with tempfile.TemporaryDirectory(prefix="megarl-chat-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="megarl-export-") as temporary:
         sys.stderr.write(f"exporting {checkpoint}, as there is no hf/ beside it\n")
         shape = ModelShape.load(str(base))
         try:

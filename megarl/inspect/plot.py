@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PANELS = (
     ("reward/mean",),
-    ("eval/accuracy", "eval/accuracy_greedy"),
+    ("eval/reward", "eval/reward_greedy"),
     ("policy/ref_kl", "kl/per_response", "policy/kl"),
     ("policy/entropy",),
     ("response/length_mean",),

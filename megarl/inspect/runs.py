@@ -12,6 +12,7 @@ from megarl.config.rules_files import RUN_FILES
 from megarl.files.checkpoints import is_one_checkpoint, step_of
 from megarl.loggers.base import flags_of
 from megarl.loggers.json_lines import METRICS
+from megarl.metrics import current_name
 
 
 def is_run(folder: Path) -> bool:
@@ -51,7 +52,8 @@ def read_rows(path: Path) -> Iterator[dict]:
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl by ascending step, after those of the run that this one resumed.
+    """Return the rows of metrics.jsonl by ascending step, after those of the run that this one resumed. A
+    metric of an earlier version has the name that it has now.
 
     A run that was resumed in another folder (`--load`) begins after the steps of the first one."""
     rows = _rows_of_steps(folder)
@@ -67,7 +69,12 @@ def metrics_of(folder: Path) -> list[dict]:
 
 def _rows_of_steps(folder: Path) -> dict[int, dict]:
     path = folder / METRICS
-    return {row["step"]: row for row in read_rows(path) if "step" in row} if path.is_file() else {}
+    rows = read_rows(path) if path.is_file() else ()
+    return {
+        row["step"]: {current_name(name): value for name, value in row.items()}
+        for row in rows
+        if "step" in row
+    }
 
 
 def _resumed_run(folder: Path) -> tuple[Path, float] | None:

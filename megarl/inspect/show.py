@@ -5,9 +5,10 @@
     megarl show runs/a --step 10-20 --random 3      some of steps 10 to 20; --seed draws others
     megarl show runs/a --prompt 134                 one row of --train-data over the steps
     megarl show runs/a --prompt '73-3-4'            the same, found by its text
+    megarl show samples.jsonl --worst 5             samples of `megarl eval --out samples.jsonl`
 
-The samples are those that the job logged into rollouts/, by --num-rollouts-to-log. The run may still be
-going."""
+The samples of a run are those that the job logged into rollouts/, by --num-rollouts-to-log. The run may still
+be going."""
 
 from __future__ import annotations
 
@@ -24,10 +25,13 @@ from megarl.inspect.terminal import block, fold, width, write
 from megarl.loggers.json_lines import rollout_files
 
 DEFAULT_BEST = DEFAULT_WORST = 2
+NO_STEP = 0
+"""Step of samples that belong to no step of a run."""
 _MAX_ROWS_NAMED = 8
 _SHOWN_ELSEWHERE = {
     "step",
     "actor",
+    "name",
     "sample_id",
     "row",
     "reward",
@@ -49,20 +53,24 @@ Sample = dict[str, object]
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
-    folder = run_folder(arguments.run)
-    files = _files_of_steps(folder, arguments.step, arguments.prompt is not None)
-    samples = [sample for step, path in files.items() for sample in _read(step, path)]
-    if not samples:
-        raise ConfigError([f"--step ({arguments.step}): no sample is written yet. Try --step all."])
+    path = Path(arguments.run)
+    if path.is_file():
+        samples = _samples_of_file(path, arguments.step)
+    else:
+        path = run_folder(arguments.run)
+        files = _files_of_steps(path, arguments.step, arguments.prompt is not None)
+        samples = [sample for step, file in files.items() for sample in _read(step, file)]
+        if not samples:
+            raise ConfigError([f"--step ({arguments.step}): no sample is written yet. Try --step all."])
     if arguments.prompt is not None:
         samples = _of_prompt(samples, arguments.prompt)
-    write(_lines(str(folder), samples, arguments, width()))
+    write(_lines(str(path), samples, arguments, width()))
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("show", __doc__)
-    parser.add_argument("run", metavar="RUN", help="a run folder")
+    parser.add_argument("run", metavar="RUN", help="a run folder, or a file of `megarl eval --out`")
     for name, text in (("best", "highest"), ("worst", "lowest")):
         parser.add_argument(
             f"--{name}", type=whole(1, 5), metavar="N", help=f"the N samples with the {text} reward"
@@ -112,6 +120,22 @@ def _read(step: int, path: Path) -> Iterator[Sample]:
         yield {"step": step} | {key: row[key] for key in row if key not in ("prompt_ids", "response_ids")}
 
 
+def _samples_of_file(path: Path, steps: str | None) -> list[Sample]:
+    """Return the samples of a file that is no run's, which have no steps. Raises: ConfigError."""
+    if steps is not None:
+        raise ConfigError(
+            [f"--step ({steps}): {path} is of no run, so its samples have no steps. Leave it out."]
+        )
+    if path.suffix != ".jsonl":
+        rule = "a file of samples ends in .jsonl. Give a run folder, or the file of `megarl eval --out`."
+        raise ConfigError([f"RUN ({path}): {rule}"])
+    samples = list(_read(NO_STEP, path))
+    if not samples or any("response" not in sample or "row" not in sample for sample in samples):
+        rule = "holds no samples. Give a run folder, or the file of `megarl eval --out`."
+        raise ConfigError([f"RUN ({path}): {rule}"])
+    return samples
+
+
 def _of_prompt(samples: Sequence[Sample], prompt: str) -> list[Sample]:
     """Return the samples of one prompt. Raises: ConfigError if none has it, or if several prompts have."""
     rows = {sample["row"] for sample in samples}
@@ -159,10 +183,8 @@ def _summary(samples: Sequence[Sample]) -> str:
     steps = sorted({sample["step"] for sample in samples})
     rewards = [sample["reward"] for sample in samples if sample.get("reward") is not None]
     lengths = [sample["response_length"] for sample in samples if "response_length" in sample]
-    parts = [
-        f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}",
-        f"{len(samples)} logged samples",
-    ]
+    parts = [f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"]
+    parts = [*(parts if steps != [NO_STEP] else []), f"{len(samples)} logged samples"]
     if rewards:
         mean = sum(rewards) / len(rewards)
         parts.append(f"reward {mean:.4g} ({min(rewards):.4g} to {max(rewards):.4g})")
@@ -182,7 +204,8 @@ def _sample_lines(title: str, sample: Sample, columns: int) -> Iterator[str]:
     reward = sample.get("reward")
     facts = [
         title,
-        f"step {sample['step']}",
+        *([f"step {sample['step']}"] if sample["step"] != NO_STEP else []),
+        *([str(sample["name"])] if "name" in sample else []),
         *([str(sample["actor"])] if "actor" in sample else []),
         f"sample {sample.get('sample_id', '?')}",
         f"row {sample.get('row', '?')}",

@@ -17,7 +17,7 @@ from megarl.role_names import kind_and_suffix, with_suffix
 COLUMNS = {
     "reward": ("reward/mean", "{:.3f}"),
     "loss": ("policy/loss", "{:.4f}"),
-    "eval": ("eval/accuracy", "{:.3f}"),
+    "eval": ("eval/reward", "{:.3f}"),
     "length": ("response/length_mean", "{:.1f}"),
     "tokens/s": ("throughput/tokens_per_s", "{:.0f}"),
     "s/step": ("time/step_s", "{:.2f}"),

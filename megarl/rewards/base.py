@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,12 +15,28 @@ _SHOWN_CHARACTERS = 300
 
 
 class RewardFunction(Protocol):
-    """A reward function in verl's calling convention. It is called by keyword, with a copy of
-    `extra_info`."""
+    """A reward function in verl's calling convention. It is called by keyword, with a copy of `extra_info`.
+
+    It returns a number, or a dict with the number as `score` and, if it likes, the answer that it found in
+    the response as `pred`. Other keys have no effect."""
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]
-    ) -> float: ...
+    ) -> float | Mapping[str, Any]: ...
+
+
+class Score(float):
+    """A reward with the answer that it was given for, so that `megarl eval` can count votes.
+
+    Args:
+        answer: the answer in the response, as text; "" if the response has none."""
+
+    answer: str
+
+    def __new__(cls, reward: float, answer: str) -> Score:
+        score = super().__new__(cls, reward)
+        score.answer = answer
+        return score
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +62,11 @@ def digest_of_text(text: str) -> int:
 
 
 def judge(fn: RewardFunction, row: RewardSample) -> float:
-    """Call a reward function for one response and return the reward. Raises: ValueError if the function
-    raises (with its traceback) or does not return a finite number within the range of float32."""
+    """Call a reward function for one response and return the reward, as a `Score` if the function says which
+    answer it found.
+
+    Raises: ValueError if the function raises (with its traceback) or does not return a finite number within
+        the range of float32."""
     try:
         value = fn(
             data_source=row.data_source,
@@ -59,18 +79,20 @@ def judge(fn: RewardFunction, row: RewardSample) -> float:
         raise ValueError(
             f"{describe(_name(fn), row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
         ) from None
-    number = _number(value)
+    number, answer = _number(value), getattr(value, "answer", None)
+    if isinstance(value, Mapping):
+        number, answer = _number(value.get("score")), value.get("pred", "" if "pred" in value else None)
     if number is None or not math.isfinite(number):
         raise ValueError(
             f"{describe(_name(fn), row)} returned {value!r} ({type(value).__name__}); wanted a "
-            "finite number, e.g. 0.0 or 1.0."
+            "finite number, e.g. 0.0 or 1.0, or a dict with one as `score`."
         )
     if abs(number) > LARGEST_FLOAT32:
         raise ValueError(
             f"{describe(_name(fn), row)} returned {number:g}, and advantages are computed in float32, which "
             f"ends at {LARGEST_FLOAT32:.2g}; wanted a smaller number, e.g. 0.0 or 1.0."
         )
-    return number
+    return number if answer is None else Score(number, str(answer))
 
 
 def _number(value: object) -> float | None:

@@ -28,8 +28,24 @@ def gsm8k_reward(
     return 1.0 if answers and _equal(_plain(answers[-1]), _plain(truth)) else 0.0
 
 
+def gsm8k_answer(solution_str: str) -> str:
+    """Return the number after the last "####", "" if there is none; equal numbers as one text (17 for
+    017.0)."""
+    answers = _ANSWER.findall(solution_str)
+    return _canonical(_plain(answers[-1])) if answers else ""
+
+
 def _plain(number: str) -> str:
     return number.replace(",", "").rstrip(".")
+
+
+def _canonical(number: str) -> str:
+    try:
+        text = format(Decimal(number), "f")
+    except InvalidOperation:  # e.g. "1.2.3"
+        return number
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
 
 
 def _equal(answer: str, truth: str) -> bool:

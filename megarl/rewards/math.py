@@ -7,6 +7,8 @@ import threading
 from functools import lru_cache
 from typing import Any
 
+from megarl.rewards.base import Score
+
 TIMEOUT_S = 5
 
 
@@ -26,7 +28,10 @@ def math_reward(
 
     timeout = _timeout()
     gold = _parse_ground_truth(ground_truth)
-    return 1.0 if verify(gold, parse(solution_str, parsing_timeout=timeout), timeout_seconds=timeout) else 0.0
+    found = parse(solution_str, parsing_timeout=timeout)
+    is_right = verify(gold, found, timeout_seconds=timeout)
+    answer = next((one for one in reversed(found) if isinstance(one, str)), "")
+    return Score(1.0 if is_right else 0.0, "".join(answer.split()))
 
 
 # Every prompt is answered by a group of samples, and in several passes: its ground truth is parsed once.

@@ -54,6 +54,9 @@ class Verdict:
     """Id of the judged sample."""
     digest: int | None = None
     """Digest of the judged text, see `RewardSample.digest`."""
+    answer: str | None = None
+    """Answer that the function found in the response: "" if it found none, None if the function names no
+    answers."""
 
 
 class RewardPool:
@@ -128,7 +131,7 @@ class RewardPool:
                 del running[worker]
                 reply, strangers = worker.receive() if worker in ready else (None, [])
                 if reply is not None:
-                    verdicts[index] = _verdict(samples[index], reply.reward, reply.failure)
+                    verdicts[index] = _verdict(samples[index], reply.reward, reply.failure, reply.answer)
                 elif all(stranger.request == worker.request for stranger in strangers):
                     fail(index, worker.cause_of_death() if worker in ready and not strangers else too_slow)
                 else:  # a child of an earlier request replied instead: this sample has not run
@@ -153,13 +156,16 @@ class RewardPool:
 
 def _judge_here(function: RewardFunction, sample: RewardSample) -> Verdict:
     try:
-        return _verdict(sample, judge(function, sample), None)
+        score = judge(function, sample)
+        return _verdict(sample, float(score), None, getattr(score, "answer", None))
     except ValueError as error:
         return _verdict(sample, None, str(error))
 
 
-def _verdict(sample: RewardSample, reward: float | None, failure: str | None) -> Verdict:
-    return Verdict(reward, failure, sample.sample_id, sample.digest)
+def _verdict(
+    sample: RewardSample, reward: float | None, failure: str | None, answer: str | None = None
+) -> Verdict:
+    return Verdict(reward, failure, sample.sample_id, sample.digest, answer)
 
 
 def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-data") -> None:

@@ -47,6 +47,8 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: int | None = None
     """Digest of the judged text, see `RewardSample.digest`."""
     reward: float | None = None
+    answer: str | None = None
+    """Answer that the reward function found in the text, see `Score`."""
     failure: str | None = None
     """Reason why there is no reward."""
 

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from megarl.config.schema import DataConfig
 from megarl.messages import decode
 from megarl.rewards import load_reward
-from megarl.rewards.base import judge
+from megarl.rewards.base import Score, judge
 from megarl.rewards.pool_messages import Reply, Request
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -57,7 +57,10 @@ def main(parent: int) -> None:
             return
         sample = request.sample
         try:
-            verdict = {"reward": judge(function, sample)}
+            score = judge(function, sample)
+            verdict = {"reward": float(score)}
+            if isinstance(score, Score):
+                verdict["answer"] = _printable(score.answer)
         except ValueError as error:
             verdict = {"failure": _printable(str(error)[-_LONGEST_MESSAGE:])}
         reply(request=request.number, digest=sample.digest, **verdict)

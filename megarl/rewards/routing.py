@@ -5,11 +5,18 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megarl.rewards.base import RewardFunction
-from megarl.rewards.gsm8k import gsm8k_reward
+from megarl.rewards.base import RewardFunction, Score
+from megarl.rewards.gsm8k import gsm8k_answer, gsm8k_reward
 from megarl.rewards.math import math_reward
 
-BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k_reward, "math": math_reward}
+
+def _gsm8k(
+    data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]
+) -> Score:
+    return Score(gsm8k_reward(data_source, solution_str, ground_truth), gsm8k_answer(solution_str))
+
+
+BUILT_IN: dict[str, RewardFunction] = {"gsm8k": _gsm8k, "math": math_reward}
 
 # The first pattern that fits the lower-cased data source decides.
 ROUTES: tuple[tuple[str, str], ...] = (

@@ -22,6 +22,7 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
     max_num_seqs."""
     batch, limit = config.batch, config.rollout.max_num_seqs
     rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
+    rows *= config.run.eval_num_samples
     return min(
         limit,
         max(-(-batch.num_prompts // num_engines) * batch.num_samples_per_prompt, -(-rows // num_engines)),

@@ -33,7 +33,8 @@ class ActorState:
         self.suffix, self.config, self.shape, self.actor = suffix, config, inputs.shape, f"actor{suffix}"
         self.algorithm = algorithm_of(config)
         self.cursor = DataCursor(len(inputs.train), config.batch.seed, config.data.shuffle)
-        self.eval_rows = list(range(len(inputs.evaluation or ())))[: config.run.eval_num_prompts]
+        self.eval_rows = inputs.eval_rows(config.run.eval_num_prompts)
+        """Held-out row -> its data source."""
         self.kl = self.algorithm.build_kl_controller()
         self.buffer = SampleBuffer()
         self.gate_limits = GateLimits.of(config, inputs.shape)

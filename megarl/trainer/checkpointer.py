@@ -43,6 +43,7 @@ from megarl.flow import RandomState, TrainedRole
 from megarl.runtime.executor import Executor
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
+from megarl.metrics import current_name
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
 from megarl.trainer.run_folder import Run
 from megarl.trainer.state import TrainState
@@ -323,6 +324,6 @@ def _metrics_of(folder: Path) -> dict[str, float]:
     """Return the metrics that were saved with a checkpoint, or {} if its job.json is damaged."""
     try:
         metrics: dict[str, float] = read_job(folder)["metrics"]
-        return metrics
+        return {current_name(name): value for name, value in metrics.items()}
     except JobFileError:
         return {}

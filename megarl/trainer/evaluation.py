@@ -1,95 +1,131 @@
-"""Measure held-out accuracy during training and in the driver of `megarl eval`."""
+"""Answer the held-out rows and score the answers: the evaluations of a training job and of `megarl eval`."""
 
 from __future__ import annotations
 
-import json
-import sys
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from megarl.algorithms import REGISTRY
-from megarl.config.loader import load_config
-from megarl.config.mesh import role_meshes
 from megarl.config.reward_models import uses_rule_reward
+from megarl.config.rules_training import NO_EVAL_DATA
 from megarl.config.schema import TrainConfig
-from megarl.runtime.executor import Executor
-from megarl.trainer.launch import drive
-from megarl.trainer.preflight import Inputs
-from megarl.trainer.weights import sync_weights
-from megarl.flow import Actor, Reward, Rollout
+from megarl.flow import Reward, Rollout
 from megarl.flow.job_roles import Record
 from megarl.role_names import with_suffix
+from megarl.runtime.executor import Executor
+from megarl.trainer.eval_scores import EvalSample, Scores, of_sources, powers_of_two
+from megarl.trainer.scores import RewardsFailed
 from megarl.trainer.state import TrainState
 
-MODES = {"eval/accuracy": False, "eval/accuracy_greedy": True}
-"""Metric -> whether decoding is greedy (otherwise sampled at --temperature)."""
+SAMPLED, GREEDY = "eval/reward", "eval/reward_greedy"
+"""Metrics: mean reward of responses sampled at --temperature, and of greedy ones."""
 
 
-def held_out_accuracy(
-    rollout: Rollout, reward: Reward, rows: list[int]
-) -> tuple[dict[str, float], dict[str, Record]]:
-    """Return the mean reward of one response per row, sampled and greedy, and the first row's answers, each
-    by metric name.
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The responses to the held-out rows in one mode, sampled or greedy."""
 
-    A row draws the same noise at every evaluation, in a job and in `megarl eval`. Only the weights change the
-    accuracies."""
-    scores: dict[str, float] = {}
-    answers: dict[str, Record] = {}
-    for name, greedy in MODES.items():
-        rollout.generate("eval", {row: row for row in rows}, greedy=greedy)
-        records = [r for rank in reward.score("eval", num_logged=1).result() for r in rank]
-        scores[name] = sum(r["reward"] or 0.0 for r in records) / len(records)
-        answers[name] = next(r for r in records if r["sample_id"] == rows[0])
-    return scores, answers
+    samples: list[EvalSample]
+    """In the order of rows, and of the responses to each."""
+    records: list[Record]
+    """Record of each sample for files: reward, answer, finish reason, and texts where they were asked for."""
+
+
+def answer_rows(
+    rollout: Rollout,
+    reward: Reward,
+    sources: Mapping[int, str],
+    config: TrainConfig,
+    greedy: bool,
+    num_logged: int,
+) -> HeldOut:
+    """Answer held-out rows and score the answers.
+
+    A sample draws by (seed, row, index, position), the same at every evaluation, in a job and in `megarl
+    eval`, whatever the number of samples. Only the weights change the scores.
+
+    Args:
+        sources: row -> its data_source.
+        num_logged: number of samples, from the first, whose records have texts; -1 is all.
+    Raises: RewardsFailed if more rewards failed than --reward-max-failed-share allows."""
+    generated = rollout.generate("eval", {row: row for row in sources}, greedy=greedy).result()
+    sampled = {sample.sample_id: sample for of_rank in generated for sample in of_rank}
+    scored = reward.score("eval", num_logged=num_logged).result()
+    num_samples = 1 if greedy else config.run.eval_num_samples
+    samples, records = [], []
+    in_order = sorted((record for of_rank in scored for record in of_rank), key=lambda one: one["sample_id"])
+    for record in in_order:
+        row, index = divmod(record["sample_id"], num_samples)
+        sample = sampled[record["sample_id"]]
+        samples.append(
+            EvalSample(
+                row,
+                index,
+                sources[row],
+                record["reward"],
+                record.get("answer"),
+                sample.response_length,
+                sample.truncated,
+                record.get("failure"),
+            )
+        )
+        reason = "length" if sample.truncated else "stop"
+        records.append(record | {"row": row, "data_source": sources[row], "finish_reason": reason})
+    _check_failed(samples, config.data.reward_max_failed_share)
+    return HeldOut(samples, records)
+
+
+def _check_failed(samples: list[EvalSample], max_share: float) -> None:
+    failed = [sample for sample in samples if sample.reward is None]
+    if len(failed) > max_share * len(samples):
+        raise RewardsFailed(
+            f"{len(failed)} of {len(samples)} rewards of the evaluation have failed, and "
+            f"--reward-max-failed-share ({max_share:g}) allows {int(max_share * len(samples))}. "
+            f"The first, of row {failed[0].row}: {failed[0].failure}"
+        )
+
+
+def metrics_of(sampled: HeldOut, greedy: HeldOut, num_samples: int) -> dict[str, float]:
+    """Return the metrics of an evaluation in a training job.
+
+    `eval/best_at_k` is pass@k if rewards are 0 and 1. A name says nothing that is wrong of other rewards."""
+    scores = Scores(sampled.samples, num_samples)
+    metrics = {SAMPLED: scores.mean.value, GREEDY: Scores(greedy.samples, 1).mean.value}
+    if num_samples > 1:
+        metrics |= {f"eval/best_at_{k}": scores.best_at(k).value for k in powers_of_two(num_samples)[1:]}
+        if scores.has_answers:
+            metrics[f"eval/maj_at_{num_samples}"] = scores.majority.value
+    if failed := sum(sample.reward is None for sample in (*sampled.samples, *greedy.samples)):
+        metrics["eval/failed"] = float(failed)
+    for name, held_out in ((SAMPLED, sampled), (GREEDY, greedy)):
+        sources = of_sources(held_out.samples)
+        for source, samples in sources.items() if len(sources) > 1 else ():
+            readable = re.sub(r"[^\w./ -]", "_", source)  # other characters are refused by MLflow
+            metrics[f"{name}/{readable}"] = Scores(samples, num_samples).mean.value
+    return metrics
 
 
 def evaluate_actors(executor: Executor, state: TrainState) -> tuple[dict[str, float], dict[str, Record]]:
-    """Evaluate every actor on --eval-data. Returns metric -> mean reward and metric -> the first row's
-    answer.
+    """Evaluate every actor on --eval-data. Returns the metrics, and eval/reward and eval/reward_greedy -> the
+    first row's first answer.
 
-    Raises: ValueError without --eval-data, or without a rule that scores."""
-    scores: dict[str, float] = {}
+    Raises: ValueError without --eval-data, or without a rule that scores; RewardsFailed."""
+    metrics: dict[str, float] = {}
     answers: dict[str, Record] = {}
     for suffix, actor in state.actors.items():
         if not actor.eval_rows:
-            raise ValueError(
-                "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
-            )
+            raise ValueError(NO_EVAL_DATA)
         if not uses_rule_reward(actor.config):
             raise ValueError(
                 "--reward-model: held-out answers are scored by a rule, and with it there is "
                 "none. Add --reward auto."
             )
         rollout, reward = Rollout(executor, f"rollout{suffix}"), Reward(executor, f"reward{suffix}")
-        own_scores, own_answers = held_out_accuracy(rollout, reward, actor.eval_rows)
-        scores |= {with_suffix(name, suffix): score for name, score in own_scores.items()}
-        answers |= {with_suffix(name, suffix): answer for name, answer in own_answers.items()}
-    return scores, answers
-
-
-def evaluate_job(
-    executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int
-) -> None:
-    """Load --model into the engines, answer --eval-data, and write the accuracies as one JSON line to stdout.
-
-    The job's other roles are not set up."""
-    actor, rollout, reward = (
-        Actor(executor, "actor"),
-        Rollout(executor, "rollout"),
-        Reward(executor, "reward"),
-    )
-    for future in (actor.setup(), rollout.setup(), reward.setup()):
-        future.result()
-    sync_weights(executor, role_meshes(config, world_size), version=0).result()
-    rows = list(range(len(inputs[""].evaluation or ())))[: config.run.eval_num_prompts]
-    scores, _ = held_out_accuracy(rollout, reward, rows)
-    sys.stdout.write(json.dumps({"model": config.model.model, "rows": len(rows), **scores}) + "\n")
-    rollout.shut_down().result()
-    reward.shut_down().result()
-
-
-def main(argv: list[str]) -> int:
-    return drive(load_config(argv, REGISTRY, "megarl eval"), evaluate_job, new_run=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        both = {
+            name: answer_rows(rollout, reward, actor.eval_rows, actor.config, name == GREEDY, num_logged=1)
+            for name in (SAMPLED, GREEDY)
+        }
+        own = metrics_of(both[SAMPLED], both[GREEDY], actor.config.run.eval_num_samples)
+        metrics |= {with_suffix(name, suffix): value for name, value in own.items()}
+        answers |= {with_suffix(name, suffix): held_out.records[0] for name, held_out in both.items()}
+    return metrics, answers

@@ -28,6 +28,10 @@ class Inputs:
     train: PromptDataset
     evaluation: PromptDataset | None
 
+    def eval_rows(self, count: int | None) -> dict[int, str]:
+        """Return the first `count` held-out rows (None: all), each with its data source."""
+        return {row: prompt.data_source for row, prompt in enumerate((self.evaluation or ())[:count])}
+
 
 def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> dict[str, Inputs]:
     """Check the configuration, read data and tokenizer, and try the reward function. Returns the inputs of
@@ -58,7 +62,9 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
         if needs_ground_truth(config)
         else None
     )
-    train = load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)
+    train = PromptDataset(())  # an evaluation has no training data
+    if config.data.train_data:
+        train = load(config.data.train_data, prompt_key=config.data.prompt_key, needs=needs)
     evaluation = None
     if config.data.eval_data:
         evaluation = load(

@@ -46,7 +46,8 @@ class RewardRole(HostedRole):
             num_logged: number of samples of the step, counted from its first, whose records carry their texts
                 for the rollouts/ files. Default: --num-rollouts-to-log.
         Returns: records with sample_id, digest and reward. The reward is None if the job has no rule or if
-        the reward failed. In the second case `failure` holds the reason.
+        the reward failed. In the second case `failure` holds the reason. In an evaluation `answer` holds
+            the answer that the rule found, if it names answers.
         Raises: InvariantError if the pool returned the verdict of another sample."""
         if self.mesh.coordinates(self.rank)["tp"] != 0:
             return []
@@ -65,6 +66,8 @@ class RewardRole(HostedRole):
             }
             if verdict.failure is not None:
                 record["failure"] = verdict.failure
+            if purpose == "eval" and verdict.answer is not None:
+                record["answer"] = verdict.answer
             if limit < 0 or rollout.position < limit:
                 record |= _logged(rollout, text, dataset[rollout.row])
             records.append(record)

@@ -122,15 +122,19 @@ class RolloutRole(HostedRole):
         rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
         if self.engine is None:
             return []
-        config, n = self.config, 1 if purpose == "eval" else self.config.batch.num_samples_per_prompt
+        config, n = self.config, self.config.batch.num_samples_per_prompt
+        if purpose == "eval":
+            n = 1 if greedy else config.run.eval_num_samples
         first = self.replica * len(visits) // self.mesh.dp
         mine = list(visits.items())[first : (self.replica + 1) * len(visits) // self.mesh.dp]
         answers = [(visit, row, index) for visit, row in mine for index in range(n)]
         prompts = self.encoders[purpose].prompts([row for _, row, _ in answers])
         keys = [draw_key(config.batch.seed, purpose, visit, index) for visit, _, index in answers]
-        outputs = self.engine.generate(
-            prompts, keys, temperature=0.0 if greedy else config.sampling.temperature
-        )
+        how = {"temperature": 0.0}
+        if not greedy:
+            sampling = config.sampling
+            how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        outputs = self.engine.generate(prompts, keys, **how)
         has_experts = tells_experts(config, self.shape)
         made = [
             RolloutSample(

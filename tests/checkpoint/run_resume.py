@@ -253,7 +253,7 @@ def main(out: Path) -> None:
         "--best-metric-mode",
         "max",
     )
-    report["unknown"] = train(out, "unknown", 2, "--save-interval", "1", "--best-metric", "eval/accuracy")
+    report["unknown"] = train(out, "unknown", 2, "--save-interval", "1", "--best-metric", "eval/reward")
     report["converted"] = convert(
         [
             "--model",

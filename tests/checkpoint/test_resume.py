@@ -142,7 +142,7 @@ def test_a_best_metric_that_no_step_has_is_told_once(out: Path, report):
     told = report["unknown"]
     assert (
         told.count(
-            "--best-metric (eval/accuracy): step 1 has no such metric, so its checkpoint is not "
+            "--best-metric (eval/reward): step 1 has no such metric, so its checkpoint is not "
             "compared. It has policy/loss"
         )
         == 1

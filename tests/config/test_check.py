@@ -375,6 +375,13 @@ RULES = {
         "--lr-decay-iters (10): must be above --lr-warmup-iters (10). Try 11.",
         "--lr-warmup-iters 10 --lr-decay-iters 11",
     ),
+    "name of a metric": (
+        "--best-metric eval_2/accuracy_greedy",
+        2,
+        {},
+        "--best-metric (eval_2/accuracy_greedy): has another name now.",
+        "--best-metric eval_2/reward_greedy",
+    ),
     "evaluation data": (
         "--eval-interval 5",
         2,

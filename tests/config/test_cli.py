@@ -119,9 +119,8 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
         launch=lambda config, *args, **kwargs: calls.append((config.run.save, *args, kwargs)) or 3,
     )
     module("megarl.trainer.__main__", train_job="the training")
-    module("megarl.trainer.evaluation", evaluate_job="the evaluation")
     module("megarl.train", run_in_process=lambda config: calls.append(config.placement.executor) or 4)
-    module("megarl.evaluate", main=lambda argv: calls.append(argv) or 5)
+    module("megarl.evaluation.command", main=lambda argv: calls.append(argv) or 5)
     module("megarl.convert", main=lambda argv: calls.append(argv) or 6)
     save = str(tmp_path / "run")
     inline, held_out = (
@@ -133,26 +132,10 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
         ["train", job],
         ["train", job, *inline],
         ["eval", *held_out],
-        ["eval", *held_out, *inline],
         ["convert", "--to", "x"],
     )
-    assert [cli.main(argv) for argv in commands] == [3, 4, 3, 5, 6]
-    training, evaluation = (
-        (save, [job], "the training", {}),
-        (save, held_out, "the evaluation", "megarl.evaluate", {"new_run": False}),
-    )
-    assert calls == [training, "inline", evaluation, [*held_out, *inline], ["--to", "x"]]
-
-
-def test_evaluation_needs_held_out_rows_and_minds_no_run(job, tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "resolved.args").touch()
-    assert cli.main(["eval", job, "--algorithm", "sft"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "2 configuration errors:",
-        "  - --eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files.",
-        "  - --algorithm (sft): an evaluation samples answers and scores them. Try --algorithm grpo.",
-    ]
+    assert [cli.main(argv) for argv in commands] == [3, 4, 5, 6]
+    assert calls == [(save, [job], "the training", {}), "inline", held_out, ["--to", "x"]]
 
 
 def test_graph_prints_and_draws_the_flow_and_needs_config_json_alone(tmp_path, write_model, capsys):

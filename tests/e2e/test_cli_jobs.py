@@ -74,29 +74,57 @@ def test_one_process_does_what_a_driver_and_a_worker_do(layout_job, sums_data, t
 # ------------------------------------------------------------------ evaluation
 
 
+def test_eval_of_a_run_answers_as_its_last_evaluation_did(layout_job, sums_data, tmp_path):
+    """A model and data alone, and of three samples per row the first is that of a single one: bit for bit.
+
+    One rank has the engine that two had; rounding decides over none of these tokens."""
+    job = layout_job("dp2_to_tp1")
+    before = snapshot(job.folder.parent)
+    flags = "--eval-num-prompts 20 --eval-num-samples 3 --temperature 0.9 --max-response-length 16".split()
+    rule = COMMON[COMMON.index("--reward-function") :][:2]
+    data, out = sums_data / "test.parquet", ["--json", "--out", "samples.jsonl"]
+    done = run("eval", "--model", job.folder, "--eval-data", data, *flags, *rule, *out, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    result, rows = (
+        json.loads(done.stdout),
+        [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()],
+    )
+    last, scores = job.metrics[-1], result["all"]
+    assert scores["reward_greedy"]["value"] == last["eval/reward_greedy"] > 0
+    firsts = [row["reward"] for row in rows if row["name"] == "eval/reward" and row["sample_id"] % 3 == 0]
+    assert len(firsts) == 20 and sum(firsts) / 20 == last["eval/reward"] > 0
+    everything = [row["reward"] for row in rows if row["name"] == "eval/reward"]
+    assert len(everything) == 60 and sum(everything) / 60 == scores["reward"]["value"]
+    assert (result["rewards_are_right_or_wrong"], result["rows"]) == (False, 20)
+    assert scores["best_at_3"]["value"] > scores["best_at_2"]["value"] > scores["best_at_1"]["value"]
+    assert snapshot(job.folder.parent) == before
+    assert run("show", "samples.jsonl", "--worst", 1, cwd=tmp_path).returncode == 0
+
+
 @pytest.mark.nightly
 def test_eval_answers_as_the_run_did_and_writes_nothing(layout_job, tmp_path):
-    """The exported weights in another layout: both accuracies are those of the run's last evaluation.
+    """A checkpoint's weights in another layout: both means are those of the run's last evaluation.
 
     A held-out row draws alike at each, and rounding decides over none of these tokens."""
     job = layout_job("dp2_to_tp1")
     before = snapshot(job.folder.parent)
+    checkpoint = job.folder / "checkpoints" / "step_000003"
     done = run(
         "eval",
         f"@{job.folder / 'resolved.args'}",
         "--model",
-        job.folder / "hf",
+        checkpoint,
         "--rollout-tensor-parallel-size",
         2,
+        "--json",
         cwd=tmp_path,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0 and re.fullmatch("exporting .*step_000003/actor, .*\n", done.stderr)
     (line,) = done.stdout.splitlines()
     result = json.loads(line)
-    assert result.keys() == {"model", "rows", "eval/accuracy", "eval/accuracy_greedy"}
-    assert (result["model"], result["rows"]) == (str(job.folder / "hf"), 20)
-    assert result["eval/accuracy_greedy"] == job.metrics[-1]["eval/accuracy_greedy"] > 0
-    assert result["eval/accuracy"] == job.metrics[-1]["eval/accuracy"] > 0
+    assert (result["model"], result["rows"]) == (str(checkpoint), 20)
+    assert result["all"]["reward_greedy"]["value"] == job.metrics[-1]["eval/reward_greedy"] > 0
+    assert result["all"]["reward"]["value"] == job.metrics[-1]["eval/reward"] > 0
     assert snapshot(job.folder.parent) == before and not any(tmp_path.iterdir())
 
 

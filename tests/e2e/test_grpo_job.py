@@ -105,9 +105,9 @@ def test_tensor_parallel_roles_on_ranks_of_their_own(sums_data, tmp_path, layout
 
 
 def test_evaluation_is_recorded_before_and_after(layout_job):
-    evaluated = [row for row in layout_job("dp2_to_tp1").metrics if "eval/accuracy" in row]
+    evaluated = [row for row in layout_job("dp2_to_tp1").metrics if "eval/reward" in row]
     assert [row["step"] for row in evaluated] == [0, 3]
-    assert all(0 <= row["eval/accuracy_greedy"] <= 1 for row in evaluated)
+    assert all(0 <= row["eval/reward_greedy"] <= 1 for row in evaluated)
 
 
 def test_resolved_arguments_run_the_job_again(layout_job, sums_data):
@@ -135,7 +135,7 @@ def test_export_gives_the_engines_greedy_answer(layout_job):
 
     folder = layout_job("dp2_to_tp1").folder
     answers = [json.loads(line) for line in (folder / "rollouts" / "eval.jsonl").read_text().splitlines()]
-    answer = [a for a in answers if a["step"] == 3 and a["name"] == "eval/accuracy_greedy"][0]
+    answer = [a for a in answers if a["step"] == 3 and a["name"] == "eval/reward_greedy"][0]
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
     ids = tokenizer.apply_chat_template(

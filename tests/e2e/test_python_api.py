@@ -97,7 +97,7 @@ def test_the_example_runs_with_its_own_reward_and_stop(sums_data, tmp_path):
     )
     with started(script, *flags, data=sums_data, folder=tmp_path) as (process, _):
         assert process.wait(150) == 0, (tmp_path / "out").read_text()
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2] and "eval/accuracy" in rows(tmp_path)[
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2] and "eval/reward" in rows(tmp_path)[
         1
     ]  # any accuracy is enough: it stopped
     for row in rows(tmp_path):

@@ -195,12 +195,12 @@ def test_an_evaluation_that_was_left_is_made_up_for(sums_data, tmp_path):
         assert job.process.wait(40) == 143, job.output()
     finally:
         job.end()
-    assert [("eval/accuracy" in row) for row in rows(tmp_path / "run")] == [True, False, False]
+    assert [("eval/reward" in row) for row in rows(tmp_path / "run")] == [True, False, False]
     again = train(sums_data, tmp_path / "run", "--train-iters", "5", *flags, "--load", str(tmp_path / "run"))
     whole = train(sums_data, tmp_path / "whole", "--train-iters", "5", *flags)
     assert (again.returncode, whole.returncode) == (0, 0), again.output + whole.output
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
-    assert [("eval/accuracy" in row) for row in rows(tmp_path / "run")] == [
+    assert [("eval/reward" in row) for row in rows(tmp_path / "run")] == [
         True,
         False,
         True,

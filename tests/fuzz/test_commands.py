@@ -141,7 +141,7 @@ def test_sizes_of_shards(folder: Path, text: str) -> None:
 
 
 metric_names = st.text(min_size=1, max_size=8) | st.sampled_from(
-    ["reward/mean", "policy/loss", "eval/accuracy", "reward_2/mean", "time/step_s", "nonfinite", "step"]
+    ["reward/mean", "policy/loss", "eval/reward", "reward_2/mean", "time/step_s", "nonfinite", "step"]
 )
 numbers = st.floats() | st.integers(-(2**63), 2**64) | st.floats(width=32) | st.booleans()
 
@@ -185,9 +185,7 @@ shown_names = st.builds(
     st.lists(
         st.dictionaries(
             shown_names
-            | st.sampled_from(
-                ["reward/mean", "policy/loss", "eval/accuracy", "reward_2/mean", "time/step_s"]
-            ),
+            | st.sampled_from(["reward/mean", "policy/loss", "eval/reward", "reward_2/mean", "time/step_s"]),
             numbers,
             max_size=4,
         ),

@@ -18,7 +18,7 @@ def write_run(open_run, folder, steps=STEPS, arguments="--train-iters 4", **more
             run.begin_step()
             metrics = {"reward/mean": step / 10, "policy/kl": 0.1, "policy/entropy": 2.0 / step}
             run.record_step(step, metrics | more, num_tokens=10)
-            run.record_evaluation(step, {"eval/accuracy": 0.5, "eval/accuracy_greedy": 0.6})
+            run.record_evaluation(step, {"eval/reward": 0.5, "eval/reward_greedy": 0.6})
     return folder
 
 
@@ -27,12 +27,22 @@ def drawn(path) -> set[str]:
     return set(re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text()))
 
 
+def test_a_run_of_an_earlier_version_has_the_names_of_now(open_run, megarl, tmp_path):
+    run = write_run(open_run, tmp_path / "a")
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text().replace("eval/reward", "eval/accuracy"))
+    assert '"eval/accuracy_greedy": 0.6' in file.read_text()
+    assert megarl("plot", run, "--out", tmp_path / "a.svg")[0] == 0
+    assert {"eval/reward", "eval/reward_greedy"} <= drawn(tmp_path / "a.svg")
+    assert metrics_of(run)[-1]["eval/reward"] == 0.5
+
+
 def test_the_default_panels_are_those_that_the_run_has(open_run, megarl, tmp_path):
     run = write_run(open_run, tmp_path / "a")
     code, out, err = megarl("plot", run, "--out", tmp_path / "a.svg")
     assert (code, out, err) == (0, f"{tmp_path / 'a.svg'}\n", "")
     texts = drawn(tmp_path / "a.svg")
-    assert {"reward/mean", "policy/kl", "policy/entropy", "eval/accuracy", "eval/accuracy_greedy"} <= texts
+    assert {"reward/mean", "policy/kl", "policy/entropy", "eval/reward", "eval/reward_greedy"} <= texts
     assert not {"policy/grad_norm", "response/length_mean", "policy/loss"} & texts
     megarl("plot", run, "--out", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -27,7 +27,7 @@ def check_mlflow(folder: Path) -> None:
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
     names = {file.path for file in client.list_artifacts(run.info.run_id, "rollouts")}
     trained = {f"rollouts/step_00000{step}.jsonl" for step in (1, 2, 3)}
-    assert names == trained | {f"rollouts/eval_00000{step}_eval_accuracy.jsonl" for step in (2, 3)}
+    assert names == trained | {f"rollouts/eval_00000{step}_eval_reward.jsonl" for step in (2, 3)}
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ def test_plain_lines_are_one_per_step_and_keep_the_last_evaluation():
     out = StringIO()
     progress = Progress(20, out)
     progress.note("actor ready (1.2 s)")
-    progress.show_evaluation(0, {"eval/accuracy": 0.25, "eval/accuracy_greedy": 0.3})
+    progress.show_evaluation(0, {"eval/reward": 0.25, "eval/reward_greedy": 0.3})
     progress.update(3, METRICS)
     progress.close()
     assert out.getvalue().splitlines() == [
         "actor ready (1.2 s)",
-        "eval step=0/20 eval/accuracy=0.250 eval/accuracy_greedy=0.300",
+        "eval step=0/20 eval/reward=0.250 eval/reward_greedy=0.300",
         "step=3/20 eval=0.250 reward=0.512 length=21.4 tokens/s=3210 s/step=0.43 left=?",
     ]
 

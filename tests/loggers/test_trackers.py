@@ -42,7 +42,7 @@ def log_steps(name: str, folder: Path, steps: dict[int, float], first_step: int 
             step, {"reward/mean": reward, "policy/loss": math.nan if step == 1 else 0.5}, 1e9 + step
         )
         logger.log_rollouts(step, [SAMPLE], "train")
-    logger.log_rollouts(max(steps), [{"name": "eval/accuracy", **SAMPLE}], "eval")
+    logger.log_rollouts(max(steps), [{"name": "eval/reward", **SAMPLE}], "eval")
     logger.close()
 
 
@@ -101,7 +101,7 @@ def test_tensorboard_shows_scalars_texts_and_flags_and_forgets_steps_made_again(
         "response: #### 4" in texts["rollouts/0/text_summary"]
         and "response_ids" not in texts["rollouts/0/text_summary"]
     )
-    assert "rollouts/eval/accuracy/text_summary" in texts and "--lr 1e-4" in texts["arguments/text_summary"]
+    assert "rollouts/eval/reward/text_summary" in texts and "--lr 1e-4" in texts["arguments/text_summary"]
     from tensorboard.plugins.hparams import metadata
 
     start = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content

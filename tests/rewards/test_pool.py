@@ -287,3 +287,19 @@ def test_what_a_call_that_hangs_has_printed_is_told(data, tmp_path, capfd):
     with RewardPool(data, 1) as pool:
         assert pool.score(samples("1"))[0].reward is None
     assert "reached here" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_answer_that_a_reward_names_arrives(tmp_path, num_workers):
+    """Also half of a character, which JSON cannot hold."""
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    named = {'score': 1.0, 'pred': solution_str + chr(0xD800)}\n"
+        "    return named if solution_str else 0.5\n"
+    )
+    data = DataConfig(train_data=("none",), reward_function=f"{file}:reward")
+    with RewardPool(data, num_workers) as pool:
+        verdicts = pool.score(samples("17", ""))
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.5]
+    assert verdicts[0].answer.startswith("17") and verdicts[1].answer is None

@@ -11,7 +11,7 @@ import pytest
 from megarl.config.schema import DataConfig
 from megarl.rewards import RewardSample, base, load_reward
 from megarl.rewards.pool import RewardPool, probe_reward
-from megarl.rewards.routing import route
+from megarl.rewards.routing import auto_reward, route
 
 
 def judge(fn, solution, truth, source="x"):
@@ -288,7 +288,8 @@ def test_raising_function_is_reported_with_sample_and_traceback(own, name, words
         None,
         "1.0",
         [1.0],
-        {"score": 1.0},
+        {"reward": 1.0},
+        {"score": "1.0"},
         1j,
         np.ones(2),
         np.float32("nan"),
@@ -358,3 +359,35 @@ def test_probe_finds_a_broken_function_and_a_source_without_a_reward(own_path):
 def test_probe_also_tries_the_right_answer(own_path):
     with pytest.raises(ValueError, match="returned nan"):
         probe(f"{own_path}:fails_on_right_answers", rows_of("x"))
+
+
+@pytest.mark.parametrize(
+    ("source", "response", "answer"),
+    [
+        ("gsm8k", "18-1=17\n#### 17", "17"),
+        ("gsm8k", "#### 3\n#### 1,017.50", "1017.5"),
+        ("gsm8k", "#### -0.0", "0"),
+        ("gsm8k", "#### 1.2.3", "1.2.3"),
+        ("gsm8k", "seventeen", ""),
+        ("math", "so \\boxed{ x + 1 }", "x+1"),
+        ("math", "no idea", ""),
+    ],
+)
+def test_built_in_rules_name_the_answer_that_they_judge(source, response, answer):
+    """Equal numbers are equal votes."""
+    score = base.judge(auto_reward, RewardSample(source, response, "17"))
+    assert isinstance(score, base.Score) and score.answer == answer
+    assert score == (1.0 if answer == "17" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        ({"score": 0.5, "pred": 17}, "17"),
+        ({"score": 0.5, "pred": None, "acc": 1}, None),
+        ({"score": 0.5}, None),
+    ],
+)
+def test_a_dict_in_verl_s_form_is_taken(value, answer):
+    score = base.judge(lambda **_: value, RewardSample("x", "y"))
+    assert score == 0.5 and getattr(score, "answer", None) == answer

@@ -15,7 +15,7 @@ from tests.launch import run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "compare_metrics.py"
 ROWS = [
-    {"step": 0, "eval/accuracy": 0.28},
+    {"step": 0, "eval/reward": 0.28},
     {"step": 1, "policy/loss": 0.1234567, "grad_norm/actor": 1.7, "time/step_s": 0.3, "time_2/step_s": 0.3},
 ]
 
@@ -64,6 +64,12 @@ def test_a_renamed_metric_is_compared_under_its_new_name(tmp_path: Path) -> None
     old, new = write(tmp_path / "old", ROWS), write(tmp_path / "new", new)
     assert compare(old, new).returncode == 1
     assert compare(old, new, "--renamed", "grad_norm/actor=grad_norm/policy").returncode == 0
+
+
+def test_a_name_of_an_earlier_version_is_known(tmp_path: Path) -> None:
+    """Held-out rewards were called accuracies."""
+    before = [{"step": 0, "eval/accuracy": 0.28}, *ROWS[1:]]
+    assert compare(write(tmp_path / "old", before), write(tmp_path / "new", ROWS)).returncode == 0
 
 
 def test_a_missing_run_is_found(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "plot_quickstart.py"
 
 
 def test_svg_holds_every_curve_and_follows_the_theme(tmp_path):
-    evaluated = {"eval/accuracy": 0.25, "eval/accuracy_greedy": 0.125}
+    evaluated = {"eval/reward": 0.25, "eval/reward_greedy": 0.125}
     trained = [{"step": n, "reward/mean": n / 4, "response/length_mean": 8 + n} for n in (1, 2, 3)]
     rows = [{"step": 0, **evaluated}, *trained[:2], trained[2] | evaluated]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

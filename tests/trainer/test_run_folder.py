@@ -56,14 +56,14 @@ def test_everything_recorded_can_be_read_back(tmp_path):
         {"sample_id": 2, "reward": None},
     ]
     with open_run(tmp_path / "run") as run:
-        run.record_evaluation(0, {"eval/accuracy": 0.25})
+        run.record_evaluation(0, {"eval/reward": 0.25})
         run.begin_step()
         run.write_rollouts(1, rows)
         time.sleep(0.05)
         run.record_step(
             1, {"reward/mean": 0.5, "policy/loss": math.nan, "policy/grad_norm": math.inf}, num_tokens=1000
         )
-        run.record_evaluation(1, {"eval/accuracy": 0.75}, {"eval/accuracy": rows[0]})
+        run.record_evaluation(1, {"eval/reward": 0.75}, {"eval/reward": rows[0]})
         run.begin_step()
         run.write_rollouts(2, [])
         run.record_step(2, {"reward/mean": 1.0}, num_tokens=1000)
@@ -71,11 +71,9 @@ def test_everything_recorded_can_be_read_back(tmp_path):
 
     lines = [strict(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]  # one object per step, its evaluation in it
-    assert lines[0] == {"step": 0, "eval/accuracy": 0.25}
+    assert lines[0] == {"step": 0, "eval/reward": 0.25}
     assert (
-        lines[1]["reward/mean"] == 0.5
-        and lines[1]["eval/accuracy"] == 0.75
-        and "eval/accuracy" not in lines[2]
+        lines[1]["reward/mean"] == 0.5 and lines[1]["eval/reward"] == 0.75 and "eval/reward" not in lines[2]
     )
     assert lines[1]["policy/loss"] is None and lines[1]["policy/grad_norm"] is None
     assert lines[1]["nonfinite"] == {"policy/loss": "nan", "policy/grad_norm": "inf"}
@@ -87,7 +85,7 @@ def test_everything_recorded_can_be_read_back(tmp_path):
     ] == rows
     assert strict((run.folder / "rollouts" / "eval.jsonl").read_text()) == {
         "step": 1,
-        "name": "eval/accuracy",
+        "name": "eval/reward",
         **rows[0],
     }
     assert sorted(p.name for p in (run.folder / "rollouts").iterdir()) == ["eval.jsonl", "step_000001.jsonl"]
@@ -98,7 +96,7 @@ def test_everything_recorded_can_be_read_back(tmp_path):
     events.Reload()
     scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert scalars["reward/mean"] == [(1, 0.5), (2, 1.0)]
-    assert scalars["eval/accuracy"] == [(0, 0.25), (1, 0.75)]
+    assert scalars["eval/reward"] == [(0, 0.25), (1, 0.75)]
     assert math.isnan(scalars["policy/loss"][0][1]) and "step" not in scalars
 
 
@@ -117,10 +115,10 @@ def test_scores_of_a_second_evaluation_go_to_the_same_row(tmp_path):
         for step in (1, 2):
             run.begin_step()
             run.record_step(step, {"reward/mean": 0.5}, num_tokens=1)
-            run.record_evaluation(step, {"eval/accuracy": 0.25})
-            run.record_evaluation(step, {"eval/accuracy": 0.75, "eval/more": 1.0})
+            run.record_evaluation(step, {"eval/reward": 0.25})
+            run.record_evaluation(step, {"eval/reward": 0.75, "eval/more": 1.0})
     rows = [strict(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["reward/mean"], row["eval/accuracy"], row["eval/more"]) for row in rows] == [
+    assert [(row["step"], row["reward/mean"], row["eval/reward"], row["eval/more"]) for row in rows] == [
         (1, 0.5, 0.75, 1.0),
         (2, 0.5, 0.75, 1.0),
     ]
@@ -158,7 +156,7 @@ def test_an_error_of_the_background_thread_surfaces(tmp_path):
         run.write_rollouts(1, [{"sample_id": 1}])
         deadline = time.time() + 10
         while time.time() < deadline:  # at the next call once the write was tried
-            run.record_evaluation(1, {}, {"eval/accuracy": {}})
+            run.record_evaluation(1, {}, {"eval/reward": {}})
             time.sleep(0.01)
     (run.folder / "moved").rename(run.folder / "rollouts")
     run.close()
@@ -199,13 +197,13 @@ def going_on(folder) -> TrainConfig:
 
 def make_run(folder) -> None:
     with open_run(folder) as run:
-        run.record_evaluation(0, {"eval/accuracy": 0.0})
+        run.record_evaluation(0, {"eval/reward": 0.0})
         for step in (1, 2, 3):
             run.begin_step()
             run.write_rollouts(step, [{"sample_id": step}])
             run.record_step(step, {"reward/mean": float(step)}, num_tokens=1)
-            answer = {"eval/accuracy": {"response": str(step)}}
-            run.record_evaluation(step, {"eval/accuracy": 0.1 * step}, answer)
+            answer = {"eval/reward": {"response": str(step)}}
+            run.record_evaluation(step, {"eval/reward": 0.1 * step}, answer)
 
 
 def test_later_steps_are_forgotten_and_recorded_again(tmp_path):
@@ -250,11 +248,11 @@ def test_a_step_that_was_not_evaluated_any_more_gets_its_scores_later(tmp_path):
     before = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     with Run(going_on(folder), "", Progress(3, StringIO())) as run:
         run.go_on_after(2)
-        run.record_evaluation(2, {"eval/accuracy": 0.75})
+        run.record_evaluation(2, {"eval/reward": 0.75})
         run.begin_step()
         run.record_step(3, {"reward/mean": 1.0}, num_tokens=1)
     rows = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert rows[:2] == [before[0], before[1] | {"eval/accuracy": 0.75}] and [row["step"] for row in rows] == [
+    assert rows[:2] == [before[0], before[1] | {"eval/reward": 0.75}] and [row["step"] for row in rows] == [
         1,
         2,
         3,
@@ -265,8 +263,8 @@ def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path):
     make_run(tmp_path / "run")
     with Run(going_on(tmp_path / "run"), "", Progress(3, StringIO())) as run:
         run.go_on_after(0)
-        run.record_evaluation(0, {"eval/accuracy": 0.5})
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0, "eval/accuracy": 0.5}\n'
+        run.record_evaluation(0, {"eval/reward": 0.5})
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0, "eval/reward": 0.5}\n'
     assert [path.name for path in (tmp_path / "run" / "rollouts").iterdir()] == ["eval.jsonl"]
 
 
@@ -304,7 +302,7 @@ def test_a_failure_before_anything_was_recorded_leaves_what_was_there(tmp_path, 
 
 def test_what_was_recorded_stays_after_a_failure(tmp_path):
     for name, record in (
-        ("row", lambda run: run.record_evaluation(0, {"eval/accuracy": 0.5})),
+        ("row", lambda run: run.record_evaluation(0, {"eval/reward": 0.5})),
         ("rollouts", lambda run: run.write_rollouts(1, [{"id": 1}])),
     ):
         with pytest.raises(RuntimeError), open_run(tmp_path / name) as run:
@@ -342,7 +340,7 @@ WRITES = {
     "metrics.jsonl": lambda run: run.record_evaluation(1, LONG),
     "tensorboard": lambda run: run._opened_trackers()[0].log_metrics(1, LONG, 0.0),
     "rollouts/step_000001.jsonl": lambda run: run.write_rollouts(1, [LONG]),
-    "rollouts/eval.jsonl": lambda run: run.record_evaluation(1, {}, {"eval/accuracy": LONG}),
+    "rollouts/eval.jsonl": lambda run: run.record_evaluation(1, {}, {"eval/reward": LONG}),
     "timeline.json": lambda run: timeline().write(run.folder / "timeline.json"),
     "job.json": lambda run: write_job(run.folder, LONG),
     "checkpoint.json": lambda run: Manifest(state=LONG).write(run.folder),

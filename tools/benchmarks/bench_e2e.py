@@ -190,7 +190,7 @@ class Bench:
         rows = quickstart.read_metrics(folder)
         record = {
             "steps": [megarl_step(row) for row in rows if "time/step_s" in row],
-            "evaluations": {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row},
+            "evaluations": {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row},
         }
         if not eval_interval:  # with evaluation, the line of step 1 comes after the evaluation of step 0
             line_at = next(at for at, line in measured.lines if re.match(r"step=1/", line))
