@@ -51,8 +51,8 @@ def load_config(
         argv: flags and @files, without the program's name.
         algorithms: name -> frozen dataclass. --algorithm chooses one, whose fields are flags.
         prog: program in the usage line of --help.
-    Raises: ConfigError with all errors, or else with all paths that cannot be looked at; SystemExit(0) after
-        --help or -h has printed the help text; TypeError if an algorithm has another name in the registry
+    Raises: ConfigError with all errors, or else with all paths that cannot be looked at. If an args file
+        cannot be read, only that is reported, as its flags are not known. SystemExit(0) after --help or -h has printed the help text; TypeError if an algorithm has another name in the registry
         than in its class, because write_args could then not name it.
     """
     for name, cls in algorithms.items():
@@ -68,6 +68,8 @@ def load_config(
         raise SystemExit(0)
     reader = Reader()
     reader.read(argv)
+    if reader.misses_flags:  # each of its flags would be reported as missing too
+        raise_errors(reader.errors)
     given = reader.occurrences
     loaders = [_Loader(given, algorithms)]
     count = loaders[0].num_actors
