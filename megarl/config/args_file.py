@@ -100,6 +100,7 @@ class Reader:
         self.errors: list[str] = []
         self.misses_flags = False
         """Whether a file, or the rest of one, could not be read. The flags in it are then not known."""
+        self._is_cut = False
         self._level = 0
         self._overrides: list[tuple[str, str]] = []
 
@@ -142,6 +143,8 @@ class Reader:
                 current.words.append(word)
             else:
                 self._error(f"{text!r} follows no flag. Flags start with --, args files with @", place)
+        if self._is_cut:  # the value of the last flag is not known
+            self._is_cut, own = False, own[:-1]
         self._level += 1
         for occurrence in own:
             occurrence.level = self._level
@@ -187,13 +190,13 @@ class Reader:
                 unclosed = "a quote that is opened here is never closed"
                 rule = "a backslash with nothing after it" if rest == "\\" else unclosed
                 self._error(f"{rest.splitlines()[0]!r}: {rule}", place)
-                self.misses_flags = True
+                self.misses_flags = self._is_cut = True
                 return
             yield Word(_unquoted(match.group()), match.group()[0] in "'\""), place
             position = _SKIP.match(text, match.end()).end()
             if position == match.end() < len(text):
                 self._error(f"{match.group()!r}: a quote that is opened after this is never closed", place)
-                self.misses_flags = True
+                self.misses_flags = self._is_cut = True
                 return
 
 

@@ -21,7 +21,9 @@ RISE = 4.0
 DEVIATIONS = 6.0
 """Standard deviations above the median, estimated from the MAD, that a jump exceeds as well."""
 NATS_FLOOR = 0.1
-"""Floor of losses, entropies and KL divergences, which are in nats per token."""
+"""Floor of losses and entropies, which are in nats per token."""
+KL_FLOOR = 0.05
+"""Floor of policy/kl, how far the updates of one step move the policy, in nats per token."""
 _SIGMA_PER_MAD = 1.4826  # of a normal distribution
 _NO_CLIP_FLOOR = 1.0  # of gradient norms without --clip-grad: its default
 
@@ -40,7 +42,7 @@ class JumpWatch:
 
     def __init__(self, needs_rollout: bool, clip_grad: Mapping[str, float], suffix: str = "") -> None:
         self._floors = {} if needs_rollout else {"policy/loss": NATS_FLOOR}
-        self._floors |= {"policy/entropy": NATS_FLOOR, "policy/kl": NATS_FLOOR}
+        self._floors |= {"policy/entropy": NATS_FLOOR, "policy/kl": KL_FLOOR}
         for role, clip in clip_grad.items():
             self._floors[f"{role}/grad_norm"] = clip if clip > 0 else _NO_CLIP_FLOOR
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in self._floors}

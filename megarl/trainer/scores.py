@@ -14,7 +14,7 @@ from megarl.trainer.rollout_batch import RolloutBatch
 class RewardsFailed(ExplainedError, RuntimeError):
     """More rewards of a step failed than --reward-max-failed-share allows."""
 
-    read_on = "docs/debugging.md, section A reward fails"
+    read_on = "docs/data_and_rewards.md, section Your own reward"
 
 
 def take_scores(
