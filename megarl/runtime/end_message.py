@@ -59,14 +59,12 @@ def driver_error_text(error: BaseException, executor: Executor | None, notes: En
     return f"[driver] failed{when}: {last}\n{whole}"
 
 
-def _explained(
-    head: str, remote_traceback: str, read_on: str, executor: Executor | None, notes: EndNotes
-) -> str:
+def _explained(head: str, details: str, read_on: str, executor: Executor | None, notes: EndNotes) -> str:
     if os.environ.get(SHOW_TRACEBACKS) == "1":
-        return f"{head}\n{remote_traceback}\nRead on in {read_on}."
+        return f"{head}\n{details}\nRead on in {read_on}."
     if notes.failure_log is not None and _has_begun(executor):
         with contextlib.suppress(OSError):  # as on a full disk; the message is shown in any case
-            _append(notes.failure_log, f"{head}\n{remote_traceback}\n")
+            _append(notes.failure_log, f"{head}\n{details}\n")
             return f"{head}\nRead on in {read_on}. The traceback is in {notes.failure_log}."
     return f"{head}\nRead on in {read_on}. {SHOW_TRACEBACKS}=1 in the environment shows the traceback."
 

@@ -44,5 +44,5 @@ def _save_last_step(trainer: Trainer) -> str:
     checkpointer.wait()
     checkpoint = folder_of_step(folder, step)
     if not checkpoint.is_dir():  # the checkpoint is from another run, and no step was completed since
-        return f"after step {step}, with which it was loaded"
+        return f"after step {step}, where it began"
     return f"after step {step}: its checkpoint is {checkpoint}"
