@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 WINDOW = 16
 """Number of earlier steps that a value is compared with."""
-RISE = 4.0
+RISE = 4.5
 """Smallest factor between value + floor and its recent median that counts as a jump."""
 DEVIATIONS = 6.0
 """Standard deviations above the median, estimated from the MAD, that a jump exceeds as well."""
