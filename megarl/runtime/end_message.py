@@ -1,4 +1,4 @@
-"""Word the driver's last message: what failed first, on which rank and at which step, and where to read on."""
+"""Word the driver's last message: what failed first, on which rank, at which step, and where to read on."""
 
 from __future__ import annotations
 

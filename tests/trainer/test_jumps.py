@@ -1,4 +1,6 @@
-"""Warnings of a step that has destroyed the model, on curves of real jobs. `pytest tests/trainer/test_jumps.py`"""
+"""Warnings of a step that has destroyed the model, on curves of real jobs.
+
+pytest tests/trainer/test_jumps.py"""
 
 import json
 import math
