@@ -100,7 +100,7 @@ def train(argv: list[str]) -> int:
     if not has_rank_processes(config):
         from megarl.train import run_in_process
 
-        return run_in_process(config)
+        return run_in_process(config, argv=argv)
     from megarl.trainer.__main__ import train_job
     from megarl.trainer.launch import launch
 

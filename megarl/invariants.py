@@ -31,6 +31,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from megarl.failures import ExplainedError
 from megarl.packing import MiniBatch, Sample
 
 
@@ -40,16 +41,20 @@ LARGEST_FLOAT32 = 3.4028234663852886e38
 Rewards are Python floats until the advantages are computed in float32."""
 
 
-class InvariantError(RuntimeError):
+class InvariantError(ExplainedError, RuntimeError):
     """Raised if a step breaks an invariant, e.g. trains on other data than was sampled. The message names the
     sample and what was found."""
 
+    read_on = "docs/debugging.md, section A step is not what it must be"
 
-class NonFiniteUpdate(FloatingPointError):
+
+class NonFiniteUpdate(ExplainedError, FloatingPointError):
     """Raised, on all ranks of the model, for an update whose loss or gradient is not finite on some rank.
 
     All ranks of the mesh raise the error with the same message. Weights, moments and step counts are then as
     they were before the update."""
+
+    read_on = "docs/debugging.md, section A loss or gradient is not finite"
 
 
 def digest(prompt: Sequence[int], response: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megarl.algorithms import REGISTRY
 from megarl.checks.job import check_everything
@@ -48,7 +48,7 @@ def main(
     try:
         config = load(argv)
         if not has_rank_processes(config):
-            return run_in_process(config, in_process_job, new_run)
+            return run_in_process(config, in_process_job, new_run, argv)
         if "RANK" not in os.environ:
             sys.stderr.write(
                 "megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N -m "
@@ -104,12 +104,19 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     return serve(lambda context: build_roles(config, world_size), rank, connect(), driver, health)
 
 
-def run_in_process(config: TrainConfig, job: InProcessJob | None = None, new_run: bool = True) -> int:
+def run_in_process(
+    config: TrainConfig, job: InProcessJob | None = None, new_run: bool = True, argv: Sequence[str] = ()
+) -> int:
     """Run the job with this process as its driver, on an executor that starts no rank processes, and return
-    the exit code."""
+    the exit code.
+
+    Args:
+        argv: command line of the job, for the command that resumes it."""
     quiet_libraries()
     from megarl.trainer.__main__ import train_job
     from megarl.trainer.preflight import read_inputs
+    from megarl.trainer.resume_command import end_notes
+    from megarl.runtime.end_message import EndNotes
     from megarl.runtime.shutdown import run_job_in_process
 
     world_size = config.placement.nproc_per_node
@@ -121,6 +128,7 @@ def run_in_process(config: TrainConfig, job: InProcessJob | None = None, new_run
     return run_job_in_process(
         lambda executor: (job or train_job)(executor, config, inputs, world_size),
         lambda: open_executor(config, world_size),
+        end_notes(config, ["megarl", "train"], argv) if new_run else EndNotes(),
     )
 
 

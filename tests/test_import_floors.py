@@ -3,7 +3,7 @@
     cli -> evaluate -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks ->
     megatron, rollout, data, rewards -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
-    frameworks
+    frameworks -> failures
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -19,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
+    ("failures",),
     ("kernels", "_C", "role_names", "packing", "metrics", "messages", "files", "futures", "frameworks"),
     ("config", "flow", "runtime", "collectives"),
     ("batch", "invariants", "loggers", "gate_limits"),
@@ -47,6 +48,7 @@ NO_TORCH = {
     "role_names",
     "messages",
     "futures",
+    "failures",
     "checks",
     "files",
     "gate_limits",
@@ -56,7 +58,16 @@ NO_TORCH = {
 """Rooms that the console script and the driver read before any device is touched."""
 NO_TORCH_FILES = {
     f"megarl.runtime.{name}"
-    for name in ("abort", "background", "executor", "process", "shutdown", "signing", "torchrun")
+    for name in (
+        "abort",
+        "background",
+        "end_message",
+        "executor",
+        "process",
+        "shutdown",
+        "signing",
+        "torchrun",
+    )
 } | {f"megarl.inspect.{name}" for name in ("curves", "plot", "runs", "show", "terminal")}
 """Files of other rooms that are read then, or that start at once without it."""
 WITH_TORCH = {"megarl.rewards.classifier"}

@@ -33,20 +33,25 @@ class Report:
     Args:
         errors: errors, each `flag (value): rule. Try ...`.
         estimates: errors that rest on an estimate of the activations, in the same form.
+        warnings: what makes the job slow without being wrong, in the same form.
         lines: a summary of the job, as far as the errors permit one. The first line begins with ok or not
             ok."""
 
     errors: tuple[str, ...]
     lines: tuple[str, ...]
     estimates: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def check_everything(
     config: TrainConfig, world_size: int, new_run: bool = True, ranks_per_node: int | None = None
 ) -> None:
-    """Raise ConfigError with all errors. Log a warning for each error that is only estimated."""
+    """Raise ConfigError with all errors. Log the warnings, and a warning for each error that is only
+    estimated."""
     report = examine(config, world_size, new_run, ranks_per_node)
     raise_errors(report.errors)
+    for warning in report.warnings:
+        logger.warning("warning: %s", warning)
     for error in report.estimates:
         logger.warning("by an estimate of the activations this job does not fit. %s", error)
 
@@ -85,6 +90,7 @@ def examine(
     is_certain = any(memory_errors(config, _without_activations(parts), machine, ranks_per_node, new_run))
     errors += of_memory if is_certain else ()
     estimates = () if is_certain else of_memory
+    warnings = tuple(_core_warnings(config, world_size, new_run, ranks_per_node, machine))
     notes = [
         *(f"on this machine {error}" for error in of_disk if not machine.is_this),
         *(checkpoint_notes(config) if new_run else ()),
@@ -97,9 +103,10 @@ def examine(
         *([f"--save: {disk_line(config, free)}"] if new_run else []),
         *memory_table(parts, machine),
         *_copy_line(config, world_size),
+        *(f"warning: {warning}" for warning in warnings),
         *(f"note: {note}" for note in notes),
     ]
-    return Report(tuple(errors), tuple(lines), estimates)
+    return Report(tuple(errors), tuple(lines), estimates, warnings)
 
 
 def _without_activations(parts: Parts) -> Parts:
@@ -110,18 +117,37 @@ def _without_activations(parts: Parts) -> Parts:
 
 
 def _gpu_errors(config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine) -> Errors:
-    """Yield an error if there are more ranks than GPUs on this machine. On a CPU ranks share the cores."""
+    """Yield an error if there are more ranks than GPUs on this machine."""
     if machine.num_gpus is None or ranks <= machine.num_gpus:
         return
-    fewer = range(machine.num_gpus, 0, -1) if ranks == world_size else ()
-    fitting = next((n for n in fewer if not job_errors(config, n, new_run)), None)
-    advice = f"Try --nproc-per-node {fitting}."
-    if fitting is None:
-        advice = "Use a machine with more, or smaller parallel sizes and lists of ranks."
+    advice = _fewer_ranks(config, world_size, new_run, ranks, machine.num_gpus)
     yield (
         f"--nproc-per-node ({ranks}): needs as many GPUs on this machine, one for each rank, and it has "
         f"{machine.num_gpus}. {advice}"
     )
+
+
+def _core_warnings(
+    config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine
+) -> Errors:
+    """Yield a warning if there are more ranks than CPU cores on a machine without GPUs."""
+    if machine.has_gpu or machine.num_cores is None or ranks <= machine.num_cores:
+        return
+    cores = f"{machine.num_cores} CPU core{'s' if machine.num_cores > 1 else ''}"
+    yield (
+        f"--nproc-per-node ({ranks}): this machine has {cores}, so the ranks wait for each other, and a step "
+        f"takes longer than with {machine.num_cores}. "
+        f"{_fewer_ranks(config, world_size, new_run, ranks, machine.num_cores)}"
+    )
+
+
+def _fewer_ranks(config: TrainConfig, world_size: int, new_run: bool, ranks: int, most: int) -> str:
+    """Return a sentence that proposes the largest number of ranks up to `most` that the layout permits."""
+    fewer = range(most, 0, -1) if ranks == world_size else ()
+    fitting = next((n for n in fewer if not job_errors(config, n, new_run)), None)
+    if fitting is not None:
+        return f"Try --nproc-per-node {fitting}."
+    return "Use a machine with more, or smaller parallel sizes and lists of ranks."
 
 
 def _summary(config: TrainConfig, world_size: int, is_ok: bool) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.config.installed import visible_gpus
 
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_LIMIT, _CGROUP_CPUS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_SMI_S = 3.0
 
 
@@ -24,18 +24,32 @@ class Machine:
         has_gpu: whether a job trains on GPUs here.
         gpu_bytes: memory of the smallest GPU, or None if there is none or it is not known.
         num_gpus: number of GPUs, or None if there is none or it is not known.
+        num_cores: number of CPU cores that processes of this machine or container can use, or None if not
+            known.
         is_this: False for a planned machine. Problems of --save on this machine's disk are then no errors."""
 
     ram_bytes: int | None
     has_gpu: bool = False
     gpu_bytes: int | None = None
     num_gpus: int | None = None
+    num_cores: int | None = None
     is_this: bool = True
 
 
 def this_machine() -> Machine:
     num_gpus = visible_gpus() or None
-    return Machine(_ram_bytes(), num_gpus is not None, _gpu_bytes() if num_gpus else None, num_gpus)
+    gpu_bytes = _gpu_bytes() if num_gpus else None
+    return Machine(_ram_bytes(), num_gpus is not None, gpu_bytes, num_gpus, _num_cores())
+
+
+def _num_cores() -> int:
+    """Return the number of cores by this process's affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CGROUP_CPUS.read_text().split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # another version of cgroups, or no quota ("max")
+        return cores
 
 
 def free_bytes(folder: Path) -> int | None:

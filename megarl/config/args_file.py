@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.errors import try_path
 from megarl.config.roles import KINDS
 from megarl.frameworks.answers import is_override
 
@@ -97,6 +98,9 @@ class Reader:
     def __init__(self) -> None:
         self.occurrences: list[Occurrence] = []
         self.errors: list[str] = []
+        self.misses_flags = False
+        """Whether a file, or the rest of one, could not be read. The flags in it are then not known."""
+        self._is_cut = False
         self._level = 0
         self._overrides: list[tuple[str, str]] = []
 
@@ -131,7 +135,7 @@ class Reader:
             elif not word.quoted and text.startswith("@"):
                 self._include(text[1:], folder, place, including)
                 current = None
-            elif not word.quoted and _is_flag(text):
+            elif not word.quoted and is_flag(text):
                 name, equals, value = text.removeprefix("--").partition("=")
                 current = Occurrence(name, place, words=[Word(value)] if equals else [])
                 if text.startswith("--"):
@@ -143,6 +147,8 @@ class Reader:
                 current.words.append(word)
             else:
                 self._error(f"{text!r} follows no flag. Flags start with --, args files with @", place)
+        if self._is_cut:  # the value of the last flag is not known
+            self._is_cut, own = False, own[:-1]
         self._level += 1
         for occurrence in own:
             occurrence.level = self._level
@@ -157,6 +163,7 @@ class Reader:
             resolved = path.resolve()
         except RuntimeError:  # symbolic links form a loop
             self._error(f"@{name!r}: is not the path of a file", place)
+            self.misses_flags = True
             return
         if resolved in including:
             chain = " -> ".join(file.name for file in (*including, resolved))
@@ -167,7 +174,9 @@ class Reader:
                 text = file.read()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a UTF-8 text file"
-            self._error(f"@{name}: cannot read {path}: {reason}", place)
+            advice = try_path(path, _is_args_file, "Give a text file of flags.")
+            self._error(f"@{name}: cannot read {path}: {reason}.{advice}", place)
+            self.misses_flags = True
             return
         self._read_words(self._split(text, str(path)), path.parent, (*including, resolved))
 
@@ -185,12 +194,18 @@ class Reader:
                 unclosed = "a quote that is opened here is never closed"
                 rule = "a backslash with nothing after it" if rest == "\\" else unclosed
                 self._error(f"{rest.splitlines()[0]!r}: {rule}", place)
+                self.misses_flags = self._is_cut = True
                 return
             yield Word(_unquoted(match.group()), match.group()[0] in "'\""), place
             position = _SKIP.match(text, match.end()).end()
             if position == match.end() < len(text):
                 self._error(f"{match.group()!r}: a quote that is opened after this is never closed", place)
+                self.misses_flags = self._is_cut = True
                 return
+
+
+def _is_args_file(path: Path) -> bool:
+    return path.suffix == ".args" and path.is_file()
 
 
 def _unquoted(word: str) -> str:
@@ -207,8 +222,8 @@ def _unquoted(word: str) -> str:
     return text
 
 
-def _is_flag(text: str) -> bool:
-    """Whether a word is a flag; negative numbers and a single dash are values."""
+def is_flag(text: str) -> bool:
+    """Return whether a word is a flag. Negative numbers and a single dash are values."""
     if not text.startswith("-") or text == "-":
         return False
     try:

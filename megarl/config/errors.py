@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+from megarl.failures import ExplainedError
+
 T = typing.TypeVar("T")
 _MOST_LOOKED_AT = 1000
 """Number of names in a folder that are compared with a wrong name."""
@@ -22,10 +24,12 @@ Errors = Iterator[str]
 """Errors of a configuration, one line each: `flag (value): rule. Try another value.`"""
 
 
-class ConfigError(ValueError):
+class ConfigError(ExplainedError, ValueError):
     """Error of a configuration that breaks rules.
 
     `errors` holds one line per broken rule: `flag (value): rule [place]`."""
+
+    read_on = "docs/configuration.md"
 
     def __init__(self, errors: Sequence[str]) -> None:
         self.errors = tuple(errors)

@@ -55,9 +55,10 @@ def load_config(
         algorithms: name -> frozen dataclass. --algorithm chooses one, whose fields are flags.
         prog: program in the usage line of --help.
         defaults: flags that args files and `argv` override.
-    Raises: ConfigError with all errors, or else with all paths that cannot be looked at; SystemExit(0) after
-        --help or -h has printed the help text; TypeError if an algorithm has another name in the registry
-        than in its class, because write_args could then not name it.
+    Raises: ConfigError with all errors, or else with all paths that cannot be looked at; if an args file
+        cannot be read, only with the errors that do not depend on it. SystemExit(0) after --help or -h has
+        printed the help text. TypeError if an algorithm has another name in the registry than in its class,
+        because write_args could then not name it.
     """
     for name, cls in algorithms.items():
         if algorithm_name(cls) != name:
@@ -75,6 +76,8 @@ def load_config(
     reader.read(argv)
     given = reader.occurrences
     loaders = [_Loader(given, algorithms)]
+    if reader.misses_flags:  # each flag in the file would be reported as missing too
+        raise_errors([*reader.errors, *loaders[0].errors])
     count = loaders[0].num_actors
     loaders += [_Loader(given, algorithms, number) for number in range(2, count + 1)]
     actors = [loader.sections() for loader in loaders]
@@ -101,8 +104,8 @@ class _Loader:
         self.algorithms, self.number = algorithms, number
         self.errors: list[str] = []
         self.mine = mine = [one for one in given if one.number in (1, number)]
-        choosing = [one for one in mine if one.base in ("algorithm", "actor-algorithm")]
-        self.algorithm = self._choose_algorithm(choosing)
+        self.choosing = choosing = [one for one in mine if one.base in ("algorithm", "actor-algorithm")]
+        self.algorithm = self._choose_algorithm(choosing) if choosing else None
         self.flags = build_flags(self.algorithm)
         self.owners = algorithm_flags(algorithms)
         self.settings: dict[tuple[str, str], Setting] = {}
@@ -117,6 +120,8 @@ class _Loader:
     def sections(self) -> dict[str, object | None]:
         """Return name -> value for the fields of TrainConfig: None for an absent role, and for a section with
         errors, which are added to `errors`."""
+        if not self.choosing:
+            self.errors.insert(0, f"--algorithm is required: one of {', '.join(self.algorithms)}.")
         sections = {"algorithm": self._build("algorithm", self.algorithm)} if self.algorithm else {}
         sections |= {name: self._build(name, cls) for name, cls in SECTIONS.items()}
         self._leave_out_absent_roles(sections)
@@ -147,9 +152,6 @@ class _Loader:
             if (first.level, first.name) == (second.level, second.name):
                 self.errors.append(_given_twice(first, second))
         names = ", ".join(self.algorithms)
-        if not chosen:
-            self.errors.append(f"--algorithm is required: one of {names}.")
-            return None
         last = max(chosen, key=lambda one: (one.level, one.number, one.base))
         name = last.words[0].text if len(last.words) == 1 else ""
         if name not in self.algorithms:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.failures import ExplainedError
+
 _ROOM = "Free space there, or name another folder"
 _ADVICE = {
     errno.ENOSPC: f"{_ROOM}; fewer checkpoints are kept with --keep",
@@ -21,8 +23,10 @@ _ADVICE = {
 }
 
 
-class WriteError(OSError):
+class WriteError(ExplainedError, OSError):
     """Error of a file that cannot be written. `errno` and `filename` are those of the cause."""
+
+    read_on = "docs/debugging.md, section Read a failure"
 
     def __init__(self, path: str | os.PathLike, cause: OSError) -> None:
         super().__init__(cause.errno, cause.strerror or str(cause), str(path))

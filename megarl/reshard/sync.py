@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ReshardConfig
+from megarl.failures import ExplainedError
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
 from megarl.reshard.digest import Digest
@@ -39,9 +40,11 @@ PULLED = ("shared-memory", "cuda-ipc")
 _GRACE_S = 3.0  # lets the first rank's error arrive before others give up waiting for the verdict
 
 
-class SyncError(RuntimeError):
+class SyncError(ExplainedError, RuntimeError):
     """Error of a version of the weights that did not arrive. The message names the rank and the tensor, or
     another cause."""
+
+    read_on = "docs/debugging.md, section Read a failure"
 
 
 class Receiver(Protocol):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from megarl.failures import ExplainedError
 from megarl.rollout.environment import (
     engine_environment,
     prepare_environment,
@@ -51,8 +52,10 @@ def starting_engine(tp: int, flag: str, errors: str | None = None) -> Iterator[t
         yield LLM
 
 
-class EngineDied(RuntimeError):
+class EngineDied(ExplainedError, RuntimeError):
     """A process of vLLM ended unexpectedly."""
+
+    read_on = "docs/debugging.md, section Read a failure"
 
 
 class EngineProcesses:

@@ -80,6 +80,7 @@ class RemoteError(RuntimeError):
     def __init__(self, rank: int, failure: Failure) -> None:
         self.role, self.rank, self.method, self.label = failure.role, rank, failure.method, failure.label
         self.error, self.remote_traceback = failure.error, failure.traceback
+        self.read_on = failure.read_on
         super().__init__(
             f"[{self.role} rank {rank}] {self.method} failed{at_label(self.label)}: {self.error}\n"
             f"{self.remote_traceback}"

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from megarl.failures import ExplainedError, last_line
 from megarl.messages import from_extension, packable
 
 _HOSTING = str(Path(__file__).with_name("hosting.py"))
@@ -55,6 +56,8 @@ class Failure(msgspec.Struct, frozen=True):
     label: str | None
     error: str
     traceback: str
+    read_on: str | None = None
+    """Where the documentation explains the error, if its message is enough without the traceback."""
 
     @classmethod
     def of(cls, error: BaseException, role: str, method: str, label: str | None) -> Failure:
@@ -68,6 +71,8 @@ class Failure(msgspec.Struct, frozen=True):
                 below = here.tb_next
             here = here.tb_next
         whole = "".join(traceback.format_exception(type(error), error, below)).rstrip()
+        if isinstance(error, ExplainedError):
+            return cls(role, method, label, _printable(last_line(error)), _printable(whole), error.read_on)
         return cls(role, method, label, _printable(last), _printable(whole))
 
 

@@ -33,10 +33,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from megarl.runtime.executor import Executor, ProcessExecutor, at_label
+from megarl.runtime.end_message import EndNotes, driver_error_text, failure_text
+from megarl.runtime.executor import Executor, ProcessExecutor
 from megarl.runtime.process import ignore_signals_for_good
+from megarl.runtime.shutdown_interfaces import Processes, ShutdownRequest
 
 logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=ProcessExecutor)
@@ -52,34 +54,6 @@ class Stopped(KeyboardInterrupt):
         self.signal, self.text = signal.Signals(signum), text
 
 
-class ShutdownRequest(Protocol):
-    """A request for a graceful shutdown, which a signal handler sets and the training loop handles."""
-
-    is_armed: bool
-    """Whether the loop handles a request now."""
-    is_requested: bool
-    """Whether the shutdown was requested."""
-
-    def request(self) -> None:
-        """Set the request. The signal handler calls this."""
-
-
-class Processes(Protocol):
-    """The rank processes, if they are this process's children."""
-
-    on_signal: Callable[[int], bool]
-    """Called on another thread after SIGTERM or SIGINT ended a rank. Returns whether that ends the job."""
-
-    def expect_end(self) -> None:
-        """Declare that ranks may end from now on: their end is no longer reported as a failure."""
-
-    def end(self, wait_s: float) -> None:
-        """Wait `wait_s` seconds for the ranks to exit, then kill those that remain."""
-
-    def kill(self) -> None:
-        """Kill the ranks at once, without waiting."""
-
-
 @dataclass
 class _Running:
     """What signal handlers know of this process's job: executor, ranks, shutdown request, deadline."""
@@ -90,7 +64,9 @@ class _Running:
     """Process id of rank 0, which has started this process under torchrun. Its death is a SIGTERM."""
     request: ShutdownRequest | None = None
     grace_s: float = 0.0
-    newest: Callable[[], str] | None = None
+    notes: EndNotes = EndNotes()
+    save_records: Callable[[], None] | None = None
+    """Writes the records of the run that are still in memory, if the main thread cannot do so."""
     reported: tuple[str | None, str] | None = None
     """Label of the failure ("step 3"), and the first line of its message."""
     ended_by: int | None = None
@@ -141,24 +117,27 @@ def received_signal() -> int | None:
 
 
 @contextlib.contextmanager
-def graceful_shutdown(request: ShutdownRequest, grace_s: float, newest: Callable[[], str]) -> Iterator[None]:
+def graceful_shutdown(
+    request: ShutdownRequest, grace_s: float, save_records: Callable[[], None]
+) -> Iterator[None]:
     """Let a SIGTERM within this context set `request` instead of ending the loop, which must then end within
     `grace_s` seconds.
 
     Args:
         grace_s: seconds that the loop has from the request to its end.
-        newest: describes the newest checkpoint, in case the loop takes longer."""
-    _running.request, _running.grace_s, _running.newest = request, grace_s, newest
+        save_records: writes the run's records, called on another thread if the loop takes longer."""
+    _running.request, _running.grace_s, _running.save_records = request, grace_s, save_records
     try:
         yield
     finally:
-        _running.newest = None
+        _running.save_records = None
 
 
 def run_job(
     main: Callable[[E], object],
     connect: Callable[[], E],
     processes: Processes | None = None,
+    notes: EndNotes = EndNotes(),
 ) -> int:
     """Run `main(connect())` as the driver, end the ranks, and return the exit code. Errors are printed, not
     raised.
@@ -169,11 +148,13 @@ def run_job(
 
     Args:
         processes: the ranks, if nobody else ends them.
+        notes: what the message at the end may refer to.
     Returns: the exit code. 0 is success and 1 a failure. 2 is a ValueError before the first call, which is
     about the user's input and shown without its traceback. 128 + n follows signal n (130: Ctrl-C).
     """
     global _running
-    job = _running = _Running(processes=processes, rank_0=os.getppid() if processes is None else None)
+    rank_0 = os.getppid() if processes is None else None
+    job = _running = _Running(processes=processes, rank_0=rank_0, notes=notes)
     job.start_limits()
     try:
         try:
@@ -233,6 +214,7 @@ def _claim_or_wait(job: _Running) -> None:
 def run_job_in_process(
     main: Callable[[Executor], object],
     ranks: Callable[[], contextlib.AbstractContextManager[Executor]],
+    notes: EndNotes = EndNotes(),
 ) -> int:
     """Run `main` on an executor whose roles are objects of this process. Returns 0 or, after a signal, 128 +
     n; errors are raised.
@@ -242,7 +224,7 @@ def run_job_in_process(
 
     Returns: 0, or 128 + n after signal n, which is reported in one line."""
     global _running
-    job = _running = _Running()
+    job = _running = _Running(notes=notes)
     job.judged.set()  # the only rank is this process
     job.start_limits()
     try:
@@ -279,18 +261,16 @@ def _verdict(error: BaseException, job: _Running) -> tuple[str, int]:
     """Return the message about the end of a job, and its exit code."""
     executor = job.executor
     if job.failure is not None:
-        return str(job.failure), 1
+        return failure_text(job.failure, executor, job.notes), 1
     if isinstance(error, Stopped):
         where = "before the workers were reached" if executor is None else executor.where()
         text = f"[driver] interrupted {where}"
         if error.signal != signal.SIGINT:
             text = f"[driver] stopped by {error.signal.name}{_reason(job)} {where}"
-        return error.text or text, 128 + error.signal
+        return (error.text or text) + job.notes.after_signal(executor), 128 + error.signal
     if isinstance(error, ValueError) and (executor is None or executor.num_calls == 0):
         return str(error), 2
-    last = "".join(traceback.format_exception_only(error)).strip()
-    when = "" if executor is None else at_label(executor.label)
-    return f"[driver] failed{when}: {last}\n{''.join(traceback.format_exception(error)).rstrip()}", 1
+    return driver_error_text(error, executor, job.notes), 1
 
 
 def _print(text: str) -> None:
@@ -422,10 +402,9 @@ def _see_who_lives(job: _Running, executor: Executor) -> None:
 
 def _limit_stop(job: _Running, executor: Executor, deadline: float) -> None:
     if not job.has_ended.wait(max(0.0, deadline - time.monotonic())) and job.claim():
-        newest = "" if job.newest is None else f"; {job.newest()}"
         _print(
             f"[driver] stopped by SIGTERM {executor.where()}, as --exit-grace-s "
-            f"({job.grace_s:g}) is over{newest}"
+            f"({job.grace_s:g}) is over{job.notes.after_signal(executor)}"
         )
         _exit_now(128 + signal.SIGTERM, job)
 
@@ -438,8 +417,12 @@ def _limit_unwinding(job: _Running, signum: int) -> None:
 
 
 def _exit_now(code: int, job: _Running) -> None:
-    """Kill all ranks, and end this process at once with the exit code."""
+    """Write the records, kill all ranks, and end this process at once with the exit code."""
     try:
+        if job.save_records is not None:
+            saving = threading.Thread(target=job.save_records, daemon=True)
+            saving.start()
+            saving.join(_KILL_S)  # the disk may hang
         if job.processes is not None:
             job.processes.kill()
         elif job.executor is not None:

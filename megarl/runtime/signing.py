@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from megarl.failures import ExplainedError
 from megarl.runtime.key_value_store import KeyValueStore
 
 JOB_SECRET = "MEGARL_JOB_SECRET"
@@ -30,8 +31,10 @@ _MAC_BYTES, _SECRET_BYTES, _SHORTEST_SECRET = hashlib.sha256().digest_size, 32, 
 _FILE, _READERS = "secret/file", "secret/readers"
 
 
-class ForgedMessage(RuntimeError):
+class ForgedMessage(ExplainedError, RuntimeError):
     """Raised for a message in the store that no process of this job has signed."""
+
+    read_on = "docs/security.md"
 
 
 class SecretError(ValueError):

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from megarl.runtime.end_message import EndNotes
 from megarl.runtime.shutdown import run_job
 from megarl.runtime.signing import JOB_SECRET, job_secret
 from megarl.runtime.process import end_on_signals, end_with_parent, store_prefix, without_rank
@@ -64,6 +65,7 @@ def run_driver(
     ranks: dict[str, list[int]],
     call_timeout_s: float,
     interfaces: Mapping[str, type] | None = None,
+    notes: EndNotes = EndNotes(),
 ) -> int:
     """Run `main(executor)` in the driver process that `start_driver` started, end the ranks, and return the
     exit code.
@@ -71,11 +73,12 @@ def run_driver(
     Returns the exit code, as `run_job`.
 
     Args:
-        interfaces: as in StoreExecutor."""
+        interfaces: as in StoreExecutor.
+        notes: as in `run_job`."""
     end_on_signals()
     end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
     from megarl.runtime.store_executor import (
         StoreExecutor,
     )  # torch: cleanup cannot run if a signal interrupts this import
 
-    return run_job(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s, interfaces))
+    return run_job(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s, interfaces), notes=notes)

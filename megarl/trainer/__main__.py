@@ -12,6 +12,7 @@ from megarl.runtime.executor import Executor
 from megarl.trainer.trainer import Trainer
 from megarl.trainer.loop import train
 from megarl.trainer.launch import drive
+from megarl.trainer.next_commands import next_commands
 from megarl.trainer.preflight import Inputs
 from megarl.trainer.restarts import attempt_under_torchrun, continued
 from megarl.trainer.graceful_stop import graceful_stop
@@ -19,10 +20,12 @@ from megarl.trainer.own_ranks import Started
 
 
 def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inputs], world_size: int) -> None:
-    """Train until the last step on ranks that have started. A SIGTERM saves the last completed step and
-    raises Stopped."""
+    """Train until the last step on ranks that have started, and print what to do next. A SIGTERM saves the
+    last completed step and raises Stopped."""
     with Trainer(config, started=Started(executor, inputs, world_size)) as trainer, graceful_stop(trainer):
         train(trainer)
+    sys.stdout.write(f"{next_commands(config)}\n")  # when the live display is gone
+    sys.stdout.flush()
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +33,7 @@ def main(argv: list[str]) -> int:
 
     0 for success, 2 for a job whose configuration cannot start, 1 for a job that failed."""
     config = load_config(argv, REGISTRY)
-    return drive(continued(config) if attempt_under_torchrun() else config, train_job)
+    return drive(continued(config) if attempt_under_torchrun() else config, train_job, argv=argv)
 
 
 if __name__ == "__main__":

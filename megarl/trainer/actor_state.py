@@ -15,6 +15,7 @@ from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.data.cursor import DataCursor
 from megarl.trainer.buffer import SampleBuffer
+from megarl.trainer.jumps import JumpWatch
 from megarl.trainer.preflight import Inputs
 from megarl.trainer.rollout_batch import RolloutBatch
 
@@ -41,6 +42,10 @@ class ActorState:
         self.gate_passed = False
         self.zero_reward_steps = 0
         """Consecutive steps whose rewards were all zero."""
+        clip_grad = {"policy": config.optimizer.clip_grad}
+        if config.critic_optimizer is not None:
+            clip_grad["critic"] = config.critic_optimizer.clip_grad
+        self.jumps = JumpWatch(self.algorithm.needs_rollout, clip_grad, suffix)
         self.weight_of = {f"reward{suffix}": 1.0} if uses_rule_reward(config) else {}
         """Weight of each scoring role's score in the reward, by role."""
         self.weight_of |= {f"{model.name}{suffix}": model.weight for model in reward_models(config)}

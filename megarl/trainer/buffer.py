@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from megarl.failures import ExplainedError
 from megarl.packing import Sample
 
 
-class SampleBufferError(RuntimeError):
+class SampleBufferError(ExplainedError, RuntimeError):
     """Raised for a sample that the buffer does not expect, and for a group that is not finished when it is
     due."""
+
+    read_on = "docs/debugging.md, section A step is not what it must be"
 
 
 @dataclass

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.rules_files import described_models, uncompared_models
+from megarl.failures import ExplainedError
 from megarl.files.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
@@ -50,8 +51,10 @@ from megarl.trainer.state import TrainState
 from megarl.trainer.stop_request import StopRequest
 
 
-class NoWholeCheckpoint(RuntimeError):
+class NoWholeCheckpoint(ExplainedError, RuntimeError):
     """--load names no readable checkpoint; the message gives the error of each checkpoint."""
+
+    read_on = "docs/checkpoints.md, section Damage"
 
 
 @dataclass

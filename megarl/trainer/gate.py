@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from megarl.failures import ExplainedError
 from megarl.gate_limits import GateLimits
 from megarl.futures import Future
 from megarl.runtime.executor import Executor
@@ -18,8 +19,10 @@ from megarl.trainer.actor_state import ActorState
 from megarl.trainer.state import TrainState
 
 
-class GateError(RuntimeError):
+class GateError(ExplainedError, RuntimeError):
     """Trainer and engine disagree on the log-probs of sampled tokens."""
+
+    read_on = "docs/debugging.md, section The gate"
 
     def __init__(self, error: str, worst_tokens: list[dict[str, float]]) -> None:
         worst_tokens = sorted(worst_tokens, key=lambda t: -abs(t["trainer"] - t["engine"]))[:5]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 from megarl.config.rules_files import is_savable
-from megarl.files.checkpoints import checkpoints_in, folder_of_step
+from megarl.files.checkpoints import folder_of_step
 from megarl.runtime.shutdown import Stopped, graceful_shutdown
 from megarl.trainer.stop_request import StopRequested
 from megarl.trainer.trainer import Trainer
@@ -19,7 +18,7 @@ def graceful_stop(trainer: Trainer) -> Iterator[None]:
     """Let a SIGTERM within this context abort the running step, save the last completed one, and raise
     Stopped with the message to report."""
     grace_s = trainer.config.checkpoint.exit_grace_s
-    with graceful_shutdown(trainer.stop, grace_s, lambda: newest_checkpoint(trainer.run_folder.folder)):
+    with graceful_shutdown(trainer.stop, grace_s, trainer.save_timeline):
         trainer.stops_gracefully = True
         try:
             yield
@@ -32,31 +31,18 @@ def graceful_stop(trainer: Trainer) -> Iterator[None]:
             trainer.stop.is_armed = False
 
 
-def newest_checkpoint(run: Path) -> str:
-    """Return a phrase that names the newest checkpoint of a run and how to continue from it."""
-    found = checkpoints_in(run)
-    if not found:
-        return "there is no checkpoint yet"
-    return f"the newest whole checkpoint is {found[0]} (go on with --load {run})"
-
-
 def _save_last_step(trainer: Trainer) -> str:
     """Save the last completed step. Returns a text that says where the job has stopped."""
     checkpointer, step, folder = trainer.checkpointer, trainer.state.completed, trainer.run_folder.folder
     if step == 0:
-        return "before the end of the first step; there is no checkpoint yet"
+        return "before the end of the first step"
     if not is_savable(trainer.config):
-        return (
-            f"after step {step}; there is no checkpoint: the state of --optimizer-cpu-offload "
-            "cannot be saved yet"
-        )
+        return f"after step {step}"
     trainer.state.drop_step()
     if checkpointer.last_step != step:
         checkpointer.save()
     checkpointer.wait()
     checkpoint = folder_of_step(folder, step)
     if not checkpoint.is_dir():  # the checkpoint is from another run, and no step was completed since
-        return (
-            f"after step {step}, which it was loaded with; go on with --load {trainer.config.checkpoint.load}"
-        )
-    return f"after step {step}: its checkpoint is {checkpoint} (go on with --load {folder})"
+        return f"after step {step}, where it began"
+    return f"after step {step}: its checkpoint is {checkpoint}"

@@ -12,14 +12,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
+from megarl.runtime.end_message import EndNotes
 from megarl.runtime.shutdown import last_failure, run_job, received_signal
 from megarl.trainer.executors import interfaces_of, rank_description, remove_engine_memory
 from megarl.trainer.restarts import continued, where_it_goes_on
+from megarl.trainer.resume_command import end_notes, torchrun_command
 from megarl.runtime.process import (
     exit_on_signals,
     keep_checkout_off_path,
@@ -75,20 +77,26 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
 
     world_size = config.placement.nproc_per_node
     ranks = hosting_ranks(config, world_size)
+    notes = end_notes(config, ["megarl", "train"], argv) if new_run else EndNotes()
     processes = LocalRanks(argv, world_size, module, rank_description(ranks), remove_engine_memory, attempt)
     return run_job(
         _body(job, config, world_size, new_run),
         lambda: processes.start(ranks, config.placement.call_timeout_s, interfaces_of(ranks)),
         processes,
+        notes,
     )
 
 
-def drive(config: TrainConfig, job: Job, new_run: bool = True) -> int:
-    """Run `job` in the driver process that rank 0 has started. Returns its exit code, as `run_job`."""
+def drive(config: TrainConfig, job: Job, new_run: bool = True, argv: Sequence[str] = ()) -> int:
+    """Run `job` in the driver process that rank 0 has started. Returns its exit code, as `run_job`.
+
+    Args:
+        argv: command line of the job, for the command that resumes it."""
+    notes = end_notes(config, torchrun_command(argv), argv) if new_run else EndNotes()
     world_size = world_size_from_env()
     ranks = hosting_ranks(config, world_size)
     timeout_s, body = config.placement.call_timeout_s, _body(job, config, world_size, new_run)
-    return run_driver(body, ranks, timeout_s, interfaces_of(ranks))
+    return run_driver(body, ranks, timeout_s, interfaces_of(ranks), notes)
 
 
 def _body(job: Job, config: TrainConfig, world_size: int, new_run: bool) -> Callable[[Executor], None]:

@@ -7,7 +7,8 @@ tensorboard/                 the same as event files;
                              --log-with chooses this and other trackers, see megarl/loggers
 rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
 timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev
-                             (written at the end)
+                             (written at the end, however the job ends)
+failure.log                  tracebacks of failures whose messages leave them out, see `resume_command.py`
 rollouts/eval.jsonl          one held-out answer per evaluation
 checkpoints/step_000010/     checkpoints for later jobs, see `trainer/checkpointer.py`
 hf/, hf_critic/              exported weights (written by actor and critic)
@@ -32,7 +33,7 @@ from megarl.loggers import Logger, LoggerContext, open_loggers
 from megarl.loggers.console import Progress
 from megarl.loggers.json_lines import METRICS, JsonLines, cut_after
 
-ARGUMENTS, ROLLOUTS = "resolved.args", "rollouts"
+ARGUMENTS, ROLLOUTS, TIMELINE = "resolved.args", "rollouts", "timeline.json"
 MARKS = (ARGUMENTS, METRICS)
 """Files whose presence marks a folder as a run."""
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from megarl.failures import ExplainedError
 from megarl.flow.job_roles import Record
 from megarl.invariants import check_rewards, check_scores
 from megarl.rewards.combine import combine_rewards
 from megarl.trainer.rollout_batch import RolloutBatch
 
 
-class RewardsFailed(RuntimeError):
+class RewardsFailed(ExplainedError, RuntimeError):
     """More rewards of a step failed than --reward-max-failed-share allows."""
+
+    read_on = "docs/data_and_rewards.md, section Your own reward"
 
 
 def take_scores(

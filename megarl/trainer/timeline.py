@@ -4,6 +4,8 @@ ui.perfetto.dev."""
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +47,15 @@ class Timeline:
     def chrome_trace(self) -> dict[str, object]:
         """Return Chrome's trace-event JSON as a dict: a line per rank and one for the driver, in microseconds
         since the first call."""
-        start = min((r.issued for r in self.records), default=0.0)
-        ranks = sorted({rank for r in self.records for rank in r.ranks})
+        records = list(self.records)  # another thread may add some meanwhile
+        start = min((r.issued for r in records), default=0.0)
+        ranks = sorted({rank for r in records for rank in r.ranks})
         lines = [(rank, f"rank {rank}") for rank in ranks] + [(len(ranks) and ranks[-1] + 1, "driver")]
         events: list[dict[str, object]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
             for tid, name in lines
         ]
-        for r in self.records:
+        for r in records:
             for tid in r.ranks or (lines[-1][0],):
                 events.append(
                     {
@@ -68,5 +71,12 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def write(self, path: Path) -> None:
-        with writing(path):
-            path.write_text(json.dumps(self.chrome_trace()))
+        """Write the trace as JSON. The file is replaced at once, so that a reader never sees half of it."""
+        new = path.with_name(f".{path.name}.{threading.get_ident()}.partial")
+        try:
+            with writing(path):
+                new.write_text(json.dumps(self.chrome_trace()))
+                os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise

@@ -46,7 +46,7 @@ from megarl.trainer.evaluation import evaluate_actors
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.own_ranks import Started, start_ranks
 from megarl.trainer.rollout_batch import RolloutBatch
-from megarl.trainer.run_folder import Run
+from megarl.trainer.run_folder import TIMELINE, Run
 from megarl.trainer.scheduler import NodeResult
 from megarl.trainer.state import TrainState
 from megarl.trainer.stop_request import StopRequest
@@ -122,17 +122,27 @@ class Trainer:
         self._set_up()
 
     def _finish(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        """Wait for all calls, write timeline.json and stop the engines; after a failure, only complete or
-        remove the checkpoint in progress."""
-        try:
+        """Wait for all calls, write timeline.json and stop the engines. After a failure only write
+        timeline.json, and complete or remove the checkpoint in progress."""
+        with contextlib.ExitStack() as last:
+            last.callback(self.checkpointer.abandon)
+            last.callback(self.save_timeline)
             if exc_type is None:
                 self.wait()
-                self.runner.scheduler.timeline.write(self.run_folder.folder / "timeline.json")
                 for role in self.meshes:
                     if issubclass(role_class(role), ServiceRole):
                         ServiceRole(self.executor, role).shut_down().result()
-        finally:
-            self.checkpointer.abandon()
+
+    def save_timeline(self) -> None:
+        """Write timeline.json, with the calls that have ended so far. Does nothing before the first one.
+
+        A file that cannot be written is noted: no training result depends on it."""
+        timeline = self.runner.scheduler.timeline
+        if timeline.records:
+            try:
+                timeline.write(self.run_folder.folder / TIMELINE)
+            except OSError as error:
+                self.run_folder.progress.note(str(error))
 
     def _set_up(self) -> None:
         """Build every role, in an order that all ranks share, restore --load, and copy the weights into the
@@ -261,6 +271,9 @@ class Trainer:
         }
         self.run_folder.write_rollouts(state.step, rollout_rows(batches, state))
         self.run_folder.record_step(state.step, metrics, batches.num_tokens)
+        jumps = [state.actors[suffix].jumps.note(state.step, own) for suffix, own in of_actors.items()]
+        for note in filter(None, jumps):  # before the gate, which a destroyed model may fail
+            self.run_folder.progress.note(note)
         for note in self.runner.judge(of_actors):
             self.run_folder.progress.note(note)
         self._complete_step()

@@ -95,8 +95,8 @@ def test_cycles_and_files_that_cannot_be_read(tmp_path):
     cycle, missing, folder, latin = read(f"@{tmp_path}/a.args").errors
     assert cycle == f"@./a.args: the file includes itself: a.args -> b.args -> a.args [{tmp_path}/b.args:1]"
     assert (
-        missing
-        == f"@none.args: cannot read {tmp_path}/none.args: No such file or directory [{tmp_path}/b.args:2]"
+        missing == f"@none.args: cannot read {tmp_path}/none.args: No such file or directory. "
+        f"Try {tmp_path}/a.args. [{tmp_path}/b.args:2]"
     )
     assert "Is a directory" in folder and "not a UTF-8 text file" in latin
 

@@ -97,8 +97,24 @@ def test_all_findings_exit_2_and_no_traceback(command, job, tmp_path):
 def test_wrong_flags_exit_2_and_no_traceback(command):
     result = run(command, "@none.args", "--lrr", "1")
     assert (result.returncode, result.stdout) == (2, "") and "Traceback" not in result.stderr
-    assert "@none.args: cannot read none.args: No such file or directory [command line]" in result.stderr
-    assert "--lrr (1): no such flag. Did you mean --lr? [command line]" in result.stderr
+    assert result.stderr.splitlines() == [
+        "2 configuration errors:",
+        "  - @none.args: cannot read none.args: No such file or directory. Give a text file of flags. "
+        "[command line]",
+        "  - --lrr (1): no such flag. Did you mean --lr? [command line]",
+    ]
+
+
+@pytest.mark.parametrize("text", [None, "--lr '1", b"--save \xff"], ids=["missing", "quote", "encoding"])
+def test_an_args_file_that_cannot_be_read_is_one_error(text, tmp_path):
+    """Not one more for each required flag that the file would have set."""
+    if text is not None:
+        (tmp_path / "job.args").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "jobs.args").write_text("--lr 1")
+    result = run("train", f"@{tmp_path}/job.args", "--save", "run")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert f"{tmp_path}/job.args" in result.stderr
+    assert text is not None or f"Try {tmp_path}/jobs.args." in result.stderr
 
 
 def test_train_does_not_start_ranks_on_a_rank(job, monkeypatch, capsys):
@@ -119,7 +135,7 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
         launch=lambda config, *args, **kwargs: calls.append((config.run.save, *args, kwargs)) or 3,
     )
     module("megarl.trainer.__main__", train_job="the training")
-    module("megarl.train", run_in_process=lambda config: calls.append(config.placement.executor) or 4)
+    module("megarl.train", run_in_process=lambda config, argv: calls.append(config.placement.executor) or 4)
     module("megarl.evaluation.command", main=lambda argv: calls.append(argv) or 5)
     module("megarl.convert", main=lambda argv: calls.append(argv) or 6)
     save = str(tmp_path / "run")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.checks.job import examine
+from megarl.checks.job import check_everything, examine
 from megarl.checks.machine import Machine, this_machine
 from megarl.config import installed
 from megarl.config.errors import ConfigError
@@ -113,3 +113,35 @@ def test_every_rank_needs_a_gpu(job, flags, ranks, gpus_here, advice):
         f"it has {gpus_here}. "
     )
     assert list(found) == ([] if advice is None else [rule + advice])
+
+
+@pytest.mark.parametrize(
+    "ranks, machine, advice",
+    [
+        (8, Machine(10**12, num_cores=2), "Try --nproc-per-node 2."),
+        (2, Machine(10**12, num_cores=1), "Try --nproc-per-node 1."),
+        (2, Machine(10**12, num_cores=2), None),
+        (2, Machine(10**12), None),  # not known
+        (2, Machine(10**12, True, 80 * 10**9, 8, num_cores=1), None),  # the ranks compute on GPUs
+    ],
+)
+def test_more_ranks_than_cores_are_warned_of(job, ranks, machine, advice, monkeypatch, caplog):
+    config = load_config([job], REGISTRY)
+    report = examine(config, ranks, machine=machine)
+    assert report.errors == () and len(report.warnings) == (advice is not None)
+    said = [line for line in report.lines if line.startswith("warning: ")]
+    assert said == [f"warning: {warning}" for warning in report.warnings]
+    monkeypatch.setattr("megarl.checks.job.this_machine", lambda: machine)
+    check_everything(config, ranks)
+    assert [record.getMessage() for record in caplog.records] == said
+    if advice is not None:
+        assert f"--nproc-per-node ({ranks}): this machine has {machine.num_cores} CPU core" in said[0]
+        assert said[0].endswith(advice)
+
+
+@pytest.mark.parametrize("quota, cores", [("150000 100000", 2), ("20000 100000", 1), ("max 100000", 9)])
+def test_a_containers_share_of_the_cores_counts(quota, cores, tmp_path, monkeypatch):
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr("megarl.checks.machine._CGROUP_CPUS", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(9)))
+    assert this_machine().num_cores == cores

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import re
 import shutil
 import signal
@@ -251,7 +252,12 @@ def test_ctrl_c_ends_a_training_job_with_one_line_and_no_orphans(sums_data, tmp_
         for line in (tmp_path / "out").read_text().splitlines()
         if not line.startswith(("roles are set up", "step="))
     ]
-    assert len(told) == 1 and told[0].startswith("[driver] interrupted at step "), told
+    assert told[0].startswith("[driver] interrupted at step "), told
+    assert told[1:] == [
+        "There is no checkpoint yet (--save-interval writes them). To start anew:",
+        f"  {shlex.join(['megarl', 'train', *flags, '--load', 'run'])}",
+    ]
+    assert json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
     steps = [
         json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.trainer.resume_command import with_flags
 from tests.e2e.jobs import COMMON, replace_flags, train
 from tests.e2e.test_cli_jobs import MEASURED, processes, wait_until
 
@@ -38,7 +40,7 @@ class SlowJob:
             "--save",
             str(folder / "run"),
         ]
-        arguments = replace_flags(arguments, ["--train-iters", "5", *flags])
+        self.arguments = arguments = replace_flags(arguments, ["--train-iters", "5", *flags])
         env = dict([*os.environ.items(), self.mark.split("=")], PYTHONSAFEPATH="1", PYTHONPATH=str(HERE))
         with open(folder / "out", "w") as out:
             self.process = subprocess.Popen(
@@ -93,9 +95,13 @@ def stop(job: SlowJob, together: bool = True) -> None:
     wait_until(lambda: not processes(job.mark), 10)
     run = job.folder / "run"
     folder = run / "checkpoints" / "step_000002"
-    assert job.told() == [
-        f"[driver] stopped by SIGTERM after step 2: its checkpoint is {folder} (go on with --load {run})"
-    ]
+    told, head, command = job.told()
+    assert told == f"[driver] stopped by SIGTERM after step 2: its checkpoint is {folder}"
+    assert head == "To go on after step 2:" and command.startswith("  megarl train ")
+    words = shlex.split(command)[4:]  # slow_rollout.py has two arguments of its own
+    assert words == with_flags(job.arguments, {"load": str(run)})
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    assert {event["args"].get("label") for event in events} >= {"step 1", "step 2"}
     ended = job.steps()
     assert ended[0] == ended[1] or not together, ended  # the ranks left before the same one
     assert max(ended) - max(begun) <= 6, (begun, ended)  # of 16
@@ -162,16 +168,17 @@ def test_a_job_in_one_process_stops_in_order_too(sums_data, tmp_path):
             time.sleep(0.005)
     finally:
         process.kill()
-    told = (tmp_path / "out").read_text().splitlines()[-1]
+    told, _, command = (tmp_path / "out").read_text().splitlines()[-3:]
     stopped = re.fullmatch(
         r"\[driver\] stopped by SIGTERM after step (\d+): its checkpoint is "
         rf"{re.escape(str(run))}/checkpoints/"
-        rf"step_(\d+) \(go on with --load {re.escape(str(run))}\)",
+        r"step_(\d+)",
         told,
     )
     assert process.returncode == 143 and stopped and int(stopped[1]) == int(stopped[2]) == len(rows(run)), (
         tmp_path / "out"
     ).read_text()
+    assert shlex.split(command)[-2:] == ["--load", str(run)]
     again = train(sums_data, run, *flags, "--load", str(run))
     whole = train(sums_data, tmp_path / "whole", *flags)
     assert (again.returncode, whole.returncode) == (0, 0), again.output + whole.output
@@ -274,7 +281,8 @@ def is_rank(pid: int, rank: int) -> bool:
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(layout_job, sums_data, tmp_path):
     job = KilledJob(sums_data, tmp_path, 2, "--save-interval", "1", "--max-restarts", "1")
     assert job.returncode == 0, job.output
-    told = [line for line in job.output.splitlines() if not line.startswith(("roles are set up", "step="))]
+    usual = ("roles are set up", "step=", "The model is in ", "  megarl ")
+    told = [line for line in job.output.splitlines() if not line.startswith(usual)]
     assert told[0].startswith(
         "[rank 1: actor, rollout] was killed by SIGKILL. If nobody did that, the machine was out of "
         "memory (see dmesg)."
@@ -331,7 +339,7 @@ def test_the_same_failure_uses_up_the_restarts(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", "--gate-max-abs", "1e-12", "--max-restarts", "2", timeout=500)
     assert job.returncode == 1
     told = [line for line in job.output.splitlines() if line.startswith("[driver]")]
-    failed = "[driver] failed at step 1: megarl.trainer.gate.GateError: "
+    failed = "[driver] failed at step 1: GateError: "
     beginning = "from the beginning: there is no checkpoint yet."
     assert [line.startswith(failed) for line in told] == [True, False, True, False, True]
     again = "It was the same failure as before, at the same step, and nothing was saved since."

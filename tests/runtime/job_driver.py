@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 from handles import Handle
 
+from megarl.runtime.end_message import EndNotes
 from megarl.runtime.shutdown import Stopped, graceful_shutdown, run_job_in_process, run_job
 from megarl.runtime.executor import Executor, RemoteError
 from megarl.runtime.inline_executor import InlineExecutor
@@ -293,6 +294,11 @@ def waits(executor, folder: Path) -> None:
     future.result()
 
 
+def waits_noted(executor, folder: Path) -> None:
+    """As `waits`, with advice at the end of the driver's message."""
+    waits(executor, folder)
+
+
 class InlineRole:
     """Of job_worker.Role what works in one process."""
 
@@ -330,7 +336,8 @@ def main(scenario: str, folder: str) -> int:
             job, lambda: contextlib.nullcontext(InlineExecutor({"actor": InlineRole(), "left": InlineRole()}))
         )
     processes = LocalRanks([scenario, folder], 2, "job_worker", rank_description(RANKS))
-    return run_job(job, lambda: processes.start(RANKS, CALL_TIMEOUT_S), processes)
+    notes = EndNotes(how_to_resume="a step had begun: {}".format) if scenario == "waits_noted" else EndNotes()
+    return run_job(job, lambda: processes.start(RANKS, CALL_TIMEOUT_S), processes, notes)
 
 
 class InOrder:
@@ -346,7 +353,7 @@ class InOrder:
             pids = executor.call("actor", "setup").result()
             (self.folder / "pids").write_text(" ".join(map(str, pids)))
         executor.label, self.stop.is_armed = "step 3", True
-        with graceful_shutdown(self.stop, self.grace_s, lambda: "nothing is saved"):
+        with graceful_shutdown(self.stop, self.grace_s, (self.folder / "records").touch):
             try:
                 futures = [executor.call(*call) for call in calls]
                 (self.folder / "ready").touch()

@@ -59,10 +59,11 @@ STOPPED, INTERRUPTED = (
     [
         ("stops", signal.SIGTERM, 143, STOPPED),
         ("waits", signal.SIGINT, 130, INTERRUPTED),
+        ("waits_noted", signal.SIGINT, 130, f"{INTERRUPTED}a step had begun: True\n"),
         ("inline_stops", signal.SIGTERM, 143, STOPPED),
         ("inline_waits", signal.SIGINT, 130, "[driver] interrupted at step 2\n"),
     ],
-    ids=["sigterm", "ctrl_c", "sigterm_inline", "ctrl_c_inline"],
+    ids=["sigterm", "ctrl_c", "ctrl_c_with_advice", "sigterm_inline", "ctrl_c_inline"],
 )
 def test_from_the_first_signal_to_the_exit_more_of_them_change_nothing(job, scenario, first, code, told):
     """The driver gets one after the other, also while it unwinds and while its interpreter shuts down. After
@@ -175,9 +176,10 @@ def test_the_grace_time_is_a_limit(job, command):
     assert process.wait(END_WITHIN_S) == (143 if command is DRIVER else 1)
     told = (
         "[driver] stopped by SIGTERM at step 3, waiting for right.sleep on rank 1, as "
-        "--exit-grace-s (2) is over; nothing is saved\n"
+        "--exit-grace-s (2) is over\n"
     )
     assert told in job.stderr() and (job.stderr() == told or command is not DRIVER)
+    assert (job.folder / "records").exists()  # another thread writes them, as the loop does not return
     assert 2.0 < job.wait_until_gone(END_WITHIN_S) - start < 2.0 + END_WITHIN_S
 
 

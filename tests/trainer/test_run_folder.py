@@ -380,6 +380,17 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, file):
         run.close()
 
 
+def test_a_timeline_is_whole_or_the_one_before(tmp_path):
+    path, lines = tmp_path / "timeline.json", Timeline()
+    lines.write(path)
+    before = path.read_bytes()
+    with largest_file(20_000), pytest.raises(WriteError):
+        timeline().write(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    timeline().write(path)
+    assert len(json.loads(path.read_text())["traceEvents"]) > 300 and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_folder_that_cannot_be_made_is_told_by_its_flag(tmp_path):
     """What no check can see beforehand, such as a disk that is full when the job begins."""
     with (

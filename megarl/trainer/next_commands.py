@@ -1,0 +1,24 @@
+"""Say at the end of a training job where the model is and what to do with it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from megarl.config.schema import TrainConfig
+
+
+def next_commands(config: TrainConfig) -> str:
+    """Return three lines for the end of a job: the exported model, and the commands to look at the run.
+
+    A job of supervised fine-tuning has no samples to show."""
+    folder, needs_rollout = Path(config.run.save), config.algorithm.needs_rollout
+    run, model = shlex.quote(str(folder)), shlex.quote(str(folder / "hf"))
+    looks = [f"megarl plot {run}", f"megarl chat --model {run}"]
+    if needs_rollout:
+        looks.insert(0, f"megarl show {run}")
+    lines = [f"The model is in {model}. To look at the run:", f"  {'    '.join(looks)}"]
+    if config.data.eval_data and needs_rollout:
+        arguments = shlex.quote(f"@{folder / 'resolved.args'}")
+        lines.append(f"  megarl eval {arguments} --model {model}")
+    return "\n".join(lines)

@@ -1,0 +1,50 @@
+"""What a user sees and finds when a job ends, well or not. `pytest tests/e2e/test_ending.py`"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from megarl.cli import COMMANDS
+from tests.e2e.jobs import train
+
+ANY_GATE = ("--gate-mean-abs", "inf", "--gate-max-abs", "inf")
+
+
+def calls(run: Path) -> set[tuple[str, str]]:
+    """Return (name, label) of the calls in timeline.json."""
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    return {(event["name"], event["args"]["label"]) for event in events if event["ph"] == "X"}
+
+
+def test_a_learning_rate_that_destroys_the_model_is_warned_of_and_the_end_says_what_to_do(
+    sums_data, tmp_path
+):
+    job = train(sums_data, tmp_path / "run", "--lr", "3", "--train-iters", "2", *ANY_GATE)
+    assert job.returncode == 0, job.output
+    lines = job.output.splitlines()
+    (warning,) = [line for line in lines if " jumped from " in line]
+    assert warning.startswith("step ") and "Try a lower --lr" in warning
+    run = shlex.quote(str(job.folder))
+    assert lines[-2:] == [
+        f"The model is in {run}/hf. To look at the run:",
+        f"  megarl show {run}    megarl plot {run}    megarl chat --model {run}",
+    ]
+    assert {"show", "plot", "chat", "eval"} <= COMMANDS.keys()
+    assert {("rollout.generate", "step 1"), ("actor.update", "step 2")} <= calls(job.folder)
+    assert [path.name for path in job.folder.glob(".*")] == []
+
+
+def test_a_gate_failure_is_one_message_without_a_traceback(sums_data, tmp_path):
+    job = train(sums_data, tmp_path / "run", "--gate-max-abs", "1e-12")
+    assert job.returncode == 1 and "Traceback" not in job.output, job.output
+    lines = [line for line in job.output.splitlines() if not line.startswith("roles are set up")]
+    assert lines[0].startswith("[driver] failed at step 1: GateError: trainer and engine disagree on ")
+    log = job.folder / "failure.log"
+    assert lines[-1] == (
+        f"Read on in docs/debugging.md, section The gate. The traceback is in {log}."
+    ) and all(line.startswith("  ") for line in lines[1:-1])
+    assert "Traceback (most recent call last):" in log.read_text() and lines[0] in log.read_text()
+    assert ("rollout.generate", "step 1") in calls(job.folder)
+    assert {path.name for path in job.folder.iterdir()} == {"failure.log", "timeline.json"}
