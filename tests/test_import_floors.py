@@ -1,6 +1,6 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
-    train, evaluate, convert, doctor, translate, inspect, cli -> trainer -> workers, checks ->
+    cli -> new -> train, evaluate, convert, doctor, translate, inspect -> trainer -> workers, checks ->
     megatron, rollout, data, rewards -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
     frameworks
@@ -30,6 +30,7 @@ FLOORS = (
     ("trainer",),
     ("train", "convert", "doctor", "translate"),
     ("evaluate", "inspect"),  # is train with another driver; converts a checkpoint before a chat
+    ("new",),  # its commands have the parser and the errors of those of inspect
     ("cli",),  # starts each of them
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -50,6 +51,7 @@ NO_TORCH = {
     "gate_limits",
     "frameworks",
     "translate",
+    "new",
 }
 """Rooms that the console script and the driver read before any device is touched."""
 NO_TORCH_FILES = {
