@@ -56,4 +56,6 @@ def write_task(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             text = (template / name).read_text(encoding="utf-8")
-            (folder / name).write_text(text.replace(_NAME, folder.resolve().name), encoding="utf-8")
+            if name == "README.md":
+                text = text.replace(_NAME, folder.resolve().name)
+            (folder / name).write_text(text, encoding="utf-8")

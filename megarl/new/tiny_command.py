@@ -63,13 +63,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("tiny-model", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; a model in it is replaced")
     parser.add_argument("--family", default="qwen3", help=f"{', '.join(FAMILIES)}; default: qwen3")
-    size = whole(1, 64)
-    parser.add_argument("--hidden", type=size, default=64, help="hidden size; default: 64")
+    parser.add_argument("--hidden", type=whole(1, 128), default=128, help="hidden size; default: 128")
     parser.add_argument("--layers", type=whole(1, 2), default=2, help="default: 2")
-    parser.add_argument("--heads", type=whole(1, 2), help="default: as many as have a size of 32")
-    parser.add_argument("--kv-heads", type=whole(1, 1), help="default: half of --heads")
+    parser.add_argument("--heads", type=whole(1, 4), help="default: as many as have a size of 32")
+    parser.add_argument("--kv-heads", type=whole(1, 2), help="default: half of --heads")
     parser.add_argument(
-        "--ffn", type=whole(1, 128), help="width of the MLP and of each expert; default: twice --hidden"
+        "--ffn", type=whole(1, 256), help="width of the MLP and of each expert; default: twice --hidden"
     )
     parser.add_argument("--experts", type=whole(1, 4), help="of mixtures of experts; default: 4")
     parser.add_argument("--experts-per-token", type=whole(1, 2), help="default: 2")

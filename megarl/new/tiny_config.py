@@ -21,7 +21,7 @@ class TinySizes:
     Example: `TinySizes(family="qwen3", hidden=64)` has 2 layers, 2 heads of 32 and one key-value head."""
 
     family: str = "qwen3"
-    hidden: int = 64
+    hidden: int = 128
     layers: int = 2
     heads: int | None = None
     kv_heads: int | None = None

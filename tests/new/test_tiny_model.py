@@ -76,8 +76,8 @@ def test_transformers_finds_every_weight_and_no_other(family, models):
 def test_mixtures_have_experts_and_dense_models_none(family, models):
     shape = ModelShape.load(models[family])
     assert shape.num_moe_experts == (4 if FAMILIES[family].is_moe else 0)
-    assert (shape.num_layers, shape.hidden_size, shape.num_attention_heads) == (2, 64, 2)
-    assert FAMILIES[family].has_latents or (shape.head_dim, shape.num_query_groups) == (32, 1)
+    assert (shape.num_layers, shape.hidden_size, shape.num_attention_heads) == (2, 128, 4)
+    assert FAMILIES[family].has_latents or (shape.head_dim, shape.num_query_groups) == (32, 2)
 
 
 def test_sizes_are_as_asked(tmp_path):
@@ -148,7 +148,7 @@ def test_a_token_is_a_byte_or_what_is_frequent_in_rows(tmp_path):
         ("--hidden 96 --heads 5", "--heads (5): must divide --hidden (96). Try 4 or 6."),
         ("--hidden 12 --heads 4", "--heads (4): heads of --hidden (12) / 4 = 3 must have an even size"),
         ("--hidden 96 --heads 6 --kv-heads 4", "--kv-heads (4): must divide --heads (6). Try 3 or 6."),
-        ("--family deepseek_v2 --kv-heads 1", "--kv-heads (1): must be --heads (2) for deepseek_v2"),
+        ("--family deepseek_v2 --kv-heads 1", "--kv-heads (1): must be --heads (4) for deepseek_v2"),
         ("--experts 4", "--experts (4): qwen3 has no experts. Leave it out, or try --family qwen3_moe, "),
         ("--experts-per-token 1", "--experts-per-token (1): qwen3 has no experts."),
         (
