@@ -88,10 +88,12 @@ def test_rows(task):
     rows = {name: rows_of(task, name) for name in ("sft", "train", "test")}
     prompts = {name: [row["prompt"][0]["content"] for row in found] for name, found in rows.items()}
     for name, found in rows.items():
-        for row in found:
-            word = row["prompt"][0]["content"].removeprefix("Reverse ")
-            assert 3 <= len(word) <= 6 and row["reward_model"] == {"ground_truth": word[::-1]}
-            assert row.get("response") == (word[::-1] if name == "sft" else None)
+        for row, prompt in zip(found, prompts[name], strict=True):
+            word = prompt.removeprefix("Reverse ")
+            assert 3 <= len(word) <= 5 and row["reward_model"] == {"ground_truth": word[::-1]}
+            assert row["response"] in (word, word[::-1]) if name == "sft" else "response" not in row
+    right = [row["response"] == row["reward_model"]["ground_truth"] for row in rows["sft"]]
+    assert 0.64 < sum(right) / len(right) < 0.71
     every = [prompt for found in prompts.values() for prompt in found]
     assert len(set(every)) == len(every)  # no row of one file in another
 
