@@ -17,7 +17,7 @@ import pytest
 from megarl import cli
 from megarl.new.command import FILES, write_task
 from megarl.rewards.custom import load_custom_reward
-from tests.launch import run, succeed
+from tests.launch import succeed
 
 SEEDS = (0, 1)
 
@@ -122,9 +122,7 @@ def test_its_jobs_pass_the_check(task, monkeypatch, capsys):
     monkeypatch.chdir(task)
     assert cli.main(["check", "@sft.args"]) == 0, capsys.readouterr()
     assert cli.main(["check", "@grpo.args", "--model", "model"]) == 0, capsys.readouterr()
-    assert (
-        cli.main(["data", "data/sft.jsonl", "data/train.jsonl", "data/test.jsonl", "--model", "model"]) == 0
-    )
+    assert cli.main(["data", "data/train.jsonl", "data/test.jsonl", "--model", "model"]) == 0
     for args_file in ("sft.args", "grpo.args"):  # no row is longer than the jobs allow
         words = shlex.split(Path(args_file).read_text(), comments=True)
         limit = {flag: int(words[words.index(flag) + 1]) for flag in words if flag.endswith("-length")}
@@ -142,6 +140,8 @@ def test_commands_of_its_readme_are_ours(task):
 def test_a_few_steps_of_both_jobs(tmp_path):
     """The args files as they are, but for their length. GRPO starts from the model that SFT leaves."""
     task = make_task(tmp_path / "reverse")
+    sft_rows = task / "data" / "sft.jsonl"
+    sft_rows.write_text("".join(sft_rows.read_text().splitlines(keepends=True)[:256]))  # encoded in no time
     common = ("-m", "megarl.cli", "train")
     few = ("--nproc-per-node", 1, "--train-iters", 2)
     options = dict(timeout=240, preloaded=True, folder=task)
@@ -154,8 +154,6 @@ def test_a_few_steps_of_both_jobs(tmp_path):
     steps = [row for row in metrics_of(task / "runs" / "grpo") if "reward/mean" in row]
     assert len(steps) == 2 and all(0 <= row["reward/mean"] < 1 for row in steps)
     assert (task / "runs" / "grpo" / "hf" / "model.safetensors").exists()
-    again = run(*common, "@sft.args", *few, **options)
-    assert again.returncode == 2 and "--save (runs/sft)" in again.stderr  # a run is never replaced
 
 
 @pytest.mark.nightly
@@ -166,9 +164,11 @@ def test_the_task_is_learnt(seed, tmp_path):
     task = make_task(tmp_path / "reverse")
     for args_file in ("sft.args", "grpo.args"):
         succeed("-m", "megarl.cli", "train", f"@{args_file}", "--seed", seed, timeout=500, folder=task)
-    evaluated = [
-        json.loads(line) for line in (task / "runs/grpo/rollouts/eval.jsonl").read_text().splitlines()
+    sampled = [
+        value
+        for row in metrics_of(task / "runs" / "grpo")
+        for name, value in row.items()
+        if name.startswith("eval/") and not name.endswith("greedy")
     ]
-    assert evaluated
-    rewards = [row["reward/mean"] for row in metrics_of(task / "runs" / "grpo") if "reward/mean" in row]
-    assert rewards[-1] > rewards[0] + 0.2
+    assert len(sampled) == 7  # before the first step, and after every tenth
+    assert 0.2 < sampled[0] < 0.8 and sampled[-1] > sampled[0] + 0.1
