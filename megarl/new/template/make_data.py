@@ -14,7 +14,7 @@ import random
 from pathlib import Path
 
 DATA = Path(__file__).resolve().parent / "data"
-NUM_ROWS = {"sft": 25600, "train": 2048, "test": 200}  # sft: 400 steps of 64 rows, each row once
+NUM_ROWS = {"sft": 30720, "train": 2048, "test": 200}  # sft: 480 steps of 64 rows, each row once
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
