@@ -32,9 +32,12 @@ def run(
     timeout: float,
     preloaded: bool = False,
     folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str | None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python *arguments` and return its exit code and output. Raises: TimeoutExpired."""
+    """Run `python *arguments` and return its exit code and output. Raises: TimeoutExpired.
+
+    `environment` changes this process's variables; None removes one."""
+    variables = {**os.environ, **(environment or {})}
     return subprocess.run(
         [python(preloaded), *map(str, arguments)],
         stdin=subprocess.DEVNULL,
@@ -42,7 +45,7 @@ def run(
         text=True,
         timeout=timeout,
         cwd=folder,
-        env={**os.environ, **(environment or {})},
+        env={name: value for name, value in variables.items() if value is not None},
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megarl.batch import TOKEN_COLUMNS, Batch, MicroBatch
+from tests.launch import succeed
 
 
 def make(
@@ -190,4 +189,4 @@ flow = actor.rollout().then(versions.note).then(other.read, reads=["versions"], 
 assert flow.errors() == [] and "versions" in flow.text()
 """
     root = Path(__file__).resolve().parents[1]
-    subprocess.run([sys.executable, "-c", planted], check=True, timeout=120, cwd=root)
+    succeed("-c", planted, timeout=120, folder=root)

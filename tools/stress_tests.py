@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     for text in options.forget:
         state.forget(text)
     state.write()
-    files = collect(options.tests, options.slow)
+    files = collect(options.tests, options.nightly)
     if not files:
         sys.exit(
             f"tests ({' '.join(options.tests)}): none of them starts processes, sends signals or "
@@ -103,7 +103,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--runs", type=int, default=20, help="of each test in each condition")
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
-    parser.add_argument("--slow", action="store_true", help="the tests that are marked slow too")
+    parser.add_argument("--nightly", action="store_true", help="the nightly tests too")
     parser.add_argument("--budget-s", type=float, help="begin no run after so many seconds")
     parser.add_argument(
         "--at-once",
@@ -122,9 +122,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def collect(tests: list[str], slow: bool) -> dict[str, list[str]]:
+def collect(tests: list[str], nightly: bool) -> dict[str, list[str]]:
     """Return file -> its tests that start processes or depend on time, the most fragile files first."""
-    marks = "processes" if slow else "processes and not slow"
+    marks = "processes" if nightly else "processes and not nightly"
     with tempfile.NamedTemporaryFile("r", suffix=".json") as found:
         env = os.environ | {"STRESS_COLLECTED": found.name, "PYTHONPATH": str(Path(__file__).parent)}
         done = subprocess.run(

@@ -8,8 +8,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from megarl.checkpoint.torch_dist import megatron_folder
 from megarl.convert import main, shard_bytes
 from tests.checkpoint.cases import MEGATRON_CASES
 from tests.checkpoint.tiny import make_folder
-from tests.launch import preloaded_python
+from tests.launch import run, succeed
 
 
 @pytest.fixture(scope="module")
@@ -157,22 +155,9 @@ def test_trained_checkpoints_become_folders(saved, tmp_path, checkpoint, family)
 )
 def test_through_megatrons_shards(saved, tmp_path, family, source, arguments, dtype):
     """On two ranks that megarl starts; it compares too, and says so."""
-    command = [
-        preloaded_python(),
-        "-m",
-        "megarl.cli",
-        "convert",
-        "--model",
-        saved / family,
-        "--load",
-        saved / source,
-        "--save",
-        "out",
-        *arguments,
-    ]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
+    files = ("--model", saved / family, "--load", saved / source, "--save", "out")
+    command = ("-m", "megarl.cli", "convert", *files, *arguments)
+    done = run(*command, folder=tmp_path, timeout=120, preloaded=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     tensors, forward = done.stdout.splitlines()
     assert tensors.endswith(f" tensors, equal to {saved / source} in {dtype}: out")
@@ -211,25 +196,11 @@ def test_through_megatrons_shards(saved, tmp_path, family, source, arguments, dt
 )
 def test_a_fault_of_the_mapping_is_found_by_what_the_model_computes(saved, tmp_path, fault):
     """Loading and writing share the mapping, so every tensor comes back as it was."""
-    command = [
-        preloaded_python(),
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        Path(__file__).with_name("faulty_convert.py"),
-        fault,
-        "--model",
-        saved / "qwen3",
-        "--save",
-        "out",
-        "--tensor-model-parallel-size",
-        2,
-    ]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    files = ("--model", saved / "qwen3", "--save", "out")
+    command = (*launcher, Path(__file__).with_name("faulty_convert.py"), fault, *files)
+    tp2 = ("--tensor-model-parallel-size", 2)
+    done = run(*command, *tp2, folder=tmp_path, timeout=120, preloaded=True)
     assert f" tensors, equal to {saved / 'qwen3'} in torch.float32: out\n" in done.stdout
     assert (done.returncode != 0) == bool(fault)
     assert ("a tensor is not where the model reads it; this is a bug in megarl" in done.stderr) == bool(
@@ -389,10 +360,7 @@ def many_layers(tmp_path_factory) -> Path:
 def test_memory_does_not_grow_with_the_model(many_layers, tmp_path):
     """Both ways; the whole model would be four times the limit."""
     assert (many_layers / "model.safetensors").stat().st_size > 150e6
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(many_layers), str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = succeed("-c", MEASURE, many_layers, tmp_path, timeout=120)
     assert int(done.stdout.splitlines()[-1]) < 40_000  # KiB, beside tensors of 150 MB
     assert same(many_layers, tmp_path / "b", torch.bfloat16)
 

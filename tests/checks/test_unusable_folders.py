@@ -15,6 +15,7 @@ from megarl.algorithms import REGISTRY
 from megarl.checks.disk import save_errors
 from megarl.config.loader import load_config
 from megarl.files.writing import obstacle
+from tests.launch import succeed
 from tests.config.conftest import job, write_model  # noqa: F401
 
 ASK = "import sys\nfrom megarl.files.writing import obstacle\nprint(obstacle(sys.argv[1]))"
@@ -119,13 +120,7 @@ def test_permissions_of_another_user(tmp_path):
             "print(obstacle(sys.argv[1]))",
         ]
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", script, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = succeed("-P", "-c", script, tmp_path / "run", timeout=60)
     in_root, in_private = done.stdout.splitlines()
     assert in_root == "this user may not write in /" and "ermission denied" in in_private
 

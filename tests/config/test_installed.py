@@ -6,8 +6,6 @@ parser, which a process of its own imports.
 import ast
 import fnmatch
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -20,6 +18,7 @@ from megarl.config.other_flags import (
     kind_of_annotation,
 )
 from megarl.config.schema import RolloutConfig
+from tests.launch import succeed
 
 REAL = """
 import argparse, dataclasses, json
@@ -44,10 +43,8 @@ OWN_FORM = {
 
 @pytest.fixture(scope="module")
 def real():
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", REAL], capture_output=True, check=True, timeout=240, text=True
-    )
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    done = succeed("-W", "ignore", "-c", REAL, timeout=240)
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def test_fields_are_those_of_the_installed_classes(real):

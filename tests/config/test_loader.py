@@ -5,8 +5,6 @@ pytest tests/config/test_loader.py"""
 
 import dataclasses
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -28,6 +26,7 @@ from megarl.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from tests.launch import succeed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -615,24 +614,19 @@ def test_real_algorithms_are_flags():
         assert all(flag.help for flag in section_flags("algorithm", REGISTRY[name]))
 
 
-QUICK = """
-import time
+LOAD = """
+import sys
 from megarl.algorithms import REGISTRY, Algorithm
 from megarl.config.loader import load_config
-start = time.process_time()
 argv = "--algorithm sft --model m --train-data d --save s --train-iters 1 --rollout-kv-cache-dtype fp8 --hidden-dropout 0".split()
 load_config(argv, REGISTRY)
-print(time.process_time() - start)
+print(*{"torch", "vllm", "megatron", "transformers"} & set(sys.modules))
 """
 
 
-def test_parsing_is_quick():
-    """< 0.2 s of CPU time in a new process, with flags for which the sources of vLLM and Megatron must be
-    read (measured: 0.05 s)."""
-    result = subprocess.run(
-        [sys.executable, "-c", QUICK], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert float(result.stdout) < 0.2
+def test_parsing_imports_no_framework():
+    """Also with flags of vLLM's and Megatron's classes, whose sources are read instead."""
+    assert succeed("-c", LOAD, timeout=60).stdout == "\n"
 
 
 def test_configurations_are_frozen():

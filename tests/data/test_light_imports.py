@@ -1,7 +1,6 @@
 """Data and rewards load no heavy library until it is needed: the driver imports them."""
 
-import subprocess
-import sys
+from tests.launch import succeed
 
 HEAVY = (
     "torch",
@@ -27,9 +26,7 @@ MODULES = (
 
 def run(program, *arguments):
     code = f"import sys\n{program}\nprint(*sorted(set(sys.modules) & set({HEAVY!r})))"
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code, *arguments], check=True, capture_output=True, text=True, timeout=60
-    ).stdout.split()
+    return succeed("-P", "-c", code, *arguments, timeout=60).stdout.split()
 
 
 def test_imports_are_light():

@@ -9,8 +9,6 @@ import math
 import os
 import random
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from safetensors.numpy import load_file
 from megarl.data.prompts import PromptDataset
 from megarl.rewards.base import RewardSample, judge
 from megarl.rewards.routing import auto_reward
+from tests.launch import run, succeed
 from sums.files import NUM_MIXED_ROWS, NUM_TRAIN_ROWS, NUM_WORKED_ROWS, make_sums
 from sums.problems import is_test, snap_answer, sums, worked_answer
 
@@ -188,23 +187,12 @@ def test_initial_scales(sums_paths):
 
 def test_tool_writes_the_same_files(sums_paths, tmp_path):
     tool = os.path.join(os.path.dirname(__file__), "..", "..", "tools", "make_sums.py")
-    subprocess.run(
-        [sys.executable, tool, "--out", str(tmp_path), "--seed", "0"],
-        check=True,
-        timeout=120,
-        capture_output=True,
-    )
+    succeed(tool, "--out", tmp_path, "--seed", "0", timeout=120)
     names = [*FILES, *(f"model/{name}" for name in MODEL_FILES)]
     assert filecmp.cmpfiles(os.path.dirname(sums_paths["train"]), tmp_path, names, shallow=False) == (
         names,
         [],
         [],
     )
-    refused = subprocess.run(
-        [sys.executable, tool, "--out", str(tmp_path), "--seed", "-1"],
-        check=False,
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
+    refused = run(tool, "--out", tmp_path, "--seed", "-1", timeout=120)
     assert refused.returncode == 2 and "--seed (-1) must be in" in refused.stderr

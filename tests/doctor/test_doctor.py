@@ -3,13 +3,11 @@ tests/doctor`"""
 
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from megarl.doctor import facts, probe, report
+from tests.launch import run
 
 TESTS = [
     "two ranks add over gloo",
@@ -20,14 +18,7 @@ TESTS = [
 
 
 def doctor(*argv, **env):
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "megarl.cli", "doctor", *argv],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env=os.environ | env,
-    )
+    return run("-P", "-m", "megarl.cli", "doctor", *argv, environment=env, timeout=280)
 
 
 @pytest.mark.timeout(300)

@@ -1,7 +1,5 @@
 """Role classes: what they declare, and their handles. `pytest tests/flow/test_roles.py`"""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_type_hints
 
@@ -11,6 +9,7 @@ from megarl.flow import Actor, Critic, Data, Reward, Role, Roles, SymbolicRole, 
 from megarl.flow.columns import COLUMNS, base, is_state
 from megarl.flow.role import declaration, methods_of, role_classes, writer_of
 from megarl.packing import MiniBatch, Sample
+from tests.launch import run, succeed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,7 +77,7 @@ def test_annotations_resolve_without_torch():
         "for m in methods_of(c).values()]\n"
         "assert 'torch' not in sys.modules and len(hints) > 30 and all('return' in h for h in hints)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    succeed("-c", code, timeout=60)
     assert get_type_hints(role_class("rollout").generate.function)["return"] == list[Sample]
 
 
@@ -189,13 +188,13 @@ def use(caller: Caller) -> None:
 )
 def test_a_type_checker_finds_a_wrong_call(line, error, tmp_path):
     (tmp_path / "uses.py").write_text(USES.format(line=line))
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
-    run = subprocess.run(
-        [*command, "--cache-dir", str(ROOT / ".mypy_cache"), str(tmp_path / "uses.py")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    files = (
+        "--config-file",
+        ROOT / "pyproject.toml",
+        "--cache-dir",
+        ROOT / ".mypy_cache",
+        tmp_path / "uses.py",
     )
-    assert (run.returncode == 0) == (error is None), run.stdout + run.stderr
-    assert error is None or error in run.stdout and "Found 1 error" in run.stdout
+    done = run("-m", "mypy", *files, folder=ROOT, timeout=120)
+    assert (done.returncode == 0) == (error is None), done.stdout + done.stderr
+    assert error is None or error in done.stdout and "Found 1 error" in done.stdout

@@ -1,13 +1,11 @@
 """Which implementation runs, and that PyTorch's runs without Triton."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from megarl.kernels import backend as module
 from megarl.kernels.backend import backend
+from tests.launch import succeed
 
 
 @pytest.mark.parametrize(
@@ -64,4 +62,4 @@ assert ("triton" in sys.modules) == (sys.argv[1] == "interpret"), sys.argv
 def test_only_triton_kernels_import_triton(monkeypatch, forced):
     monkeypatch.setenv("MEGARL_KERNELS", forced)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    subprocess.run([sys.executable, "-c", CODE, forced], check=True, timeout=120)
+    succeed("-c", CODE, forced, timeout=120)

@@ -6,13 +6,12 @@ pytest tests/kernels/test_check_kernels.py"""
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch import run, succeed
 
 ROOT = Path(__file__).resolve().parents[2]
 BAD = """
@@ -56,18 +55,13 @@ AOT_CASES = [
 def check_kernels(tmp_path, *arguments):
     """(exit status, output, the table by kernel and capability)."""
     file = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-P",
-        str(ROOT / "tools" / "check_kernels.py"),
-        "--json",
-        str(file),
-        *map(str, arguments),
-    ]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    for name in ("MEGARL_KERNELS", "TRITON_INTERPRET"):
-        environment.pop(name, None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    script = ROOT / "tools" / "check_kernels.py"
+    environment = {
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "MEGARL_KERNELS": None,
+        "TRITON_INTERPRET": None,
+    }
+    done = run("-P", script, "--json", file, *arguments, environment=environment, timeout=250)
     rows = json.loads(file.read_text())["kernels"] if file.exists() else []
     return (
         done.returncode,
@@ -104,13 +98,8 @@ def test_every_file_with_a_kernel_lists_it():
         ".AOT_CASES] for m in sys.argv[1:]}))"
     )
     paths = sorted((ROOT / "triton_kernels").glob("*_triton.py"))
-    done = subprocess.run(
-        [sys.executable, "-c", script, *(path.stem for path in paths)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-    )
+    names = (path.stem for path in paths)
+    done = succeed("-c", script, *names, environment={"TRITON_INTERPRET": None}, timeout=60)
     listed = {module: set(kernels) for module, kernels in json.loads(done.stdout).items()}
     for path in paths:
         kernels = set(re.findall(r"^def (_\w+_kernel)\(", path.read_text(), re.M))

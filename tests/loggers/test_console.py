@@ -2,13 +2,12 @@
 
 import os
 import pty
-import subprocess
-import sys
 import threading
 import time
 from io import StringIO
 
 from megarl.loggers.console import Progress, clock
+from tests.launch import run
 
 METRICS = {
     "step": 3,
@@ -81,5 +80,5 @@ def test_off_a_terminal_nothing_heavy_is_imported():
         "Progress; Progress(1).note('x'); "
         "print([m for m in ('torch', 'rich', 'tensorboard', 'numpy', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    done = run("-P", "-c", code, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "x\n[]\n", "")

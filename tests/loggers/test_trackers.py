@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
-import subprocess
-import sys
 import time
 import typing
 from collections.abc import Iterator
@@ -21,6 +18,7 @@ import pytest
 
 from megarl.loggers import LOGGERS, LoggerContext, open_loggers
 from megarl.loggers.base import flags_of
+from tests.launch import succeed
 
 ARGUMENTS = "# resolved\n--lr 1e-4\n--no-shuffle\n--bf16\n--train-data 'a b.jsonl' c.jsonl\n"
 SAMPLE = {
@@ -153,9 +151,4 @@ def test_mlflow_store_holds_metrics_flags_and_samples_of_one_run(tmp_path: Path)
         pytest.skip("the extra `trackers` is not installed")
     store = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri()}
     # In a process of its own: mlflow imports importlib_metadata, which takes the place of importlib.metadata.
-    subprocess.run(
-        [sys.executable, Path(__file__).with_name("run_mlflow.py"), tmp_path],
-        check=True,
-        env=os.environ | store,
-        timeout=120,
-    )
+    succeed(Path(__file__).with_name("run_mlflow.py"), tmp_path, environment=store, timeout=120)

@@ -9,8 +9,6 @@ and torch.cuda.is_available says yes while the question is asked.
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -28,6 +26,7 @@ from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.workers import worker
 from megarl.workers.megatron_role import MeshSpec
 from megarl.workers.megatron_role import megatron_atlases as atlases_of_role
+from tests.launch import succeed
 from tests.reshard.cuts import make_shape
 
 BROKEN = "raise OSError('libcublas.so.13: undefined symbol\\nmore')\n"
@@ -136,10 +135,7 @@ def test_megatron_imports_beside_a_broken_build(tmp_path, broken):
     for folder in ("transformer_engine", "transformer_engine/pytorch"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").write_text(BROKEN if folder == broken else "")
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-P", "-c", IMPORT_MEGATRON]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    done = succeed("-P", "-c", IMPORT_MEGATRON, environment={"PYTHONPATH": str(tmp_path)}, timeout=120)
     assert done.stdout == "False True\n" and done.stderr.count("Megatron's own layers are used instead") == 1
 
 

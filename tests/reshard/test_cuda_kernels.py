@@ -9,7 +9,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ import torch
 from megarl.reshard import copier
 from megarl.reshard import digest as digest_module
 from megarl.reshard.digest import Digest
+from tests.launch import run
 from tests.reshard.cases import PAIRS, bits, rectangles
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -127,12 +127,7 @@ def test_no_kernel_spills():
     assert check["parse"](REPORT) == [
         {"kernel": "f", "stack": 24, "stores": 36, "loads": 12, "registers": 80}
     ]
-    done = subprocess.run(
-        [sys.executable, CSRC.parent / "tools" / "check_cuda.py", "--archs", "90"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(CSRC.parent / "tools" / "check_cuda.py", "--archs", "90", timeout=250)
     if done.returncode == check["SKIPPED"]:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr

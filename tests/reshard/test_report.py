@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from megarl.reshard.atlas import hf_sizes
 from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.reshard.plan import make_plan
 from megarl.reshard.vllm_atlas import vllm_atlases
+from tests.launch import succeed
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*grpo*.args"))
 QWEN_7B = {
@@ -198,8 +197,5 @@ def test_every_configuration_file_without_torch(path, model):
     )
     small = {**QWEN_7B, "num_hidden_layers": 2}
     argv = ["reshard-plan", f"@{path}", "--model", model(small)]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *argv], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = succeed("-c", script, *argv, timeout=60)
     assert "expected: " in done.stdout

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from megarl.config.schema import DataConfig
 from megarl.rewards import sandbox
 from megarl.rewards.code import CodeReward, program_of, read_tests
 from megarl.rewards.sandbox import run_confined
+from tests.launch import run
 
 confined = pytest.mark.skipif(
     bool(sandbox.missing()), reason=f"this machine has no {' and no '.join(sandbox.missing())}"
@@ -231,5 +230,5 @@ def test_a_machine_that_cannot_confine_is_refused_unless_told(monkeypatch):
 
 def test_what_is_missing_is_found_in_a_child():
     program = "from megarl.rewards import sandbox; sandbox._unshare = lambda: 1 / 0; print(sandbox.missing())"
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
+    done = run("-P", "-c", program, timeout=60)
     assert done.stdout.startswith("('namespaces',"), done.stderr

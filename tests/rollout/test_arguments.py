@@ -33,6 +33,7 @@ from megarl.rollout.engine import routed_experts
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 from megarl.rollout.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
+from tests.launch import run
 from tests.rollout import jobs
 
 SHAPE = ModelShape(
@@ -258,20 +259,10 @@ def test_our_kernels_under_vllms_name_are_refused():
     """Started in the checkout without PYTHONSAFEPATH, Python would find triton_kernels/ there."""
     checkout = Path(__file__).parents[2]
     code = "from megarl.rollout.environment import prepare_environment; prepare_environment()"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-
-    def start(environment: dict[str, str]) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            check=False,
-            cwd=checkout,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    found, safe = start(environment), start(environment | {"PYTHONSAFEPATH": "1"})
+    found, safe = (
+        run("-c", code, folder=checkout, environment={"PYTHONSAFEPATH": value}, timeout=60)
+        for value in (None, "1")
+    )
     assert found.returncode != 0 and "Start with PYTHONSAFEPATH=1" in found.stderr
     assert safe.returncode == 0, safe.stderr
 

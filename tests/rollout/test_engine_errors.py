@@ -3,12 +3,10 @@ beside it."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import traceback
 
 from megarl.rollout.engine_errors import ERRORS, EngineErrors, EngineFailed
+from tests.launch import run
 
 ENGINE = """
 import logging, sys
@@ -27,8 +25,7 @@ logger.error("told as before")
 def test_what_an_engine_logs_of_an_exception_is_what_its_rank_raises():
     errors, own = EngineErrors(), ConnectionError("vLLM's own word")
     assert errors.explained(own, 1) is own
-    env = os.environ | {ERRORS: errors.path}
-    done = subprocess.run([sys.executable, "-c", ENGINE], env=env, capture_output=True, text=True, timeout=50)
+    done = run("-c", ENGINE, environment={ERRORS: errors.path}, timeout=50)
     assert (done.stdout, done.stderr) == ("told as before\n", "")
     raised = errors.explained(own, 1)
     assert (

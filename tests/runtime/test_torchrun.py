@@ -5,12 +5,12 @@ Each launch costs seconds (four processes import torch), so cases share them: `c
 per elastic attempt, and then must run.
 """
 
-import subprocess
 import sys
 import time
 
 import pytest
 
+from tests.launch import run
 from tests.runtime.jobs import END_WITHIN_S, START_WITHIN_S, TORCHRUN
 
 
@@ -107,9 +107,7 @@ except shutdown.Stopped as stopped:
 def test_the_death_of_rank_0_does_not_hide_the_ctrl_c_that_killed_it(where):
     """Rank 0 has died of the same Ctrl-C, which is a SIGTERM here: while the handler is at work, in its first
     or its last statement."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", INTERRUPTED_TWICE, where], capture_output=True, text=True, timeout=50
-    )
+    done = run("-P", "-c", INTERRUPTED_TWICE, where, timeout=50)
     assert (done.stdout, done.stderr) == ("SIGINT 2\n", "")
 
 
@@ -172,5 +170,5 @@ def test_a_ctrl_c_is_told_as_one_whichever_signal_comes_first(launcher, first, s
         "except shutdown.Stopped as stopped: print(stopped.signal.name)\n"
         "while len(shutdown._signals) < 2: time.sleep(0.01)\n"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=30)
+    done = run("-P", "-c", code, timeout=30)
     assert (done.stdout, done.stderr) == (f"{told}\n", "")

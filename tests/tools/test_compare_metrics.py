@@ -7,10 +7,11 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launch import run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "compare_metrics.py"
 ROWS = [
@@ -27,9 +28,7 @@ def write(folder: Path, rows: list[dict]) -> Path:
 
 
 def compare(old: Path, new: Path, *flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, SCRIPT, "compare", old, new, *flags], capture_output=True, text=True
-    )
+    return run(SCRIPT, "compare", old, new, *flags, timeout=60)
 
 
 def test_equal_recordings_give_no_line(tmp_path: Path) -> None:

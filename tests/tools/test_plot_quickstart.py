@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
+
+from tests.launch import succeed
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "plot_quickstart.py"
 
@@ -18,7 +18,7 @@ def test_svg_holds_every_curve_and_follows_the_theme(tmp_path):
     rows = [{"step": 0, **evaluated}, *trained[:2], trained[2] | evaluated]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("curve.svg", "again.svg"):
-        subprocess.run([sys.executable, SCRIPT, tmp_path, tmp_path / name], check=True)
+        succeed(SCRIPT, tmp_path, tmp_path / name, timeout=60)
     text = (tmp_path / "curve.svg").read_text()
     assert text == (tmp_path / "again.svg").read_text()
     assert "prefers-color-scheme:dark" in text and "var(--ink)" in text

@@ -29,7 +29,7 @@ class Case:
     arguments: str = ""
     """OUT is a new folder, PYTHON the interpreter, QUICKSTART what tools/quickstart.py would have written.
 
-    DATA is the data in it, MODEL its untrained model, BF16_MODEL that model in bf16."""
+    DATA is the data in it, MODEL its untrained model, BF16_MODEL that model in bf16, CHECKOUT this checkout."""
     code: int = 0
     says: str = ""
     """A regular expression for what it prints."""
@@ -76,6 +76,12 @@ CASES = [
     ),
     # What it installs, and how that can fail: tests/test_package.py.
     Case("tools/setup_env.py", "--help", says="--device"),
+    Case(
+        f"{BENCH}/bench_commits.py",
+        "CHECKOUT --checkpoint MODEL --data DATA --steps 3 --repeats 1 --out OUT/r --json OUT/out.json",
+        says=r"step_s [\d.]+ \(1\.000 of the first",
+        json="OUT/out.json repeats",
+    ),
     Case(
         f"{BENCH}/bench_data_plane.py",
         "--samples 64 --length 64 --repeats 1 --exchange-samples 16 --json OUT/out.json",
@@ -126,7 +132,7 @@ IMPORTED = {
     f"{BENCH}/e2e_summary.py": f"{BENCH}/bench_e2e.py",
     f"{BENCH}/head_contenders.py": f"{BENCH}/bench_kernels.py",
     f"{BENCH}/hf_buckets.py": f"{BENCH}/reshard_roles.py",
-    f"{BENCH}/measured_process.py": f"{BENCH}/bench_e2e.py",
+    f"{BENCH}/measured_process.py": f"{BENCH}/bench_commits.py",
     f"{BENCH}/reshard_roles.py": f"{BENCH}/bench_reshard.py",
     f"{BENCH}/turns.py": f"{BENCH}/bench_kernels.py",
     "tools/data/prepare.py": "tools/data/gsm8k.py",
@@ -183,7 +189,7 @@ def quickstart(tmp_path_factory) -> dict[str, Path]:
     (folder / "sft_mixed" / "hf").symlink_to(model)
     assert convert(["--model", str(model), "--save", str(folder / "bf16"), "--dtype", "bfloat16"]) == 0
     names = {"QUICKSTART": folder, "DATA": data, "MODEL": model, "BF16_MODEL": folder / "bf16"}
-    return names | {"PYTHON": Path(sys.executable)}
+    return names | {"PYTHON": Path(sys.executable), "CHECKOUT": ROOT}
 
 
 def named(case: Case) -> pytest.param:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.rollout.environment import engine_environment
+from tests.launch import succeed
 
 NAMES = ("NVIDIA_TF32_OVERRIDE", "TRITON_F32_DEFAULT")
 RANK = """
@@ -56,17 +55,15 @@ def ptx():
 """
 
 
-def environment(**changed) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in (*NAMES, "TRITON_INTERPRET")}
-    return kept | changed
+def environment(**changed) -> dict[str, str | None]:
+    return dict.fromkeys((*NAMES, "TRITON_INTERPRET")) | changed
 
 
 def first_import(*flags, **changed) -> list[str]:
     """What a rank imports first of torch and triton, and the two variables then."""
     job = "--algorithm sft --model model --train-data rows.jsonl --save run --train-iters 1"
     env = environment(RANK="1", WORLD_SIZE="2", **changed)
-    command = [sys.executable, "-P", "-c", RANK, *job.split(), *flags]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = succeed("-P", "-c", RANK, *job.split(), *flags, environment=env, timeout=60)
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -102,7 +99,6 @@ def test_a_kernel_that_says_nothing_multiplies_in_fp32(tmp_path):
     env = environment(TRITON_CACHE_DIR=str(tmp_path / "cache"))
     counts = {}
     for mode in ("default", "exact"):
-        command = [sys.executable, "-P", "-c", DOT, mode, str(tmp_path / "kernel.py")]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+        done = succeed("-P", "-c", DOT, mode, tmp_path / "kernel.py", environment=env, timeout=120)
         counts[mode] = int(done.stdout)
     assert counts["default"] > 0 and counts["exact"] == 0

@@ -10,7 +10,6 @@ character alone."""
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from megarl.megatron.offload import ModelMemory
 from megarl.workers.offload_manager import OffloadManager
 from megarl.workers.reward_model import RewardModelRole
 from sums.model import EOS_ID
-from tests.launch import preloaded_python
+from tests.launch import run
 from tests.rewards import models
 from tests.workers.moved_storages import MovedStorages
 from tests.workers.reward_jobs import (
@@ -178,16 +177,9 @@ def judged(tmp_path_factory) -> dict:
     write_judge(folder / "judge")
     write_rows(folder)
     (folder / "template.txt").write_text("Q {prompt} A {response}")
-    with (folder / "log").open("w") as log:
-        process = subprocess.run(
-            [preloaded_python(), str(HERE / "run_reward_model.py"), str(folder)],
-            stderr=log,
-            stdout=log,
-            timeout=200,
-            check=False,
-        )
-    assert (folder / "report.json").exists(), (folder / "log").read_text()
-    return json.loads((folder / "report.json").read_text()) | {"exit_code": process.returncode}
+    done = run(HERE / "run_reward_model.py", folder, timeout=200, preloaded=True)
+    assert (folder / "report.json").exists(), done.stdout + done.stderr
+    return json.loads((folder / "report.json").read_text()) | {"exit_code": done.returncode}
 
 
 @pytest.mark.nightly

@@ -1,0 +1,91 @@
+"""Compare step time, start-up and memory of the quickstart's GRPO between checkouts of megarl, which take
+turns.
+
+    python tools/benchmarks/bench_commits.py OLD NEW --checkpoint runs/quickstart/sft_mixed/hf
+           --data runs/quickstart/data --json out.json [--steps 20] [--repeats 3]
+
+OLD and NEW are checkouts with an environment each in .venv. Ratios are those of the same repeat, because other
+load on the machine changes from one repeat to the next."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # missing under PYTHONSAFEPATH
+import measured_process
+
+SKIPPED_STEPS = 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkouts", nargs="+", type=Path, help="the first one is what others are divided by")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="Hugging Face folder to start from")
+    parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, required=True, help="folder for all runs, made anew")
+    parser.add_argument("--json", type=Path, required=True, help="where to write the result")
+    arguments = parser.parse_args()
+    if arguments.steps <= SKIPPED_STEPS:
+        parser.error(f"--steps ({arguments.steps}): the first {SKIPPED_STEPS} are left out. Try 20.")
+    for checkout in arguments.checkouts:
+        if not (checkout / ".venv" / "bin" / "python").exists():
+            parser.error(f"{checkout}: has no .venv. Run tools/setup_env.py in it.")
+    arguments.out.mkdir(parents=True)
+    repeats = [
+        [
+            train(checkout, arguments, f"{index}_{repeat}")
+            for index, checkout in enumerate(arguments.checkouts)
+        ]
+        for repeat in range(arguments.repeats)
+    ]
+    arguments.json.write_text(json.dumps({"command": sys.argv, "repeats": repeats}, indent=1) + "\n")
+    for index, checkout in enumerate(arguments.checkouts):
+        print(f"{checkout}: {', '.join(summary(repeats, index, name) for name in repeats[0][0])}")
+    return 0
+
+
+def train(checkout: Path, arguments: argparse.Namespace, name: str) -> dict[str, float]:
+    """Run one job of a checkout. Returns its median seconds per step, seconds of start-up, and peak bytes."""
+    folder = arguments.out / name
+    files = [
+        "--model",
+        arguments.checkpoint,
+        "--train-data",
+        arguments.data / "train.jsonl",
+        "--save",
+        folder,
+    ]
+    flags = [*files, "--eval-data", arguments.data / "test.jsonl", "--eval-interval", 0]
+    command = [checkout / ".venv" / "bin" / "python", "-P", "-m", "megarl.cli", "train"]
+    recipe = f"@{checkout.resolve()}/configs/quickstart_grpo.args"
+    words = [*command, recipe, *flags, "--train-iters", arguments.steps, "--nproc-per-node", 2]
+    env = {variable: value for variable, value in os.environ.items() if variable != "OMP_NUM_THREADS"}
+    measured = measured_process.run([*map(str, words)], folder.with_suffix(".log"), env)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["time/step_s"] for row in rows if "time/step_s" in row]
+    first = next(at for at, line in measured.lines if re.match(r"step=1/", line))
+    return {
+        "step_s": median(steps[SKIPPED_STEPS:]),
+        "startup_s": first - steps[0] - measured.started_at,
+        "peak_memory_bytes": measured.peak_memory_bytes,
+    }
+
+
+def summary(repeats: list[list[dict[str, float]]], index: int, name: str) -> str:
+    ratios = [repeat[index][name] / repeat[0][name] for repeat in repeats]
+    value = median(repeat[index][name] for repeat in repeats)
+    return f"{name} {value:.4g} ({median(ratios):.3f} of the first; {min(ratios):.3f} to {max(ratios):.3f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
