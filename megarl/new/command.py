@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_task(folder: Path) -> None:
-    """Write the files of a task into a folder that is new or empty. Raises: ConfigError for another folder."""
+    """Write the files of a task into a folder. Raises: ConfigError if the folder is not empty."""
     if (why := obstacle(folder)) is not None:
         raise ConfigError([f"NAME ({folder}): cannot be written: {why}. Name another folder."])
     if folder.is_dir() and any(folder.iterdir()):

@@ -37,8 +37,7 @@ class TinySizes:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key-value heads. Half the heads by default, so that grouped queries are tried too; DeepSeek
-        has one for each head."""
+        """Number of key-value heads: by default half the heads, in DeepSeek one for each head."""
         if self.kv_heads is not None or FAMILIES[self.family].has_latents or self.num_heads % 2:
             return self.kv_heads or self.num_heads
         return self.num_heads // 2
@@ -69,8 +68,8 @@ def size_errors(sizes: TinySizes) -> Errors:
         return
     if sizes.heads is None and sizes.hidden % HEAD_DIM:
         yield (
-            f"--hidden ({sizes.hidden}): must be a multiple of {HEAD_DIM}, the size of a head unless --heads is "
-            f"given. Try {_near(sizes.hidden)}."
+            f"--hidden ({sizes.hidden}): must be a multiple of {HEAD_DIM}, the size of a head unless --heads "
+            f"is given. Try {_near(sizes.hidden)}."
         )
     elif sizes.hidden % sizes.num_heads:
         advice = try_numbers(divisors(sizes.hidden), sizes.num_heads)
@@ -84,8 +83,8 @@ def size_errors(sizes: TinySizes) -> Errors:
         )
     if family.has_latents and sizes.kv_heads not in (None, sizes.num_heads):
         yield (
-            f"--kv-heads ({sizes.kv_heads}): must be --heads ({sizes.num_heads}) for {sizes.family}, whose heads "
-            "have keys of their own. Leave it out."
+            f"--kv-heads ({sizes.kv_heads}): must be --heads ({sizes.num_heads}) for {sizes.family}, whose "
+            "heads have keys of their own. Leave it out."
         )
     elif sizes.num_heads % sizes.num_kv_heads:
         advice = try_numbers(divisors(sizes.num_heads), sizes.num_kv_heads)
@@ -141,8 +140,7 @@ def hf_config(sizes: TinySizes, vocab_size: int, eos_id: int, pad_id: int) -> Js
 
 
 def _of_family(config: Json, sizes: TinySizes) -> Json:
-    """Return the configuration with the keys of the family beside those of all, and without those that it does
-    not have."""
+    """Return the configuration with the keys that only the family has, and without those that it lacks."""
     experts: Json = {
         "num_experts": sizes.num_experts,
         "num_experts_per_tok": sizes.num_experts_per_token,
@@ -190,8 +188,7 @@ def _gemma(sizes: TinySizes) -> Json:
 
 
 def _deepseek(sizes: TinySizes) -> Json:
-    """Return the keys of DeepSeek-V2 and V3: the first layer is dense, as in the published models, and there is
-    one shared expert."""
+    """Return the keys of DeepSeek-V2 and V3: the first layer is dense, and there is one shared expert."""
     is_v3 = sizes.family == "deepseek_v3"
     return {
         "q_lora_rank": sizes.hidden // 2,

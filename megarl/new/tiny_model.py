@@ -57,7 +57,7 @@ def write_tiny_model(
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int, context: int) -> int:
-    """Train and write a byte-level BPE tokenizer with a token for each digit. Returns the number of its tokens.
+    """Train and write a byte-level BPE tokenizer with a token for each digit. Returns its number of tokens.
 
     It has a token for every byte, so that every text can be encoded, and merges of bytes that are frequent in
     `texts`. Without texts a letter is a token."""
