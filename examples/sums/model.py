@@ -23,7 +23,7 @@ def write_model_folder(folder: str | os.PathLike[str], seed: int) -> None:
 
 
 def _corpus() -> Iterator[str]:
-    """Yield what the tokenizer is trained on. It does not depend on the seed, so every run has the same ids."""
+    """Yield what the tokenizer is trained on: the same for every seed, so that every run has the same ids."""
     rng = random.Random(1234)
     for _ in range(1000):
         problem = sums(rng, "train")

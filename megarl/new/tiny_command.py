@@ -97,7 +97,7 @@ def _other_errors(arguments: argparse.Namespace) -> Errors:
         yield f"--seed ({arguments.seed}): must be at most {_LARGEST_SEED}. Try 0."
     if arguments.vocab_size and not arguments.tokenizer_from:
         yield (
-            f"--vocab-size ({arguments.vocab_size}): needs --tokenizer-from, the rows that tokens are made of. "
+            f"--vocab-size ({arguments.vocab_size}): needs --tokenizer-from, rows that tokens are made of. "
             "Add it, or leave --vocab-size out."
         )
     config = arguments.out / "config.json"
