@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: megarl <command> [@file.args ...] [--flag value ...]
 
+  new        Lay out a task of your own, to edit: `megarl new my-task`.
+  tiny-model  Write a tiny model with random weights and a tokenizer: `megarl tiny-model --help`.
   train      Train; starts as many ranks as --nproc-per-node says.
   eval       Evaluate a model: `megarl eval --model M --eval-data D`; `megarl eval --help`.
   convert    Convert models and checkpoints: `megarl convert --help`.
@@ -226,6 +228,20 @@ def chat(argv: list[str]) -> int:
     return talk(argv)
 
 
+def new(argv: list[str]) -> int:
+    """Lay out a task of the user's own in a new folder."""
+    from megarl.new.command import main as lay_out
+
+    return lay_out(argv)
+
+
+def tiny_model(argv: list[str]) -> int:
+    """Write a tiny model with random weights and a tokenizer."""
+    from megarl.new.tiny_command import main as write_model
+
+    return write_model(argv)
+
+
 def _load_layout(
     argv: list[str], prog: str, world_size: int | None = None
 ) -> tuple[TrainConfig, dict[str, MeshSpec]]:
@@ -259,6 +275,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "plot": plot,
     "data": data,
     "chat": chat,
+    "new": new,
+    "tiny-model": tiny_model,
     "reshard-plan": reshard_plan,
 }
 

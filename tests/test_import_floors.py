@@ -1,6 +1,6 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
-    cli -> evaluate -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks ->
+    cli -> new, evaluate -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks ->
     megatron, rollout, data, rewards -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
     frameworks -> failures
@@ -32,7 +32,7 @@ FLOORS = (
     ("train", "convert", "doctor", "translate"),
     ("inspect",),  # converts a checkpoint before a chat
     ("evaluation",),  # converts one too
-    ("evaluate",),  # is train with another driver
+    ("evaluate", "new"),  # train with another driver; has the parser and the errors of inspect
     ("cli",),  # starts each of them
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -54,6 +54,7 @@ NO_TORCH = {
     "gate_limits",
     "frameworks",
     "translate",
+    "new",
 }
 """Rooms that the console script and the driver read before any device is touched."""
 NO_TORCH_FILES = {

@@ -169,6 +169,12 @@ print(answer == bundled, import_utils.has_triton_kernels())"""
     assert run_python(code, ROOT, PYTHONPATH=None, PYTHONSAFEPATH="1") == "True True"
 
 
+def test_the_template_of_a_task_is_installed(without_compiler):
+    from megarl.new.command import FILES
+
+    assert {path.name for path in (without_compiler / "megarl" / "new" / "template").iterdir()} >= set(FILES)
+
+
 def test_entry_points_load(tmp_path):
     code = (
         "from importlib.metadata import entry_points as e;"

@@ -79,8 +79,12 @@ quick: in this process; plain, in a trainer: by run_page.py; rloo: as files of a
 
 TAKES_SECONDS = {"--train-iters 100": "--train-iters 2"}
 """Words of a page's commands -> those that are run."""
-CHECKED = ("check", "graph", "reshard-plan", "translate")
+CHECKED = ("check", "graph", "reshard-plan", "translate", "new", "tiny-model")
 """Subcommands of megarl that start nothing."""
+QUICK_SCRIPTS = ("python make_data.py", "python reward.py")
+"""Scripts of a task that `megarl new` lays out."""
+STAND_INS = {"megarl train @sft.args": ("runs/sft/hf", "model")}
+"""A job that the quick tests do not run -> the folder that it leaves, and what stands for it there."""
 JOBS = (
     "megarl train",
     "megarl eval",
@@ -126,7 +130,22 @@ def file_of(block: Block) -> str | None:
 
 
 def is_quick(command: Command) -> bool:
-    return command.words[0] == "megarl" and (command.words[1] in CHECKED or command.words[-1] == "--help")
+    is_megarl = command.words[0] == "megarl"
+    return is_megarl and (command.words[1] in CHECKED or command.words[-1] == "--help")
+
+
+def is_quick_script(command: Command) -> bool:
+    return command.text in QUICK_SCRIPTS
+
+
+def lays_out(command: Command) -> bool:
+    """Whether a command writes files of the reader's own task, which jobs on the page read."""
+    return command.words[:2] in (["megarl", "new"], ["megarl", "tiny-model"]) or is_quick_script(command)
+
+
+def entered(command: Command) -> str | None:
+    """The folder of a `cd`; the commands after it on the page run there."""
+    return command.words[1] if command.words[0] == "cd" else None
 
 
 def is_job(command: Command) -> bool:
@@ -158,6 +177,7 @@ def test_every_block_runs_somewhere_or_has_a_reason():
                 str(command)
                 for command in found
                 if not (command.text in NOT_RUN or is_quick(command) or is_job(command))
+                and not (is_quick_script(command) or entered(command))
             ]
             used |= {command.text for command in found}
         elif block.language == "":  # a picture, or text; nothing that one would type
@@ -247,7 +267,7 @@ def shown(output: str, found: str) -> bool:
 
 
 @pytest.mark.parametrize("page", pages_where(lambda command: is_quick(command) or checked_instead(command)))
-def test_quick_commands_and_arguments_of_jobs(page, checkout, qwen_7b, capsys):
+def test_quick_commands_and_arguments_of_jobs(page, checkout, qwen_7b, capsys, monkeypatch):
     """Commands that start nothing do what the page says; the arguments of jobs pass `megarl check`."""
     (checkout / "models").mkdir()
     (checkout / "models" / "Qwen2.5-7B").symlink_to(qwen_7b)
@@ -257,11 +277,15 @@ def test_quick_commands_and_arguments_of_jobs(page, checkout, qwen_7b, capsys):
     for command in commands_of(page):
         if command.text in NOT_RUN:
             continue
-        if is_quick(command):
+        if folder := entered(command):
+            monkeypatch.chdir(folder)
+        elif is_quick_script(command):
+            assert len(run(command.text, Path.cwd()).splitlines()) >= 1, command
+        elif is_quick(command):
             words, _, target = partition(command.words, ">")
             code, out, err = in_process(words[1:], capsys)
             for file in target:
-                (checkout / file).write_text(out)
+                Path(file).write_text(out)
             if command.output:
                 assert shown(command.output, out + err), (
                     f"{command}\nprinted\n{out}{err}\nand the page shows\n{command.output}"
@@ -272,6 +296,10 @@ def test_quick_commands_and_arguments_of_jobs(page, checkout, qwen_7b, capsys):
         elif (arguments := checked_instead(command)) and not reads_what_a_job_wrote(command, saved):
             code, out, err = in_process(arguments, capsys)
             assert (code, err) == (0, ""), f"{command}\n{err}"
+        if command.text in STAND_INS:
+            left, instead = map(Path, STAND_INS[command.text])
+            left.parent.mkdir(parents=True)
+            left.symlink_to(instead.absolute())
         if "--save" in command.words and is_job(command):
             saved.add(command.words[command.words.index("--save") + 1])
 
@@ -386,13 +414,15 @@ JOB_PAGES = [page for page in PAGES if any(is_job(c) and c.text not in NOT_RUN f
 @pytest.mark.parametrize("page", JOB_PAGES)
 def test_jobs_of_a_page(page, checkout):
     prepare(page, checkout)
+    folder = checkout
     for command in commands_of(page):
-        if command.text in NOT_RUN or not is_job(command):
+        folder /= entered(command) or ""
+        if command.text in NOT_RUN or not (is_job(command) or lays_out(command)):
             continue
         text = command.text
         for words, others in TAKES_SECONDS.items():
             text = text.replace(words, others)
-        told = run(text, checkout, f"{command.typed}\nq\n" if command.typed else "")
+        told = run(text, folder, f"{command.typed}\nq\n" if command.typed else "")
         if command.typed:  # stopped where the page says, with what it says
             assert "loop.py(23)" in told and "-> trainer.update(batch)" in told, told
             assert "p trainer.step" not in command.typed or (

@@ -52,6 +52,12 @@ CASES = [
     ),
     Case("tools/make_random_model.py", "--out OUT/model", json="OUT/model/config.json vocab_size"),
     Case("tools/make_sums.py", "--out OUT/sums --seed 3", says="train.jsonl"),
+    Case(
+        "tools/make_tiny_model.py",
+        "--family mixtral --out OUT/model",
+        says="MixtralForCausalLM with .* parameters",
+        json="OUT/model/config.json num_local_experts",
+    ),
     Case("tools/nightly.py", "--list", says=r"part 0: .*\npart 1: \d+ tests, about"),
     Case(
         "tools/quickstart.py",

@@ -1,0 +1,1 @@
+"""Lay out a task of the user's own: `megarl new` writes its files, `megarl tiny-model` a model for it."""
