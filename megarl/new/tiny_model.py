@@ -47,7 +47,9 @@ def write_tiny_model(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         num_tokens = write_tokenizer(folder, texts, vocab_size, sizes.context)
-        _write_json(folder / "config.json", hf_config(sizes, num_tokens, EOS_ID, PAD_ID))
+        # transformers reads every tokenizer of a qwen2 as Qwen2Tokenizer, which adds <|endoftext|>
+        num_rows = num_tokens + (sizes.family == "qwen2")
+        _write_json(folder / "config.json", hf_config(sizes, num_rows, EOS_ID, PAD_ID))
         _write_json(folder / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
         shape = ModelShape.load(folder)
         (folder / "model.safetensors").unlink(missing_ok=True)
