@@ -85,7 +85,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def majority_reward(samples: Sequence[EvalSample]) -> float:
-    """Return the reward of the answer that most samples gave, 0 if no sample has an answer.
+    """Return the reward of the answer that most of the scored samples gave, 0 if none has an answer.
 
     Of equally frequent answers the one that was sampled first counts. The reward is that of the first sample
     with the answer."""
@@ -94,7 +94,7 @@ def majority_reward(samples: Sequence[EvalSample]) -> float:
         return 0.0
     most = max(votes.values())  # a Counter keeps the order in which answers were first seen
     winner = next(answer for answer, count in votes.items() if count == most)
-    return next(sample.reward for sample in samples if sample.answer == winner)
+    return next(sample.reward for sample in samples if sample.answer == winner and sample.reward is not None)
 
 
 def powers_of_two(last: int) -> list[int]:
@@ -116,9 +116,9 @@ class Scores:
         self.failed = [sample for sample in samples if sample.reward is None]
         self.by_row: dict[int, list[EvalSample]] = {}
         for sample in samples:
-            self.by_row.setdefault(sample.row, [])
+            of_row = self.by_row.setdefault(sample.row, [])
             if sample.reward is not None:
-                self.by_row[sample.row].append(sample)
+                of_row.append(sample)
         self.num_responses = len(samples)
         self.mean_length = sum(sample.length for sample in samples) / max(1, len(samples))
         self.truncated = sum(sample.truncated for sample in samples) / max(1, len(samples))
@@ -159,7 +159,10 @@ class Scores:
         return clustered_mean([[value(rewards)] for rewards in self._rewards() if len(rewards) >= k])
 
     def _rewards(self) -> list[list[float]]:
-        return [[sample.reward for sample in samples] for samples in self.by_row.values()]
+        return [
+            [sample.reward for sample in samples if sample.reward is not None]
+            for samples in self.by_row.values()
+        ]
 
 
 def of_sources(samples: Iterable[EvalSample]) -> dict[str, list[EvalSample]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from megarl.algorithms.base import algorithm_of
 from megarl.config.schema import TrainConfig
 
 
@@ -12,7 +13,7 @@ def next_commands(config: TrainConfig) -> str:
     """Return three lines for the end of a job: the exported model, and the commands to look at the run.
 
     A job of supervised fine-tuning has no samples to show."""
-    folder, needs_rollout = Path(config.run.save), config.algorithm.needs_rollout
+    folder, needs_rollout = Path(config.run.save), algorithm_of(config).needs_rollout
     run, model = shlex.quote(str(folder)), shlex.quote(str(folder / "hf"))
     looks = [f"megarl plot {run}", f"megarl chat --model {run}"]
     if needs_rollout:
