@@ -37,8 +37,10 @@ def group_advantages_ref(
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, normalize_by_std: bool, eps: float = 1e-4) -> Tensor:
-    """Return the advantage of each sample within its group. The caller holds complete groups: nothing is
-    reduced over ranks.
+    """Return GRPO's advantage of each sample: its reward minus the mean of its group, and with
+    `normalize_by_std` divided by the group's standard deviation + eps.
+
+    Groups must be complete on this rank, because nothing is reduced over ranks.
 
     Args:
         rewards: [B] of any float dtype, one per sample, taken as fp32; NaN where the reward failed.

@@ -160,7 +160,7 @@ class ClippedPolicy(Algorithm):
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return clipped policy loss + kl_coef * KL - entropy_coef * entropy, and metrics. All terms have the
-        same token weights; TIS weighs the first only.
+        same token weights; truncated importance sampling (TIS) multiplies the policy loss only.
 
         Metrics: policy/loss; per-token means policy/clip_fraction (the clip took the gradient away; cispo:
         bounded it), policy/kl (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy (without

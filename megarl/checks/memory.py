@@ -169,7 +169,7 @@ class _ActorParts:
             yield rank, Part("rollout", "KV cache", cache)
 
     def _kv_cache_bytes(self, itemsize: int, weights: int) -> int:
-        """Return the KV cache bytes of a rank, or 0 if not known.
+        """Return the KV cache bytes of a rank, or 0 if the memory of the GPUs is not known.
 
         On a GPU the cache is what --rollout-gpu-memory-utilization leaves."""
         given, mesh = self.config.rollout, self.meshes["rollout"]

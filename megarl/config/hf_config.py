@@ -343,7 +343,7 @@ def _eos_token_ids(config: Json, family: Family, generation_config: Path) -> tup
 
 
 def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> Json:
-    """Return name -> value, as JSON types, of the `ModelShape` fields that decide what the weights compute.
+    """Return the fields of a `ModelShape` on which the model's outputs depend, such as rope_theta, as JSON.
 
     Checkpoints store these fields, and they are compared before weights are loaded. Adapters are described by
     rank and scale."""

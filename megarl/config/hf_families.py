@@ -193,7 +193,7 @@ def kind_errors(config: Json) -> Errors:
 
 
 def value_of(config: Json, key: str, default: object) -> object:
-    """Return the value of a key, or `default` if the key is absent or null."""
+    """Return the value of a key of config.json, or `default` if the key is absent or null."""
     return default if config.get(key) is None else config[key]
 
 

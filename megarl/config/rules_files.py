@@ -197,7 +197,8 @@ def described_models(config: TrainConfig) -> dict[str, Json]:
 
 
 def uncompared_models(config: TrainConfig, saved: Json) -> list[str]:
-    """Return a note per role whose model an older checkpoint does not describe completely.
+    """Return a note for each role whose model could not be fully compared with the --load checkpoint, because
+    an older megarl wrote the checkpoint and recorded fewer fields.
 
     Args:
         saved: the content of job.json."""

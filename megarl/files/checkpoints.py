@@ -74,7 +74,7 @@ def file_digest(path: str | os.PathLike) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names of a folder's files are on the disk."""
+    """Call fsync on a folder, so that files created or renamed in it survive a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

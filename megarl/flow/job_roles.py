@@ -105,7 +105,8 @@ class Rollout(ServiceRole, kind="rollout"):
 
 
 class Reward(ServiceRole, kind="reward"):
-    """Rules that score the samples of the engines on the same ranks."""
+    """A role that scores samples with reward functions, without a model. Each rank scores what its own
+    rollout engine has generated."""
 
     @method(reads=("tokens",), writes=("rewards",), phase="reward")
     def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:

@@ -168,8 +168,8 @@ class _Choices:
     def get_replay_topk(
         self, scores, topk, num_groups, group_topk, compute_topk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and indices [T, topk] of the replayed experts, or of those that the router chooses
-        now."""
+        """Return the router's scores and the indices, both [T, topk], of the recorded experts while a replay is
+        active, else of the experts that it chooses now."""
         (router,) = self.router
         routed = router.routed
         values, indices = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)

@@ -108,7 +108,7 @@ class Routing:
 
     @contextlib.contextmanager
     def choices(self, what: Literal["record", "replay"]) -> Iterator[None]:
-        """Record or replay the choice of experts in the forward passes inside this context.
+        """Keep the experts that the forward passes inside this context choose, or make them use kept ones.
 
         A recording replaces the previous recording. A replay uses the batch's column routed_experts if it
         exists, otherwise the recording. A replay must run the recorded passes with the same samples in

@@ -89,7 +89,8 @@ Pull = ExportedPull | tuple[dict[str, Tensor], None]
 
 @dataclass(frozen=True)
 class Participant:
-    """The properties that a rank publishes once, when its WeightSync is made."""
+    """What a rank tells the other ranks before the first weight sync: its machine and device, and the dtypes of
+    its engine's weights."""
 
     place: Place
     engine_place: Place | None

@@ -48,7 +48,8 @@ class EngineErrors:
 
 
 def tell_owner() -> None:
-    """Make vLLM's logger write exceptions to the file of the rank that started the engine, instead of stderr.
+    """Make vLLM's logger write the engine's exceptions to a file instead of stderr. The rank that started the
+    engine reads the file and raises them.
 
     Call this in a process of the engine."""
     path, logger = os.environ.get(ERRORS), logging.getLogger("vllm")

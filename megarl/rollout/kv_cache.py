@@ -32,8 +32,8 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
 def cpu_kv_cache_bytes(
     shape: ModelShape, tp_size: int, itemsize: int, num_sequences: int, max_model_len: int, block_size: int
 ) -> int:
-    """Return the bytes of a KV cache for `num_sequences` sequences of full length, limited by
-    `bounded_cache_bytes`."""
+    """Return the bytes of an engine's KV cache on a CPU: for `num_sequences` sequences of full length, but at
+    most MAX_CPU_KV_CACHE_BYTES unless two sequences need more."""
     block_bytes, per_sequence = (
         sequence_bytes(shape, tp_size, itemsize, length, block_size) for length in (1, max_model_len)
     )

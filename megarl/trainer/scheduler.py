@@ -44,7 +44,8 @@ class Host(Protocol):
         Their readers are called only after the driver has received the values."""
 
     def skips(self, node: Node) -> bool:
-        """Return whether the node is left out of this step. Called once, when the step begins."""
+        """Return whether this node of the flow, a call of a role's method, does not run in this step. Asked for
+        every node when the step begins."""
 
     def arguments(
         self, node: Node, results: Mapping[str, NodeResult]
