@@ -126,7 +126,7 @@ def load_evaluation(argv: Sequence[str]) -> TrainConfig:
     try:
         config = load_config(argv, REGISTRY, "megarl eval", DEFAULTS)
     except ConfigError as error:
-        has_data = any(one.base == "eval-data" for one in given.occurrences)
+        has_data = given.misses_flags or any(one.base == "eval-data" for one in given.occurrences)
         raise ConfigError([*error.errors, *([] if has_data else [NO_EVAL_DATA])]) from None
     typed = {one.base for one in given.occurrences if one.place == COMMAND_LINE}
     load, errors = config.checkpoint.load, []

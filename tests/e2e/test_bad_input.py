@@ -219,7 +219,8 @@ def test_a_reward_function_that_returns_nan(refused, tmp_path):
     (line,) = lines(
         refused("--reward-function", "mine.py:not_a_number", "--nproc-per-node", "1", "--executor", "inline")
     )
-    assert line.endswith("returned nan (float); wanted a finite number, e.g. 0.0 or 1.0.")
+    wanted = "wanted a finite number, e.g. 0.0 or 1.0, or a dict with one as `score`."
+    assert line.endswith(f"returned nan (float); {wanted}")
 
 
 # ------------------------------------------------------------------ weights, and what fails when the roles

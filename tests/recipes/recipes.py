@@ -1,13 +1,12 @@
 """What the recipes in configs/ need, by `megarl check`: for test_recipes.py.
 
-python tests/recipes/recipes.py     # writes the recipes' second lines and the page's table"""
+python -m tests.recipes.recipes     # writes the recipes' second lines and the page's table"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ import pyarrow
 import pyarrow.parquet
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 from megarl.algorithms import REGISTRY
 from megarl.checks.disk import checkpoint_bytes, checkpoints_at_once, export_bytes
