@@ -2,8 +2,10 @@
 
     megarl chat --model runs/a                       type a line, read the answer; Ctrl-D ends it
     echo '23-5-1 ?' | megarl chat --model runs/a     from a pipe: the answers only, one after the other
+    megarl chat --model runs/a --single-turn         every line begins a conversation of its own
 
-The conversation goes through the model's chat template. The line /new begins another conversation."""
+The conversation goes through the model's chat template. The line /new begins another conversation. A model
+that was trained on single questions has never seen a second one: ask it with --single-turn."""
 
 from __future__ import annotations
 
@@ -67,6 +69,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=whole(0, 1), help="draw the same answers again; default: others each time"
     )
+    parser.add_argument(
+        "--single-turn",
+        action="store_true",
+        help="every line is a conversation of its own; default: a line continues the conversation",
+    )
     return parser.parse(argv)
 
 
@@ -109,9 +116,12 @@ def _talk(arguments: argparse.Namespace, tokenizer: Tokenizer, model: PreTrained
     """Answer each line of stdin until its end."""
     longest, most = _longest(model), model.generation_config.max_new_tokens
     messages: list[dict[str, str]] = []
+    if sys.stdin.isatty():
+        sys.stderr.write(f"[{_banner(arguments.single_turn)}; Ctrl-D ends the chat]\n")
     for line in _lines():
-        if line == NEW:
+        if line == NEW or arguments.single_turn:
             messages = []
+        if line == NEW:
             continue
         messages.append({"role": "user", "content": line})
         ids = tokenizer.encode_prompt(messages)
@@ -128,6 +138,13 @@ def _talk(arguments: argparse.Namespace, tokenizer: Tokenizer, model: PreTrained
                 ]
             )
         messages.append({"role": "assistant", "content": _answer(ids, tokenizer, model)})
+
+
+def _banner(single_turn: bool) -> str:
+    """Return what a line that is typed means."""
+    if single_turn:
+        return "every line is a conversation of its own"
+    return f"a line continues the conversation; {NEW} begins another, as --single-turn does for every line"
 
 
 def _longest(model: PreTrainedModel) -> int:

@@ -4,26 +4,26 @@
     megarl data train.jsonl test.jsonl --model M                 also the rows that both files have
     megarl data train.jsonl --model M --max-prompt-length 256    what is too long
     megarl data train.jsonl --model M --row 17 4000              these rows, with template and token ids
+    megarl data @job.args                                        the files, tokenizer and lengths of a job
+    megarl data @job.args other.jsonl --model M                  the same job, with another file and tokenizer
 
 The files are read, the chat template is applied and the text is encoded by the code that trains. The exit
 code is 2 if training would refuse the rows: such rows are listed."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.config.errors import ConfigError
-from megarl.config.role_sections import SamplingConfig
 from megarl.data.columns import Prompt
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset, read_prompts
 from megarl.data.readers import UnreadableFile
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.inspect.arguments import Parser, whole
+from megarl.inspect.data_arguments import DataArguments, parse
 from megarl.inspect.models import base_model, checkpoint_of, model_folder
 from megarl.inspect.terminal import block, fold, width, write
 
@@ -44,54 +44,68 @@ class Files:
     """Place and problems of each row that training refuses."""
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of all usable rows, as a job reads them."""
+
+    prompts: list[list[int]]
+    responses: dict[int, list[int]]
+    """Row -> its response with end-of-sequence, if it has one."""
+    ground_truths: dict[int, int]
+    """Row -> number of tokens of its ground truth, if that is an answer and no JSON object."""
+
+
 def main(argv: Sequence[str]) -> int:
-    arguments = _parse(argv)
-    files = _read(arguments.files, arguments.prompt_key)
+    arguments = parse(argv, __doc__)
+    files = _read(arguments)
     tokenizer = _tokenizer(arguments)
-    encoder = PromptEncoder(tokenizer, PromptDataset(files.prompts))
+    tokens = _encode(files.prompts, tokenizer)
+    shown = _rows_to_show(arguments, len(files.prompts))
+    columns = width()
+    write(_folded(_report(files, tokens, arguments), columns))
+    for row in shown:
+        write(_row_lines(files, row, tokenizer, tokens, columns))
+    too_long = any(len(ids) > arguments.max_prompt_length for ids in tokens.prompts)
+    return 2 if files.unusable or too_long else 0
+
+
+def _encode(prompts: list[Prompt], tokenizer: Tokenizer) -> Tokens:
+    """Return the token ids of all rows. Raises: ConfigError if the chat template fails for a row."""
+    encoder = PromptEncoder(tokenizer, PromptDataset(prompts))
     try:
-        prompts = encoder.prompts(range(len(files.prompts)))
+        prompt_ids = encoder.prompts(range(len(prompts)))
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    answered = [row for row, prompt in enumerate(files.prompts) if prompt.response is not None]
+    answered = [row for row, prompt in enumerate(prompts) if prompt.response is not None]
     # as fine-tuning learns them: with the end-of-sequence token
     responses = {
         row: [*ids, tokenizer.eos_token_id]
         for row, ids in zip(answered, encoder.responses(answered), strict=True)
     }
-    shown = _rows_to_show(arguments, len(files.prompts))
-    columns = width()
-    write(_folded(_report(files, prompts, responses, arguments.max_prompt_length), columns))
-    for row in shown:
-        write(_row_lines(files, row, tokenizer, prompts[row], responses.get(row), columns))
-    too_long = any(len(ids) > arguments.max_prompt_length for ids in prompts)
-    return 2 if files.unusable or too_long else 0
+    answers = {
+        row: prompt.ground_truth for row, prompt in enumerate(prompts) if _is_answer(prompt.ground_truth)
+    }
+    lengths = map(len, tokenizer.encode_responses(list(answers.values())))
+    return Tokens(prompt_ids, responses, dict(zip(answers, lengths, strict=True)))
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    longest = SamplingConfig.__dataclass_fields__["max_prompt_length"].default
-    parser = Parser("data", __doc__)
-    parser.add_argument("files", metavar="FILE", nargs="+", help="*.jsonl or *.parquet")
-    parser.add_argument("--model", help="a Hugging Face folder or a run, for its tokenizer")
-    parser.add_argument("--tokenizer-model", help="the tokenizer, if it is not in --model")
-    parser.add_argument("--prompt-key", default="prompt", help="column of the prompt; default: prompt")
-    parser.add_argument(
-        "--max-prompt-length", type=whole(1, longest), default=longest, help=f"tokens; default: {longest}"
-    )
-    parser.add_argument("--rows", type=whole(0, 3), default=3, help="show the first so many; default: 3")
-    parser.add_argument("--row", type=whole(0, 0), nargs="+", help="show these rows, counted from 0")
-    arguments = parser.parse(argv)
-    if arguments.model is None and arguments.tokenizer_model is None:
-        raise ConfigError(["--model: is required for its tokenizer. Give a Hugging Face folder or a run."])
-    return arguments
+def _is_answer(ground_truth: str | None) -> bool:
+    """Return whether a ground truth is a text that a response may repeat. The tests of a program are a JSON
+    object, which no response repeats."""
+    if ground_truth is None or not ground_truth.lstrip().startswith("{"):
+        return ground_truth is not None
+    try:
+        return not isinstance(json.loads(ground_truth), dict)
+    except (ValueError, RecursionError):
+        return True
 
 
-def _read(paths: Sequence[str], prompt_key: str) -> Files:
+def _read(arguments: DataArguments) -> Files:
     files, errors = Files(), []
-    for path in paths:
+    for path in arguments.files:
         files.sizes[path] = 0
         try:
-            for place, prompt, problems in read_prompts(path, prompt_key, None):
+            for place, prompt, problems in read_prompts(path, arguments.prompt_key, arguments.needs):
                 files.sizes[path] += 1
                 if problems:
                     files.unusable.append(f"{place}: {'; '.join(problems)}")
@@ -106,7 +120,7 @@ def _read(paths: Sequence[str], prompt_key: str) -> Files:
     return files
 
 
-def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
+def _tokenizer(arguments: DataArguments) -> Tokenizer:
     path, flag = arguments.tokenizer_model, "--tokenizer-model"
     if path is None:
         folder = model_folder(arguments.model)
@@ -117,7 +131,7 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
         raise ConfigError([str(error)]) from error
 
 
-def _rows_to_show(arguments: argparse.Namespace, num_rows: int) -> Iterable[int]:
+def _rows_to_show(arguments: DataArguments, num_rows: int) -> Iterable[int]:
     if arguments.row is None:
         return range(min(arguments.rows, num_rows))
     for row in arguments.row:
@@ -130,9 +144,7 @@ def _rows_to_show(arguments: argparse.Namespace, num_rows: int) -> Iterable[int]
 # ------------------------------------------------------------------ the report
 
 
-def _report(
-    files: Files, prompts: list[list[int]], responses: dict[int, list[int]], max_prompt_length: int
-) -> Iterator[str]:
+def _report(files: Files, tokens: Tokens, arguments: DataArguments) -> Iterator[str]:
     yield "files"
     yield from (f"  {path}: {size} rows" for path, size in files.sizes.items())
     yield f"rows: {len(files.prompts)} can be used, {len(files.unusable)} cannot"
@@ -141,12 +153,19 @@ def _report(
         return
     yield "filled columns"
     yield from (f"  {line}" for line in _filled(files.prompts))
-    lengths = [len(ids) for ids in prompts]
+    lengths = [len(ids) for ids in tokens.prompts]
+    responses = {row: len(ids) for row, ids in tokens.responses.items()}
+    answers = tokens.ground_truths
     yield "tokens"
     yield f"  prompt: {_quantiles(lengths)}"
     if responses:
-        yield f"  response, with end-of-sequence: {_quantiles([len(ids) for ids in responses.values()])}"
-    yield from _too_long(files, lengths, max_prompt_length)
+        yield f"  response, with end-of-sequence: {_quantiles(list(responses.values()))}"
+    if answers:
+        shortest, longest = min(answers.values()), max(answers.values())
+        mean = sum(answers.values()) / len(answers)
+        yield f"  ground truth: shortest {shortest}, mean {mean:.1f}, longest {longest}"
+    yield from _too_long(files, lengths, arguments.max_prompt_length)
+    yield from _too_long_for_responses(files, responses, answers, arguments.max_response_length)
     yield from _duplicates(files)
     empty = [row for row, prompt in enumerate(files.prompts) if _is_empty(prompt)]
     yield f"empty: {len(empty)} prompts have a message or a text without characters"
@@ -180,6 +199,28 @@ def _too_long(files: Files, lengths: Sequence[int], max_prompt_length: int) -> I
     limit = f"--max-prompt-length ({max_prompt_length})"
     yield f"too long: {len(long)} prompts have more than {limit}{consequence}"
     yield from _listed([f"{_named(files, row)}: {lengths[row]} tokens" for row in long])
+
+
+def _too_long_for_responses(
+    files: Files, responses: Mapping[int, int], answers: Mapping[int, int], max_response_length: int
+) -> Iterator[str]:
+    """Yield how many responses and ground truths have more tokens than a sampled response may have.
+
+    Args:
+        responses, answers: row -> number of tokens."""
+    limit = f"--max-response-length ({max_response_length})"
+    if responses:
+        long = [row for row, length in responses.items() if length > max_response_length]
+        advice = f"Try --max-response-length {max(responses.values())}"
+        consequence = f": fine-tuning learns all of them, but sampled responses are cut there. {advice}"
+        yield f"too long: {len(long)} responses have more than {limit}{consequence if long else ''}"
+        yield from _listed([f"{_named(files, row)}: {responses[row]} tokens" for row in long])
+    long = [row for row, length in answers.items() if length > max_response_length]
+    if long:
+        advice = f"Try --max-response-length {max(answers.values()) + 1}"  # and end-of-sequence
+        consequence = "so no response of these rows can repeat the right answer"
+        yield f"too long: {len(long)} ground truths have more than {limit}, {consequence}. {advice}"
+        yield from _listed([f"{_named(files, row)}: {answers[row]} tokens" for row in long])
 
 
 def _duplicates(files: Files) -> Iterator[str]:
@@ -223,10 +264,8 @@ def _folded(lines: Iterable[str], columns: int) -> Iterator[str]:
         yield from fold(line, columns)
 
 
-def _row_lines(
-    files: Files, row: int, tokenizer: Tokenizer, ids: list[int], response: list[int] | None, columns: int
-) -> Iterator[str]:
-    prompt = files.prompts[row]
+def _row_lines(files: Files, row: int, tokenizer: Tokenizer, tokens: Tokens, columns: int) -> Iterator[str]:
+    prompt, ids, response = files.prompts[row], tokens.prompts[row], tokens.responses.get(row)
     yield ""
     yield from fold(f"-- {_named(files, row)} | {prompt.data_source or 'no data_source'}", columns)
     yield from block("prompt as the model reads it", tokenizer.render(prompt.messages), columns)

@@ -4,7 +4,8 @@
     megarl plot runs/a runs/b --out both.png              two runs, overlaid
     megarl plot runs/a --metrics policy/lr 'mismatch/*'   others, by the names of docs/metrics.md
 
-A run that was resumed is one curve, also if it went on in another folder. The run may still be going."""
+A run that was resumed is one curve, also if it went on in another folder. The run may still be going. The
+full path of the picture is printed, with "(replaced)" if there was such a file before."""
 
 from __future__ import annotations
 
@@ -71,10 +72,11 @@ def main(argv: Sequence[str]) -> int:
     path = _picture(arguments.out)
     runs = _read(arguments.runs)
     panels = _default_panels(runs) if arguments.metrics is None else _asked_panels(runs, arguments.metrics)
+    replaced = " (replaced)" if path.exists() else ""
     plot(runs, panels, path)
     for run in runs:
         sys.stdout.writelines(f"{line}\n" for line in _gaps(run, panels))
-    sys.stdout.write(f"{path}\n")
+    sys.stdout.write(f"{path.absolute()}{replaced}\n")
     return 0
 
 

@@ -13,14 +13,16 @@ be going."""
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.inspect.arguments import Parser, whole
-from megarl.inspect.runs import read_rows, run_folder
+from megarl.inspect.runs import argument_of, read_rows, run_folder
 from megarl.inspect.terminal import block, fold, width, write
 from megarl.loggers.json_lines import rollout_files
 
@@ -54,6 +56,7 @@ Sample = dict[str, object]
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     path = Path(arguments.run)
+    num_sampled = None
     if path.is_file():
         samples = _samples_of_file(path, arguments.step)
     else:
@@ -62,9 +65,11 @@ def main(argv: Sequence[str]) -> int:
         samples = [sample for step, file in files.items() for sample in _read(step, file)]
         if not samples:
             raise ConfigError([f"--step ({arguments.step}): no sample is written yet. Try --step all."])
+        num_sampled = _num_sampled(path, samples)
     if arguments.prompt is not None:
-        samples = _of_prompt(samples, arguments.prompt)
-    write(_lines(str(path), samples, arguments, width()))
+        samples, num_sampled = _of_prompt(samples, arguments.prompt), None
+    header = f"{path}: {_summary(samples, num_sampled)}"
+    write(_lines(header, samples, arguments, width()))
     return 0
 
 
@@ -120,6 +125,19 @@ def _read(step: int, path: Path) -> Iterator[Sample]:
         yield {"step": step} | {key: row[key] for key in row if key not in ("prompt_ids", "response_ids")}
 
 
+def _num_sampled(folder: Path, samples: Sequence[Sample]) -> int | None:
+    """Return how many samples the steps of these logged samples had, by the run's resolved.args; None if that
+    does not say it.
+
+    Several actors may have numbers of their own. The steps before a resume count as those after it."""
+    flags = [argument_of(folder, name) for name in ("num-prompts", "num-samples-per-prompt")]
+    if any("actor" in sample for sample in samples) or not all(flag and flag.isdecimal() for flag in flags):
+        return None
+    num_steps = len({sample["step"] for sample in samples})
+    num_sampled = num_steps * math.prod(int(flag) for flag in flags if flag)
+    return num_sampled if num_sampled >= len(samples) else None
+
+
 def _samples_of_file(path: Path, steps: str | None) -> list[Sample]:
     """Return the samples of a file that is no run's, which have no steps. Raises: ConfigError."""
     if steps is not None:
@@ -157,50 +175,86 @@ def _of_prompt(samples: Sequence[Sample], prompt: str) -> list[Sample]:
 
 
 def _lines(
-    name: str, samples: Sequence[Sample], arguments: argparse.Namespace, columns: int
+    header: str, samples: Sequence[Sample], arguments: argparse.Namespace, columns: int
 ) -> Iterator[str]:
-    yield from fold(f"{name}: {_summary(samples)}", columns)
-    choices: list[tuple[str, int | None, Callable[[int], list[Sample]]]] = [
-        ("best", arguments.best, lambda n: _ranked(samples, best=True)[:n]),
-        ("worst", arguments.worst, lambda n: _ranked(samples, best=False)[:n]),
-        (
-            "random",
-            arguments.random,
-            lambda n: random.Random(arguments.seed).sample(samples, min(n, len(samples))),
-        ),
-    ]
-    if not any(count for _, count, _ in choices):
-        choices = [("all", len(samples), lambda n: list(samples))]
-    for title, count, choose in choices:
-        if count is None:
-            continue
-        for number, sample in enumerate(chosen := choose(count), start=1):
+    yield from fold(header, columns)
+    best, worst = _best_and_worst(samples, arguments.best or 0, arguments.worst or 0)
+    blocks = {"best": best, "worst": worst}
+    if arguments.random:
+        blocks["random"] = random.Random(arguments.seed).sample(samples, min(arguments.random, len(samples)))
+    if not (arguments.best or arguments.worst or arguments.random):
+        blocks["all"] = samples
+    copies = Counter(map(_content, samples))
+    for title, chosen in blocks.items():
+        for number, sample in enumerate(chosen, start=1):
+            # best and worst show equal samples once
+            num_equal = copies[_content(sample)] if title in ("best", "worst") else 1
             yield ""
-            yield from _sample_lines(f"{title} {number} of {len(chosen)}", sample, columns)
+            yield from _sample_lines(f"{title} {number} of {len(chosen)}", sample, num_equal, columns)
 
 
-def _summary(samples: Sequence[Sample]) -> str:
+def _summary(samples: Sequence[Sample], num_sampled: int | None) -> str:
+    """Return what the samples are in one line: steps, counts, rewards and lengths.
+
+    Args:
+        num_sampled: number of samples that the steps had. None: unknown."""
     steps = sorted({sample["step"] for sample in samples})
     rewards = [sample["reward"] for sample in samples if sample.get("reward") is not None]
     lengths = [sample["response_length"] for sample in samples if "response_length" in sample]
     parts = [f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"]
-    parts = [*(parts if steps != [NO_STEP] else []), f"{len(samples)} logged samples"]
-    if rewards:
+    count = str(len(samples)) if num_sampled in (None, len(samples)) else f"{len(samples)} of {num_sampled}"
+    num_prompts = len({sample["row"] for sample in samples})
+    prompts = f"of {num_prompts} prompt{'s' if num_prompts > 1 else ''}"
+    parts = [*(parts if steps != [NO_STEP] else []), f"{count} sample{'s' if count != '1' else ''}", prompts]
+    if rewards and min(rewards) == max(rewards):
+        parts.append(f"every reward {rewards[0]:.4g}")
+    elif rewards:
         mean = sum(rewards) / len(rewards)
         parts.append(f"reward {mean:.4g} ({min(rewards):.4g} to {max(rewards):.4g})")
     if lengths:
         parts.append(f"{sum(lengths) / len(lengths):.1f} tokens a response")
-    return ", ".join(parts)
+    partly = num_sampled is not None and num_sampled > len(samples)
+    return ", ".join(parts) + ("; --num-rollouts-to-log -1 logs all" if partly else "")
 
 
-def _ranked(samples: Sequence[Sample], best: bool) -> list[Sample]:
-    """Return the samples with a reward, best or worst first. Of equal ones the newest comes first."""
-    scored = [sample for sample in samples if sample.get("reward") is not None]
-    sign = -1 if best else 1
-    return sorted(scored, key=lambda s: (sign * s["reward"], -s["step"], s["sample_id"]))
+def _best_and_worst(
+    samples: Sequence[Sample], num_best: int, num_worst: int
+) -> tuple[list[Sample], list[Sample]]:
+    """Return the samples with the highest and with the lowest rewards. No sample is in both, and of samples
+    with equal content only the newest is in one of them.
+
+    If there are too few samples for both, each gets its share of them."""
+    distinct: dict[object, Sample] = {}
+    for sample in sorted(samples, key=lambda s: (-s["step"], s["sample_id"])):
+        if sample.get("reward") is not None:
+            distinct.setdefault(_content(sample), sample)
+    scored = list(distinct.values())
+    if num_best and num_worst and num_best + num_worst > len(scored):
+        num_best = math.ceil(len(scored) * num_best / (num_best + num_worst))
+    best = _ranked(scored, highest=True)[:num_best]
+    others = [sample for sample in scored if not any(sample is one for one in best)]
+    return best, _ranked(others, highest=False)[:num_worst]
 
 
-def _sample_lines(title: str, sample: Sample, columns: int) -> Iterator[str]:
+def _ranked(samples: Sequence[Sample], highest: bool) -> list[Sample]:
+    """Return samples by their reward. Of equal rewards one sample of each prompt comes first, and otherwise
+    the order stays."""
+    sign = -1 if highest else 1
+    seen: Counter[object] = Counter()
+    ranked = []
+    for sample in samples:
+        prompt = sample["reward"], sample["row"]
+        ranked.append((sign * sample["reward"], seen[prompt], sample))
+        seen[prompt] += 1
+    return [sample for *_, sample in sorted(ranked, key=lambda one: one[:2])]
+
+
+def _content(sample: Sample) -> object:
+    """Return what two samples have in common if a reader sees no difference between them."""
+    return tuple(sample.get(name) for name in ("actor", "name", "row", "response", "reward"))
+
+
+def _sample_lines(title: str, sample: Sample, num_equal: int, columns: int) -> Iterator[str]:
     reward = sample.get("reward")
     facts = [
         title,
@@ -212,6 +266,7 @@ def _sample_lines(title: str, sample: Sample, columns: int) -> Iterator[str]:
         "no reward" if reward is None else f"reward {reward:.4g}",
         f"{sample.get('response_length', '?')} tokens",
         f"finish {sample.get('finish_reason', 'unknown')}",
+        *([f"{num_equal} samples are equal"] if num_equal > 1 else []),
     ]
     yield from fold("-- " + " | ".join(facts), columns)
     yield from block("prompt", _text(sample.get("prompt", "")), columns)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -56,6 +58,24 @@ def test_answers_follow_the_conversation_until_it_begins_anew(model, chat):
     assert second != other, "this model does not look at the conversation"
     code, out, _ = chat("1+1 ?\n\n7-3 ?\n/new\n7-3 ?\n", "--model", model)
     assert (code, out) == (0, "".join(f"{visible(text)}\n" for text in (first, second, other)))
+
+
+def test_single_turn_makes_every_line_a_conversation(model, chat):
+    expected = "".join(f"{visible(greedy(model, line))}\n" for line in ("1+1 ?", "7-3 ?"))
+    code, out, err = chat("1+1 ?\n7-3 ?\n", "--model", model, "--single-turn")
+    assert (code, out) == (0, expected) and "/new" not in err and "conversation" not in err
+
+
+@pytest.mark.parametrize("flags", [(), ("--single-turn",)])
+def test_a_terminal_is_told_what_a_line_means(flags, model, megarl, monkeypatch):
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, b"\x04")  # Ctrl-D
+    with open(terminal, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        code, _, err = megarl("chat", "--model", model, *flags)
+    os.close(keyboard)
+    assert code == 0 and err.count("\n") == 1 and "Ctrl-D ends the chat]" in err
+    assert ("/new begins another" in err) == (flags == ()) and ("every line is a" in err) == (flags != ())
 
 
 def test_a_run_answers_by_its_export_or_else_its_newest_checkpoint(model, chat, open_run, megarl, tmp_path):

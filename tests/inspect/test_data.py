@@ -103,6 +103,86 @@ def test_duplicates_across_files_and_different_answers(sums, jsonl, megarl):
     ]
 
 
+JOB = """
+--algorithm grpo --model {model}  # nothing else that a job needs
+--train-data a.jsonl --eval-data b.jsonl
+--prompt-key question_text
+--max-prompt-length 12 --max-response-length 2
+"""
+
+
+@pytest.fixture
+def job(sums, jsonl, tmp_path, monkeypatch):
+    """A folder with job.args and with the two files that it names."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("a.jsonl", "1+1 ?"), ("b.jsonl", "11+11+11+11 ?")):
+        jsonl(name, {**row(None, "2222"), "question_text": [{"role": "user", "content": text}]})
+    (tmp_path / "job.args").write_text(JOB.format(model=sums["model"]))
+    return tmp_path
+
+
+def test_a_job_names_files_tokenizer_column_and_lengths(job, sums, jsonl, megarl):
+    code, out, err = megarl("data", "@job.args")
+    assert (code, err) == (2, "") and "a.jsonl: 1 rows\n  b.jsonl: 1 rows\n" in out
+    assert "too long: 1 prompts have more than --max-prompt-length (12)" in out and "row 1 (b.jsonl:1)" in out
+    (job / "job.args").write_text("--prompt-key question_text --train-data a.jsonl")
+    assert megarl("data", "@job.args", "--model", sums["model"])[0] == 0
+
+
+def test_flags_and_files_override_those_of_the_job(job, sums, jsonl, megarl):
+    jsonl("c.jsonl", row("1+1 ?"))
+    flags = "--prompt-key", "prompt", "--max-prompt-length", 20, "--max-response-length", 30, "--rows", 0
+    code, out, _ = megarl("data", "@job.args", "c.jsonl", *flags)
+    assert code == 0 and "files\n  c.jsonl: 1 rows\nrows" in out and "--max-prompt-length (20)" in out
+    assert megarl("data", *flags, "c.jsonl", "@job.args") == megarl("data", "@job.args", "c.jsonl", *flags)
+    assert (
+        "--model (nowhere): there is no such folder." in megarl("data", "@job.args", "--model", "nowhere")[2]
+    )
+
+
+def test_a_row_without_the_part_that_the_job_needs_is_refused(job, jsonl, megarl):
+    jsonl("c.jsonl", {"question_text": "1+1 ?"})
+    code, out, _ = megarl("data", "@job.args", "c.jsonl")
+    assert code == 2 and "c.jsonl:1: no column 'reward_model.ground_truth'" in out
+    arguments = (job / "job.args").read_text()
+    (job / "job.args").write_text(arguments.replace("grpo", "sft"))
+    assert "c.jsonl:1: no column 'response'" in megarl("data", "@job.args", "c.jsonl")[1]
+    (job / "job.args").write_text(f"{arguments} --reward-function reward.py:reward")
+    assert megarl("data", "@job.args", "c.jsonl")[0] == 0
+
+
+def test_responses_beyond_the_limit_are_counted(sums, jsonl, megarl):
+    file = jsonl("a.jsonl", row("1+1 ?", response="2"), row("2+2 ?", "4", response="4444"))
+    out = megarl("data", file, "--model", sums["model"], "--max-response-length", 4)[1]
+    assert re.search(
+        r"too long: 1 responses have more than --max-response-length \(4\): .* Try --max-response-length 5\n"
+        rf"  row 1 \({re.escape(file)}:2\): 5 tokens\n",
+        out,
+    ), out
+    out = megarl("data", file, "--model", sums["model"], "--max-response-length", 5)[1]
+    assert "too long: 0 responses have more than --max-response-length (5)\n" in out
+
+
+def test_ground_truths_that_no_response_can_repeat_are_counted(sums, jsonl, megarl):
+    tests = json.dumps({"inputs": ["3 4\n"], "outputs": ["7\n"]})
+    file = jsonl(
+        "a.jsonl", row("1+1 ?", "2"), row("5 ?", "12345"), row("program", tests), row("6 ?", "{1,2}")
+    )
+    out = megarl("data", file, "--model", sums["model"], "--max-response-length", 4)[1]
+    longest = len(load_tokenizer(sums["model"]).encode_response("{1,2}"))
+    assert (
+        longest >= 5
+        and f"  ground truth: shortest 1, mean {(6 + longest) / 3:.1f}, longest {longest}\n" in out
+    )
+    line = (
+        "too long: 2 ground truths have more than --max-response-length (4), so no response of these rows can "
+        f"repeat the right answer. Try --max-response-length {longest + 1}\n  row 1 ({file}:2): 5 tokens\n"
+    )
+    assert line in out
+    enough = megarl("data", file, "--model", sums["model"], "--max-response-length", longest)[1]
+    assert "ground truths have more" not in enough
+
+
 def test_empty_messages_are_found(sums, jsonl, megarl):
     file = jsonl("a.jsonl", row("1+1 ?"), row(" \n"))
     out = megarl("data", file, "--model", sums["model"])[1]
@@ -122,6 +202,11 @@ def test_the_tokenizer_of_a_run_and_the_width_of_the_terminal(sums, jsonl, megar
     [
         (["no.jsonl", "--model", "M"], "FILE (no.jsonl): no.jsonl does not exist"),
         (["a.jsonl"], "--model: is required"),
+        (["--model", "M"], "FILE: is required. Name one or more *.jsonl"),
+        (["@job.args"], "--model: is required for its tokenizer."),
+        (["@no.args"], "@no.args: cannot read no.args"),
+        (["@job.args", "--lr", "1"], "--lr: no such flag of megarl data."),
+        (["a.jsonl", "--model", "M", "--max-response-length", "0"], "--max-response-length (0): must be a"),
         (["a.jsonl", "--model", "nowhere"], "--model (nowhere): there is no such folder. Try M."),
         (["a.jsonl", "--tokenizer-model", "a.jsonl"], "--tokenizer-model (a.jsonl) is a file, but not"),
         (["a.jsonl", "--model", "M", "--row", "1"], "--row (1): must be below 1"),
@@ -132,5 +217,6 @@ def test_errors_name_flag_value_rule_and_advice(arguments, words, sums, jsonl, m
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", row("1+1 ?"))
     (tmp_path / "M").symlink_to(sums["model"])
+    (tmp_path / "job.args").write_text("--train-data a.jsonl")
     code, out, err = megarl("data", *arguments)
     assert (code, out) == (2, "") and words in err, err

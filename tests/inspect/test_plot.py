@@ -48,6 +48,13 @@ def test_the_default_panels_are_those_that_the_run_has(open_run, megarl, tmp_pat
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_full_path_is_printed_and_whether_a_picture_was_replaced(open_run, megarl, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(open_run, tmp_path / "a")
+    assert megarl("plot", "a") == (0, f"{tmp_path / 'curves.png'}\n", "")
+    assert megarl("plot", "a") == (0, f"{tmp_path / 'curves.png'} (replaced)\n", "")
+
+
 def test_the_kl_to_the_reference_comes_before_that_of_the_update(open_run, megarl, tmp_path):
     write_run(open_run, tmp_path / "a")
     write_run(open_run, tmp_path / "b", **{"policy/ref_kl": 0.2})

@@ -51,7 +51,8 @@ def test_the_newest_step_s_best_and_worst_are_the_default(run, megarl):
     code, out, err = megarl("show", run)
     assert (code, err) == (0, "")
     assert shown(out) == [("best", 33), ("best", 32), ("worst", 30), ("worst", 31)]
-    assert "step 3, 5 logged samples, reward 1.8 (0.3 to 3.3), 3.0 tokens a response" in " ".join(out.split())
+    header = "step 3, 5 samples, of 2 prompts, reward 1.8 (0.3 to 3.3), 3.0 tokens a response -- best"
+    assert header in " ".join(out.split())
     assert "  user: 1+1 ?\nresponse\n  answer 3.3\nground truth\n  2\n" in out and "987654" not in out
 
 
@@ -74,6 +75,54 @@ def test_equal_rewards_show_the_newest_first(open_run, megarl, tmp_path):
         21,
         10,
     ]
+
+
+def show_rows(
+    open_run, megarl, folder, rows, *flags, arguments="--num-prompts 2\n--num-samples-per-prompt 4"
+):
+    """Return the output of `megarl show` for a run whose step 1 has logged these rows."""
+    with open_run(folder, arguments) as run:
+        run.begin_step()
+        run.write_rollouts(1, rows)
+        run.record_step(1, {}, num_tokens=1)
+    return " ".join(megarl("show", folder, *flags)[1].split())
+
+
+def test_the_header_says_how_many_samples_of_how_many_prompts_are_there(open_run, megarl, tmp_path):
+    rows = [sample(1, index, 1.0) for index in (0, 2, 4)]
+    out = show_rows(open_run, megarl, tmp_path / "some", rows)
+    assert ": step 1, 3 of 8 samples, of 1 prompt, every reward 1, " in out
+    assert "a response; --num-rollouts-to-log -1 logs all -- best" in out
+    rows = [sample(1, index, 1.0) for index in range(8)]
+    out = show_rows(open_run, megarl, tmp_path / "all", rows)
+    assert ": step 1, 8 samples, of 2 prompts, every reward 1, " in out and "logs all" not in out
+    out = show_rows(open_run, megarl, tmp_path / "unknown", rows, arguments="--num-prompts 2")
+    assert ": step 1, 8 samples, of 2 prompts, " in out and "logs all" not in out
+
+
+def test_no_sample_is_both_best_and_worst(open_run, megarl, tmp_path):
+    rows = [sample(1, index, 1.0) for index in range(3)]
+    assert shown(show_rows(open_run, megarl, tmp_path / "a", rows)) == [
+        ("best", 10),
+        ("best", 11),
+        ("worst", 12),
+    ]
+    rows = [sample(1, index, float(index)) for index in range(2)]
+    assert shown(show_rows(open_run, megarl, tmp_path / "b", rows)) == [("best", 11), ("worst", 10)]
+    out = megarl("show", tmp_path / "b", "--best", 2)[1]
+    assert shown(out) == [("best", 11), ("best", 10)]
+
+
+def test_of_equal_rewards_other_prompts_and_texts_come_first(open_run, megarl, tmp_path):
+    rows = [sample(1, index, 1.0, row=index // 3) for index in range(6)]
+    out = show_rows(open_run, megarl, tmp_path / "prompts", rows, "--best", 3)
+    assert shown(out) == [("best", 10), ("best", 13), ("best", 11)]
+    rows = [sample(1, index, 1.0, row=0, response="same") for index in range(5)]
+    rows += [sample(1, 5, 0.0, row=0, response="same"), sample(1, 6, 1.0, row=0, response="other")]
+    out = show_rows(open_run, megarl, tmp_path / "texts", rows)
+    assert shown(out) == [("best", 10), ("best", 16), ("worst", 15)]
+    assert out.count("5 samples are equal") == out.count("samples are equal") == 1
+    assert "samples are equal" not in megarl("show", tmp_path / "texts", "--random", 5)[1]
 
 
 def test_random_samples_follow_the_seed(run, megarl):
