@@ -175,7 +175,7 @@ class SamplingConfig(Section):
     max_prompt_length: Count = 1024
     """Tokens of a prompt; a longer one is an error before training starts."""
     max_response_length: Count = 1024
-    """Tokens of a response; a longer one is cut there (counted in response/truncated)."""
+    """Tokens of a sampled response, which is cut there (response/truncated). SFT learns responses whole."""
     temperature: Annotated[
         NonNegative,
         Rule(lambda t: not 0 < t < 0.01, "must be at least 0.01, to which vLLM raises it. Try 0.01."),

@@ -1,7 +1,7 @@
 """Show the progress of a run: a live display on a terminal, else one line per step, `name=value`, easy to
 grep.
 
-step=3/20 reward=0.512 eval=0.730 length=21.4 tokens/s=3210 s/step=0.43 left=0:07
+step=3/20 reward=0.512 loss=-0.0036 length=21.4 tokens/s=3210 s/step=0.43 left=0:07
 """
 
 from __future__ import annotations
@@ -41,15 +41,13 @@ class Progress:
         """Show the metrics of a finished step."""
         self._step = step
         self._ends.append(time.perf_counter())
-        self._latest |= _columns(metrics)
-        values = self._latest | {"left": self.time_left()}
+        now, left = _columns(metrics), {"left": self.time_left()}
+        self._latest |= now
         if self._live is not None:
-            self._live.update(step, values)
+            self._live.update(step, self._latest | left)
         else:
-            self._line(
-                f"step={step}/{self._num_steps} "
-                + " ".join(f"{name}={value}" for name, value in values.items())
-            )
+            values = " ".join(f"{name}={value}" for name, value in (now | left).items())
+            self._line(f"step={step}/{self._num_steps} {values}")
 
     def show_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         self._latest |= _columns(scores)

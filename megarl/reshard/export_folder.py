@@ -94,8 +94,10 @@ def new_model_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raises: WriteError naming it; the library's own error is no OSError and names
-    no file."""
+    """Write a safetensors file that those can read who can read its folder; the library's own can be read by
+    this user alone.
+
+    Raises: WriteError naming the file; the library's own error is no OSError and names no file."""
     with writing(path):
         try:
             save_file(tensors, path, metadata={"format": "pt"})
@@ -104,6 +106,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
             raise (
                 OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(errno.EIO, str(error))
             ) from error
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def write_index(folder: Path, shards: StateDictSplit) -> None:

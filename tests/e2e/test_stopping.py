@@ -277,6 +277,7 @@ def is_rank(pid: int, rank: int) -> bool:
         return False
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(layout_job, sums_data, tmp_path):
     job = KilledJob(sums_data, tmp_path, 2, "--save-interval", "1", "--max-restarts", "1")

@@ -19,7 +19,7 @@ METRICS = {
 }
 
 
-def test_plain_lines_are_one_per_step_and_keep_the_last_evaluation():
+def test_plain_lines_are_one_per_step_and_one_per_evaluation():
     out = StringIO()
     progress = Progress(20, out)
     progress.note("actor ready (1.2 s)")
@@ -29,7 +29,7 @@ def test_plain_lines_are_one_per_step_and_keep_the_last_evaluation():
     assert out.getvalue().splitlines() == [
         "actor ready (1.2 s)",
         "eval step=0/20 eval/reward=0.250 eval/reward_greedy=0.300",
-        "step=3/20 eval=0.250 reward=0.512 length=21.4 tokens/s=3210 s/step=0.43 left=?",
+        "step=3/20 reward=0.512 length=21.4 tokens/s=3210 s/step=0.43 left=?",
     ]
 
 

@@ -351,6 +351,12 @@ WRITES = {
 }
 
 
+def test_an_exported_model_can_be_read_by_those_who_can_read_its_folder(tmp_path):
+    tmp_path.chmod(0o755)
+    save_tensors({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
 def timeline() -> Timeline:
     lines = Timeline()
     for step in range(300):
