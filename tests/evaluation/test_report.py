@@ -87,7 +87,11 @@ def test_samples_are_lines_that_show_reads(tmp_path, capsys) -> None:
     file.write_text("".join(f"{line}\n" for line in sample_lines(RIGHT, GREEDY)))
     assert cli.main(["show", str(file), "--best", "1", "--worst", "1"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "9 logged samples, reward 0.4444 (0 to 1)" in out and "eval/reward" in out and "step" not in out
+    assert (
+        "9 samples, of 3 prompts, reward 0.4444 (0 to 1)" in out
+        and "eval/reward" in out
+        and "step" not in out
+    )
     assert "answer: 17" in out
 
 
