@@ -6,6 +6,7 @@ the others. Nothing is run or created."""
 from __future__ import annotations
 
 import ast
+import difflib
 import itertools
 import os
 from pathlib import Path
@@ -31,6 +32,8 @@ from megarl.role_names import suffix_of
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN_FILES = ("resolved.args", "metrics.jsonl")
+_SIMILAR = 0.6
+"""Smallest ratio of difflib at which a file is proposed in place of one that does not exist."""
 
 
 def unreachable_paths(config: TrainConfig) -> Errors:
@@ -119,8 +122,8 @@ def _reward_function(name: str | None) -> Errors:
 
 
 def _other_function(path: Path) -> str:
-    """Return a sentence that proposes a function of the file, or else of the Python file in its folder with
-    the most similar name."""
+    """Return a sentence that proposes a function of the file, or else of a Python file in its folder with a
+    similar name."""
 
     def functions(one: Path) -> list[str]:
         try:
@@ -129,8 +132,8 @@ def _other_function(path: Path) -> str:
             return []
 
     found = path if functions(path) else nearest_path(path, lambda one: bool(functions(one)))
-    if found is None:
-        return " Give a function of a file of yours."
+    if found is None or difflib.SequenceMatcher(None, found.name, path.name).ratio() < _SIMILAR:
+        return " Give a function of a file of yours; its path is relative to the folder in which you are."
     return f" Try {found}:{functions(found)[0]}."
 
 

@@ -159,6 +159,11 @@ def _rewards(settings: Settings) -> Iterator[Line]:
             note=f"reward_funcs ({', '.join(names)}): write their weighted sum as one function, "
             "--reward-function rewards.py:score; for rules of mathematics --reward math",
         )
+    else:
+        yield Line(
+            "",
+            note="the reward functions given to GRPOTrainer: write one, --reward-function rewards.py:score",
+        )
 
 
 def _intervals(settings: Settings) -> Iterator[Line]:

@@ -43,6 +43,8 @@ _SHOWN_ELSEWHERE = {
     "ground_truth",
     "response_length",
     "finish_reason",
+    "data_source",
+    "answer",
     "rollout_log_prob",
     "prompt_ids",
     "response_ids",
@@ -273,6 +275,8 @@ def _sample_lines(title: str, sample: Sample, num_equal: int, columns: int) -> I
     yield from block("response", str(sample.get("response", "")), columns)
     if sample.get("ground_truth") is not None:
         yield from block("ground truth", str(sample["ground_truth"]), columns)
+    if sample.get("answer") is not None:
+        yield from block("answer that was found in it", str(sample["answer"]), columns)
     parts = _reward_parts({key: sample[key] for key in sample.keys() - _SHOWN_ELSEWHERE})
     if parts:
         yield from block("parts of the reward", "\n".join(sorted(parts)), columns)

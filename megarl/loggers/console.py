@@ -16,12 +16,15 @@ from megarl.role_names import kind_and_suffix, with_suffix
 
 COLUMNS = {
     "reward": ("reward/mean", "{:.3f}"),
+    "failed": ("reward/failed", "{:.0f}"),
     "loss": ("policy/loss", "{:.4f}"),
     "eval": ("eval/reward", "{:.3f}"),
     "length": ("response/length_mean", "{:.1f}"),
     "tokens/s": ("throughput/tokens_per_s", "{:.0f}"),
     "s/step": ("time/step_s", "{:.2f}"),
 }
+ONLY_IF_ANY = {"failed"}
+"""Columns that are left out where they are 0."""
 _RECENT_STEPS = 20
 
 
@@ -42,7 +45,7 @@ class Progress:
         self._step = step
         self._ends.append(time.perf_counter())
         now, left = _columns(metrics), {"left": self.time_left()}
-        self._latest |= now
+        self._latest = {name: value for name, value in self._latest.items() if not _is_rare(name)} | now
         if self._live is not None:
             self._live.update(step, self._latest | left)
         else:
@@ -56,7 +59,10 @@ class Progress:
         else:
             self._line(
                 f"eval step={step}/{self._num_steps} "
-                + " ".join(f"{name}={value:.3f}" for name, value in scores.items())
+                + " ".join(
+                    f"{name}={value:.0f}" if name.endswith("/failed") else f"{name}={value:.3f}"
+                    for name, value in scores.items()
+                )
             )
 
     def note(self, text: str) -> None:
@@ -84,6 +90,10 @@ class Progress:
         self._stream.flush()
 
 
+def _is_rare(column: str) -> bool:
+    return kind_and_suffix(column)[0] in ONLY_IF_ANY
+
+
 def clock(seconds: float) -> str:
     """Format seconds as 0:07, 12:34 or 1:02:03."""
     minutes, s = divmod(round(seconds), 60)
@@ -99,7 +109,8 @@ def _columns(metrics: Mapping[str, float]) -> dict[str, str]:
         group = key.split("/")[0]
         actors = map(kind_and_suffix, {metric.split("/")[0] for metric in metrics})
         for suffix in sorted(suffix for kind, suffix in actors if kind == group):
-            if (of_actor := with_suffix(key, suffix)) in metrics:
+            of_actor = with_suffix(key, suffix)
+            if of_actor in metrics and (metrics[of_actor] or name not in ONLY_IF_ANY):
                 shown[f"{name}{suffix}"] = form.format(metrics[of_actor])
     return shown
 

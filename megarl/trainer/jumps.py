@@ -49,6 +49,8 @@ class JumpWatch:
         self._recent["policy/kl"].append(0.0)  # a step's first update starts from the policy that sampled
         self._calm_steps, self._num_steps = WINDOW, 0
         self._suffix = suffix
+        self.steps: list[int] = []
+        """Steps of the warnings."""
 
     def note(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Add a step's metrics. Returns the warning at the first jump of an incident, else None."""
@@ -69,6 +71,7 @@ class JumpWatch:
         self._calm_steps = 0 if jumps else self._calm_steps + 1
         if not begins:
             return None
+        self.steps.append(step)
         return (
             f"step {step}: {'; '.join(jumps)}. The last updates may have destroyed the model. Try a lower "
             "--lr or --clip-grad (docs/debugging.md, section A metric jumps)."

@@ -142,7 +142,7 @@ def test_rows(findings, tmp_path):
     (finding,) = findings(rows=[ROW | {"data_source": "mine"}])
     assert (
         finding.startswith("--reward (auto): no rule is known for data_source 'mine'")
-        and "Try --reward math" in finding
+        and "Bring your own with --reward-function" in finding
     )
     assert findings("--reward math", rows=[ROW | {"data_source": "mine"}]) == []
     assert (

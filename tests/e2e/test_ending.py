@@ -27,7 +27,8 @@ def test_a_learning_rate_that_destroys_the_model_is_warned_of_and_the_end_says_w
     (warning,) = [line for line in lines if " jumped from " in line]
     assert warning.startswith("step ") and "Try a lower --lr" in warning
     run = shlex.quote(str(job.folder))
-    assert lines[-2:] == [
+    assert lines[-3:] == [
+        f"A metric jumped at step {warning[5]} (see the warning): the model may be destroyed.",
         f"The model is in {run}/hf. To look at the run:",
         f"  megarl show {run}    megarl plot {run}    megarl chat --model {run}",
     ]

@@ -92,7 +92,7 @@ def test_samples_are_lines_that_show_reads(tmp_path, capsys) -> None:
         and "eval/reward" in out
         and "step" not in out
     )
-    assert "answer: 17" in out
+    assert "answer that was found in it 17" in out
 
 
 def test_a_job_s_metrics_have_names_that_are_always_true() -> None:

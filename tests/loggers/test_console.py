@@ -24,9 +24,14 @@ def test_plain_lines_are_one_per_step_and_one_per_evaluation():
     progress = Progress(20, out)
     progress.note("actor ready (1.2 s)")
     progress.show_evaluation(0, {"eval/reward": 0.25, "eval/reward_greedy": 0.3})
-    progress.update(3, METRICS)
+    progress.update(3, METRICS | {"reward/failed": 0.0})
+    progress.update(4, {"reward/mean": 0.5, "reward/failed": 38.0})
+    progress.show_evaluation(4, {"eval/failed": 2.0})
     progress.close()
-    assert out.getvalue().splitlines() == [
+    shown, after = out.getvalue().splitlines()[:3], out.getvalue().splitlines()[3:]
+    assert after[0].startswith("step=4/20 reward=0.500 failed=38 left=")
+    assert after[1:] == ["eval step=4/20 eval/failed=2"]
+    assert shown == [
         "actor ready (1.2 s)",
         "eval step=0/20 eval/reward=0.250 eval/reward_greedy=0.300",
         "step=3/20 reward=0.512 length=21.4 tokens/s=3210 s/step=0.43 left=?",
