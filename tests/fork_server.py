@@ -186,6 +186,7 @@ def run(request: Request) -> None:
         del arguments[0]
     sys.path[:0] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if "PYTHONPATH" in os.environ:  # as the interpreter does at its start
+        sys.modules.pop("sitecustomize", None)  # a distribution's own, which the server has imported
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module("sitecustomize")
     sys.executable = os.path.join(os.environ["MEGARL_TEST_FORK_FOLDER"], "python")
