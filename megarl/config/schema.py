@@ -198,6 +198,8 @@ class RunConfig(Section):
     majority votes, see docs/evaluation.md."""
     export_interval: Natural = 0
     """Export hf/, and with a critic hf_critic/, every so many steps; 0 is at the end only."""
+    log_interval: Count = 1
+    """Steps between two lines on stdout. metrics.jsonl and the trackers get every step."""
     log_with: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Trackers that get metrics, samples and flags beside metrics.jsonl, rollouts/ and the console. wandb and
     mlflow are set up by their own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI=...). The

@@ -30,10 +30,18 @@ _RECENT_STEPS = 20
 
 class Progress:
     """Shows the steps of one run on `stream` (default: stdout), as a live display if `terminal` is true, else
-    as lines. Default of `terminal`: whether the stream is one."""
+    as lines. Default of `terminal`: whether the stream is one. There is a line for the first step, every
+    `interval` steps, and the last."""
 
-    def __init__(self, num_steps: int, stream: TextIO | None = None, terminal: bool | None = None):
+    def __init__(
+        self,
+        num_steps: int,
+        stream: TextIO | None = None,
+        terminal: bool | None = None,
+        interval: int = 1,
+    ):
         self._num_steps, self._stream = num_steps, sys.stdout if stream is None else stream
+        self._interval = interval
         self._latest: dict[str, str] = {}
         self._ends: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._step = 0
@@ -48,7 +56,7 @@ class Progress:
         self._latest = {name: value for name, value in self._latest.items() if not _is_rare(name)} | now
         if self._live is not None:
             self._live.update(step, self._latest | left)
-        else:
+        elif step % self._interval == 0 or step == self._num_steps or len(self._ends) == 1:
             values = " ".join(f"{name}={value}" for name, value in (now | left).items())
             self._line(f"step={step}/{self._num_steps} {values}")
 

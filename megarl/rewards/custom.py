@@ -51,9 +51,19 @@ def _run_file(path: str, flag: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # the user's file may raise anything
         del sys.modules[name]
         raise ValueError(
-            f"{flag}: {path} fails: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            f"{flag}: {path} fails: {type(error).__name__}: {error}{_advice(error, path)}\n"
+            f"{traceback.format_exc()}"
         ) from None
     return module
+
+
+def _advice(error: BaseException, path: str) -> str:
+    """Return what to do about the import of a file that lies beside the reward function's."""
+    folder = os.path.dirname(os.path.abspath(path))
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not os.path.exists(os.path.join(folder, f"{missing.partition('.')[0]}.py")):
+        return ""
+    return f". The folder of the file is not on Python's path. Try PYTHONPATH={folder}."
 
 
 def _check_signature(function: RewardFunction, flag: str) -> None:

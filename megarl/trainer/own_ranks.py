@@ -41,5 +41,6 @@ def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
     check_everything(config, world_size)
     with open(os.devnull, "w") as nowhere, open_executor(config, world_size) as executor:
         inputs = read_inputs(config, world_size)  # while the ranks import what they need
-        shown = Progress(config.batch.train_iters, stream=None if progress else nowhere, terminal=False)
+        stream = None if progress else nowhere
+        shown = Progress(config.batch.train_iters, stream, terminal=False, interval=config.run.log_interval)
         yield Started(executor, inputs, world_size, shown)

@@ -111,7 +111,9 @@ class Run:
                 self._open("x")  # "x": of two jobs that start at once, one gets the folder
         elif self.folder.exists():
             self._lock = lock_folder(self.folder)
-        self.progress = Progress(config.batch.train_iters) if progress is None else progress
+        if progress is None:
+            progress = Progress(config.batch.train_iters, interval=config.run.log_interval)
+        self.progress = progress
 
     def go_on_after(self, step: int) -> None:
         """Resume in the run's own folder: remove the records of later steps. Step 0 begins a new run."""

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import threading
 import time
 from io import StringIO
@@ -36,6 +37,14 @@ def test_plain_lines_are_one_per_step_and_one_per_evaluation():
         "eval step=0/20 eval/reward=0.250 eval/reward_greedy=0.300",
         "step=3/20 reward=0.512 length=21.4 tokens/s=3210 s/step=0.43 left=?",
     ]
+
+
+def test_lines_come_for_the_first_step_every_interval_and_the_last():
+    out = StringIO()
+    progress = Progress(11, out, interval=4)
+    for step in range(2, 12):  # resumed after step 1
+        progress.update(step, {})
+    assert re.findall(r"step=(\d+)/11", out.getvalue()) == ["2", "4", "8", "11"]
 
 
 def test_time_left_is_measured_between_steps(monkeypatch):

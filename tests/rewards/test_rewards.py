@@ -245,10 +245,13 @@ def test_own_file_that_cannot_be_used_is_refused(tmp_path):
         ("a", "def f(:", "SyntaxError"),
         ("b", "import nothing_of_that_name", "ModuleNotFoundError"),
         ("c", "exit(1)", "SystemExit"),
+        ("d", "import c", f"ModuleNotFoundError: No module named 'c'.*Try PYTHONPATH={tmp_path}\\."),
     ):
         path = tmp_path / f"{name}.py"
         path.write_text(text)
-        with pytest.raises(ValueError, match=f"(?s)--reward-function .* fails: {words}.*Traceback.*{words}"):
+        with pytest.raises(
+            ValueError, match=f"(?s)--reward-function .* fails: {words}.*Traceback.*(Error|Exit)"
+        ):
             load_reward(settings(reward_function=f"{path}:f"))
 
 
