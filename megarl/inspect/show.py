@@ -103,8 +103,8 @@ def _files_of_steps(folder: Path, steps: str | None, whole_run: bool) -> dict[in
     if not files:
         raise ConfigError(
             [
-                f"RUN ({folder}): has no samples in rollouts/. Give a run with rollouts, that has ended a "
-                "step, and whose --num-rollouts-to-log was not 0."
+                f"RUN ({folder}): has no samples in rollouts/: it has not completed a step, or its "
+                "--num-rollouts-to-log is 0. A step that failed writes none. Give another run."
             ]
         )
     first, newest = min(files), max(files)
