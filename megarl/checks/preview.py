@@ -166,7 +166,8 @@ def _reward_errors(config: TrainConfig, dataset: PromptDataset, flag: str) -> Er
             known = ", ".join(pattern for pattern, _ in ROUTES)
             yield (
                 f"--reward (auto): no rule is known for data_source {source!r} of {flag} (known: {known}). "
-                "Bring your own with --reward-function path/to/file.py:function, or name one of ours: --reward math."
+                "Bring your own with --reward-function path/to/file.py:function, or name one of ours: "
+                "--reward math."
             )
 
 

@@ -22,7 +22,7 @@ def as_json(config: TrainConfig, model: str, sampled: HeldOut | None, greedy: He
         sampled: None at temperature 0, where all samples are the greedy one."""
     held_out = [one for one in (sampled, greedy) if one is not None]
     everything = [sample for one in held_out for sample in one.samples]
-    is_accuracy = Scores(everything, 1).is_right_or_wrong
+    is_accuracy = Scores(everything).is_right_or_wrong
     sources = of_sources(greedy.samples)
     failures = [sample.failure for sample in everything if sample.reward is None]
     return {
@@ -51,10 +51,10 @@ def _scores(
     def of_source(samples: Sequence[EvalSample]) -> list[EvalSample]:
         return [sample for sample in samples if source in (None, sample.source)]
 
-    of_greedy = Scores(of_source(greedy.samples), 1)
+    of_greedy = Scores(of_source(greedy.samples))
     scores: dict[str, object] = {"rows": len(of_greedy.by_row)}
     if sampled is not None:
-        of_samples = Scores(of_source(sampled.samples), num_samples)
+        of_samples = Scores(of_source(sampled.samples))
         scores["reward"] = _estimate(of_samples.mean)
         at, value = ("pass_at", of_samples.pass_at) if is_accuracy else ("best_at", of_samples.best_at)
         scores |= {f"{at}_{k}": _estimate(value(k)) for k in powers_of_two(num_samples)}

@@ -26,7 +26,8 @@ def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inpu
         train(trainer)
     if steps := sorted({step for actor in trainer.state.actors.values() for step in actor.jumps.steps}):
         sys.stdout.write(
-            f"A metric jumped at step {', '.join(map(str, steps))} (see the warning): the model may be destroyed.\n"
+            f"A metric jumped at step {', '.join(map(str, steps))} (see the warning): "
+            "the model may be destroyed.\n"
         )
     sys.stdout.write(f"{next_commands(config)}\n")  # when the live display is gone
     sys.stdout.flush()

@@ -108,18 +108,15 @@ class Scores:
     Samples whose reward failed count in `failed` alone.
 
     Args:
-        samples: sampled or greedy responses, in the order of rows.
-        num_samples: samples per row."""
+        samples: sampled or greedy responses, in the order of rows."""
 
-    def __init__(self, samples: Sequence[EvalSample], num_samples: int) -> None:
-        self.num_samples = num_samples
+    def __init__(self, samples: Sequence[EvalSample]) -> None:
         self.failed = [sample for sample in samples if sample.reward is None]
         self.by_row: dict[int, list[EvalSample]] = {}
         for sample in samples:
             of_row = self.by_row.setdefault(sample.row, [])
             if sample.reward is not None:
                 of_row.append(sample)
-        self.num_responses = len(samples)
         self.mean_length = sum(sample.length for sample in samples) / max(1, len(samples))
         self.truncated = sum(sample.truncated for sample in samples) / max(1, len(samples))
 

@@ -89,8 +89,8 @@ def metrics_of(sampled: HeldOut, greedy: HeldOut, num_samples: int) -> dict[str,
     """Return the metrics of an evaluation in a training job.
 
     `eval/best_at_k` is pass@k if rewards are 0 and 1. A name says nothing that is wrong of other rewards."""
-    scores = Scores(sampled.samples, num_samples)
-    metrics = {SAMPLED: scores.mean.value, GREEDY: Scores(greedy.samples, 1).mean.value}
+    scores = Scores(sampled.samples)
+    metrics = {SAMPLED: scores.mean.value, GREEDY: Scores(greedy.samples).mean.value}
     if num_samples > 1:
         metrics |= {f"eval/best_at_{k}": scores.best_at(k).value for k in powers_of_two(num_samples)[1:]}
         if scores.has_answers:
@@ -101,7 +101,7 @@ def metrics_of(sampled: HeldOut, greedy: HeldOut, num_samples: int) -> dict[str,
         sources = of_sources(held_out.samples)
         for source, samples in sources.items() if len(sources) > 1 else ():
             readable = re.sub(r"[^\w./ -]", "_", source)  # other characters are refused by MLflow
-            metrics[f"{name}/{readable}"] = Scores(samples, num_samples).mean.value
+            metrics[f"{name}/{readable}"] = Scores(samples).mean.value
     return metrics
 
 

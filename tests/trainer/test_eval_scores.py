@@ -101,12 +101,12 @@ def test_the_majority_s_answer_counts(answers: list[str], reward: float) -> None
 def test_a_failed_reward_counts_nowhere_but_in_failed() -> None:
     rewards = {0: [1.0, None, 0.0], 1: [1.0, 1.0, 1.0], 2: [None, None, None]}
     samples = [sample(row, i, reward) for row, found in rewards.items() for i, reward in enumerate(found)]
-    scores = Scores(samples, 3)
+    scores = Scores(samples)
     assert len(scores.failed) == 4 and scores.mean.value == 0.8
     assert scores.pass_at(2).value == (1.0 + 1.0) / 2 and scores.pass_at(2).num_prompts == 2
     assert (scores.pass_at(3).value, scores.pass_at(3).num_prompts) == (1.0, 1)
     assert scores.is_right_or_wrong and not scores.has_answers
-    assert not Scores([sample(0, 0, 0.5)], 1).is_right_or_wrong
+    assert not Scores([sample(0, 0, 0.5)]).is_right_or_wrong
 
 
 def test_powers_of_two_end_with_the_number_of_samples() -> None:
