@@ -1,4 +1,6 @@
-"""Compute the size of an engine's KV cache and its default on a CPU."""
+"""Compute the size of an engine's KV cache and its default.
+
+vLLM divides its cache into blocks. The transformers engine has a row of full length for each running request."""
 
 from __future__ import annotations
 
@@ -45,6 +47,46 @@ def bounded_cache_bytes(block_bytes: int, per_sequence: int, num_sequences: int,
     `at_least` sequences need more."""
     wanted = min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)
     return max(at_least * per_sequence, wanted) + block_bytes  # vLLM reserves one block for itself
+
+
+def num_cache_rows(
+    config: TrainConfig,
+    shape: ModelShape,
+    num_engines: int,
+    itemsize: int,
+    gpu_bytes: int | None,
+    weights: int,
+) -> int:
+    """Return how many requests run at the same time in a transformers engine, each with a row of full length in
+    its KV cache.
+
+    That is enough for every sequence of a step, as far as memory allows: --rollout-kv-cache-memory-bytes, or
+    MAX_CPU_KV_CACHE_BYTES on a CPU (but two rows at least), or what --rollout-gpu-memory-utilization leaves.
+
+    Args:
+        gpu_bytes: memory of the GPU; None on a CPU.
+        weights: bytes of the engine's weights.
+    Raises: ValueError if there is no room for one row."""
+    row, rollout = (
+        sequence_bytes(shape, 1, itemsize, config.sampling.max_length, block_size=1),
+        config.rollout,
+    )
+    flag = f"--rollout-gpu-memory-utilization ({rollout.gpu_memory_utilization:g})"
+    if rollout.kv_cache_memory_bytes is not None:
+        room, flag = (
+            rollout.kv_cache_memory_bytes,
+            f"--rollout-kv-cache-memory-bytes ({rollout.kv_cache_memory_bytes})",
+        )
+    elif gpu_bytes is None:
+        room = max(MAX_CPU_KV_CACHE_BYTES, 2 * row)
+    else:
+        room = int(rollout.gpu_memory_utilization * gpu_bytes) - weights
+    if room < row:
+        raise ValueError(
+            f"{flag}: leaves {max(room, 0)} bytes of KV cache, and one sequence of {config.sampling.max_length} "
+            f"tokens needs {row}. Try --rollout-kv-cache-memory-bytes {row}."
+        )
+    return min(most_sequences(config, num_engines), room // row)
 
 
 def sequence_bytes(shape: ModelShape, tp_size: int, itemsize: int, length: int, block_size: int) -> int:

@@ -60,7 +60,7 @@ def whole_story(folder: Path) -> dict:
             "version_before": engine.version,
             "before_first_sync": refusal(lambda: engine.generate([[11]], [0], temperature=1.0)),
         }
-        report["bytes"], report["version"] = engine.sync(7), engine.llm.get_weight_version()
+        report["bytes"], report["version"] = engine.sync(7), engine.inference.llm.get_weight_version()
         asked = jobs.prompts(16, 150)
         sampled = engine.generate(asked, KEYS, temperature=0.7)
         report |= {"sampled": sampled, "counts": dict(counting.COUNTS)}
@@ -77,12 +77,12 @@ def whole_story(folder: Path) -> dict:
             | continued(engine, asked, sampled)
         )
         report |= prefixes(engine, reference)
-        engine.llm.start_weight_update()
+        engine.inference.llm.start_weight_update()
         report["failed_sync"] = [
             refusal(lambda: engine.sync(9)),
             refusal(lambda: engine.generate([[11]], [0], temperature=1.0)),
         ]
-        engine.llm.finish_weight_update()
+        engine.inference.llm.finish_weight_update()
         engine.sync(10)
         report["works_again"] = jobs.largest_gap(
             reference, asked, engine.generate(asked, KEYS, temperature=1.0)
@@ -182,9 +182,9 @@ def prefixes(engine: RolloutEngine, reference) -> dict:
     engine.generate(asked, [0], temperature=1.0)
     for new, old in zip(reference.parameters(), jobs.reference_model("qwen3", seed=2).parameters()):
         new.data.copy_(old.data)
-    engine.llm.start_weight_update()
-    engine.llm.update_weights({"update_info": {"copy": engine.destination.pull}})
-    engine.llm.finish_weight_update("8")
+    engine.inference.llm.start_weight_update()
+    engine.inference.llm.update_weights({"update_info": {"copy": engine.destination.pull}})
+    engine.inference.llm.finish_weight_update("8")
     stale = jobs.largest_gap(reference, asked, engine.generate(asked, [0], temperature=1.0))
     engine.sync(8)
     return {
