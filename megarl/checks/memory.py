@@ -15,6 +15,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import actor_meshes, engine_mode, parallel_of
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.roles import configs_of_actors, trained_models
+from megarl.config.rollout_backends import rollout_backend
 from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 from megarl.reshard.report import ITEMSIZE
 from megarl.rollout.kv_cache import (
@@ -22,6 +23,7 @@ from megarl.rollout.kv_cache import (
     GPU_BLOCK_SIZE,
     cpu_kv_cache_bytes,
     most_sequences,
+    num_cache_rows,
     sequence_bytes,
 )
 
@@ -159,9 +161,11 @@ class _ActorParts:
         config, rollout = self.config, self.meshes["rollout"]
         itemsize = ITEMSIZE[config.engine_dtype]
         in_process = engine_mode(config, self.world_size) == "in-process"
-        held, shared = engine_held(self.shape, rollout.tp), {}
+        held, shared = engine_held(self.shape, rollout.tp, config.rollout.backend), {}
         if in_process and config.reshard.reshard_alias and config.engine_dtype == config.model.dtype:
-            shared = aliased_elements(self.shape, self.meshes["actor"], rollout, config.actor.qkv_layout)
+            shared = aliased_elements(
+                self.shape, self.meshes["actor"], rollout, config.actor.qkv_layout, config.rollout.backend
+            )
         buffers = 2 if not in_process and _double_buffer(config, self.machine) else 1
         cache = self._kv_cache_bytes(itemsize, held * itemsize * buffers)
         for rank in rollout.ranks:
@@ -171,8 +175,15 @@ class _ActorParts:
     def _kv_cache_bytes(self, itemsize: int, weights: int) -> int:
         """Return the KV cache bytes of a rank, or 0 if the memory of the GPUs is not known.
 
-        On a GPU the cache is what --rollout-gpu-memory-utilization leaves."""
+        On a GPU vLLM's cache is what --rollout-gpu-memory-utilization leaves. An engine without blocks takes no
+        more than it has sequences for."""
         given, mesh = self.config.rollout, self.meshes["rollout"]
+        if not rollout_backend(self.config).has_blocks:
+            if self.machine.has_gpu and self.machine.gpu_bytes is None:
+                return 0
+            row = sequence_bytes(self.shape, 1, itemsize, self.config.sampling.max_length, block_size=1)
+            gpu_bytes = self.machine.gpu_bytes if self.machine.has_gpu else None
+            return row * num_cache_rows(self.config, row, mesh.dp, gpu_bytes, weights)
         if given.kv_cache_memory_bytes is not None:
             return given.kv_cache_memory_bytes
         if self.machine.has_gpu:
@@ -197,6 +208,7 @@ def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
 def longest_sequence_bytes(config: TrainConfig, machine: Machine) -> int:
     """Return the KV cache bytes of one sequence of full length on a rank of the first actor's engines."""
     block = config.rollout.block_size or (GPU_BLOCK_SIZE if machine.has_gpu else CPU_BLOCK_SIZE)
+    block = block if rollout_backend(config).has_blocks else 1
     shape, itemsize = ModelShape.load(config.model.model), ITEMSIZE[config.engine_dtype]
     tp, length = config.rollout.tensor_parallel_size, config.sampling.max_length
     return sequence_bytes(shape, tp, itemsize, length, block)
@@ -206,4 +218,5 @@ def _double_buffer(config: TrainConfig, machine: Machine) -> bool:
     """Return whether an out-of-process engine holds its weights twice."""
     if config.reshard.reshard_double_buffer is not None:
         return config.reshard.reshard_double_buffer
-    return not machine.has_gpu and config.rollout.enforce_eager is not False
+    on_cpu = not machine.has_gpu
+    return on_cpu and rollout_backend(config).is_eager(config.rollout.enforce_eager, on_cpu)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from megarl.config import rules_layout as layout
+from megarl.config import rules_rollout as rollout
 from megarl.config import rules_training as training
 from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError, Errors, raise_errors
@@ -24,7 +25,7 @@ from megarl.config.schema import TrainConfig
 
 Rule = Callable[[Job], Iterable[str]]
 LAYOUT: list[Rule] = [layout.executor, layout.idle_ranks_of_actor, layout.megatron_roles]
-ENGINE_LAYOUT: list[Rule] = [layout.engine_ranks, layout.engine_split]
+ENGINE_LAYOUT: list[Rule] = [layout.engine_ranks, layout.engine_split, rollout.backend_options]
 TRAINING: list[Rule] = [
     training.experts_of_dense_model,
     training.expert_balance,

@@ -17,10 +17,12 @@ class RolloutBackend:
     """Name for users."""
     splits_tensors: bool
     """Whether an engine can have several ranks (--rollout-tensor-parallel-size)."""
+    limits_head_sizes: bool
+    """Whether its attention on a CPU has kernels for some sizes of heads only."""
     has_graphs: bool
     """Whether an engine may run CUDA graphs or compiled code (--rollout-enforce-eager)."""
     has_blocks: bool
-    """Whether the KV cache has blocks, which --rollout-block-size sets, and shares prefixes."""
+    """Whether the KV cache is divided into blocks (--rollout-block-size), not into rows of full length."""
     tells_experts: bool
     """Whether an engine can report the experts that it chose (--moe-routing-replay engine)."""
     takes_arguments: bool
@@ -35,8 +37,8 @@ class RolloutBackend:
 
 
 ROLLOUT_BACKENDS = {
-    "vllm": RolloutBackend("vLLM", True, True, True, True, True),
-    "transformers": RolloutBackend("transformers", False, False, False, False, False),
+    "vllm": RolloutBackend("vLLM", True, True, True, True, True, True),
+    "transformers": RolloutBackend("transformers", False, False, False, False, False, False),
 }
 
 

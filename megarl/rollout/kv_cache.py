@@ -50,43 +50,26 @@ def bounded_cache_bytes(block_bytes: int, per_sequence: int, num_sequences: int,
 
 
 def num_cache_rows(
-    config: TrainConfig,
-    shape: ModelShape,
-    num_engines: int,
-    itemsize: int,
-    gpu_bytes: int | None,
-    weights: int,
+    config: TrainConfig, row_bytes: int, num_engines: int, gpu_bytes: int | None, weights: int
 ) -> int:
-    """Return how many requests run at the same time in a transformers engine, each with a row of full length in
-    its KV cache.
+    """Return how many requests run at the same time in an engine whose KV cache has a row of full length for each.
 
     That is enough for every sequence of a step, as far as memory allows: --rollout-kv-cache-memory-bytes, or
     MAX_CPU_KV_CACHE_BYTES on a CPU (but two rows at least), or what --rollout-gpu-memory-utilization leaves.
 
     Args:
+        row_bytes: `sequence_bytes` of the longest sequence.
         gpu_bytes: memory of the GPU; None on a CPU.
         weights: bytes of the engine's weights.
-    Raises: ValueError if there is no room for one row."""
-    row, rollout = (
-        sequence_bytes(shape, 1, itemsize, config.sampling.max_length, block_size=1),
-        config.rollout,
-    )
-    flag = f"--rollout-gpu-memory-utilization ({rollout.gpu_memory_utilization:g})"
+    Returns: 0 if there is no room for one row."""
+    rollout = config.rollout
     if rollout.kv_cache_memory_bytes is not None:
-        room, flag = (
-            rollout.kv_cache_memory_bytes,
-            f"--rollout-kv-cache-memory-bytes ({rollout.kv_cache_memory_bytes})",
-        )
+        room = rollout.kv_cache_memory_bytes
     elif gpu_bytes is None:
-        room = max(MAX_CPU_KV_CACHE_BYTES, 2 * row)
+        room = max(MAX_CPU_KV_CACHE_BYTES, 2 * row_bytes)
     else:
-        room = int(rollout.gpu_memory_utilization * gpu_bytes) - weights
-    if room < row:
-        raise ValueError(
-            f"{flag}: leaves {max(room, 0)} bytes of KV cache, and one sequence of {config.sampling.max_length} "
-            f"tokens needs {row}. Try --rollout-kv-cache-memory-bytes {row}."
-        )
-    return min(most_sequences(config, num_engines), room // row)
+        room = max(0, int(rollout.gpu_memory_utilization * gpu_bytes) - weights)
+    return min(most_sequences(config, num_engines), room // row_bytes)
 
 
 def sequence_bytes(shape: ModelShape, tp_size: int, itemsize: int, length: int, block_size: int) -> int:

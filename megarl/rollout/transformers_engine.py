@@ -23,9 +23,10 @@ from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import hf_sizes
 from megarl.reshard.transformers_atlas import transformers_atlas
 from megarl.rollout.backends import EngineSetup
+from megarl.rollout.engine_arguments import stop_tokenizer
 from megarl.rollout.environment import undisturbed
 from megarl.rollout.interface import InferenceEngine, Output, Request, Running
-from megarl.rollout.kv_cache import num_cache_rows
+from megarl.rollout.kv_cache import num_cache_rows, sequence_bytes
 from megarl.rollout.offer import Offer, alias_weights
 from megarl.rollout.puller import Order, Outcome, Puller
 from megarl.rollout.sampling import sample
@@ -56,26 +57,27 @@ class EngineOptions:
 
     @classmethod
     def of(cls, setup: EngineSetup, double_buffer: bool | None = None) -> EngineOptions:
-        config = setup.config
+        config, shape = setup.config, setup.shape
         itemsize = getattr(torch, config.engine_dtype).itemsize
-        weights = itemsize * sum(rows * cols for rows, cols in hf_sizes(setup.shape).values())
+        weights = itemsize * sum(rows * cols for rows, cols in hf_sizes(shape).values())
+        row = sequence_bytes(shape, 1, itemsize, config.sampling.max_length, block_size=1)
+        buffers = 2 if double_buffer else 1
+        num_rows = num_cache_rows(config, row, setup.num_engines, _gpu_bytes(), weights * buffers)
+        if num_rows == 0:
+            raise ValueError(
+                f"the KV cache of the engine has no room for one sequence of {config.sampling.max_length} tokens "
+                f"({row} bytes). Try --rollout-kv-cache-memory-bytes {row}."
+            )
         return cls(
             setup.ranks[0],
             config.model.model,
             config.engine_dtype,
-            num_cache_rows(
-                config,
-                setup.shape,
-                setup.num_engines,
-                itemsize,
-                _gpu_bytes(),
-                weights * (1 + bool(double_buffer)),
-            ),
+            num_rows,
             config.sampling.max_length,
             config.rollout.max_num_batched_tokens or _TOKENS_PER_STEP,
             config.sampling.stop,
             config.sampling.stop_token_ids,
-            config.model.tokenizer_model or config.model.model,
+            stop_tokenizer(config) or config.model.model,
             double_buffer,
         )
 
