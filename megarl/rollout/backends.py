@@ -1,25 +1,24 @@
 """Start an inference engine of the backend that --rollout-backend names.
 
-The class of an engine is known only here. Each backend is a module with the two functions of `Backend`. The rules
-of the configuration read what a backend can do from megarl/config/rollout_backends.py."""
+The class of an engine is known only here. The rules of the configuration read what a backend can do from
+megarl/config/rollout_backends.py."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
 from megarl.rollout.interface import InferenceEngine
 from megarl.rollout.offer import Offer
 
-BACKENDS = {
-    "vllm": "megarl.rollout.vllm_engine",
-    "transformers": "megarl.rollout.transformers_engine",
+_BACKENDS = {
+    "vllm": ("megarl.rollout.vllm_engine", "megarl.rollout.vllm_engine"),
+    "transformers": ("megarl.rollout.transformers_engine", "megarl.rollout.engine_process"),
 }
-"""--rollout-backend -> its module, which is imported when an engine starts."""
+"""--rollout-backend -> the modules of `start_in_process` and of `start_process`, imported when an engine starts."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +33,21 @@ class EngineSetup:
     """Number of engines of the role."""
 
 
-class Backend(Protocol):
-    """The functions of a backend's module."""
+def start_in_process(setup: EngineSetup, offer: Offer) -> InferenceEngine:
+    """Start an engine in this process. Collective over the world.
 
-    def start_in_process(self, setup: EngineSetup, offer: Offer) -> InferenceEngine:
-        """Start an engine in this process. Collective over the world.
-
-        Args:
-            offer: the trainer's memory, which the engine's weights may use. `offer.taken` is set."""
-
-    def start_process(self, setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
-        """Start an engine in processes of its own. Not collective.
-
-        Args:
-            double_buffer: whether a version is written beside the one that samples."""
+    Args:
+        offer: the trainer's memory, which the engine's weights may use. `offer.taken` is set.
+    Raises: ValueError for engine arguments that cannot work."""
+    module = importlib.import_module(_BACKENDS[setup.config.rollout.backend][0])
+    return module.start_in_process(setup, offer)
 
 
-def backend_of(config: TrainConfig) -> Backend:
-    """Return the module of the backend that samples for this configuration."""
-    return importlib.import_module(BACKENDS[config.rollout.backend])
+def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
+    """Start an engine in processes of its own. Not collective.
+
+    Args:
+        double_buffer: whether a version is written beside the one that samples.
+    Raises: ValueError for engine arguments that cannot work; EngineFailed or EngineDied if it cannot start."""
+    module = importlib.import_module(_BACKENDS[setup.config.rollout.backend][1])
+    return module.start_process(setup, double_buffer)

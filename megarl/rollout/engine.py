@@ -30,7 +30,7 @@ from megarl.reshard.engine_atlas import engine_atlases
 from megarl.reshard.plan import ReshardPlan, make_plan
 from megarl.reshard.sync import Pull, WeightSync, tensors_of
 from megarl.reshard.transports.choose import ranks_per_node
-from megarl.rollout.backends import EngineSetup, backend_of
+from megarl.rollout.backends import EngineSetup, start_in_process
 from megarl.rollout.interface import InferenceEngine, Output, Request
 from megarl.rollout.offer import Offer
 from megarl.runtime.abort import AbortableEngine
@@ -258,7 +258,7 @@ class RolloutEngine(Engine):
         setup = EngineSetup(
             config, shape, self.ranks[first : first + self._tp], num_engines=len(self.ranks) // self._tp
         )
-        self.inference = backend_of(config).start_in_process(setup, offer)
+        self.inference = start_in_process(setup, offer)
         AbortableEngine(self.inference, f"{actor}/{rank // self._tp}", rank % self._tp, self._tp)
         self._aliases = offer.taken
         self.connect(sources, parameters)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.messages import decode, encode
+from megarl.rollout.backends import EngineSetup
 from megarl.rollout.engine_errors import EngineFailed, RemoteTraceback
 from megarl.rollout.environment import end_with_owner, engine_environment
 from megarl.rollout.interface import InferenceEngine, Output, Request, Running
@@ -30,6 +31,11 @@ from megarl.rollout.puller import Order, Outcome
 from megarl.rollout.transformers_engine import EngineOptions, TransformersEngine
 
 _START_S, _ANSWER_S = 300.0, 10.0
+
+
+def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
+    """Start a transformers engine in a process of its own, on the device of this rank."""
+    return RemoteEngine(EngineOptions.of(setup, double_buffer))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megarl.reshard.destination import Arrival
 from megarl.reshard.engine_atlas import engine_atlases
 from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.sync import Pull, publish_atlases, sync_plan
-from megarl.rollout.backends import EngineSetup, backend_of
+from megarl.rollout.backends import EngineSetup, start_process
 from megarl.rollout.engine import Engine
 from megarl.rollout.puller import Order
 from megarl.runtime.abort import AbortableEngine
@@ -51,7 +51,7 @@ class OutOfProcessEngine(Engine):
         super().__init__(config, shape, actor)
         self.ranks, self.rollout_ranks, self.rank = tuple(ranks), tuple(rollout_ranks), dist.get_rank()
         setup = EngineSetup(config, shape, self.ranks, num_engines=len(self.rollout_ranks) // self._tp)
-        self.inference = backend_of(config).start_process(setup, _double_buffer(config))
+        self.inference = start_process(setup, _double_buffer(config))
         AbortableEngine(self.inference)
         self._plan: ReshardPlan | None = None
         if engine_atlases(config.rollout.backend, shape, self.ranks, self._tp) is None:

@@ -87,13 +87,6 @@ def start_in_process(setup: EngineSetup, offer: Offer) -> InferenceEngine:
     return TransformersEngine(EngineOptions.of(setup), offer)
 
 
-def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
-    """Build the model in a process of its own, on the device of this rank."""
-    from megarl.rollout.engine_process import RemoteEngine
-
-    return RemoteEngine(EngineOptions.of(setup, double_buffer))
-
-
 @dataclass(eq=False)
 class _Sequence:
     """A request and its tokens."""

@@ -93,6 +93,46 @@ RULES = {
         "out, or try --moe-routing-replay policy.",
         "--moe-routing-replay engine",
     ),
+    "an engine of transformers on two ranks": (
+        "--rollout-backend transformers --rollout-tensor-parallel-size 2",
+        2,
+        {},
+        "--rollout-tensor-parallel-size (2): with --rollout-backend transformers each engine is whole on "
+        "one rank. Try --rollout-tensor-parallel-size 1, or try --rollout-backend vllm.",
+        "--rollout-backend transformers",
+    ),
+    "blocks of a cache without blocks": (
+        "--rollout-backend transformers --rollout-block-size 32",
+        2,
+        {},
+        "--rollout-block-size (32): the KV cache of --rollout-backend transformers has no blocks. "
+        "Leave it out, or try --rollout-backend vllm.",
+        "--rollout-backend vllm --rollout-block-size 32",
+    ),
+    "graphs that transformers does not have": (
+        "--rollout-backend transformers --no-rollout-enforce-eager",
+        2,
+        {},
+        "--no-rollout-enforce-eager (False): --rollout-backend transformers has no CUDA graphs and is "
+        "not compiled. Leave it out, or try --rollout-backend vllm.",
+        "--rollout-backend transformers --rollout-enforce-eager",
+    ),
+    "experts that transformers does not report": (
+        "--rollout-backend transformers --moe-routing-replay engine",
+        2,
+        EXPERTS,
+        "--moe-routing-replay (engine): --rollout-backend transformers does not report the experts that "
+        "it chose. Try --moe-routing-replay policy, or try --rollout-backend vllm.",
+        "--rollout-backend transformers --moe-routing-replay policy",
+    ),
+    "an argument of the other backend": (
+        "--rollout-backend transformers --rollout-scheduling-policy fcfs",
+        2,
+        {},
+        "--rollout-scheduling-policy (fcfs): is an argument of vLLM, and the engine is that of "
+        "--rollout-backend transformers. Leave it out, or try --rollout-backend vllm.",
+        "--rollout-backend vllm --rollout-scheduling-policy fcfs",
+    ),
     "fp8 of fp32 weights": (
         "--fp8-format hybrid",
         2,

@@ -222,15 +222,18 @@ def test_responses_end_with_the_token_that_stops_them(folders, asked):
     assert reasons == {"stop", "length"}
 
 
-def test_stop_strings_stay_in_the_response(tmp_path, folders, asked):
-    engine = TransformersEngine(options(folders[1], stop=("e", "a b")))
+def test_stop_strings_stay_in_the_response(folders):
+    engine = TransformersEngine(options(folders[1], stop=("e", "M")))
     load(engine, folders[1])
     outputs = run(engine, requests([[100, 101]] * 16, top_k=3))
-    texts = [engine._tokenizer.decode(output.token_ids) for output in outputs]
-    assert [output.finish_reason for output in outputs].count("stop") > 0
-    for output, text in zip(outputs, texts, strict=True):
-        assert ("e" in text or output.token_ids[-1] == 1) == (output.finish_reason == "stop")
-        assert "e" not in engine._tokenizer.decode(output.token_ids[:-1])
+    stopped = 0
+    for output in outputs:
+        text = engine._tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        found = {"e", "M"} & {*text}
+        assert bool(found or output.token_ids[-1] == 1) == (output.finish_reason == "stop")
+        assert not found or text[-1] in found and len({"e", "M"} & {*text[:-1]}) == 0
+        stopped += bool(found)
+    assert stopped > 4
 
 
 def test_a_sequence_ends_where_the_cache_does(folders):
