@@ -32,7 +32,8 @@ def engine_errors(config: TrainConfig, machine: Machine) -> Errors:
         if shape.is_gqa and shape.head_dim not in sizes:
             yield (
                 f"{flag} ({folder}): its head_dim is {shape.head_dim}, and vLLM's attention on a CPU has "
-                f"kernels for {', '.join(map(str, sizes))} only. Use another model, or a GPU{_OTHER.get(flag, '')}."
+                f"kernels for {', '.join(map(str, sizes))} only. "
+                f"Use another model, or a GPU{_OTHER.get(flag, '')}."
             )
 
 

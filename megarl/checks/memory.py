@@ -175,8 +175,8 @@ class _ActorParts:
     def _kv_cache_bytes(self, itemsize: int, weights: int) -> int:
         """Return the KV cache bytes of a rank, or 0 if the memory of the GPUs is not known.
 
-        On a GPU vLLM's cache is what --rollout-gpu-memory-utilization leaves. An engine without blocks takes no
-        more than it has sequences for."""
+        On a GPU vLLM's cache is what --rollout-gpu-memory-utilization leaves. An engine without blocks takes
+        no more than it has sequences for."""
         given, mesh = self.config.rollout, self.meshes["rollout"]
         if not rollout_backend(self.config).has_blocks:
             if self.machine.has_gpu and self.machine.gpu_bytes is None:

@@ -1,5 +1,4 @@
-"""Rules about the backend of the rollout engines: a flag that the backend of --rollout-backend cannot follow is an
-error, never ignored."""
+"""Rules about --rollout-backend: a flag that the backend cannot follow is an error, never ignored."""
 
 from __future__ import annotations
 

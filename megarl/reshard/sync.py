@@ -384,8 +384,8 @@ def sync_plan(
     """Return the plan from the sources to all out-of-process engines, and the speaker of each rollout rank.
 
     Engines are consecutive blocks of `tp` ranks. The first rank of a block speaks for the block. The result
-    is the same on every rank that calls this. If there is no table of the backend's layout of this model, this
-    waits for every engine to publish its atlas (`publish_atlases`).
+    is the same on every rank that calls this. If there is no table of the backend's layout of this model,
+    this waits for every engine to publish its atlas (`publish_atlases`).
 
     Raises: SyncError naming a rank that has not published its atlas within timeout_s."""
     atlases = engine_atlases(backend, shape, rollout_ranks, tp)

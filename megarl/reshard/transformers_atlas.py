@@ -42,7 +42,8 @@ LAYER = (
     ),
     Row("mlp.experts.down_proj", _STACKED, "block_sparse_moe.experts.{expert}.w2.weight"),
 )
-"""Parameters of a layer, relative to `model.layers.<i>.`; a layer has those whose Hugging Face tensors it has."""
+"""Parameters of a layer, relative to `model.layers.<i>.`; a layer has those whose Hugging Face tensors it
+has."""
 
 
 def transformers_atlas(shape: ModelShape, tp_size: int = 1, tp_rank: int = 0) -> Atlas:

@@ -18,7 +18,7 @@ _BACKENDS = {
     "vllm": ("megarl.rollout.vllm_engine", "megarl.rollout.vllm_engine"),
     "transformers": ("megarl.rollout.transformers_engine", "megarl.rollout.engine_process"),
 }
-"""--rollout-backend -> the modules of `start_in_process` and of `start_process`, imported when an engine starts."""
+"""--rollout-backend -> the modules that define `start_in_process` and `start_process` for it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EngineSetup:
     config: TrainConfig
     shape: ModelShape
     ranks: Sequence[int]
-    """Ranks of this engine. This process is one of them, and the first if the engine has its own processes."""
+    """Ranks of this engine. This process is one of them, and the first out of process."""
     num_engines: int
     """Number of engines of the role."""
 
@@ -48,6 +48,6 @@ def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
 
     Args:
         double_buffer: whether a version is written beside the one that samples.
-    Raises: ValueError for engine arguments that cannot work; EngineFailed or EngineDied if it cannot start."""
+    Raises: ValueError for engine arguments that cannot work; EngineFailed or EngineDied if a process fails."""
     module = importlib.import_module(_BACKENDS[setup.config.rollout.backend][1])
     return module.start_process(setup, double_buffer)

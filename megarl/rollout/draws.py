@@ -60,10 +60,10 @@ def draw_seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def token_noise(seeds: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return the Gumbel noise of each token of the vocabulary, as vLLM's kernel `fused_gumbel_argmax` computes it
-    on a CPU.
+    """Return the Gumbel noise of each token of the vocabulary.
 
-    The uniform number of token t is output number t of the generator SplitMix64 that starts at the mixed seed.
+    vLLM's CPU kernel `fused_gumbel_argmax` computes the same. The uniform number of token t is output number
+    t of the generator SplitMix64 that starts at the mixed seed.
 
     Args:
         seeds: [B] int64 of `draw_seeds`, on any device.
@@ -82,7 +82,7 @@ def _mixed(z: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return signed integers shifted to the right as if they were unsigned, which torch has no operation for."""
+    """Return signed integers shifted to the right as if they were unsigned."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

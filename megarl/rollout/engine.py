@@ -1,4 +1,4 @@
-"""Connect an inference engine to the weight syncs, and sample with it. This file: engines in the trainer's process.
+"""Sample with an inference engine in the trainer's process, and pull its weights from Megatron's shards.
 
     # every rank, after Megatron has built its groups
     engine = RolloutEngine(config, shape, ranks, atlases, parameters)
@@ -9,7 +9,7 @@
 
 Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine
 pass the same prompts and keys. An atlas is the sharding spec of one rank. `out_of_process.py` runs the same
-engines in separate processes. What samples is behind the interface of interface.py."""
+engines in separate processes. The engine that samples is behind the interface of interface.py."""
 
 from __future__ import annotations
 
@@ -241,8 +241,8 @@ class RolloutEngine(Engine):
         dtype. An update changes these weights at once, and `sync` makes them a version.
 
         Args:
-            ranks: ranks of the role. Consecutive blocks of tensor_parallel_size form engines. The engines join
-                the existing world, so these are all ranks; the rules of the configuration refuse others.
+            ranks: ranks of the role. Consecutive blocks of tensor_parallel_size form engines. vLLM joins the
+                existing world, so these are all ranks; the rules of the configuration refuse others.
             sources: atlas of every source rank, the same on all ranks.
             parameters: this rank's live source tensors, [rows, cols], by the names of its atlas; {} if the
                 rank is no source.

@@ -139,8 +139,8 @@ def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
 
 
 def stop_tokenizer(config: TrainConfig) -> str | None:
-    """Return the tokenizer with which an engine matches --stop strings, or None without them. Raises ValueError
-    for a SentencePiece file.
+    """Return the tokenizer with which an engine matches --stop strings, or None without them. Raises
+    ValueError for a SentencePiece file.
 
     An engine needs one only to match stop strings, and transformers must be able to load it."""
     tokenizer = config.model.tokenizer_model

@@ -3,8 +3,8 @@
     rank        RemoteEngine, which sends a Call per method and waits for its Answer
     process     a TransformersEngine, on which the calls run one after the other
 
-Calls and answers are messages of declared types: a method's annotations say how its arguments and its result are
-read. The engine takes a step when the rank asks for one."""
+Calls and answers are messages of declared types: a method's annotations say how its arguments and its result
+are read. The engine takes a step when the rank asks for one."""
 
 from __future__ import annotations
 

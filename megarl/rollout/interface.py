@@ -8,8 +8,8 @@
         for output in engine.take():
             print(output.id, output.token_ids, output.versions)
 
-vllm_engine.py and transformers_engine.py implement it, and backends.py starts them by --rollout-backend. What is
-above (engine.py, out_of_process.py) connects an engine to the weight syncs and knows this interface only."""
+vllm_engine.py and transformers_engine.py implement it; backends.py starts them by --rollout-backend.
+engine.py and out_of_process.py connect an engine to the weight syncs and know this interface only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megarl.rollout.puller import Order, Outcome
 
 Running = Literal["refuse", "keep", "recompute"]
-"""What a commit does with unfinished requests: refuse them, keep their KV cache and go on, or compute it anew."""
+"""What a commit does with unfinished requests: refuse them, keep their KV cache, or compute it anew."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,9 @@ class InferenceEngine(ABC):
     """Device of the weights: "cpu" or "cuda"."""
     dtype: torch.dtype
     tensors: dict[int, dict[str, torch.Tensor]]
-    """Rank of the engine -> name -> [rows, cols]: live weights, or tensors of the meta device if another process
-    holds them."""
+    """Rank of the engine -> name -> [rows, cols]: live weights, or of the meta device out of process."""
     atlases: dict[int, Atlas]
-    """Rank of the engine -> which parts of which Hugging Face tensors its weights are; {} out of process if
-    megarl/reshard/engine_atlas.py knows."""
+    """Rank of the engine -> what its weights hold; may be {} if engine_atlas.py of reshard knows."""
     cannot_continue: str | None = None
     """Reason why a response cannot be continued after a prefix with the tokens that it would have had."""
     version: int | None = None
@@ -110,26 +108,25 @@ class InferenceEngine(ABC):
         """Let steps do nothing until `resume`. Requests keep their KV cache, and more can be added."""
 
     @abstractmethod
-    def resume(self) -> None:
-        """End a pause."""
+    def resume(self) -> None: ...
 
     @abstractmethod
     def reset_cache(self) -> None:
         """Drop the KV cache of earlier prefixes. Raises RuntimeError if unfinished requests prevent this."""
 
     def release_kv_cache(self) -> bool:
-        """Free the memory of the KV cache until the next step, and return True; False if that is not possible.
+        """Free the memory of the KV cache until the next step. Returns False if that is not possible.
 
         Unfinished requests compute their KV cache anew."""
         return False
 
     @abstractmethod
     def write_weights(self, copy: Callable[[], object]) -> None:
-        """Write a version: call `copy`, which fills `tensors`. Only if this process holds the weights."""
+        """Write a version by calling `copy`, which fills `tensors`. Only in process."""
 
     @abstractmethod
     def pull_weights(self, orders: Sequence[Order], timeout_s: float) -> None:
-        """Start to copy a version, one order per rank of the engine. Only if another process holds the weights."""
+        """Start to copy a version, by one order per rank of the engine. Only out of process."""
 
     @abstractmethod
     def wait_for_weights(self, timeout_s: float) -> list[Outcome]:

@@ -1,6 +1,7 @@
 """Compute the size of an engine's KV cache and its default.
 
-vLLM divides its cache into blocks. The transformers engine has a row of full length for each running request."""
+vLLM divides its cache into blocks. The transformers engine has a row of full length for each running
+request."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def bounded_cache_bytes(block_bytes: int, per_sequence: int, num_sequences: int,
 def num_cache_rows(
     config: TrainConfig, row_bytes: int, num_engines: int, gpu_bytes: int | None, weights: int
 ) -> int:
-    """Return how many requests run at the same time in an engine whose KV cache has a row of full length for each.
+    """Return how many requests can run at the same time if the KV cache has a row of full length for each.
 
     That is enough for every sequence of a step, as far as memory allows: --rollout-kv-cache-memory-bytes, or
     MAX_CPU_KV_CACHE_BYTES on a CPU (but two rows at least), or what --rollout-gpu-memory-utilization leaves.

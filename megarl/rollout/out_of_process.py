@@ -7,9 +7,9 @@
     engine.generate(prompts, keys, temperature=1.0)
     engine.shutdown()
 
-The backend starts a process, or with tensor parallelism one process per rank of the engine. These processes use
-the devices of the engine's ranks, while the ranks' own processes wait. They pull the weights out of the memory
-that the trainers export (`reshard/sync.py`)."""
+The backend starts a process, or with tensor parallelism one process per rank of the engine. These processes
+use the devices of the engine's ranks, while the ranks' own processes wait. They pull the weights out of the
+memory that the trainers export (`reshard/sync.py`)."""
 
 from __future__ import annotations
 

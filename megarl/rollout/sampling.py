@@ -44,8 +44,8 @@ def sample(
 
 
 def _most_likely(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the logits with -inf for all but the most likely tokens: at most top_k, with a probability of top_p
-    together. A token as likely as the last one of top_k stays.
+    """Return the logits with -inf for all but the most likely tokens: top_k of them, with a probability of
+    top_p together. A token as likely as the last one of top_k stays.
 
     Takes logits [B, V], top_k [B, 1] whole numbers, top_p [B, 1]."""
     ascending, order = logits.sort(-1)

@@ -1,13 +1,13 @@
 """Implement the interface of an inference engine by the Hugging Face model itself, whole on one rank.
 
-    waiting requests    enter as long as the KV cache has a free row
-    a step              computes the new tokens of each row: a whole prompt where a request enters, else one token,
-                        and samples one token per row
-    a finished request  leaves; the last row moves into its place
+    waiting request     enters as soon as the KV cache has a free row
+    step                computes the new tokens of each row (the prompt of a request that enters, else one
+                        token), and samples one token per row
+    finished request    leaves, and the last row moves into its place
 
-It is exact and simple: there are no CUDA graphs, no shared prefixes and no attention kernels but those of
-transformers. transformers_model.py runs the model, sampling.py draws, and engine_process.py runs the engine in a
-process of its own."""
+The engine is exact and simple: it has no CUDA graphs, no shared prefixes, and no attention kernels but those
+of transformers. transformers_model.py runs the model, and sampling.py draws. engine_process.py runs the engine in
+a process of its own."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class EngineOptions:
         num_rows = num_cache_rows(config, row, setup.num_engines, _gpu_bytes(), weights * buffers)
         if num_rows == 0:
             raise ValueError(
-                f"the KV cache of the engine has no room for one sequence of {config.sampling.max_length} tokens "
-                f"({row} bytes). Try --rollout-kv-cache-memory-bytes {row}."
+                f"the KV cache of the engine has no room for one sequence of {config.sampling.max_length} "
+                f"tokens ({row} bytes). Try --rollout-kv-cache-memory-bytes {row}."
             )
         return cls(
             setup.ranks[0],
@@ -168,8 +168,10 @@ class TransformersEngine(InferenceEngine):
                 self._finished.append(self._remove(row).output(reason))
 
     def _admit(self) -> list[_Sequence]:
-        """Take the waiting requests that enter in this step: for those the cache has rows, and together they have
-        no more than the tokens of a step, padded to the longest of them. One always enters if there is a row."""
+        """Return the waiting requests that enter in this step, and take them out of the queue.
+
+        The cache has rows for them. Padded to the longest, they have at most the tokens of a step, unless one
+        alone has more."""
         entering, longest = [], 0
         while self._waiting and len(self._rows) + len(entering) < self._options.num_rows:
             longest = max(longest, len(self._waiting[0].tokens))
@@ -253,8 +255,8 @@ class TransformersEngine(InferenceEngine):
     def commit(self, version: int, running: Running = "refuse") -> None:
         if running == "refuse" and self.has_unfinished():
             raise RuntimeError(f"version {version} cannot be committed: requests are unfinished")
-        if self._puller is not None:
-            self._puller.commit()
+        if self._puller is not None and not self._puller.commit():
+            raise RuntimeError(f"version {version} cannot be committed: {self._puller.outcome.problem}")
         if running == "recompute":
             self.reset_cache()
         self.version = version

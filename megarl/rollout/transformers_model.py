@@ -37,9 +37,10 @@ class RowCache:
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of a layer, [rows, heads, new tokens, d], and return those of all tokens.
+        """Store the new keys and values of a layer, and return those of all tokens.
 
-        This is the method of transformers' `Cache` that attention layers call."""
+        This is the method of transformers' `Cache` that attention layers call. Takes and returns
+        [rows, heads, tokens, d]."""
         if layer not in self._layers:  # zeros, because a masked NaN would still be one
             rows, length = self._size
             self._layers[layer] = tuple(
@@ -102,7 +103,7 @@ class CachedModel:
     def _masks(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
         """Return which of the first `length` tokens each new token sees, [rows, 1, new tokens, length] bool.
 
-        A model whose layers differ gets one mask for each kind of layer. Takes positions [rows, new tokens]."""
+        A model whose layers differ gets one mask for each kind. Takes positions [rows, new tokens]."""
         distance = positions[:, None, :, None] - torch.arange(length, device=self.device)
         full, window = distance >= 0, self._shape.sliding_window
         kinds = set(self._shape.sliding_layers)
@@ -112,12 +113,14 @@ class CachedModel:
         return sliding if kinds == {True} else {"full_attention": full, "sliding_attention": sliding}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return name -> [rows, cols] view of each live weight. Raises RuntimeError if they are not those of the
-        atlas."""
+        """Return name -> [rows, cols] view of each live weight.
+
+        Raises: RuntimeError if they are not those of the atlas."""
         atlas, parameters = transformers_atlas(self._shape), dict(self.module.named_parameters())
         if parameters.keys() != atlas.keys():
             raise RuntimeError(
-                f"the parameters of transformers' {type(self.module).__name__} are not those that megarl knows: "
+                f"the parameters of transformers' {type(self.module).__name__} are not those that megarl "
+                "knows: "
                 f"{sorted(parameters.keys() ^ atlas.keys())}"
             )
         return {name: parameters[name].data.view(param.rows, param.cols) for name, param in atlas.items()}

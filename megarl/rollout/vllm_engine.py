@@ -92,8 +92,8 @@ class VllmEngine(InferenceEngine):
         self._connect()
         if self.device != "cpu" and not llm.llm_engine.vllm_config.use_v2_model_runner:
             self.cannot_continue = (
-                "vLLM runs this model by its Model Runner V1, which on a GPU draws from a generator per request. "
-                "Only Model Runner V2 draws by position."
+                "vLLM runs this model by its Model Runner V1, which on a GPU draws from a generator per "
+                "request. Only Model Runner V2 draws by position."
             )
 
     def _connect(self) -> None:
@@ -169,7 +169,7 @@ class VllmEngine(InferenceEngine):
         experts = None
         if self._tells_experts and finish_reason is not None:
             experts = routed_experts(rows, len(request.prompt) + len(token_ids), self._setup.shape)
-        # `commit` refuses to change the weights of unfinished requests, so one version has sampled all tokens.
+        # `commit` refuses to change the weights of unfinished requests: one version sampled all tokens.
         versions = [self.version] * len(token_ids)
         return Output(request.id, token_ids, log_probs, versions, finish_reason, experts)
 
@@ -277,7 +277,8 @@ class VllmProcesses(VllmEngine):
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests. The engine is paused meanwhile.
 
-        Otherwise timing would decide which requests share a batch, and thus the last bits of their log-probs."""
+        Otherwise timing would decide which requests share a batch, and thus the last bits of their
+        log-probs."""
         was_paused, add = self._is_paused, super().add
         if not was_paused:
             self.pause()
@@ -286,7 +287,15 @@ class VllmProcesses(VllmEngine):
             self.resume()
 
     def step(self) -> None:
-        self._explained(super().step)
+        try:
+            super().step()
+        except Exception as error:  # without a look at the processes if all is well, as there are many steps
+            failure = error
+
+            def fail() -> None:
+                raise failure
+
+            self._explained(fail)
 
     def pause(self) -> None:
         self._explained(super().pause)

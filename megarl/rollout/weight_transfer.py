@@ -73,8 +73,7 @@ _offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
 
 @contextlib.contextmanager
 def offering(offer: Offer) -> Iterator[None]:
-    """Offer the trainer's memory to the engine that is built inside this context; `offer.taken` records what it
-    takes.
+    """Offer the trainer's memory to the engine that is built inside this context, which sets `offer.taken`.
 
     CUDA graphs and compiled code keep memory addresses. These can still be chosen while vLLM builds the
     weight-transfer engine."""

@@ -133,8 +133,8 @@ def test_bytes_of_a_parameter(job, tmp_path):  # noqa: F811
 
 
 def test_rows_of_a_cache_without_blocks(job, tmp_path):  # noqa: F811
-    """--rollout-backend transformers: a row of full length per sequence of a step on each engine, as far as there
-    is room; the plain parameters; and a second buffer out of process."""
+    """--rollout-backend transformers: a row of full length per sequence of a step on each engine, as far as
+    there is room; the plain parameters; and a second buffer out of process."""
     shape = ModelShape.load(tmp_path / "model")
     row = 2 * 4 * shape.num_layers * shape.num_query_groups * shape.head_dim
     config = load(job, "--rollout-backend transformers")

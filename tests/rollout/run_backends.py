@@ -1,5 +1,5 @@
-"""One process: the same requests to an engine of each backend, with the same weights. Writes how many responses are
-equal; test_backends.py judges.
+"""One process: the same requests to an engine of each backend, with the same weights. Writes how many
+responses are equal; test_backends.py judges.
 
 python tests/rollout/run_backends.py MODEL REPORT"""
 

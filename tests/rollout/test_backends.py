@@ -16,7 +16,8 @@ from tests.rollout.run_backends import COUNT, WAYS
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_same_keys_draw_the_same_tokens(tmp_path):
-    """By the quickstart's model. A tie within rounding may go the other way, in one of a thousand responses."""
+    """By the quickstart's model. A tie within rounding may go the other way, in one of a thousand
+    responses."""
     from sums.files import make_sums
 
     make_sums(tmp_path, seed=0)

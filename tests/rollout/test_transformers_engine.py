@@ -1,5 +1,5 @@
-"""The transformers engine alone: log-probs against transformers' own forward pass, draws against their definition,
-and requests that are paused, aborted, or run while the weights change.
+"""The transformers engine alone: log-probs against transformers' own forward pass, draws against their
+definition, and requests that are paused, aborted, or run while the weights change.
 
 pytest tests/rollout/test_transformers_engine.py
 
