@@ -48,6 +48,6 @@ def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
 
     Args:
         double_buffer: whether a version is written beside the one that samples.
-    Raises: ValueError for engine arguments that cannot work; EngineFailed or EngineDied if a process fails."""
+    Raises: ValueError for impossible engine arguments; EngineFailed or EngineDied if a process fails."""
     module = importlib.import_module(_BACKENDS[setup.config.rollout.backend][1])
     return module.start_process(setup, double_buffer)

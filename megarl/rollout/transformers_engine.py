@@ -5,8 +5,8 @@
                         token), and samples one token per row
     finished request    leaves, and the last row moves into its place
 
-The engine is exact and simple: it has no CUDA graphs, no shared prefixes, and no attention kernels but those
-of transformers. transformers_model.py runs the model, and sampling.py draws. engine_process.py runs the engine in
+The engine is exact and simple: no CUDA graphs, no shared prefixes, and no attention kernels but those of
+transformers. transformers_model.py runs the model, and sampling.py draws. engine_process.py runs the engine in
 a process of its own."""
 
 from __future__ import annotations
