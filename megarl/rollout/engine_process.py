@@ -1,10 +1,11 @@
-"""Run a transformers engine in a process of its own: `python -m megarl.rollout.engine_process FD`.
+"""Run a transformers engine in a process of its own: `python -m megarl.rollout.engine_process`.
 
     rank        RemoteEngine, which sends a Call per method and waits for its Answer
     process     a TransformersEngine, on which the calls run one after the other
 
 Calls and answers are messages of declared types: a method's annotations say how its arguments and its result
-are read. The engine takes a step when the rank asks for one."""
+are read. The socket between both is the standard input of the process. The engine takes a step when the rank
+asks for one."""
 
 from __future__ import annotations
 
@@ -126,11 +127,12 @@ def _types(method: str) -> tuple[list[object], object]:
     return arguments, result
 
 
-def main(fd: int) -> None:
+def main() -> None:
     """Answer calls until the rank closes the connection or ends."""
     end_with_owner()
+    connection, hosted = Connection(os.dup(0)), HostedEngine()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-    connection, hosted = Connection(fd), HostedEngine()
     while True:
         try:
             call = decode(connection.recv_bytes(), Call)
@@ -158,9 +160,7 @@ class RemoteEngine(InferenceEngine):
         self._connection, theirs = Pipe()
         with engine_environment(visible_devices(1, "--rollout-ranks"), None):
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megarl.rollout.engine_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", "megarl.rollout.engine_process"], stdin=theirs.fileno()
             )
         theirs.close()
         self._number, self._is_paused, self._is_pulling = 0, False, False
@@ -282,4 +282,4 @@ class RemoteEngine(InferenceEngine):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

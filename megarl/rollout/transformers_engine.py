@@ -6,8 +6,8 @@
     finished request    leaves, and the last row moves into its place
 
 The engine is exact and simple: no CUDA graphs, no shared prefixes, and no attention kernels but those of
-transformers. transformers_model.py runs the model, and sampling.py draws. engine_process.py runs the engine in
-a process of its own."""
+transformers. transformers_model.py runs the model, and sampling.py draws. engine_process.py runs the engine
+in a process of its own."""
 
 from __future__ import annotations
 
