@@ -1,6 +1,6 @@
 """Weights from real Megatron shards in real engines of both backends: after each of three syncs of changing
-weights, fp32 log-probs are those of transformers. torchrun jobs (run_layouts.py), one engine after the other: in
-the ranks' processes, and in processes of its own.
+weights, fp32 log-probs are those of transformers. torchrun jobs (run_layouts.py), one engine after the other:
+in the ranks' processes, and in processes of its own.
 
     pytest tests/rollout/test_layouts.py            a covering set of combinations on two ranks
     pytest tests/rollout/test_layouts.py -m nightly -s    all of them, and four ranks; prints the largest errors"""
