@@ -28,16 +28,18 @@ def main(argv: Sequence[str]) -> int:
     check_everything(checked, config.placement.nproc_per_node, new_run=False)
     with exported(name) as folder, tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch:
         config = replace(config, model=replace(config.model, model=str(folder)))
-        from megarl.evaluation.job import evaluate_job
+        from megarl.evaluation.job import evaluate_job, progress_of
 
         job = functools.partial(evaluate_job, options=options, model=name)
         if not has_rank_processes(config):
             from megarl.train import run_in_process
 
-            return run_in_process(config, job, new_run=False)
+            return run_in_process(config, job, new_run=False, say=progress_of(options))
         from megarl.trainer.launch import launch
 
         # the ranks read the resolved configuration: no flag of the user's names an exported folder
         arguments = Path(scratch, "resolved.args")
         arguments.write_text(write_args(config), encoding="utf-8")
-        return launch(config, [f"@{arguments}"], job, "megarl.evaluate", new_run=False)
+        return launch(
+            config, [f"@{arguments}"], job, "megarl.evaluate", new_run=False, say=progress_of(options)
+        )

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from megarl.cli import COMMANDS
-from tests.e2e.jobs import train
+from tests.e2e.jobs import STARTING, train
 
 ANY_GATE = ("--gate-mean-abs", "inf", "--gate-max-abs", "inf")
 
@@ -40,7 +40,7 @@ def test_a_learning_rate_that_destroys_the_model_is_warned_of_and_the_end_says_w
 def test_a_gate_failure_is_one_message_without_a_traceback(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", "--gate-max-abs", "1e-12")
     assert job.returncode == 1 and "Traceback" not in job.output, job.output
-    lines = [line for line in job.output.splitlines() if not line.startswith("roles are set up")]
+    lines = [line for line in job.output.splitlines() if not line.startswith(STARTING)]
     assert lines[0].startswith("[driver] failed at step 1: GateError: trainer and engine disagree on ")
     log = job.folder / "failure.log"
     assert lines[-1] == (
