@@ -10,7 +10,13 @@ from pathlib import Path
 
 from megarl.checks.job import check_everything
 from megarl.config.render import write_args
-from megarl.evaluation.arguments import check_model, load_evaluation, split_options, with_model
+from megarl.evaluation.arguments import (
+    check_model,
+    load_evaluation,
+    split_options,
+    with_model,
+    with_settings_of_run,
+)
 from megarl.inspect.models import base_model, checkpoint_of, exported, model_folder
 from megarl.trainer.executors import has_rank_processes
 
@@ -18,6 +24,7 @@ from megarl.trainer.executors import has_rank_processes
 def main(argv: Sequence[str]) -> int:
     """Evaluate a model. Raises: ConfigError with all errors, before a rank is started."""
     options, rest = split_options(argv)
+    rest = with_settings_of_run(rest)
     given = load_evaluation(rest)
     check_model(given)
     name = given.model.model
