@@ -15,7 +15,7 @@ from megarl.checks.machine import Machine
 from megarl.checks.model_notes import lost_characters, model_notes
 from megarl.config.loader import load_config
 from megarl.data.quick_tokenizer import load_quickly
-from tests.config.conftest import job, write_model  # noqa: F401
+from tests.config.conftest import ROW, job, write_model  # noqa: F401
 
 
 def notes(model: Path, *flags: str) -> list[str]:
@@ -75,12 +75,18 @@ def test_characters_without_tokens_are_found_and_normalised_ones_are_not(letters
     assert lost_characters(tokenizer, ["a+b", "1+2"]) == ["+", "1", "2"]
 
 
-def test_check_notes_them(job, letters, tmp_path):  # noqa: F811
-    def report(*flags):
-        config = load_config([job, *flags], REGISTRY)
-        return [line for line in examine(config, 2, machine=Machine(10**11)).lines if "no tokens for" in line]
+def test_check_notes_them(job, tmp_path):  # noqa: F811
+    """The job's tokenizer has digits and signs."""
 
-    assert report() == []
-    (found,) = report("--tokenizer-model", str(letters), "--max-prompt-length", "200")
-    assert found.startswith(f"note: --tokenizer-model ({letters}): its tokenizer has no tokens for ")
-    assert "in the first rows of --train-data" in found
+    def noted() -> list[str]:
+        lines = examine(load_config([job], REGISTRY), 2, machine=Machine(10**11)).lines
+        return [line for line in lines if "no tokens for" in line]
+
+    assert noted() == []
+    prompt = [{"role": "user", "content": "sum 1+1?"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROW | {"prompt": prompt}) + "\n")
+    (note,) = noted()
+    assert note == (
+        f"note: --model ({tmp_path / 'model'}): its tokenizer has no tokens for 's', 'u', 'm' in the first "
+        "rows of --train-data, so the model reads these texts without them. It may be the model of another task"
+    )

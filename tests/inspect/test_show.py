@@ -226,7 +226,7 @@ def test_a_failed_step_is_shown_when_asked_for_and_not_otherwise(run, megarl):
     assert (code, err) == (0, "") and "-- without a reward 1 of 1 | step 4 | sample 40" in text
     assert shown(out) == [("best", 41), ("worst", 42)] and "failure: Traceback: no digits" in text
     assert re.search(r"step 4, 3 samples, .* The step failed \(.*\): RewardsFailed: 1 of 3 rewards", text)
-    assert "error:" not in out and "step 3, 5 samples" in megarl("show", run)[1]
+    assert "error:" not in out and "step 3, 5 samples" in " ".join(megarl("show", run)[1].split())
     assert shown(megarl("show", run, "--failed", "--best", 1)[1]) == [("best", 41)]
     assert megarl("show", run, "--failed", "--step", 3)[0] == 2
     (run / FAILED_STEP).unlink()

@@ -31,7 +31,8 @@ def test_the_first_line_says_what_starts():
 def test_with_load_it_says_after_which_step(tmp_path):
     where = tmp_path / "a" / "checkpoints" / "step_000007"
     where.mkdir(parents=True)
-    write_job(where, {"step": 7})
+    empty = {"roles": {}, "models": {}, "actors": {}, "random_states": [], "metrics": {}}
+    write_job(where, {"step": 7, **empty})
     line = text("--algorithm", "grpo", "--load", str(tmp_path / "a"))
     assert line.startswith(f"starting 2 ranks, to continue after step 7 ({where}): each imports ")
     assert text("--algorithm", "grpo", "--load", str(tmp_path / "none")).startswith("starting 2 ranks: ")
