@@ -18,8 +18,9 @@ from typing import Any, TextIO
 
 from megarl.algorithms.base import algorithm_of
 from megarl.config.errors import ConfigError
-from megarl.config.rules_files import JobFileError, newest_job
+from megarl.config.rules_files import newest_job
 from megarl.config.schema import TrainConfig
+from megarl.files.checkpoints import JobFileError
 from megarl.flow import ModelRole, Rollout, role_class
 from megarl.futures import Future
 from megarl.loggers.console import clock
