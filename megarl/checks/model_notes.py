@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.config.schema import TrainConfig
 from megarl.data.tokenizer_base import Tokenizer
-from megarl.inspect.models import run_of_model
+from megarl.files.checkpoints import run_of_model
 from megarl.loggers.base import flags_of
 
 _MAX_FOLDERS, _MAX_NAMED = 200, 5

@@ -19,7 +19,8 @@ from megarl.config.loader import load_config
 from megarl.config.render import help_of
 from megarl.config.rules_training import NO_EVAL_DATA
 from megarl.config.schema import CheckpointConfig, LoRAConfig, TrainConfig
-from megarl.inspect.models import model_folder, run_of_model
+from megarl.files.checkpoints import run_of_model
+from megarl.inspect.models import model_folder
 from megarl.loggers.base import flags_of
 
 DEFAULTS = ["--algorithm", "grpo", "--train-iters", "1", "--train-data", "--save", "unused"]
@@ -135,7 +136,10 @@ def with_settings_of_run(argv: Sequence[str]) -> list[str]:
     run = run_of_model(Path(words[-1][0].text))
     if run is None:
         return list(argv)
-    settings = flags_of((run / ARGUMENTS).read_text(encoding="utf-8"))
+    try:
+        settings = flags_of((run / ARGUMENTS).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return list(argv)
     if settings.get("eval-data") in (None, "true") or settings.get("algorithm") == "sft":
         return list(argv)
     return [f"@{run / ARGUMENTS}", *argv]

@@ -56,19 +56,6 @@ def run_of(checkpoint: Path) -> Path:
     return checkpoint.resolve().parents[2]
 
 
-def run_of_model(folder: Path) -> Path | None:
-    """Return the run folder that a path means or lies in: the run itself, its hf/ or hf_2/, its checkpoints;
-    None for other folders. The run has a resolved.args."""
-    candidates = [folder]
-    if folder.name == "hf" or folder.name.startswith("hf_"):
-        candidates.append(folder.parent)
-    if is_one_checkpoint(folder):
-        candidates.append(folder.parent.parent)
-    elif is_one_checkpoint(folder.parent):
-        candidates.append(folder.parent.parent.parent)
-    return next((one for one in candidates if (one / "resolved.args").is_file()), None)
-
-
 def base_model(checkpoint: Path) -> Path:
     """Return the folder of the model that a run has trained, which has the configuration and the tokenizer.
 
