@@ -42,10 +42,10 @@ def wide(monkeypatch):
 
 
 def test_the_ids_are_those_that_training_makes(sums, megarl):
-    code, out, err = megarl("data", sums["sft_worked"], "--model", sums["model"], "--row", 7, 3)
+    code, out, err = megarl("data", sums["sft_mixed"], "--model", sums["model"], "--row", 7, 3)
     assert (code, err) == (0, "")
     dataset, tokenizer = (
-        PromptDataset.load(sums["sft_worked"], needs="response"),
+        PromptDataset.load(sums["sft_mixed"], needs="response"),
         load_tokenizer(sums["model"]),
     )
     encoder = PromptEncoder(tokenizer, dataset)
