@@ -2,7 +2,7 @@
 
 A launch replaces a few hundred functions of the language by interpreted ones. Each call of a device function
 within it, such as `tl.zeros_like` or the function that a scan combines with, looks at all of them again and
-finds nothing to do. That is half the time of a test of kernels."""
+finds nothing to do. That is half the time of a test of kernels. Use it as `interpreter._patch_lang`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from types import ModuleType
 
-import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -27,8 +26,3 @@ def adapt_once(function: Callable) -> interpreter._LangPatchScope:
 @functools.cache
 def _languages(function: Callable) -> list[ModuleType]:
     return [module for module in (tl, tl.core) if any(v is module for v in function.__globals__.values())]
-
-
-def be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter adapt the language once per launch, for the rest of the test."""
-    monkeypatch.setattr(interpreter, "_patch_lang", adapt_once)
