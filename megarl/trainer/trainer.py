@@ -44,6 +44,7 @@ from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
 from megarl.trainer.checkpointer import Checkpointer
 from megarl.trainer.evaluation import evaluate_actors
 from megarl.trainer.gate import LogProbGate
+from megarl.trainer.profiled_steps import ProfiledSteps
 from megarl.trainer.own_ranks import Started, start_ranks
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.run_folder import TIMELINE, Run
@@ -112,6 +113,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config, self.executor, self.meshes, self.state, self.run_folder, self.stop
         )
+        self.profiled = ProfiledSteps(config, self.executor, self.run_folder)
         self._contexts.push(self._finish)
         self.flow = flow_of_actors(config, self.meshes)
         """Flow of a step, combined from the algorithms of all actors."""
@@ -128,6 +130,7 @@ class Trainer:
             last.callback(self.checkpointer.abandon)
             last.callback(self.save_timeline)
             if exc_type is None:
+                self.profiled.stop()
                 self.wait()
                 for role in self.meshes:
                     if issubclass(role_class(role), ServiceRole):
@@ -252,11 +255,13 @@ class Trainer:
         self.stop.is_armed = self.stops_gracefully
         self.stop.check()
         self.checkpointer.poll()
+        self.profiled.begin(self.step)
         self.executor.take_seconds()
         self.run_folder.begin_step()
 
     def _complete_step(self) -> None:
         self.state.complete_step()
+        self.profiled.end(self.step)
         self.stop.step_completed()
 
     def _record(self, reports: Iterable[Future[Metrics]]) -> dict[str, float]:
