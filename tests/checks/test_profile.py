@@ -11,7 +11,7 @@ from megarl.checks.machine import Machine
 from megarl.checks.profile import profile_errors
 from megarl.config.check import check
 from megarl.config.loader import load_config
-from tests.config.conftest import job  # noqa: F401
+from tests.config.conftest import job, write_model  # noqa: F401
 
 CPU, GPU = Machine(None), Machine(None, has_gpu=True)
 
