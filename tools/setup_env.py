@@ -4,7 +4,7 @@
 
 1. PyTorch is installed first, because vLLM and the build of the extension depend on its version.
 2. megarl is installed as an editable package with the extras `cpu` or `gpu`, `dev` and `docs`. On a GPU
-   Transformer Engine is installed too, if its build succeeds.
+   Transformer Engine is installed too, if its build succeeds. A GPU that PyTorch cannot use is an error.
 3. torchvision, torchaudio and torchcodec are removed if they cannot be imported. vLLM requires them and
    megarl does not use them, but builds for another PyTorch break `import transformers`.
 
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +85,12 @@ def last_line(skip: tuple[str, ...] = ("WARNING",)) -> str:
     return next((line for line in reversed(lines) if line and not line.startswith(skip)), "")
 
 
-def pip(doing: str, *arguments: str, timeout_s: float | None = None) -> bool:
+def pip(
+    doing: str,
+    *arguments: str,
+    timeout_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> bool:
     """Run pip with its output in .venv/setup.log, and report its progress every half minute.
 
     Returns whether pip succeeded."""
@@ -95,7 +101,12 @@ def pip(doing: str, *arguments: str, timeout_s: float | None = None) -> bool:
         log.flush()
         command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
         process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         try:
             while process.poll() is None:
@@ -167,8 +178,24 @@ def install_transformer_engine(project: dict) -> None:
         "--no-build-isolation",
         *requirements,
         timeout_s=TRANSFORMER_ENGINE_TIMEOUT_S,
+        environment=transformer_engine_environment(),
     ):
         logger.info("  Transformer Engine does not install here, going on without it: %s", last_line()[:200])
+
+
+def transformer_engine_environment() -> dict[str, str]:
+    """Return the environment variables with which the PyTorch part of Transformer Engine compiles.
+
+    Its build looks for headers in a CUDA toolkit only, which may lack cuDNN's, NCCL's and cuSPARSE's. The
+    wheels that PyTorch needs have them. MAX_JOBS files compile at a time, each in some gigabytes of memory."""
+    wheels = [
+        str(folder)
+        for name in ("cudnn", "nccl", "cu13")
+        for folder in VENV.glob(f"lib/python*/site-packages/nvidia/{name}/include")
+    ]
+    given = [path for path in (os.environ.get("CPLUS_INCLUDE_PATH"),) if path]
+    jobs = os.environ.get("MAX_JOBS") or str(min(8, len(os.sched_getaffinity(0))))
+    return {"CPLUS_INCLUDE_PATH": os.pathsep.join([*given, *wheels]), "MAX_JOBS": jobs}
 
 
 def remove_mismatched() -> None:
@@ -244,6 +271,22 @@ def check_environment() -> None:
         )
 
 
+def check_gpu(found: str) -> None:
+    """Raise SetupError if there is a GPU, but PyTorch cannot use it.
+
+    Jobs would train on the CPU beside an engine for CUDA.
+
+    Args:
+        found: how the GPU was found."""
+    tried = run_python("import torch\nprint(torch.version.cuda)\ntorch.cuda.init()")
+    if tried.returncode:
+        raise SetupError(
+            f"there is a GPU ({found}), but PyTorch for CUDA {tried.stdout.strip()} cannot use it: "
+            f"{error_line(tried.stderr)}. CUDA 13 needs NVIDIA's driver 580 or newer. Update the driver and run "
+            "make again, or set up for the CPU: python3 tools/setup_env.py --device cpu"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -272,6 +315,8 @@ def main() -> None:
         install_transformer_engine(project)
     remove_mismatched()
     check_environment()
+    if extra == "gpu" and gpu is not None:
+        check_gpu(gpu)
     (VENV / ".ready").touch()
 
 
