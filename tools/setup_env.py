@@ -1,10 +1,10 @@
 """Make .venv and install megarl into it. The Makefile runs this file with a Python without packages.
 
-    python3.11 tools/setup_env.py [--device auto|cpu|gpu]
+    python3.11 tools/setup_env.py [--device auto|cpu|gpu] [--for-another-machine]
 
 1. PyTorch is installed first, because vLLM and the build of the extension depend on its version.
 2. megarl is installed as an editable package with the extras `cpu` or `gpu`, `dev` and `docs`. On a GPU
-   Transformer Engine is installed too, if its build succeeds. A GPU that PyTorch cannot use is an error.
+   Transformer Engine is installed too, if its build succeeds.
 3. torchvision, torchaudio and torchcodec are removed if they cannot be imported. vLLM requires them and
    megarl does not use them, but builds for another PyTorch break `import transformers`.
 
@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,14 +85,13 @@ def last_line(skip: tuple[str, ...] = ("WARNING",)) -> str:
 
 
 def pip(
-    doing: str,
-    *arguments: str,
-    timeout_s: float | None = None,
-    environment: Mapping[str, str] | None = None,
+    doing: str, *arguments: str, timeout_s: float | None = None, environment: dict[str, str] | None = None
 ) -> bool:
     """Run pip with its output in .venv/setup.log, and report its progress every half minute.
 
-    Returns whether pip succeeded."""
+    Args:
+        environment: variables beside those of this process.
+    Returns: whether pip succeeded."""
     logger.info("%s ...", doing)
     start = time.monotonic()
     with LOG.open("a") as log:
@@ -103,7 +101,7 @@ def pip(
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **(environment or {})},
+            env=os.environ | (environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -184,18 +182,40 @@ def install_transformer_engine(project: dict) -> None:
 
 
 def transformer_engine_environment() -> dict[str, str]:
-    """Return the environment variables with which the PyTorch part of Transformer Engine compiles.
+    """Return the environment variables with which Transformer Engine finds CUDA's headers.
 
-    Its build looks for headers in a CUDA toolkit only, which may lack cuDNN's, NCCL's and cuSPARSE's. The
-    wheels that PyTorch needs have them. MAX_JOBS files compile at a time, each in some gigabytes of memory."""
-    wheels = [
-        str(folder)
-        for name in ("cudnn", "nccl", "cu13")
-        for folder in VENV.glob(f"lib/python*/site-packages/nvidia/{name}/include")
-    ]
-    given = [path for path in (os.environ.get("CPLUS_INCLUDE_PATH"),) if path]
-    jobs = os.environ.get("MAX_JOBS") or str(min(8, len(os.sched_getaffinity(0))))
-    return {"CPLUS_INCLUDE_PATH": os.pathsep.join([*given, *wheels]), "MAX_JOBS": jobs}
+    Its build looks in a toolkit only, which lacks cudnn.h and nccl.h, often cusparse.h too. PyTorch's CUDA
+    build has brought them along as wheels. One compiler takes up to 4 GB of memory."""
+    folders = sorted(VENV.glob("lib/python*/site-packages/nvidia/*/include"))
+    given = os.environ.get("CPLUS_INCLUDE_PATH")
+    paths = [*([given] if given else []), *map(str, folders)]
+    jobs = max(1, min(os.cpu_count() or 1, memory_bytes() // (4 << 30)))
+    return ({"CPLUS_INCLUDE_PATH": ":".join(paths)} if paths else {}) | {
+        "MAX_JOBS": os.environ.get("MAX_JOBS", str(jobs))
+    }
+
+
+def memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_usable_gpu() -> None:
+    """Raise SetupError if the installed PyTorch sees no GPU.
+
+    Otherwise jobs would train on the CPU beside a vLLM for CUDA. The usual cause is a driver that is older
+    than PyTorch's CUDA."""
+    seen = run_python("import torch; print(torch.version.cuda, torch.cuda.is_available())")
+    cuda, _, available = seen.stdout.strip().partition(" ")
+    if available == "True":
+        return
+    version = Path("/proc/driver/nvidia/version")
+    driver = version.read_text().splitlines()[0] if version.exists() else "no NVIDIA driver is loaded"
+    raise SetupError(
+        f"PyTorch (for CUDA {cuda}) sees no GPU; the driver: {driver}. CUDA 13 needs driver 580 or later. "
+        "Update the driver, install for the CPU with --device cpu (make DEVICE=cpu), or use "
+        "--for-another-machine to prepare an environment for a machine with a GPU, an image for example.\n"
+        f"{seen.stderr[-2000:]}"
+    )
 
 
 def remove_mismatched() -> None:
@@ -271,22 +291,6 @@ def check_environment() -> None:
         )
 
 
-def check_gpu(found: str) -> None:
-    """Raise SetupError if there is a GPU, but PyTorch cannot use it.
-
-    Jobs would train on the CPU beside an engine for CUDA.
-
-    Args:
-        found: how the GPU was found."""
-    tried = run_python("import torch\nprint(torch.version.cuda)\ntorch.cuda.init()")
-    if tried.returncode:
-        raise SetupError(
-            f"there is a GPU ({found}), but PyTorch for CUDA {tried.stdout.strip()} cannot use it: "
-            f"{error_line(tried.stderr)}. CUDA 13 needs NVIDIA's driver 580 or newer. Update the driver and run "
-            "make again, or set up for the CPU: python3 tools/setup_env.py --device cpu"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -297,7 +301,13 @@ def main() -> None:
         default="auto",
         help="auto: gpu where an NVIDIA GPU is found",
     )
-    device = parser.parse_args().device
+    parser.add_argument(
+        "--for-another-machine",
+        action="store_true",
+        help="with --device gpu: do not ask for a GPU that works here, to build an image for example",
+    )
+    arguments = parser.parse_args()
+    device = arguments.device
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     check_python()
     gpu = find_gpu()
@@ -315,8 +325,8 @@ def main() -> None:
         install_transformer_engine(project)
     remove_mismatched()
     check_environment()
-    if extra == "gpu" and gpu is not None:
-        check_gpu(gpu)
+    if extra == "gpu" and not arguments.for_another_machine:
+        require_usable_gpu()
     (VENV / ".ready").touch()
 
 
