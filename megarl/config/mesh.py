@@ -214,8 +214,8 @@ def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
     """Return role -> the ranks on which it runs.
 
-    The role `data`, which moves samples and columns between meshes, is on all ranks. The role `profiler` is on
-    the profiled ones."""
+    The role `data`, which moves samples and columns between meshes, is on all ranks. The role `profiler` is
+    on the profiled ones."""
     ranks = {role: list(mesh.ranks) for role, mesh in role_meshes(config, world_size).items()}
     if config.algorithm.needs_rollout:
         ranks["data"] = list(range(world_size))

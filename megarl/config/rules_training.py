@@ -391,8 +391,8 @@ def profile(job: Job) -> Errors:
 
 
 def evaluation_alone(job: Job) -> Errors:
-    """Yield an error if `megarl eval` has no held-out data, no rule that scores it, an algorithm that does not
-    sample, or a profile of training steps."""
+    """Yield an error if `megarl eval` has no held-out data, no rule that scores it, an algorithm that does
+    not sample, or a profile of training steps."""
     config = job.config
     if config.profile.profile is not None:
         yield f"--profile ({config.profile.profile}): profiles steps of training. Leave it out."

@@ -270,8 +270,8 @@ class Profiler(Role, kind="profiler"):
 
     @method()
     def stop(self, folder: str, name: str) -> list[str]:
-        """Stop recording, write the files of this rank, and return notes for the user: the files, or why there
-        are none.
+        """Stop recording, write the files of this rank, and return notes for the user: the files, or why
+        there are none.
 
         Args:
             folder: folder of the files.

@@ -118,8 +118,8 @@ class _Nsys:
         if any(os.environ.get(name) for name in _NSYS_VARIABLES):
             return []
         return [
-            "--profile nsys: this rank does not seem to run under `nsys profile`, so there will be no report. "
-            "Start the job with tools/nsys_train.sh."
+            "--profile nsys: this rank does not seem to run under `nsys profile`, so there will be no report."
+            " Start the job with tools/nsys_train.sh."
         ]
 
     def stop(self, path: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
-import setuptools  # noqa: F401  before a test imports pip's distutils, with which Megatron-Core cannot be imported
+import setuptools  # noqa: F401  before a test imports pip: Megatron-Core wants this distutils
 import torch
 
 from megarl import ranges
