@@ -40,12 +40,14 @@ TRAINING: list[Rule] = [
     training.fsdp,
     training.critic,
     training.sequence_length,
+    training.profile,
 ]
 OF_UPDATES: list[Rule] = [
     training.expert_balance,
     training.batch,
     training.optimizer,
     training.evaluation_in_training,
+    training.profile,
 ]
 """Rules of TRAINING that an evaluation cannot break, as it updates no weights."""
 EVALUATION: list[Rule] = [training.evaluation_alone]

@@ -24,6 +24,7 @@ from torch import Tensor
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ReshardConfig
 from megarl.failures import ExplainedError
+from megarl.ranges import profiled
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
 from megarl.reshard.digest import Digest
@@ -275,6 +276,7 @@ class WeightSync:
 
     # ------------------------------------------------------------------ every version
 
+    @profiled("sync/begin")
     def begin(self, version: int) -> None:
         """Announce this rank's weights as complete for `version`, and start to copy the others' weights.
         Raises SyncError if the ranks cannot connect; `finish` raises the errors of the copies."""
@@ -295,6 +297,7 @@ class WeightSync:
         except Exception as error:  # the vote reports the error to all ranks, and finish raises it
             self._problem = _described(self.rank, version, error)
 
+    @profiled("sync/finish")
     def finish(self) -> None:
         """Wait until every engine has the version and commit it, or raise the same SyncError on all ranks.
 

@@ -70,6 +70,51 @@ RULES = {
         "--tensor-model-parallel-size (2): must divide the model's intermediate_size (255). Try 1.",
         "--tensor-model-parallel-size 1",
     ),
+    "a profile that begins after the last step": (
+        "--profile torch --train-iters 10",
+        2,
+        {},
+        "--profile-step-start (10): must be below --train-iters (10). Try --profile-step-start 9 "
+        "--profile-step-end 10.",
+        "--profile torch --train-iters 10 --profile-step-start 9 --profile-step-end 10",
+    ),
+    "a profile that ends after the last step": (
+        "--profile memory --train-iters 11",
+        2,
+        {},
+        "--profile-step-end (12): must be at most --train-iters (11), the last step. Try "
+        "--profile-step-end 11.",
+        "--profile memory --train-iters 11 --profile-step-end 11",
+    ),
+    "a profile without steps": (
+        "--profile torch --train-iters 20 --profile-step-end 10",
+        2,
+        {},
+        "--profile-step-end (10): must be above --profile-step-start (10), because the profiled steps are "
+        "those after it. Try --profile-step-end 11.",
+        "--profile torch --train-iters 20 --profile-step-end 11",
+    ),
+    "a profile of a rank that does not exist": (
+        "--profile nsys --train-iters 20 --profile-ranks 1 2",
+        2,
+        {},
+        "--profile-ranks (1 2): rank 2 is not among the job's ranks, 0 to 1. Try --profile-ranks 1.",
+        "--profile nsys --train-iters 20 --profile-ranks 1",
+    ),
+    "a profile of a rank twice": (
+        "--profile torch --train-iters 20 --profile-ranks 1 1",
+        2,
+        {},
+        "--profile-ranks (1 1): must name each rank once. Try --profile-ranks 1.",
+        "--profile torch --train-iters 20 --profile-ranks 0 1",
+    ),
+    "a profile of no rank": (
+        "--profile torch --train-iters 20 --profile-ranks",
+        2,
+        {},
+        "--profile-ranks (): must name at least one rank. Try --profile-ranks 0.",
+        "--train-iters 5 --profile-step-start 9 --profile-ranks 7",
+    ),
     "experts of a dense model": (
         "--expert-model-parallel-size 2",
         2,

@@ -108,6 +108,9 @@ def test_every_refusal_is_of_something():
         "vocab_file",
         "merge_file",
         "use_torch_fsdp2",
+        "use_pytorch_profiler",
+        "record_memory_history",
+        "memory_snapshot_path",
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
     ]

@@ -59,6 +59,8 @@ CASES = [
         json="OUT/model/config.json num_local_experts",
     ),
     Case("tools/nightly.py", "--list", says=r"part 0: .*\npart 1: \d+ tests, about"),
+    # With a stand-in for nsys: tests/tools/test_nsys_train.py.
+    Case("tools/nsys_train.sh", "--help", says="usage: tools/nsys_train.sh"),
     Case(
         "tools/quickstart.py",
         "--small --seed 1 --out OUT/quickstart",
