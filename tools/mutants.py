@@ -82,6 +82,8 @@ def main() -> int:
         return 0
     if git("status", "--porcelain", *FOLDERS).strip():
         sys.exit(f"{ROOT} has changes that are not committed. Run the mutants in a clean clone.")
+    if failed := first_failure([ROOT / "tests" / "test_batch.py"], 0):
+        sys.exit(f"Tests fail without any mutant: {failed}")
     options.folder.mkdir(parents=True, exist_ok=True)
     state = options.folder / "state.json"
     results = json.loads(state.read_text()) if state.exists() else {}
