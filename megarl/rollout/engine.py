@@ -37,6 +37,7 @@ from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 from megarl.rollout.draws import draw_arguments
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
+from megarl.rollout.kv_memory import KVCacheMemory
 from megarl.rollout.plugin import register
 
 if TYPE_CHECKING:
@@ -285,6 +286,7 @@ class RolloutEngine(Engine):
             offered = sources.get(dist.get_rank(), {}) if config.reshard.reshard_alias else {}
             with offering(offered, parameters) as offer:
                 self.llm = LLM(**arguments)
+        self.kv_cache = KVCacheMemory(self.llm, self.llm.llm_engine.step)
         AbortableEngine(
             self.llm.llm_engine,
             f"{actor}/{dist.get_rank() // self._tp}",
@@ -363,6 +365,14 @@ class RolloutEngine(Engine):
         if self._is_updating:
             self._is_updating = False
             self.llm.finish_weight_update()
+
+    def release_kv_cache(self) -> None:
+        """Give the GPU memory of the KV cache back until `restore_kv_cache`; the weights stay. Not collective."""
+        self.kv_cache.release()
+
+    def restore_kv_cache(self) -> None:
+        """Take the GPU memory of the KV cache back, without content. Every rank of the engine calls this."""
+        self.kv_cache.restore()
 
     def shutdown(self) -> None:
         """Stop vLLM.

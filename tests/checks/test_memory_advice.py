@@ -30,6 +30,7 @@ JOB_8B = (
     "--global-batch-size 256 --max-prompt-length 512 "
     "--max-response-length 1024"
 )
+KEPT = " --no-rollout-release-kv-cache"
 FULL = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -65,19 +66,20 @@ def job_8b(write_model, job):  # noqa: F811
 
 def test_eight_billion_parameters_on_eight_gpus_of_80_gb(job_8b):
     """16.4 GB of weights, 32.8 of gradients, 12.3 of optimizer and 40 for the engine are too much before any
-    activation."""
-    report = examined(job_8b, JOB_8B + FULL, gpus(80))
+    activation, if the engine keeps its KV cache."""
+    report = examined(job_8b, JOB_8B + KEPT + FULL, gpus(80))
     (finding,) = report.errors
+    print(finding, *report.lines, sep="\n")
     assert re.match(
-        r"--model \(.*\): on its GPU rank 0 needs 99\.5\d GB during an update, of 80\.00 GB\. Try "
-        r"--rollout-gpu-memory-utilization 0\.25\.$",
+        r"--model \(.*\): on its GPU rank 0 needs 102\.1\d GB during an update, of 80\.00 GB\. Try "
+        r"--rollout-gpu-memory-utilization 0\.21\.$",
         finding,
     )
     assert report.lines[0].startswith("not ok: ")
     (total,) = [line for line in report.lines if line.startswith("  ranks 0-7")]
     rollout, log_probs, update, sync = map(float, total.split()[2:])
     assert rollout == sync == 86.86 and rollout < log_probs < update == pytest.approx(99.57, abs=0.1)
-    fits = examined(job_8b, with_flags(JOB_8B + FULL, advised(report)), gpus(80))
+    fits = examined(job_8b, with_flags(JOB_8B + KEPT + FULL, advised(report)), gpus(80))
     assert fits.errors + fits.estimates == () and fits.lines[0].startswith("ok: ")
 
 
