@@ -214,7 +214,8 @@ def test_the_size_is_what_the_table_says(job, monkeypatch):  # noqa: F811
     (parts,) = estimate(config, 1, Machine(None, has_gpu=True, gpu_bytes=size, is_this=False)).values()
     bytes_of = {(part.role, part.name, part.during): part.bytes for part in parts}
     moments = bytes_of["actor", "optimizer", None]
-    here = sum(bytes_of[role, name, None] for role, name, during in bytes_of if role != "rollout") - moments
+    lasting = [part for part in parts if part.role != "rollout" and part.during is None]
+    here = sum(part.bytes for part in lasting) - moments
     manager = OffloadManager()
     manager.add("actor", Model([], unallocated=moments), ())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (size - here, size))
