@@ -68,8 +68,8 @@ def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: boo
     """Return rank -> the parts of memory (parameters, gradients, KV cache, ...) that it needs, for a
     configuration without errors.
 
-    If `trains` is False, the estimate is for `megarl eval`, which builds only the first actor and its
-    engines."""
+    If `trains` is False, the estimate is for `megarl eval`, which builds only the first actor, without an
+    optimizer, and its engines. The actor computes nothing there: its weights are copied into the engines."""
     parts: dict[int, list[Part]] = {rank: [] for rank in range(world_size)}
     if machine.has_gpu and machine.gpu_bytes is not None:
         for of_rank in parts.values():
@@ -81,7 +81,7 @@ def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: boo
     }
     for suffix, actor in actors.items():
         for rank, part in actor:
-            if trains or part.role in ("actor", "rollout"):
+            if trains or part.role == "rollout" or (part.role, part.name) == ("actor", "parameters"):
                 parts[rank].append(replace(part, role=part.role + suffix))
     for suffix, actor in actors.items():
         for rank, part in actor.kv_caches(parts):  # last: on a GPU a cache gets a share of what is free
