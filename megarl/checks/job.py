@@ -117,8 +117,8 @@ def examine(
 
 
 def _without_estimates(config: TrainConfig, parts: Parts) -> Parts:
-    """Return the parts of memory whose sizes follow from layouts and flags: all but activations, CUDA graphs and
-    the margin.
+    """Return the parts of memory whose sizes follow from layouts and flags: all but activations, CUDA graphs
+    and the margin.
 
     What an engine does not need for them, a KV cache gets whose size is a share of the GPU."""
     is_share = config.rollout.kv_cache_memory_bytes is None

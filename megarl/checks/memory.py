@@ -34,7 +34,7 @@ Megatron reduces gradients in fp32, and Adam has two fp32 moments."""
 _FSDP_SHARDS = {"optim": ("optimizer",), "optim_grads": ("optimizer", "gradients")}
 PHASES = ("rollout", "log-probs", "update", "sync")
 MARGIN = 0.05
-"""Share of a GPU that is left free: for gaps between the blocks of PyTorch's allocator, for CUDA and for NCCL."""
+"""Share of a GPU that is left free: for gaps between the blocks of PyTorch's allocator, for CUDA and NCCL."""
 ESTIMATED = ("activations", "CUDA graphs", "margin")
 """Parts whose sizes no layout tells."""
 

@@ -1,5 +1,5 @@
-"""Decide whether engines release the GPU memory of their KV cache while roles train, and check the flags of its
-size."""
+"""Decide whether engines release the GPU memory of their KV cache while roles train, and check the flags of
+its size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def releases_kv_cache(config: TrainConfig, world_size: int) -> bool:
 
 
 def free_gpu_memory_fraction(config: TrainConfig, world_size: int) -> float | None:
-    """Return the share of the free GPU memory that the KV cache gets, or None if another flag sets its size."""
+    """Return the share of the free GPU memory that the KV cache gets; None if another flag sets its size."""
     rollout = config.rollout
     is_sized = rollout.gpu_memory_utilization is not None or rollout.kv_cache_memory_bytes is not None
     if is_sized or not releases_kv_cache(config, world_size):
@@ -80,7 +80,7 @@ def expandable_segments(environ: Mapping[str, str]) -> Errors:
             if any(key == "expandable_segments" and on.lower() in ("true", "1") for key, _, on in options):
                 yield (
                     f"{name} ({value}): vLLM says that expandable segments are incompatible with the memory "
-                    "pool that releases the KV cache (pytorch/pytorch#147851). Leave expandable_segments out, "
-                    "or try --no-rollout-release-kv-cache."
+                    "pool that releases the KV cache (pytorch/pytorch#147851). Leave expandable_segments "
+                    "out, or try --no-rollout-release-kv-cache."
                 )
             return

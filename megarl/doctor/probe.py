@@ -237,9 +237,11 @@ def import_vllm() -> str:
     from megarl.rollout import weight_transfer  # what of vLLM a job leans on
 
     device = weight_transfer.current_platform.device_type
-    return f"and takes megarl's weight transfer ({device})" + (
-        f"; {kv_release()}" if device == "cuda" else ""
-    )
+    told = f"and takes megarl's weight transfer ({device})"
+    if device != "cuda":
+        return told
+    can = "can" if can_free_kv_cache() else "cannot (--no-rollout-release-kv-cache)"
+    return f"{told}; {can} free its KV cache between rollouts"
 
 
 if __name__ == "__main__":

@@ -367,7 +367,9 @@ class RolloutEngine(Engine):
             self.llm.finish_weight_update()
 
     def release_kv_cache(self) -> None:
-        """Give the GPU memory of the KV cache back until `restore_kv_cache`; the weights stay. Not collective."""
+        """Give the GPU memory of the KV cache back until `restore_kv_cache`. The weights stay.
+
+        Not collective."""
         self.kv_cache.release()
 
     def restore_kv_cache(self) -> None:

@@ -29,8 +29,10 @@ _FIXED = (
 
 _IN_PROCESS = "external_launcher"
 _UNCHECKED_SHARE = 0.01
-"""Value of gpu_memory_utilization beside kv_cache_memory_bytes. The bytes decide, but vLLM still refuses to start
-if this share of the GPU is not free (vllm/v1/worker/utils.py:761)."""
+"""Value of gpu_memory_utilization beside kv_cache_memory_bytes.
+
+The bytes decide, but vLLM refuses to start if this share of the GPU is not free
+(vllm/v1/worker/utils.py:761)."""
 
 
 def engine_arguments(

@@ -1,7 +1,7 @@
 """Estimate what a vLLM engine needs on a GPU beside its weights, and size its KV cache by what is left.
 
-vLLM measures its activations and CUDA graphs when it starts, by a forward pass. Here they are estimated, so that
-`megarl check` and the ranks use the same numbers. None of the numbers has been compared with a GPU."""
+vLLM measures its activations and CUDA graphs when it starts, by a forward pass. Here they are estimated, so
+that `megarl check` and the ranks use the same numbers. None of the numbers has been compared with a GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
 GRAPH_BYTES = 24 << 20
 """Memory of one captured CUDA graph.
 
-Logs of vLLM's users: 26 MiB a graph (vllm-project/vllm#22897), 19 MiB (#39559: 1.62 GiB for 51 + 35 graphs)."""
+Logs of vLLM's users: 26 MiB a graph (vllm-project/vllm#22897), 19 MiB (#39559, 1.62 GiB for 51 + 35)."""
 _LARGE_GPU_BYTES = 70 << 30
 _TOKENS_PER_STEP = {True: 16384, False: 8192}
-"""vLLM's default of --rollout-max-num-batched-tokens, on a large GPU or not (vllm/engine/arg_utils.py:2923)."""
+"""Is the GPU large -> vLLM's default of --rollout-max-num-batched-tokens (vllm/engine/arg_utils.py:2923)."""
 _LOGITS_COPIES = 3
 """Copies of the logits in fp32 while tokens are sampled: logits, processed logits and log-probs."""
 
@@ -49,8 +49,8 @@ def engine_activation_bytes(
 def cuda_graph_bytes(config: TrainConfig) -> int:
     """Return the bytes of an engine's CUDA graphs on each of its ranks; 0 with --rollout-enforce-eager.
 
-    vLLM captures batches of 1, 2, 4, then every 8 tokens to 256 and every 16 to twice max_num_seqs, at most 512
-    (vllm/config/vllm.py:2304), and those up to max_num_seqs again for decoding."""
+    vLLM captures batches of 1, 2, 4, then every 8 tokens to 256 and every 16 to twice max_num_seqs, at most
+    512 (vllm/config/vllm.py:2304), and those up to max_num_seqs again for decoding."""
     if config.rollout.enforce_eager:
         return 0
     largest = min(2 * config.rollout.max_num_seqs, 512)

@@ -4,10 +4,10 @@
     kv_cache.release()      # the memory belongs to the device: roles train
     kv_cache.restore()      # the engine can sample again
 
-vLLM 0.32 offers `LLM.release_kv_cache_memory` (vllm/entrypoints/llm.py:861, vllm/v1/engine/core.py:1021) for an
-engine in sleep mode that is paused. It gives back the physical memory and keeps the addresses, so CUDA graphs
-stay valid. The weights stay where they are: `LLM.sleep(1)` would move them, and many of them are the trainer's.
-"""
+vLLM 0.32 offers `LLM.release_kv_cache_memory` (vllm/entrypoints/llm.py:861, vllm/v1/engine/core.py:1021) for
+an engine in sleep mode that is paused. It gives back the physical memory and keeps the addresses, so CUDA
+graphs stay valid. The weights stay where they are. `LLM.sleep(1)` would move them, and many of them are the
+trainer's."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class KVCacheMemory:
     def _end_steps(self) -> None:
         """Let the paused engine end the batches under way and forget finished requests.
 
-        vLLM's own process does so in its loop (vllm/v1/engine/core.py, run_busy_loop). An engine in this process
-        takes no step after the last request has finished, and vLLM refuses to release beside such requests."""
+        vLLM's own process does so in its loop (vllm/v1/engine/core.py, run_busy_loop). An engine in this
+        process takes no step after the last request has finished, and vLLM refuses to release beside it."""
         core = self._core
         for _ in range(_MOST_STEPS):
             if not core.scheduler.has_requests() and not core.batch_queue:

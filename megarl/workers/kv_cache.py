@@ -77,8 +77,8 @@ def releases_here(config: TrainConfig) -> bool:
 def with_kv_cache_bytes(
     config: TrainConfig, shape: ModelShape, sources: Mapping[int, Atlas], offload_manager: OffloadManager
 ) -> TrainConfig:
-    """Return the configuration with --rollout-kv-cache-memory-bytes set to a share of the GPU memory that will be
-    free during rollouts, the same on all ranks. Collective over the world.
+    """Return the configuration with --rollout-kv-cache-memory-bytes set to a share of the GPU memory that
+    will be free during rollouts, the same on all ranks. Collective over the world.
 
     Returns the configuration as it is if another flag sets the size.
 
@@ -106,10 +106,10 @@ def with_kv_cache_bytes(
     num_bytes, one = int(size), _sequence_bytes(config, shape, itemsize)
     if num_bytes < one:
         raise RuntimeError(
-            f"--rollout-free-gpu-memory-fraction ({fraction:g}): leaves {num_bytes / 1e9:.2f} GB of KV cache, "
-            f"and one sequence of {config.sampling.max_length} tokens needs {one / 1e9:.2f} GB. On rank {rank} "
-            f"{free / 1e9:.2f} GB are free, and models and engine will take {taken / 1e9:.2f} GB of them. Try "
-            "--offload gradients optimizer, or a larger --rollout-tensor-parallel-size."
+            f"--rollout-free-gpu-memory-fraction ({fraction:g}): leaves {num_bytes / 1e9:.2f} GB of KV "
+            f"cache, and one sequence of {config.sampling.max_length} tokens needs {one / 1e9:.2f} GB. On "
+            f"rank {rank} {free / 1e9:.2f} GB are free, and models and engine will take {taken / 1e9:.2f} GB of "
+            "them. Try --offload gradients optimizer, or a larger --rollout-tensor-parallel-size."
         )
     if rank == 0:
         logger.info("KV cache of each engine rank: %.2f GB", num_bytes / 1e9)

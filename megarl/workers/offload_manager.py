@@ -1,5 +1,5 @@
-"""Decide which parts of this rank's models (parameters, gradients, optimizer) and of its engine (KV cache) are
-on its GPU during which call.
+"""Decide which parts of this rank's models (parameters, gradients, optimizer) and of its engine (KV cache)
+are on its GPU during which call.
 
 during a call
     The device has the parts that the call needs. It starts to load the parts that the next call needs, as far
@@ -152,8 +152,8 @@ class OffloadManager:
 
 
 def needs(*parts: str, of: str | None = None) -> Callable[[Callable], Callable]:
-    """Make a role's method load these parts of its model (parameters, gradients, optimizer) or engine (kv_cache)
-    to the device first. Use as a decorator.
+    """Make a role's method load these parts of its model (parameters, gradients, optimizer) or engine
+    (kv_cache) to the device first. Use as a decorator.
 
         @needs("parameters")
         def log_probs(self): ...

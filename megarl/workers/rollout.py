@@ -80,7 +80,9 @@ class RolloutRole(HostedRole):
     def _start_in_process(
         self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]
     ) -> RolloutEngine:
-        """Start an engine in this process. On a GPU the offload manager releases its KV cache while roles train."""
+        """Start an engine in this process.
+
+        On a GPU the offload manager releases its KV cache while roles train."""
         from megarl.rollout.engine import RolloutEngine
 
         config, releases = self.config, releases_here(self.config)

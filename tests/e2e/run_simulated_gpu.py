@@ -3,9 +3,9 @@
     with      two steps and a resumed third, on a GPU that holds as much as the table of `megarl check` says
     without   three steps without a GPU, and on one with a byte less
 
-Driver, roles, offload manager, vLLM's engine and scheduler are real. The GPU's ledger (tests/rollout/
-simulated_gpu.py) knows which parts are on the device from the objects that move them, their sizes from the table
-of `megarl check`, and the KV cache from vLLM's own allocations.
+Driver, roles, offload manager, vLLM's engine and scheduler are real. The GPU's ledger
+(tests/rollout/simulated_gpu.py) knows which parts are on the device from the objects that move them, their
+sizes from the table of `megarl check`, and the KV cache from vLLM's own allocations.
 
 python tests/e2e/run_simulated_gpu.py HOW FOLDER MODEL REWARD TRAIN_DATA"""
 

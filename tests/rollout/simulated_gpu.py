@@ -1,9 +1,9 @@
 """A simulated GPU for the KV cache of vLLM's CPU worker: counts what is mapped, refuses what has no room, and
 destroys what is released.
 
-Real are vLLM's engine, scheduler and executor, and the bookkeeping of its allocator (CuMemAllocator). Stand-ins
-are the two driver calls below the allocator and the worker's three methods above it, which exist on GPUs only
-(vllm/v1/worker/gpu_worker.py: initialize_from_config, discard, wake_up)."""
+Real are vLLM's engine, scheduler and executor, and the bookkeeping of its allocator (CuMemAllocator).
+Stand-ins are the two driver calls below the allocator and the worker's three methods above it, which exist on
+GPUs only (vllm/v1/worker/gpu_worker.py: initialize_from_config, discard, wake_up)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An engine gives the memory of its KV cache back and takes it again, on a simulated GPU: vLLM's own calls, its
-refusals, requests that go on, and how its size follows from what is free.
+"""An engine gives the memory of its KV cache back and takes it again, on a simulated GPU: vLLM's own calls,
+its refusals, requests that go on, and how its size follows from what is free.
 
 pytest tests/rollout/test_kv_cache.py"""
 

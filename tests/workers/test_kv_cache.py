@@ -1,5 +1,5 @@
-"""When a KV cache is released and restored: by the declarations of all roles' methods, in the orders that steps,
-evaluations, resumptions, aborts and failures make, and how large it is made.
+"""When a KV cache is released and restored: by the declarations of all roles' methods, in the orders that
+steps, evaluations, resumptions, aborts and failures make, and how large it is made.
 
 pytest tests/workers/test_kv_cache.py"""
 
