@@ -23,8 +23,9 @@ from megarl.checks.memory import PHASES, estimate, peak_bytes, phase_bytes
 from megarl.config.kv_cache import releases_kv_cache
 from megarl.config.loader import load_config
 from megarl.megatron import mesh
+from megarl.runtime.executor import RemoteError
 from megarl.train import main
-from tests.rollout.simulated_gpu import OutOfMemory, SimulatedGPU
+from tests.rollout.simulated_gpu import SimulatedGPU
 
 PHASE = {  # method -> phase of the table
     "generate": "rollout",
@@ -142,7 +143,7 @@ def run(how: str, folder: Path, model: str, reward: str, data: str) -> None:
         gpu.capacity -= 1
         try:
             train([*three, "--save", str(folder / "less")])
-        except OutOfMemory as error:
+        except RemoteError as error:
             report["one_byte_less"] = str(error)
     else:
         assert train([*flags, "--train-iters", "2", "--save", str(folder / "released")]) == 0
