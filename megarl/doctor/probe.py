@@ -237,11 +237,10 @@ def import_vllm() -> str:
     from megarl.rollout import weight_transfer  # what of vLLM a job leans on
 
     device = weight_transfer.current_platform.device_type
-    told = f"and takes megarl's weight transfer ({device})"
+    text = f"and takes megarl's weight transfer ({device})"
     if device != "cuda":
-        return told
-    can = "can" if can_free_kv_cache() else "cannot (--no-rollout-release-kv-cache)"
-    return f"{told}; {can} free its KV cache between rollouts"
+        return text
+    return f"{text}; it {'can' if can_free_kv_cache() else 'cannot'} free its KV cache between rollouts"
 
 
 if __name__ == "__main__":
