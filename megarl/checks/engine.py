@@ -1,4 +1,4 @@
-"""Find models that Megatron can train and this machine's vLLM build cannot run."""
+"""Find models that Megatron can train and this machine's build of vLLM cannot run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from megarl.config.kv_cache import device_errors
 from megarl.config.installed import cpu_head_sizes
 from megarl.config.reward_models import reward_models
 from megarl.config.roles import configs_of_actors
+from megarl.config.rollout_backends import rollout_backend
 from megarl.config.schema import TrainConfig
+
+
+_OTHER = {"--model": ", or try --rollout-backend transformers"}
 
 
 def engine_errors(config: TrainConfig, world_size: int, machine: Machine) -> Errors:
@@ -36,14 +40,16 @@ def engine_errors(config: TrainConfig, world_size: int, machine: Machine) -> Err
         if shape.is_gqa and shape.head_dim not in sizes:
             yield (
                 f"{flag} ({folder}): its head_dim is {shape.head_dim}, and vLLM's attention on a CPU has "
-                f"kernels for {', '.join(map(str, sizes))} only. Use another model, or a GPU."
+                f"kernels for {', '.join(map(str, sizes))} only. "
+                f"Use another model, or a GPU{_OTHER.get(flag, '')}."
             )
 
 
 def _folders(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yield (flag, folder) of every model that vLLM runs."""
     for of_actor in configs_of_actors(config).values():
-        yield "--model", of_actor.model.model
+        if rollout_backend(of_actor).limits_head_sizes:
+            yield "--model", of_actor.model.model
         yield from (
             ("--reward-model", model.path) for model in reward_models(of_actor) if model.backend == "judge"
         )

@@ -23,6 +23,7 @@ from megarl.config.check import job_errors
 from megarl.config.errors import Errors, divisors
 from megarl.config.flags import ROLES, flag_name
 from megarl.config.kv_cache import GPU_MEMORY_UTILIZATION, free_gpu_memory_fraction
+from megarl.config.rollout_backends import rollout_backend
 from megarl.config.schema import ParallelConfig, TrainConfig
 
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -113,10 +114,14 @@ def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainC
     for tp in [now, *larger]:
         flags, changed = "", config
         if tp > now:
-            rollout = replace(config.rollout, tensor_parallel_size=tp)
-            split = _megatron_roles(config, tensor_model_parallel_size=tp)
-            flags = f"--tensor-model-parallel-size {tp} --rollout-tensor-parallel-size {tp}"
-            changed = replace(config, rollout=rollout, **split)
+            flags, split = (
+                f"--tensor-model-parallel-size {tp}",
+                _megatron_roles(config, tensor_model_parallel_size=tp),
+            )
+            if rollout_backend(config).splits_tensors:
+                flags += f" --rollout-tensor-parallel-size {tp}"
+                split["rollout"] = replace(config.rollout, tensor_parallel_size=tp)
+            changed = replace(config, **split)
         yield from _cheaper_updates(flags, changed)
         if not config.model.bf16:
             half = replace(changed, model=replace(config.model, bf16=True))
@@ -207,6 +212,8 @@ def _no_room_for_a_sequence(
         f"Try --rollout-gpu-memory-utilization {needed:g}."
         if needed <= 1
         else "Try a larger --rollout-tensor-parallel-size."
+        if rollout_backend(config).splits_tensors
+        else "Try --rollout-backend vllm and a larger --rollout-tensor-parallel-size."
     )
     return f"--rollout-gpu-memory-utilization ({share:g}): {said}. {advice}"
 

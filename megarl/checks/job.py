@@ -14,6 +14,7 @@ from megarl.checks.machine import Machine, free_bytes, this_machine
 from megarl.checks.memory import ESTIMATED, Part, Parts, estimate
 from megarl.checks.model_notes import model_notes
 from megarl.checks.preview import preview
+from megarl.checks.profile import profile_errors
 from megarl.checks.syncs import sync_errors, unplanned
 from megarl.checks.weights import weight_errors
 from megarl.config.check import job_errors, of_all_actors
@@ -83,6 +84,7 @@ def examine(
     errors = [
         *weight_errors(config, new_run),
         *engine_errors(config, world_size, machine),
+        *(profile_errors(config, machine) if new_run else ()),
         *_gpu_errors(config, world_size, new_run, ranks_per_node, machine),
         *sync_errors(config, world_size),
         *(of_disk if machine.is_this else ()),

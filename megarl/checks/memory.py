@@ -16,6 +16,7 @@ from megarl.config.kv_cache import GPU_MEMORY_UTILIZATION, free_gpu_memory_fract
 from megarl.config.mesh import actor_meshes, engine_mode, parallel_of
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.roles import configs_of_actors, trained_models
+from megarl.config.rollout_backends import rollout_backend
 from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 from megarl.reshard.report import ITEMSIZE
 from megarl.rollout.gpu_memory import cuda_graph_bytes, engine_activation_bytes, gpu_kv_cache_bytes
@@ -24,6 +25,7 @@ from megarl.rollout.kv_cache import (
     GPU_BLOCK_SIZE,
     cpu_kv_cache_bytes,
     most_sequences,
+    num_cache_rows,
     sequence_bytes,
 )
 
@@ -178,10 +180,12 @@ class _ActorParts:
         """Yield (rank, part of memory) of the engines, without their KV cache."""
         config, rollout = self.config, self.meshes["rollout"]
         itemsize, is_inside = ITEMSIZE[config.engine_dtype], self._is_in_process
-        held, shared = engine_held(self.shape, rollout.tp), {}
+        held, shared = engine_held(self.shape, rollout.tp, config.rollout.backend), {}
         if is_inside and config.reshard.reshard_alias and config.engine_dtype == config.model.dtype:
-            shared = aliased_elements(self.shape, self.meshes["actor"], rollout, config.actor.qkv_layout)
-        buffers = 2 if not is_inside and _double_buffer(config, self.machine) else 1
+            shared = aliased_elements(
+                self.shape, self.meshes["actor"], rollout, config.actor.qkv_layout, config.rollout.backend
+            )
+        buffers = self._buffers
         for rank in rollout.ranks:
             yield rank, Part("rollout", "engine", (held - shared.get(rank, 0)) * itemsize * buffers)
         if not self.machine.has_gpu:
@@ -195,6 +199,11 @@ class _ActorParts:
     @property
     def _is_in_process(self) -> bool:
         return engine_mode(self.config, self.world_size) == "in-process"
+
+    @property
+    def _buffers(self) -> int:
+        """How often an engine rank holds its weights."""
+        return 2 if not self._is_in_process and _double_buffer(self.config, self.machine) else 1
 
     def kv_caches(self, parts: Mapping[int, Sequence[Part]]) -> Iterator[tuple[int, Part]]:
         """Yield (rank, KV cache) of this actor's engines, given all other parts of every rank."""
@@ -210,9 +219,16 @@ class _ActorParts:
         """Return the KV cache bytes of a rank with these other parts, or 0 if the memory of the GPUs is not
         known."""
         given, mesh = self.config.rollout, self.meshes["rollout"]
+        itemsize = ITEMSIZE[self.config.engine_dtype]
+        if not rollout_backend(self.config).has_blocks:
+            if self.machine.has_gpu and self.machine.gpu_bytes is None:
+                return 0
+            row = sequence_bytes(self.shape, 1, itemsize, self.config.sampling.max_length, block_size=1)
+            gpu_bytes = self.machine.gpu_bytes if self.machine.has_gpu else None
+            weights = engine_held(self.shape, 1, self.config.rollout.backend) * itemsize * self._buffers
+            return row * num_cache_rows(self.config, row, mesh.dp, gpu_bytes, weights)
         if given.kv_cache_memory_bytes is not None:
             return given.kv_cache_memory_bytes
-        itemsize = ITEMSIZE[self.config.engine_dtype]
         if self.machine.has_gpu:
             there = self.machine.gpu_bytes or 0
             fraction = free_gpu_memory_fraction(self.config, self.world_size)
@@ -243,7 +259,7 @@ def engine_bytes(config: TrainConfig, world_size: int, machine: Machine) -> int:
     is_outside = engine_mode(config, world_size) == "out-of-process"
     buffers = 2 if is_outside and _double_buffer(config, machine) else 1
     return (
-        engine_held(shape, config.rollout.tensor_parallel_size) * itemsize * buffers
+        engine_held(shape, config.rollout.tensor_parallel_size, config.rollout.backend) * itemsize * buffers
         + engine_activation_bytes(config, shape, itemsize, machine.gpu_bytes)
         + cuda_graph_bytes(config)
     )
@@ -252,6 +268,7 @@ def engine_bytes(config: TrainConfig, world_size: int, machine: Machine) -> int:
 def longest_sequence_bytes(config: TrainConfig, machine: Machine) -> int:
     """Return the KV cache bytes of one sequence of full length on a rank of the first actor's engines."""
     block = config.rollout.block_size or (GPU_BLOCK_SIZE if machine.has_gpu else CPU_BLOCK_SIZE)
+    block = block if rollout_backend(config).has_blocks else 1
     shape, itemsize = ModelShape.load(config.model.model), ITEMSIZE[config.engine_dtype]
     tp, length = config.rollout.tensor_parallel_size, config.sampling.max_length
     return sequence_bytes(shape, tp, itemsize, length, block)
@@ -261,4 +278,5 @@ def _double_buffer(config: TrainConfig, machine: Machine) -> bool:
     """Return whether an out-of-process engine holds its weights twice."""
     if config.reshard.reshard_double_buffer is not None:
         return config.reshard.reshard_double_buffer
-    return not machine.has_gpu and config.rollout.enforce_eager is not False
+    on_cpu = not machine.has_gpu
+    return on_cpu and rollout_backend(config).is_eager(config.rollout.enforce_eager, on_cpu)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from megarl.config.errors import Errors
 from megarl.config.mesh import engine_mode
+from megarl.config.rollout_backends import rollout_backend
 from megarl.config.rules_layout import Job
 from megarl.config.schema import TrainConfig
 
@@ -20,7 +21,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def releases_kv_cache(config: TrainConfig, world_size: int) -> bool:
     """Return whether, on GPUs, the engines of one actor release their KV cache while roles train."""
     wanted = config.algorithm.needs_rollout and config.rollout.release_kv_cache is not False
-    return wanted and engine_mode(config, world_size) == "in-process"
+    return wanted and rollout_backend(config).has_blocks and engine_mode(config, world_size) == "in-process"
 
 
 def free_gpu_memory_fraction(config: TrainConfig, world_size: int) -> float | None:
@@ -35,6 +36,11 @@ def free_gpu_memory_fraction(config: TrainConfig, world_size: int) -> float | No
 def kv_cache(job: Job) -> Errors:
     """Yield an error if an engine that cannot release its KV cache is asked to, or two flags set its size."""
     rollout = job.config.rollout
+    if rollout.release_kv_cache and not rollout_backend(job.config).has_blocks:
+        yield (
+            f"--rollout-release-kv-cache: vLLM alone can, and --rollout-backend is {rollout.backend}. Leave it "
+            "out."
+        )
     if job.engine == "out-of-process" and rollout.release_kv_cache:
         yield (
             "--rollout-release-kv-cache: an engine in processes of its own cannot know when the roles on its "

@@ -143,6 +143,8 @@ TRANSFORMER_REFUSED = {
     "sequences are packed, not padded. Set --max-tokens-per-micro-batch.": """
         micro_batch_size seq_length decoder_seq_length""",
     "set --train-data.": "data_path train_data_path",
+    "set --profile torch, nsys or memory.": """
+        use_pytorch_profiler record_memory_history memory_snapshot_path""",
     "set --model, a Hugging Face folder.": "load",
     "set --tokenizer-model.": "tokenizer_type vocab_file merge_file",
 }

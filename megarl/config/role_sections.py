@@ -204,6 +204,10 @@ class RolloutConfig(Section):
     """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the
     same way)"""
 
+    backend: Literal["vllm", "transformers"] = "vllm"
+    """Library that samples. transformers: the Hugging Face model itself, whole on each rank, with a small
+    scheduler of megarl's: slower, for machines without vLLM and as a second opinion on its log-probs. Judges
+    need vLLM with either."""
     tensor_parallel_size: Count = 1
     """Ranks of one vLLM engine. The rollout ranks form as many engines as fit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -363,7 +363,10 @@ TABLE = (
         "*.checkpoint.* trainer.rollout_data_dir trainer.validation_data_dir",
         instead="--save holds checkpoints/, rollouts/ and hf/",
     ),
-    Row("*profiler.* trainer.profile_steps", instead="docs/debugging.md says how to profile"),
+    Row(
+        "*profiler.* trainer.profile_steps",
+        instead="--profile torch --profile-step-start N (docs/profiling.md)",
+    ),
     Row(
         "algorithm.use_pf_ppo algorithm.pf_ppo.* algorithm.rollout_correction.* "
         "*.entropy_from_logits_with_chunking "

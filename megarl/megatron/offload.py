@@ -25,6 +25,7 @@ import torch
 
 from megarl.config.role_sections import OFFLOAD_PARTS
 from megarl.megatron.inner_optimizers import inner_optimizers, local
+from megarl.ranges import profile_range
 
 PIECE_BYTES = 256 << 20
 """Size of one allocation of pinned memory.
@@ -81,7 +82,8 @@ class ModelMemory:
                     (storage, storage.nbytes()) for storage in self._storages(part)
                 ]
                 if self._copies is not None:
-                    self._copies.take(part, storages, keep=part != "gradients")
+                    with profile_range("offload/to_host"):
+                        self._copies.take(part, storages, keep=part != "gradients")
 
     def load(self, parts: Collection[str]) -> None:
         """Start to copy these parts back, in the order in which an update uses them.
@@ -91,7 +93,8 @@ class ModelMemory:
             if part in parts and part in self._away:
                 storages = self._away.pop(part)
                 if self._copies is not None:
-                    self._copies.give(part, storages, keep=part != "gradients")
+                    with profile_range("offload/to_device"):
+                        self._copies.give(part, storages, keep=part != "gradients")
 
     def use(self, *parts: str) -> None:
         """Make the current CUDA stream wait until these parts have arrived on the device, or raise

@@ -59,7 +59,7 @@ def engine_arguments(
     group_timeout_s = int(group_timeout(config.placement.call_timeout_s).total_seconds())
     arguments: dict[str, object] = dict(
         model=config.model.model,
-        tokenizer=_tokenizer(config),
+        tokenizer=stop_tokenizer(config),
         skip_tokenizer_init=not sampling.stop,
         dtype=dtype,
         load_format="dummy",
@@ -157,11 +157,11 @@ def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
     return {"attention_backend": "CPU_MLA", **native}
 
 
-def _tokenizer(config: TrainConfig) -> str | None:
-    """Return the tokenizer with which vLLM matches --stop strings, or None without them. Raises ValueError
-    for a SentencePiece file.
+def stop_tokenizer(config: TrainConfig) -> str | None:
+    """Return the tokenizer with which an engine matches --stop strings, or None without them. Raises
+    ValueError for a SentencePiece file.
 
-    vLLM needs one only to match stop strings, and transformers must be able to load it."""
+    An engine needs one only to match stop strings, and transformers must be able to load it."""
     tokenizer = config.model.tokenizer_model
     if config.sampling.stop and tokenizer is not None and Path(tokenizer).is_file():
         raise ValueError(

@@ -90,7 +90,9 @@ class RolloutRole(HostedRole):
             config = with_kv_cache_bytes(config, self.shape, sources, self.offload_manager)
         engine = RolloutEngine(config, self.shape, self.mesh.ranks, sources, parameters, self.suffix)
         if releases:
-            self.offload_manager.add(self.name, EngineKVCache(engine, engine.kv_cache.num_bytes), (KV_CACHE,))
+            self.offload_manager.add(
+                self.name, EngineKVCache(engine, engine.inference.kv_cache.num_bytes), (KV_CACHE,)
+            )
         return engine
 
     @property

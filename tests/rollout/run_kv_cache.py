@@ -45,15 +45,15 @@ def finish_requests(llm) -> tuple[list[list[int]], list[list[float]]]:
 
 def unfinished(engine, gpu, asked) -> dict:
     """Requests that are released after seven steps, against the same requests left alone."""
-    start_requests(engine.llm, asked)
-    tokens, log_probs = finish_requests(engine.llm)
-    start_requests(engine.llm, asked)
+    start_requests(engine.inference.llm, asked)
+    tokens, log_probs = finish_requests(engine.inference.llm)
+    start_requests(engine.inference.llm, asked)
     for _ in range(7):
-        engine.llm.llm_engine.step()
+        engine.inference.llm.llm_engine.step()
     engine.release_kv_cache()
     during = gpu.kv_cache_bytes
     engine.restore_kv_cache()
-    same_tokens, same_log_probs = finish_requests(engine.llm)
+    same_tokens, same_log_probs = finish_requests(engine.inference.llm)
     gaps = torch.tensor(log_probs) - torch.tensor(same_log_probs)
     return {
         "bytes": during,
@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
     config = jobs.job(jobs.make_folder(folder / "qwen3", "qwen3"), block_size=32)
     with engine_for(config, "qwen3", seed=1) as (engine, reference):
         engine.sync(1)
-        asked, report = jobs.prompts(16, 150), {"num_bytes": engine.kv_cache.num_bytes}
+        asked, report = jobs.prompts(16, 150), {"num_bytes": engine.inference.kv_cache.num_bytes}
         addresses = {name: tensor.data_ptr() for name, tensor in engine.tensors[0].items()}
         before = engine.generate(asked, KEYS, temperature=1.0)
         report["resident"] = [gpu.kv_cache_bytes]
@@ -83,7 +83,7 @@ def main(folder: Path) -> None:
         report["weights_stay"] = addresses == {n: t.data_ptr() for n, t in engine.tensors[0].items()}
         report["log"] = list(gpu.log)
         report["unfinished"] = unfinished(engine, gpu, asked)
-        core = engine.llm.llm_engine.engine_core.engine_core
+        core = engine.inference.llm.llm_engine.engine_core.engine_core
         blocks = core.scheduler.kv_cache_manager.block_pool
         report["cached"] = [len(blocks.cached_block_hash_to_block)]
         engine.restore_kv_cache()  # a rank that had not released its cache
@@ -91,9 +91,9 @@ def main(folder: Path) -> None:
         gpu.refuses = "map"
         engine.release_kv_cache()
         report["no_room"] = refusal(engine.restore_kv_cache)
-        report["resident_after_refusal"] = engine.kv_cache.is_resident
+        report["resident_after_refusal"] = engine.inference.kv_cache.is_resident
         gpu.refuses = ""
-        report["not_paused"] = refusal(engine.llm.release_kv_cache_memory)
+        report["not_paused"] = refusal(engine.inference.llm.release_kv_cache_memory)
     (folder / "report.json").write_text(json.dumps(report))
 
 

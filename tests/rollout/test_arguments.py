@@ -29,7 +29,7 @@ from megarl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from megarl.rollout.engine import routed_experts
+from megarl.rollout.vllm_engine import routed_experts
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 from megarl.rollout.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
