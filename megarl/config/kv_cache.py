@@ -38,8 +38,8 @@ def kv_cache(job: Job) -> Errors:
     rollout = job.config.rollout
     if rollout.release_kv_cache and not rollout_backend(job.config).has_blocks:
         yield (
-            f"--rollout-release-kv-cache: vLLM alone can, and --rollout-backend is {rollout.backend}. Leave it "
-            "out."
+            f"--rollout-release-kv-cache: vLLM alone can, and --rollout-backend is {rollout.backend}. "
+            "Leave it out."
         )
     if job.engine == "out-of-process" and rollout.release_kv_cache:
         yield (

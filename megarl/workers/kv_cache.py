@@ -108,8 +108,8 @@ def with_kv_cache_bytes(
         raise RuntimeError(
             f"--rollout-free-gpu-memory-fraction ({fraction:g}): leaves {num_bytes / 1e9:.2f} GB of KV "
             f"cache, and one sequence of {config.sampling.max_length} tokens needs {one / 1e9:.2f} GB. On "
-            f"rank {rank} {free / 1e9:.2f} GB are free, and models and engine will take {taken / 1e9:.2f} GB of "
-            "them. Try --offload gradients optimizer, or a larger --rollout-tensor-parallel-size."
+            f"rank {rank} {free / 1e9:.2f} GB are free, and models and engine will take {taken / 1e9:.2f} GB "
+            "of them. Try --offload gradients optimizer, or a larger --rollout-tensor-parallel-size."
         )
     if rank == 0:
         logger.info("KV cache of each engine rank: %.2f GB", num_bytes / 1e9)
