@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megarl.checks.machine import Machine
 from megarl.config.errors import ConfigError, Errors
 from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import device_errors
 from megarl.config.installed import cpu_head_sizes
 from megarl.config.reward_models import reward_models
 from megarl.config.roles import configs_of_actors
@@ -17,10 +19,16 @@ from megarl.config.schema import TrainConfig
 _OTHER = {"--model": ", or try --rollout-backend transformers"}
 
 
-def engine_errors(config: TrainConfig, machine: Machine) -> Errors:
-    """Yield an error per model whose head size has no kernel in vLLM's CPU attention; none on a GPU.
+def engine_errors(config: TrainConfig, world_size: int, machine: Machine) -> Errors:
+    """Yield an error per model whose head size has no kernel in vLLM's CPU attention, and one if the KV cache
+    cannot be released here.
 
     The configuration must have no other errors."""
+    environ = os.environ if machine.is_this else {}
+    of_actors = configs_of_actors(config).values()
+    yield from dict.fromkeys(
+        error for one in of_actors for error in device_errors(one, world_size, machine.has_gpu, environ)
+    )
     sizes = None if machine.has_gpu or not config.algorithm.needs_rollout else cpu_head_sizes()
     if sizes is None:
         return

@@ -15,6 +15,7 @@ from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError, Errors, raise_errors
 from megarl.config.flags import OF_JOB, flag_name
 from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import kv_cache
 from megarl.config.installed import apex_error, megatron_error, tracker_errors
 from megarl.config.mesh import engine_mode
 from megarl.config.reward_models import reward_errors
@@ -25,7 +26,7 @@ from megarl.config.schema import TrainConfig
 
 Rule = Callable[[Job], Iterable[str]]
 LAYOUT: list[Rule] = [layout.executor, layout.idle_ranks_of_actor, layout.megatron_roles]
-ENGINE_LAYOUT: list[Rule] = [layout.engine_ranks, layout.engine_split, rollout.backend_options]
+ENGINE_LAYOUT: list[Rule] = [layout.engine_ranks, layout.engine_split, rollout.backend_options, kv_cache]
 TRAINING: list[Rule] = [
     training.experts_of_dense_model,
     training.expert_balance,

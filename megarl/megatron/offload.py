@@ -120,6 +120,17 @@ class ModelMemory:
         parts = self._parts if part is None else {part} & {*self._parts}
         return sum(storage.nbytes() for p in parts if p not in self._away for storage in self._storages(p))
 
+    def unallocated_bytes(self) -> int:
+        """Return the bytes that the first update will allocate for Adam's two fp32 moments on the device."""
+        total = 0
+        for inner in inner_optimizers(getattr(self._model, "optimizer", None)):
+            adam = inner.optimizer
+            if hasattr(adam, "cpu_optimizers"):  # Megatron's hybrid optimizer has the other part on the host
+                adam = adam.gpu_optimizer
+            for group in adam.param_groups if adam is not None else ():
+                total += sum(8 * local(p.data).numel() for p in group["params"] if not adam.state.get(p))
+        return total
+
     def take_copy_seconds(self) -> float:
         """Return the duration of the copies that ended since the last call, in seconds; 0 on a CPU."""
         return self._copies.take_seconds() if self._copies is not None else 0.0

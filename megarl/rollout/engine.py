@@ -306,6 +306,16 @@ class RolloutEngine(Engine):
     def verify(self, timeout_s: float) -> str | None:
         return self.destination.difference(self._arrivals)
 
+    def release_kv_cache(self) -> None:
+        """Give the GPU memory of the KV cache back until `restore_kv_cache`. The weights stay.
+
+        Not collective."""
+        self.inference.release_kv_cache()
+
+    def restore_kv_cache(self) -> None:
+        """Take the GPU memory of the KV cache back, without content. Every rank of the engine calls this."""
+        self.inference.restore_kv_cache()
+
     def shutdown(self) -> None:
         """Stop the engine.
 

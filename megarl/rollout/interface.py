@@ -115,10 +115,13 @@ class InferenceEngine(ABC):
         """Drop the KV cache of earlier prefixes. Raises RuntimeError if unfinished requests prevent this."""
 
     def release_kv_cache(self) -> bool:
-        """Free the memory of the KV cache until the next step. Returns False if that is not possible.
+        """Free the memory of the KV cache until `restore_kv_cache`. Returns False if that is not possible.
 
         Unfinished requests compute their KV cache anew."""
         return False
+
+    def restore_kv_cache(self) -> None:
+        """Take the memory of the KV cache back, without content, whether it was released or not."""
 
     @abstractmethod
     def write_weights(self, copy: Callable[[], object]) -> None:

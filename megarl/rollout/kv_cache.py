@@ -6,6 +6,7 @@ request."""
 from __future__ import annotations
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import GPU_MEMORY_UTILIZATION
 from megarl.config.schema import TrainConfig
 
 CPU_BLOCK_SIZE = 128
@@ -69,7 +70,8 @@ def num_cache_rows(
     elif gpu_bytes is None:
         room = max(MAX_CPU_KV_CACHE_BYTES, 2 * row_bytes)
     else:
-        room = max(0, int(rollout.gpu_memory_utilization * gpu_bytes) - weights)
+        share = rollout.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+        room = max(0, int(share * gpu_bytes) - weights)
     return min(most_sequences(config, num_engines), room // row_bytes)
 
 

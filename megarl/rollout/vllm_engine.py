@@ -25,6 +25,7 @@ from megarl.rollout.draws import draw_arguments
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.engine_errors import EngineErrors
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
+from megarl.rollout.kv_memory import KVCacheMemory
 from megarl.rollout.interface import InferenceEngine, Output, Request, Running
 from megarl.rollout.offer import Offer
 from megarl.rollout.plugin import register
@@ -87,6 +88,7 @@ class VllmEngine(InferenceEngine):
         self._is_updating = self._is_paused = False
         self._requests: dict[str, Request] = {}  # vLLM's external id -> unfinished request
         self._finished: list[Output] = []
+        self.kv_cache = KVCacheMemory(llm, self._take_step)
         self.dtype = llm.llm_engine.model_config.dtype
         self.tensors, self.atlases = {}, {}
         self._connect()
@@ -141,8 +143,17 @@ class VllmEngine(InferenceEngine):
         return self.llm.llm_engine.has_unfinished_requests()
 
     def step(self) -> None:
-        if self._is_paused:
-            return
+        if not self._is_paused:
+            self._take_step()
+
+    def release_kv_cache(self) -> bool:
+        self.kv_cache.release()
+        return True
+
+    def restore_kv_cache(self) -> None:
+        self.kv_cache.restore()
+
+    def _take_step(self) -> None:
         for output in self.llm.llm_engine.step():
             if output.finished:
                 request, completion = self._requests.pop(output.request_id), output.outputs[0]
@@ -328,6 +339,12 @@ class VllmProcesses(VllmEngine):
             self._is_updating = False
             self._ask(lambda: self.llm.collective_rpc("megarl_give_up_weights"))
             self._ask(self.llm.finish_weight_update)
+
+    def release_kv_cache(self) -> bool:
+        return False  # another rank of the engine may be sampling
+
+    def restore_kv_cache(self) -> None:
+        pass
 
     def check_alive(self) -> None:
         self._explained(lambda: None)

@@ -105,6 +105,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             offer.taken = alias_weights(
                 model, {name: param for name, param in self.atlas.items() if name not in self.packed}, offer
             )
+            free_replaced_weights(vllm_config)
         self.tensors = expose_weights(model, self.atlas, self.packed, self.latents.names)
         self.puller: Puller | None = None
 
@@ -160,6 +161,18 @@ def engine_atlas(vllm_config: VllmConfig) -> Atlas:
     sizes = hf_sizes(ModelShape.load(folder)) if model_type in FAMILIES else checkpoint_sizes(folder)
     logger.info("%s: vLLM's layout is read off its loader, there is no table of it", model_type)
     return trace_vllm_atlas(empty_model(vllm_config), sizes)
+
+
+def free_replaced_weights(vllm_config: VllmConfig) -> None:
+    """Return the memory of the weights that the trainer's memory has replaced to the device.
+
+    In sleep mode the weights come from a pool of vLLM's, which keeps what is freed in it after the model is
+    loaded. Entering the pool again trims it (vllm/device_allocator/cumem.py:399)."""
+    if vllm_config.model_config.enable_cumem_allocator:
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        with get_mem_allocator_instance().use_memory_pool(tag="weights"):
+            pass
 
 
 def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:
