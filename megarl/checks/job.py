@@ -179,7 +179,7 @@ def _summary(config: TrainConfig, world_size: int, is_ok: bool) -> str:
     dp = role_meshes(config, world_size)["actor"].dp
     return (
         f"{'ok' if is_ok else 'not ok'}: world size {world_size}, {actors}data-parallel size "
-        f"{dp}, {batch.train_iters} steps, per step {samples} samples and {updates} updates"
+        f"{dp}, {batch.train_iters} steps, per step {samples} samples and {updates} update{'s' if updates > 1 else ''}"
     )
 
 

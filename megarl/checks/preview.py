@@ -52,15 +52,52 @@ def preview(config: TrainConfig) -> Preview:
                 encoder = PromptEncoder(tokenizer, dataset)
                 encoder.check_prompt_lengths(config.sampling.max_prompt_length, flag)
                 lengths = [len(ids) for ids in encoder.prompts(range(len(dataset)))]
-                seen.lines.append(
-                    f"{flag}: the first {len(dataset)} rows have prompts of {min(lengths)} to "
-                    f"{max(lengths)} tokens"
-                )
+                seen.lines.append(f"{flag}: prompts of {_range_of(lengths)} tokens in {dataset.counted_rows}")
+                seen.notes += _length_notes(config, flag, dataset, tokenizer)
                 if lost := lost_characters(tokenizer, _texts(dataset)):
                     seen.notes.append(lost_note(flag, _tokenizer_flag(config), lost))
             except ValueError as error:
                 seen.errors.append(_with_flag(str(error), flag))
+    if len(datasets) == 2:
+        seen.notes += _shared_prompts(*datasets.values())
     return seen
+
+
+def _length_notes(
+    config: TrainConfig, flag: str, dataset: PromptDataset, tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Yield a note if every ground truth is longer than a response may be.
+
+    Programs' tests are JSON, which no response repeats, so such ground truths are not compared."""
+    answers = [row.ground_truth or "" for row in dataset]
+    if not config.algorithm.needs_rollout or not uses_rule_reward(config):
+        return
+    if any(answer.lstrip()[:1] in ("", "{", "[") for answer in answers):
+        return
+    limit, lengths = config.sampling.max_response_length, list(map(len, tokenizer.encode_responses(answers)))
+    if min(lengths) > limit:
+        yield (
+            f"--max-response-length ({limit}): the ground truths in {dataset.counted_rows} of {flag} have "
+            f"{_range_of(lengths)} tokens, so no response can repeat the right answer. Try "
+            f"--max-response-length {max(lengths) + 1}"
+        )
+
+
+def _shared_prompts(train: PromptDataset, held_out: PromptDataset) -> Iterator[str]:
+    """Yield a note if held-out prompts are among the training prompts."""
+    known = {repr(row.messages) for row in train}
+    shared = sum(repr(row.messages) in known for row in held_out)
+    if shared:
+        yield (
+            f"--eval-data: prompts of {shared} of {held_out.counted_rows} are also in {train.counted_rows} of "
+            "--train-data, so the evaluation does not show what was learnt beyond the training rows"
+        )
+
+
+def _range_of(numbers: Sequence[int]) -> str:
+    """Return '4 to 7' for the smallest and the largest number, or '4' if they are equal."""
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _datasets(config: TrainConfig, errors: list[str]) -> dict[str, PromptDataset]:

@@ -268,7 +268,10 @@ def read_json(path: Path, flag: str = "--model") -> Json:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         otherwise = "Give a folder with config.json and *.safetensors."
-        advice = try_path(path.parent, lambda one: (one / path.name).is_file(), otherwise)
+        export = path.parent / "hf"  # of a run
+        advice = f" Try {export}."
+        if not (export / path.name).is_file():
+            advice = try_path(path.parent, lambda one: (one / path.name).is_file(), otherwise)
         reason = f"must be a Hugging Face model folder, but {path.name} cannot be read: {error.strerror}."
         raise ConfigError([f"{head} {reason}{advice}"]) from error
     except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON; brackets in brackets

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.config.args_file import Occurrence, Reader, numbered
+from megarl.config.args_file import Occurrence, Reader, Word, numbered
 from megarl.config.errors import FieldErrors, did_you_mean, raise_errors
 from megarl.config.flags import (
     OF_ROLES,
@@ -271,6 +271,8 @@ class _Loader:
         try:
             if flag.kind.is_bool and (negated or not flag.kind.optional or words[0].text != "none"):
                 raise ValueError(f"takes no value. Write --{name} or --no-{name}.")
+            if flag.default == () and words == [Word("none")]:
+                return Setting((), given)
             return Setting(flag.kind.parse(words), given)
         except ValueError as error:
             self.errors.append(given.error(f"{error}{_try(flag, given)}"))

@@ -71,8 +71,9 @@ def path_errors(config: TrainConfig, new_run: bool = True) -> Errors:
     yield from _model(config)
     if new_run and not config.data.train_data:
         yield "--train-data (): must name at least one file. Give one or more *.jsonl or *.parquet files."
-    for flag, files in (("--train-data", config.data.train_data), ("--eval-data", config.data.eval_data)):
-        yield from _data(flag, files)
+    data = config.data
+    yield from _data("--train-data", data.train_data, data.eval_data)
+    yield from _data("--eval-data", data.eval_data, data.train_data)
     yield from _reward_function(config.data.reward_function)
     if new_run and not goes_on(config):
         yield from _save(Path(config.run.save))
@@ -91,18 +92,22 @@ def _model(config: TrainConfig) -> Errors:
         yield f"--tokenizer-model ({tokenizer}): does not exist. {advice}"
 
 
-def _data(flag: str, files: tuple[str, ...]) -> Errors:
+def _data(flag: str, files: tuple[str, ...], of_other_flag: tuple[str, ...]) -> Errors:
     for name in files:
+        advice = _other_data(Path(name), of_other_flag)
         if not Path(name).is_file():
-            yield f"{flag} ({name}): there is no such file.{_other_data(Path(name))}"
+            yield f"{flag} ({name}): there is no such file.{advice}"
         elif Path(name).suffix.lower() not in DATA_SUFFIXES:
-            yield f"{flag} ({name}): must end in {' or '.join(DATA_SUFFIXES)}.{_other_data(Path(name))}"
+            yield f"{flag} ({name}): must end in {' or '.join(DATA_SUFFIXES)}.{advice}"
 
 
-def _other_data(path: Path) -> str:
+def _other_data(path: Path, of_other_flag: tuple[str, ...]) -> str:
+    """Return a sentence that proposes a data file in the same folder, but no file of the other flag: training
+    data is no evaluation data."""
+    taken = {Path(name).resolve() for name in of_other_flag}
     return try_path(
         path,
-        lambda one: one.suffix.lower() in DATA_SUFFIXES and one.is_file(),
+        lambda one: one.suffix.lower() in DATA_SUFFIXES and one.is_file() and one.resolve() not in taken,
         "Give one or more *.jsonl or *.parquet files.",
     )
 

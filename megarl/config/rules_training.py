@@ -4,6 +4,8 @@ Each rule is a function of the job, named by its subject, and yields an error pe
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megarl.config.errors import Errors, divisors, try_numbers
 from megarl.config.flags import refuse_set
 from megarl.config.hf_config import ModelShape
@@ -11,6 +13,7 @@ from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.role_sections import LORA_TARGETS
 from megarl.config.rules_layout import Job, MegatronRole
 from megarl.config.schema import LoRAConfig
+from megarl.files.checkpoints import run_of_model
 from megarl.metrics import current_name
 
 NO_EVAL_DATA = "--eval-data: an evaluation needs held-out rows. Give one or more *.jsonl or *.parquet files."
@@ -390,6 +393,13 @@ def profile(job: Job) -> Errors:
         yield f"{shown}: must name each rank once. {advice}"
 
 
+def _no_evaluation_of(run: Path) -> str:
+    return (
+        f" The run {run} has no evaluation to repeat; give the args file of a job that has one: "
+        f"megarl eval @job.args --model {run}."
+    )
+
+
 def evaluation_alone(job: Job) -> Errors:
     """Yield an error if `megarl eval` has no held-out data, no rule that scores it, an algorithm that does
     not sample, or a profile of training steps."""
@@ -402,7 +412,8 @@ def evaluation_alone(job: Job) -> Errors:
             "Add --reward auto."
         )
     if not config.data.eval_data:
-        yield NO_EVAL_DATA
+        run = run_of_model(Path(config.model.model))
+        yield NO_EVAL_DATA + ("" if run is None else _no_evaluation_of(run))
     if not job.uses_rollout:
         yield "--algorithm (sft): an evaluation samples answers and scores them. Try --algorithm grpo."
     num_samples = config.run.eval_num_samples

@@ -46,14 +46,16 @@ class PromptEncoder:
     def check_prompt_lengths(self, max_prompt_length: int, flag: str = "--train-data") -> None:
         """Encode every row before training starts, and raise ValueError if a prompt is longer than allowed.
 
-        Raises: ValueError with the number of long prompts, the first few rows, and a sufficient length.
+        Raises: ValueError with the number of long prompts, the places of the first few, and a sufficient length.
         """
         lengths = [len(ids) for ids in self.prompts(range(len(self._dataset)))]
         long = [row for row, length in enumerate(lengths) if length > max_prompt_length]
         if long:
-            shown = ", ".join(f"row {row} ({lengths[row]} tokens)" for row in long[:_NUM_LONG_ROWS_SHOWN])
+            rows = long[:_NUM_LONG_ROWS_SHOWN]
+            places = zip(self._dataset.places(rows), rows, strict=True)
+            shown = ", ".join(f"{place} ({lengths[row]} tokens)" for place, row in places)
             raise ValueError(
-                f"--max-prompt-length ({max_prompt_length}): {len(long)} of {len(lengths)} prompts of "
-                f"{flag} are longer: {shown}{', ...' if len(long) > _NUM_LONG_ROWS_SHOWN else ''} (rows "
-                f"counted from 0 over all files). Try {max(lengths)}, or take these rows out."
+                f"--max-prompt-length ({max_prompt_length}): {len(long)} of {self._dataset.counted_rows} of "
+                f"{flag} have longer prompts: {shown}{', ...' if len(long) > len(rows) else ''}. "
+                f"Try {max(lengths)}, or take these rows out."
             )

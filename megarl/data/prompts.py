@@ -28,13 +28,27 @@ def read_prompts(path: Path, prompt_key: str, needs: Needs) -> Iterator[tuple[st
             yield where, Prompt(), [f"the row is a {type(row).__name__}, wanted an object with columns"]
 
 
+def counted_rows(num_rows: int, num_files: int, first: int | None) -> str:
+    """Return words for the rows that were read, such as "the first 64 rows" of one file.
+
+    Args:
+        num_rows: rows that were read of all files.
+        first: limit of the rows that are read of each file. None: there is none."""
+    rows = f"{num_rows} row{'s' if num_rows > 1 else ''}"
+    if first is None or num_rows < first:
+        return rows
+    return f"the first {rows}" if num_files == 1 else f"{rows} (at most the first {first} of a file)"
+
+
 class PromptDataset(Sequence[Prompt]):
     """The rows of all data files as `Prompt`s in memory, in the order of the files.
 
     The cursor (megarl/data/cursor.py) shuffles them, and the encoder makes token ids."""
 
-    def __init__(self, prompts: Sequence[Prompt]):
-        self._prompts = list(prompts)
+    def __init__(self, prompts: Sequence[Prompt], files: Sequence[Path] = (), first: int | None = None):
+        self._prompts, self._files = list(prompts), tuple(files)
+        self.first = first
+        """Number of rows that were read of each file. None: all."""
 
     @classmethod
     def load(
@@ -66,7 +80,7 @@ class PromptDataset(Sequence[Prompt]):
         if not files:
             raise ValueError(f"{flag} names no file. Give one or more *.jsonl or *.parquet files.")
         prompts: list[Prompt] = []
-        errors = _Errors(flag)
+        errors = _Errors(flag, len(files), first)
         for path in files:
             try:
                 for where, prompt, problems in itertools.islice(read_prompts(path, prompt_key, needs), first):
@@ -79,7 +93,26 @@ class PromptDataset(Sequence[Prompt]):
             except UnreadableFile as problem:
                 errors.files.append(str(problem))
         errors.raise_if_any()
-        return cls(prompts)
+        return cls(prompts, files, first)
+
+    def places(self, rows: Sequence[int]) -> list[str]:
+        """Return the place of each of these rows, such as train.jsonl:12, by reading the files again.
+
+        Places of all rows would take more memory than the rows of a small data set."""
+        wanted, found, row = set(rows), {row: f"row {row}" for row in rows}, 0
+        for path in self._files:
+            for where, _ in itertools.islice(read_rows(os.fspath(path)), self.first):
+                if row in wanted:
+                    found[row] = where
+                row += 1
+                if row > max(rows):
+                    return [found[one] for one in rows]
+        return [found[one] for one in rows]
+
+    @property
+    def counted_rows(self) -> str:
+        """Words for the number of rows, which say whether these are only the first of the files."""
+        return counted_rows(len(self), len(self._files), self.first)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -95,8 +128,8 @@ class PromptDataset(Sequence[Prompt]):
 class _Errors:
     """Collects the errors in several files, to raise them as one ValueError."""
 
-    def __init__(self, flag: str):
-        self.flag = flag
+    def __init__(self, flag: str, num_files: int, first: int | None):
+        self.flag, self.num_files, self.first = flag, num_files, first
         self.files: list[str] = []
         self.num_rows = 0
         self.num_bad_rows = 0
@@ -112,7 +145,8 @@ class _Errors:
         if self.num_bad_rows:
             hidden = self.num_bad_rows - len(self.shown)
             which = f"The first {len(self.shown)}:" if hidden else "They are:"
-            lines.append(f"{self.flag}: {self.num_bad_rows} of {self.num_rows} rows cannot be used. {which}")
+            rows = counted_rows(self.num_rows, self.num_files, self.first)
+            lines.append(f"{self.flag}: {self.num_bad_rows} of {rows} cannot be used. {which}")
             lines += [f"  {line}" for line in self.shown]
         if lines:
             raise ValueError("\n".join(lines))

@@ -148,6 +148,50 @@ def findings(job, tmp_path):  # noqa: F811
     return find
 
 
+@pytest.fixture
+def notes(job, tmp_path):  # noqa: F811
+    """notes("--flag value", train rows, held-out rows)"""
+
+    def find(flags="", train=(ROW,), held_out=()):
+        for name, rows in (("train", train), ("test", held_out)):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = ["--eval-data", str(tmp_path / "test.jsonl")] if held_out else []
+        return preview(load_config([job, *data, *flags.split()], REGISTRY)).notes
+
+    return find
+
+
+def asking(question, answer="2"):
+    return ROW | {
+        "prompt": [{"role": "user", "content": question}],
+        "reward_model": {"ground_truth": answer},
+    }
+
+
+def test_held_out_prompts_that_are_trained_on_are_noted(notes):
+    assert notes(train=[asking("1+1?")], held_out=[asking("1+2?")]) == []
+    (note,) = notes(train=[asking("1+1?"), asking("1+2?")], held_out=[asking("1+2?"), asking("1+3?")])
+    assert note.startswith("--eval-data: prompts of 1 of 2 rows are also in 2 rows of --train-data,")
+    rows = [asking(f"{number}+1?") for number in range(NUM_ROWS + 1)]
+    (note,) = notes(train=rows, held_out=rows)
+    assert note.startswith(
+        "--eval-data: prompts of 64 of the first 64 rows are also in the first 64 rows of "
+    )
+
+
+def test_a_response_too_short_for_every_right_answer_is_noted(notes):
+    short = "--max-response-length 2"
+    (note,) = notes(short, [asking("1?", "123"), asking("2?", "1234")])
+    assert note == (
+        "--max-response-length (2): the ground truths in 2 rows of --train-data have 3 to 4 tokens, so no "
+        "response can repeat the right answer. Try --max-response-length 5"
+    )
+    assert notes(short, [asking("1?", "123"), asking("2?", "12")]) == []
+    assert notes("--max-response-length 5", [asking("1?", "123")]) == []
+    assert notes(short, [asking("1?", '{"inputs": ["1 2 3"]}')]) == []  # the tests of a program
+    assert notes(f"{short} --algorithm sft", [asking("1?", "123")]) == []  # samples nothing
+
+
 def test_nothing_is_wrong_with_the_job(findings):
     assert findings() == [] and findings("--algorithm sft") == []
 
@@ -166,7 +210,7 @@ def test_rows(findings, tmp_path):
     )
     (finding,) = findings("--max-prompt-length 4")
     assert (
-        finding.startswith("--max-prompt-length (4): 1 of 1 prompts of --train-data are longer")
+        finding.startswith("--max-prompt-length (4): 1 of 1 row of --train-data have longer prompts: ")
         and "Try 7" in finding
     )
     assert findings("--max-prompt-length 7") == []
@@ -220,7 +264,7 @@ def test_the_report(job, monkeypatch):  # noqa: F811
     assert report.errors == () and any(
         line.startswith("note: torch ") and "tested with 1.0" in line for line in report.lines
     )
-    assert any("prompts of 7 to 7 tokens" in line for line in report.lines) and any(
+    assert "--train-data: prompts of 7 tokens in 1 row" in report.lines and any(
         "memory of each rank" in line for line in report.lines
     )
 

@@ -816,6 +816,15 @@ def test_files(findings, tmp_path):
         f"--train-data ({tmp_path}/none.jsonl): there is no such file. Try {tmp_path}/train.jsonl.",
         f"--train-data ({text}): must end in .jsonl or .parquet. Try {tmp_path}/train.jsonl.",
     ]
+    train = f"{tmp_path}/train.jsonl"
+    assert findings(f"--train-data {train} --eval-data {tmp_path}/train.json") == [
+        f"--eval-data ({tmp_path}/train.json): there is no such file. Try {eval_data}."
+    ]
+    eval_data.unlink()
+    assert findings(f"--train-data {train} --eval-data {tmp_path}/train.json") == [
+        f"--eval-data ({tmp_path}/train.json): there is no such file. Give one or more *.jsonl or *.parquet files."
+    ]
+    eval_data.touch()
     assert (
         findings(f"--eval-data {eval_data}") == [] and "--eval-data" in findings(f"--eval-data {tmp_path}")[0]
     )

@@ -74,7 +74,7 @@ def test_check_says_ok_with_the_main_numbers(job):
     assert result.stdout.startswith(
         "ok: world size 4, data-parallel size 2, 3 steps, per step 128 samples and 6 updates\n"
     )
-    assert "per step 64 samples and 1 updates" in run("check", job, "--algorithm", "sft").stdout
+    assert "per step 64 samples and 1 update\n" in run("check", job, "--algorithm", "sft").stdout
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

@@ -123,7 +123,8 @@ def test_a_run_alone_gives_its_settings_and_flags_override_them(model, tmp_path,
     assert evaluate("--model", run, "--eval-data", data) == 3
     assert started.pop()[0].sampling.max_response_length == 256
     (run / "resolved.args").write_text(f"--algorithm sft\n--eval-data {data}\n")
-    assert errors(capsys, "--model", run) == [NO_EVAL_DATA]
+    (error,) = errors(capsys, "--model", run)
+    assert error.startswith(NO_EVAL_DATA) and f"megarl eval @job.args --model {run}." in error
 
 
 def test_errors_come_together_and_say_what_works(model, tmp_path, started, capsys):
@@ -141,7 +142,7 @@ def test_errors_come_together_and_say_what_works(model, tmp_path, started, capsy
     ]
     (tmp_path / "bare.jsonl").write_text('{"data_source": "megarl/sums", "prompt": "1+1?"}\n')
     (without,) = errors(capsys, "--model", model, "--eval-data", tmp_path / "bare.jsonl")[:1]
-    assert "--eval-data: 1 of 1 rows cannot be used" in without
+    assert "--eval-data: 1 of 1 row cannot be used" in without
     for out, advice in (
         ("x.txt", "Try x.jsonl."),
         ("no/x.jsonl", "there is no folder no. Try --out x-samples"),

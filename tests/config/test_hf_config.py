@@ -712,3 +712,14 @@ def test_a_typing_error_is_put_right(write_model, name, meant):
     with pytest.raises(ConfigError) as error:
         ModelShape.load(write_model({**QWEN2, "model_type": name}))
     assert str(error.value).partition(" Did you mean ")[2].partition("?")[0] == (meant or "")
+
+
+def test_of_a_run_its_export_is_proposed(tmp_path):
+    (tmp_path / "near").mkdir()
+    (tmp_path / "near" / "config.json").write_text("{}")
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    for proposed in ("near", "run/hf"):
+        with pytest.raises(ConfigError) as error:
+            ModelShape.load(str(tmp_path / "run"))
+        assert str(error.value).endswith(f"No such file or directory. Try {tmp_path / proposed}.")
+        (tmp_path / "run" / "hf" / "config.json").write_text("{}")

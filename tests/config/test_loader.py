@@ -98,6 +98,16 @@ def test_defaults_are_those_of_the_schema():
     )
 
 
+def test_none_empties_a_list_that_is_empty_by_default(tmp_path):
+    args = tmp_path / "job.args"
+    args.write_text("--eval-data rows.jsonl\n--stop x\n--rollout-enforce-eager\n")
+    assert load(f"@{args}").data.eval_data == ("rows.jsonl",)
+    config = load(f"@{args}", "--eval-data", "none", "--stop", "none", "--stop-token-ids", "none")
+    assert (config.data.eval_data, config.sampling.stop, config.sampling.stop_token_ids) == ((), (), ())
+    args.write_text("--stop 'none'\n")  # in quotes it is a text
+    assert load(f"@{args}").sampling.stop == ("none",)
+
+
 def test_every_type_of_flag():
     config = load(
         "--bf16",

@@ -3,6 +3,7 @@ column."""
 
 import datetime
 import json
+import re
 
 import pyarrow
 import pyarrow.parquet
@@ -180,6 +181,14 @@ def test_all_bad_rows_are_counted_and_five_shown(tmp_path):
         PromptDataset.load([first, second], needs="ground_truth", flag="--eval-data")
     lines = str(error.value).splitlines()
     assert lines[0] == "--eval-data: 8 of 10 rows cannot be used. The first 5:" and len(lines) == 6
+    counted = {
+        2: ([first], "1 of the first 2 rows"),
+        5: ([first], "2 of 4 rows"),
+        3: ([first, second], re.escape("5 of 6 rows (at most the first 3 of a file)")),
+    }
+    for limit, (files, words) in counted.items():
+        with pytest.raises(ValueError, match=f"{words} cannot be used"):
+            PromptDataset.load(files, needs="ground_truth", first=limit)
     assert [line.split(": ")[0].strip() for line in lines[1:]] == [
         f"{first}:2",
         f"{first}:3",

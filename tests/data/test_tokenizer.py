@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -340,9 +341,24 @@ def test_long_prompts_are_found_before_training(sums_paths):
     long = [row for row, length in enumerate(lengths) if length == max(lengths)]
     with pytest.raises(
         ValueError,
-        match=rf"--max-prompt-length \({max(lengths) - 1}\): {len(long)} of 200 prompts .*Try {max(lengths)}",
+        match=rf"--max-prompt-length \({max(lengths) - 1}\): {len(long)} of 200 rows of .*Try {max(lengths)}",
     ) as error:
         encoder.check_prompt_lengths(max(lengths) - 1)
-    assert f"row {long[0]} ({max(lengths)} tokens)" in str(error.value) and f"row {long[5]} " not in str(
-        error.value
-    )
+    text, path = str(error.value), sums_paths["test"]
+    assert f"{path}:{long[0] + 1} ({max(lengths)} tokens)" in text and f"{path}:{long[5] + 1} " not in text
+
+
+def test_long_prompts_of_several_files_are_named_by_file_and_line(sums_paths, tmp_path):
+    rows = Path(sums_paths["test"]).read_text().splitlines()
+    short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"
+    short.write_text("\n".join(rows[:3]))
+    row = json.loads(rows[0])
+    row["prompt"][0]["content"] = "1+" * 60 + "1 ?"
+    long.write_text("\n\n".join([rows[3], rows[4], json.dumps(row), rows[5]]))  # every second line is empty
+    tokenizer = load_tokenizer(sums_paths["model"])
+    for first in (None, 3):
+        dataset = PromptDataset.load([short, long], first=first)
+        with pytest.raises(ValueError, match="1 of [67] rows .*longer prompts: ") as error:
+            PromptEncoder(tokenizer, dataset).check_prompt_lengths(60)
+        assert f"prompts: {long}:5 (" in str(error.value)
+        assert ("(at most the first 3 of a file)" in str(error.value)) == (first == 3)
