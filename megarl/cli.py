@@ -144,7 +144,7 @@ def check(argv: list[str]) -> int:
     report = examine(config, config.placement.nproc_per_node, machine=machine)
     sys.stdout.write("".join(f"{line}\n" for line in report.lines))
     sys.stdout.flush()  # before what is wrong, where both go to one place
-    raise_errors([*report.errors, *report.estimates])
+    raise_errors([*report.errors, *report.estimates], report.is_complete)
     return 0
 
 

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.ppo import PPO
 from megarl.batch import Batch
 from megarl.trainer.actor_state import ActorState
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -330,16 +332,40 @@ def test_a_reward_is_bound_to_sample_group_and_tokens():
     check_reward_digests(ids, groups, rewards, digests, {3: 12})  # another rank's samples are not looked at
 
 
+def samples_of(rewards):
+    """Two samples of each prompt."""
+    return [Sample(sample, 5, 2, group=sample // 2) for sample in rewards]
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(), PPO()])
+def test_steps_whose_rewards_do_not_differ_within_a_prompt_are_told(algorithm):
+    """Only where samples are compared within their prompt. Zero rewards count, and failed ones do not."""
+    learner = object.__new__(ActorState)
+    learner.config = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2))
+    learner.actor, learner.algorithm = "actor", algorithm
+    learner.zero_reward_steps = learner.equal_reward_steps = 0
+    constant, zero, between = {0: 0.5, 1: 0.5}, {0: 0.0, 1: 0.0}, {0: 1.0, 1: 1.0, 2: 0.0, 3: None}
+    steps = (constant, between, zero, constant, {0: 1.0, 1: 1.0, 2: 0.0, 3: 1.0}, constant, {}, constant)
+    notes = [
+        learner.note_useless_rewards(RolloutBatch(number, {0: 0}, samples_of(rewards), rewards=rewards))
+        for number, rewards in enumerate(steps, 1)
+    ]
+    told = [number for number, note in enumerate(notes, 1) if note]
+    assert told == ([2, 4, 8] if algorithm.relative_to_group else [])
+    for number, count in ((2, 2), (4, 4), (8, 2)) if told else ():
+        assert notes[number - 1].startswith(
+            f"step {number}: in {count} steps of actor all samples of a prompt had the same reward,"
+        )
+
+
 def test_steps_without_a_reward_are_told():
     learner = object.__new__(ActorState)
-    learner.config, learner.actor, learner.zero_reward_steps = (
-        SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2)),
-        "actor",
-        0,
-    )
+    learner.config = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2))
+    learner.actor, learner.algorithm = "actor", GRPO()
+    learner.zero_reward_steps = learner.equal_reward_steps = 0
     steps = ({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {}, {0: None, 1: 0.0}, {0: 0.0})
     notes = [
-        learner.note_zero_rewards(RolloutBatch(number, {0: 0}, rewards=rewards))
+        learner.note_useless_rewards(RolloutBatch(number, {0: 0}, samples_of(rewards), rewards=rewards))
         for number, rewards in enumerate(steps, 1)
     ]
     assert [note and note.split(" of actor. ")[0] for note in notes] == [

@@ -179,6 +179,9 @@ class Algorithm(Section):
     """A critic gives `values` and learns from `value_loss`."""
     critic_warmup_iters: ClassVar[int] = 0
     """Number of first steps that update the critic alone."""
+    relative_to_group: ClassVar[bool] = False
+    """Advantages compare the samples of one prompt with each other, so they are 0 where all of these have the
+    same reward."""
     token_level: ClassVar[bool] = True
     """The loss is a sum over tokens, each from its own inputs: `loss` is called for any part of a
     micro-batch's tokens, and saves a quarter of the output layer's work. False: it sees whole sequences, all

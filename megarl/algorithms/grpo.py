@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.clipped_policy import ClippedPolicy
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class GRPO(ClippedPolicy):
     """group relative policy optimization"""
 
+    relative_to_group: ClassVar[bool] = True
     normalize_advantages_by_std: bool = True
     """Divide the advantages by the standard deviation of their group's rewards."""
 

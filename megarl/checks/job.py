@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.algorithms.base import algorithm_of
 from megarl.checks.disk import copy_bytes, disk_errors, disk_line, save_errors
 from megarl.checks.engine import engine_errors
 from megarl.checks.fits import gb, memory_errors, memory_table
@@ -19,6 +20,7 @@ from megarl.checks.syncs import sync_errors, unplanned
 from megarl.checks.weights import weight_errors
 from megarl.config.check import job_errors, of_all_actors
 from megarl.config.errors import Errors, raise_errors
+from megarl.config.flags import algorithm_name
 from megarl.config.installed import version_notes
 from megarl.config.mesh import role_meshes
 from megarl.config.roles import configs_of_actors
@@ -35,14 +37,16 @@ class Report:
     Args:
         errors: errors, each `flag (value): rule. Try ...`.
         estimates: errors that rest on an estimate of the activations, in the same form.
-        warnings: what makes the job slow without being wrong, in the same form.
+        warnings: what makes the job slow or useless without being wrong, in the same form.
         lines: a summary of the job, as far as the errors permit one. The first line begins with ok or not
-            ok."""
+            ok.
+        is_complete: whether all checks were run. Errors in layouts, flags or data leave the others out."""
 
     errors: tuple[str, ...]
     lines: tuple[str, ...]
     estimates: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    is_complete: bool = True
 
 
 def check_everything(
@@ -51,7 +55,7 @@ def check_everything(
     """Raise ConfigError with all errors. Log the warnings, and a warning for each error that is only
     estimated."""
     report = examine(config, world_size, new_run, ranks_per_node)
-    raise_errors(report.errors)
+    raise_errors(report.errors, report.is_complete)
     for warning in report.warnings:
         logger.warning("warning: %s", warning)
     for error in report.estimates:
@@ -76,7 +80,9 @@ def examine(
     of_data = iter(previews.values())
     errors += of_all_actors(config, lambda _: next(of_data).errors)
     if errors:
-        return Report(tuple(errors), ())  # the checks below assume that the layouts are right
+        return Report(
+            tuple(errors), (), is_complete=False
+        )  # the checks below assume that the layouts are right
     machine, ranks_per_node = machine or this_machine(), ranks_per_node or world_size
     free = free_bytes(Path(config.run.save)) if new_run else None
     of_disk = [*(save_errors(config) if new_run else ()), *disk_errors(config, free)]
@@ -95,7 +101,10 @@ def examine(
     )
     errors += of_memory if is_certain else ()
     estimates = () if is_certain else of_memory
-    warnings = tuple(_core_warnings(config, world_size, new_run, ranks_per_node, machine))
+    warnings = (
+        *_core_warnings(config, world_size, new_run, ranks_per_node, machine),
+        *(of_all_actors(config, _group_warnings) if new_run else ()),
+    )
     notes = [
         *(f"on this machine {error}" for error in of_disk if not machine.is_this),
         *dict.fromkeys(
@@ -146,6 +155,16 @@ def _gpu_errors(config: TrainConfig, world_size: int, new_run: bool, ranks: int,
         f"--nproc-per-node ({ranks}): needs as many GPUs on this machine, one for each rank, and it has "
         f"{machine.num_gpus}. {advice}"
     )
+
+
+def _group_warnings(config: TrainConfig) -> Errors:
+    """Yield a warning if an algorithm that compares the samples of a prompt gets one sample of each."""
+    if algorithm_of(config).relative_to_group and config.batch.num_samples_per_prompt == 1:
+        yield (
+            f"--num-samples-per-prompt (1): {algorithm_name(type(config.algorithm))} compares the samples of "
+            "one prompt with each other, so with one sample every advantage is 0 and nothing is learnt from "
+            "rewards. Try --num-samples-per-prompt 8."
+        )
 
 
 def _core_warnings(

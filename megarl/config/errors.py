@@ -27,14 +27,19 @@ Errors = Iterator[str]
 class ConfigError(ExplainedError, ValueError):
     """Error of a configuration that breaks rules.
 
-    `errors` holds one line per broken rule: `flag (value): rule [place]`."""
+    `errors` holds one line per broken rule: `flag (value): rule [place]`. If the checks are not complete, the
+    text says that correcting these errors may show others."""
 
     read_on = "docs/configuration.md"
 
-    def __init__(self, errors: Sequence[str]) -> None:
-        self.errors = tuple(errors)
+    def __init__(self, errors: Sequence[str], is_complete: bool = True) -> None:
+        self.errors, self.is_complete = tuple(errors), is_complete
         head = [] if len(errors) == 1 else [f"{len(errors)} configuration errors:"]
-        super().__init__("\n".join(head + [line if not head else f"  - {line}" for line in errors]))
+        tail = (
+            [] if is_complete else [f"More is checked when {'these are' if head else 'this is'} corrected."]
+        )
+        lines = [line if not head else f"  - {line}" for line in errors]
+        super().__init__("\n".join(head + lines + tail))
 
 
 class FieldErrors(ValueError):
@@ -134,10 +139,11 @@ class Section:
             raise FieldErrors(errors)
 
 
-def raise_errors(errors: Sequence[str]) -> None:
-    """Raise ConfigError that lists the errors, if there are any."""
+def raise_errors(errors: Sequence[str], is_complete: bool = True) -> None:
+    """Raise ConfigError that lists the errors, if there are any. `is_complete`: whether nothing else is checked
+    once they are corrected."""
     if errors:
-        raise ConfigError(errors)
+        raise ConfigError(errors, is_complete)
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "--", cutoff: float = 0.6) -> str:

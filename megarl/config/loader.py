@@ -77,7 +77,7 @@ def load_config(
     given = reader.occurrences
     loaders = [_Loader(given, algorithms)]
     if reader.misses_flags:  # each flag in the file would be reported as missing too
-        raise_errors([*reader.errors, *loaders[0].errors])
+        raise_errors([*reader.errors, *loaders[0].errors], is_complete=False)
     count = loaders[0].num_actors
     loaders += [_Loader(given, algorithms, number) for number in range(2, count + 1)]
     actors = [loader.sections() for loader in loaders]
@@ -87,10 +87,10 @@ def load_config(
             advice = f"Try --num-actors {one.number}."
             errors.append(one.error(f"there is no actor {one.number}, as --num-actors is {count}. {advice}"))
     errors += [error for loader in loaders for error in loader.errors]
-    raise_errors(list(dict.fromkeys(errors)))
+    raise_errors(list(dict.fromkeys(errors)), is_complete=False)
     first, *others = actors
     config = TrainConfig(**first, others=tuple(TrainConfig(**other) for other in others))
-    raise_errors(list(unreachable_paths(config)))
+    raise_errors(list(unreachable_paths(config)), is_complete=False)
     return config
 
 

@@ -157,7 +157,8 @@ def load_evaluation(argv: Sequence[str]) -> TrainConfig:
         config = load_config(argv, REGISTRY, "megarl eval", DEFAULTS)
     except ConfigError as error:
         has_data = given.misses_flags or any(one.base == "eval-data" for one in given.occurrences)
-        raise ConfigError([*error.errors, *([] if has_data else [NO_EVAL_DATA])]) from None
+        errors = [*error.errors, *([] if has_data else [NO_EVAL_DATA])]
+        raise ConfigError(errors, is_complete=False) from None
     typed = {one.base for one in given.occurrences if one.place == COMMAND_LINE}
     load, errors = config.checkpoint.load, []
     if "load" in typed:

@@ -42,6 +42,8 @@ class ActorState:
         self.gate_passed = False
         self.zero_reward_steps = 0
         """Consecutive steps whose rewards were all zero."""
+        self.equal_reward_steps = 0
+        """Consecutive steps in which the samples of each prompt had equal rewards."""
         clip_grad = {"policy": config.optimizer.clip_grad}
         if config.critic_optimizer is not None:
             clip_grad["critic"] = config.critic_optimizer.clip_grad
@@ -56,18 +58,28 @@ class ActorState:
             num_failed = sum(reward is None for reward in batch.rewards.values())
             self.kl.update(metrics[MEASURED_KL], len(batch.samples) - num_failed)
 
-    def note_zero_rewards(self, batch: RolloutBatch) -> str | None:
-        """Count consecutive steps whose rewards were all zero. Returns a warning at every multiple of
+    def note_useless_rewards(self, batch: RolloutBatch) -> str | None:
+        """Count consecutive steps whose rewards were all zero, and those whose rewards did not differ within
+        any group if the algorithm compares the samples of a group. Returns a warning at every multiple of
         --warn-after-zero-reward-steps, else None."""
         if not batch.rewards:  # the actor learns from another actor's samples
             return None
         self.zero_reward_steps = 0 if any(batch.rewards.values()) else self.zero_reward_steps + 1
-        limit = self.config.run.warn_after_zero_reward_steps
-        if not limit or not self.zero_reward_steps or self.zero_reward_steps % limit:
+        self.equal_reward_steps = 0 if _differ_in_a_group(batch) else self.equal_reward_steps + 1
+        limit, look = self.config.run.warn_after_zero_reward_steps, "Look at the texts in rollouts/."
+        if limit and self.zero_reward_steps and self.zero_reward_steps % limit == 0:
+            return (
+                f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. Does "
+                f"the reward see what you think? {look}"
+            )
+        if not limit or not self.algorithm.relative_to_group or not self.equal_reward_steps:
+            return None
+        if self.equal_reward_steps % limit:
             return None
         return (
-            f"step {batch.step}: no reward but 0 in {self.zero_reward_steps} steps of {self.actor}. Does the "
-            "reward see what you think? Look at the texts in rollouts/."
+            f"step {batch.step}: in {self.equal_reward_steps} steps of {self.actor} all samples of a prompt had "
+            "the same reward, and nothing is learnt from that. Does the reward tell good answers from bad "
+            f"ones? Are the prompts too easy or too hard? {look}"
         )
 
     def note_unscored_updates(self, metrics: Mapping[str, float], step: int) -> str:
@@ -118,6 +130,7 @@ class ActorState:
             "cursor": self.cursor.state(),
             "kl": self.kl.state_dict(),
             "zero_reward_steps": self.zero_reward_steps,
+            "equal_reward_steps": self.equal_reward_steps,
         }
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
 
@@ -127,6 +140,7 @@ class ActorState:
         self.cursor = DataCursor.restore(state["cursor"], self.cursor.num_rows)
         self.kl.load_state_dict(state["kl"])
         self.zero_reward_steps = state["zero_reward_steps"]
+        self.equal_reward_steps = state.get("equal_reward_steps", 0)  # older checkpoints lack it
         self.buffer.restore(state.get("buffer", ()))
 
     def hidden_size(self, role: str) -> int:
@@ -138,3 +152,13 @@ class ActorState:
                 config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
                 return int(config.get("hidden_size", self.shape.hidden_size))
         return self.shape.hidden_size
+
+
+def _differ_in_a_group(batch: RolloutBatch) -> bool:
+    """Return whether two samples of a group have different rewards. Failed rewards do not count."""
+    first: dict[int, float] = {}
+    for sample in batch.samples:
+        reward = batch.rewards[sample.sample_id]
+        if reward is not None and first.setdefault(sample.group, reward) != reward:
+            return True
+    return False

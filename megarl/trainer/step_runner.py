@@ -118,7 +118,7 @@ class StepRunner:
             actor.update_kl(metrics, self.batches.batch_of(actor.actor))
             if "mismatch/max_abs" in metrics:  # a user's own loop may compute no log-probs
                 self.gate.check(actor, metrics)
-            warnings += [actor.note_zero_rewards(batch), actor.note_unscored_updates(metrics, batch.step)]
+            warnings += [actor.note_useless_rewards(batch), actor.note_unscored_updates(metrics, batch.step)]
         return [warning for warning in warnings if warning]
 
     # Called by the scheduler.

@@ -269,6 +269,21 @@ def test_the_report(job, monkeypatch):  # noqa: F811
     )
 
 
+def test_a_group_of_one_sample_is_warned_of(job):  # noqa: F811
+    """Only where samples are compared within their prompt."""
+
+    def warnings(*flags, samples=1):
+        sizes = f"--num-samples-per-prompt {samples} --num-prompts 16 --global-batch-size 16".split()
+        report = examine(load_config([job, *sizes, *flags], REGISTRY), 1, machine=Machine(10**11))
+        assert report.errors == ()
+        return [line for line in report.warnings if "--num-samples-per-prompt" in line]
+
+    (warning,) = warnings()
+    assert warning.startswith("--num-samples-per-prompt (1): grpo compares the samples of one prompt")
+    assert warnings(samples=8) == []
+    assert warnings("--algorithm", "ppo") == [] and warnings("--algorithm", "sft") == []
+
+
 def test_versions_are_the_pinned_ones():
     pins = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     assert all(f'"{library}=={installed.pins()[library]}"' in pins for library in installed.LIBRARIES)

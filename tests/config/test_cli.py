@@ -93,6 +93,27 @@ def test_all_findings_exit_2_and_no_traceback(command, job, tmp_path):
         assert f"  - {flag}" in result.stderr
 
 
+def test_a_round_of_errors_says_whether_more_is_checked(job, tmp_path, capsys):
+    """Flags hide layouts, layouts hide weights, and nothing is hidden by the last round."""
+    last = "More is checked when this is corrected."
+    for weights in (tmp_path / "model").glob("*.safetensors"):
+        weights.write_bytes(b"damaged")
+    rounds = (
+        "--temprature 1 --tensor-model-parallel-size 3",
+        "--tensor-model-parallel-size 3 --lr 0",
+        "--lr 0",
+    )
+    said = []
+    for flags in rounds:
+        assert cli.main(["check", job, *flags.split()]) == 2
+        said.append(capsys.readouterr().err.splitlines())
+    assert "--temprature" in said[0][0] and said[0][1:] == [last]
+    assert "--tensor-model-parallel-size" in "".join(said[1]) and said[1][-1].startswith(
+        "More is checked when "
+    )
+    assert "safetensors" in "".join(said[2]) and not said[2][-1].startswith("More is checked when ")
+
+
 @pytest.mark.parametrize("command", ["train", "eval", "check"])
 def test_wrong_flags_exit_2_and_no_traceback(command):
     result = run(command, "@none.args", "--lrr", "1")
@@ -102,6 +123,7 @@ def test_wrong_flags_exit_2_and_no_traceback(command):
         "  - @none.args: cannot read none.args: No such file or directory. Give a text file of flags. "
         "[command line]",
         "  - --lrr (1): no such flag. Did you mean --lr? [command line]",
+        "More is checked when these are corrected.",
     ]
 
 
@@ -112,8 +134,9 @@ def test_an_args_file_that_cannot_be_read_is_one_error(text, tmp_path):
         (tmp_path / "job.args").write_bytes(text if isinstance(text, bytes) else text.encode())
     (tmp_path / "jobs.args").write_text("--lr 1")
     result = run("train", f"@{tmp_path}/job.args", "--save", "run")
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert f"{tmp_path}/job.args" in result.stderr
+    first, last = result.stderr.splitlines()
+    assert result.returncode == 2 and last == "More is checked when this is corrected."
+    assert f"{tmp_path}/job.args" in first
     assert text is not None or f"Try {tmp_path}/jobs.args." in result.stderr
 
 

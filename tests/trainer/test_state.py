@@ -38,11 +38,11 @@ def test_a_step_counts_when_it_is_completed(state):
 
 def test_a_dropped_step_leaves_the_state_as_it_was(state):
     admit_step(state)
-    state.first.zero_reward_steps = 3
+    state.first.zero_reward_steps, state.first.equal_reward_steps = 3, 5
     state.complete_step()
     before = state.snapshot()
     visits = admit_step(state)
-    state.first.zero_reward_steps = 4
+    state.first.zero_reward_steps, state.first.equal_reward_steps = 4, 6
     state.drop_step()
     assert state.snapshot() == before and state.step == 1
     assert admit_step(state) == visits
