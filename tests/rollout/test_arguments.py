@@ -311,7 +311,9 @@ def test_a_second_buffer_is_kept_where_nothing_has_kept_addresses(
     """CUDA graphs hold the addresses of the weights. Out of process the default is a second buffer where the
     engine runs eagerly, as on a CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    config = dataclasses.replace(job(enforce_eager=enforce_eager), reshard=ReshardConfig(reshard_double_buffer=wanted))
+    config = dataclasses.replace(
+        job(enforce_eager=enforce_eager), reshard=ReshardConfig(reshard_double_buffer=wanted)
+    )
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
             _double_buffer(config)
