@@ -182,11 +182,14 @@ def update(
     model: TrainedModel, micros: list[MicroBatch], num_tokens: int, token_level: bool
 ) -> dict[str, float]:
     def policy_loss(micro, log_probs, entropy, rows):
-        value = -(log_probs * micro.column("advantages")[rows] + 0.01 * entropy).sum() / num_tokens
+        value = (
+            -(log_probs * micro.column("advantages")[rows].to(log_probs.device) + 0.01 * entropy).sum()
+            / num_tokens
+        )
         return value, {"loss": value.detach()}
 
     def value_loss(micro, values):
-        value = 0.5 * (values - micro.column("advantages")).square().sum() / num_tokens
+        value = 0.5 * (values - micro.column("advantages").to(values.device)).square().sum() / num_tokens
         return value, {"loss": value.detach()}
 
     model.advance_schedule()

@@ -75,7 +75,7 @@ def loss_of(batch: Batch):
     num_tokens = int(batch.response_mask.sum())
 
     def loss(micro, log_probs, entropy, rows):
-        value = -(log_probs * micro.column("advantages")[rows]).sum() / num_tokens
+        value = -(log_probs * micro.column("advantages")[rows].to(log_probs.device)).sum() / num_tokens
         return value, {"loss": value.detach()}
 
     return loss

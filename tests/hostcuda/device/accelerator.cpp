@@ -1,5 +1,5 @@
-// PyTorch's answer to "which accelerator was this build made for?". A library that is loaded before PyTorch, with its
-// names visible to all, takes the place of PyTorch's own function.
+// PyTorch's answer to "which accelerator was this build made for?". A library that is loaded before PyTorch,
+// with its names visible to all, takes the place of PyTorch's own function.
 #include <cstdint>
 #include <optional>
 

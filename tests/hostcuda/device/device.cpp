@@ -15,14 +15,18 @@ namespace hostcuda {
 namespace {
 thread_local int allocating_on = -1;  // in a DeviceScope: its device
 
-void free_block(void* context) { release(static_cast<Block*>(context)); }
+// The context of a pointer is the pointer, as Allocator::raw_allocate demands.
+void free_block(void* context) {
+  if (Block* block = block_at(context)) release(block);
+}
 
 c10::DataPtr allocate_on(int device, size_t bytes, c10::Device says) {
+  if (!bytes) return {nullptr, nullptr, &free_block, says};
   Block* block = allocate(device, bytes);
-  TORCH_CHECK_WITH(OutOfMemoryError, block, "CUDA out of memory. Tried to allocate ", bytes >> 10, " KiB. GPU ", device,
-                   " has a total capacity of ", stats(device).total >> 20, " MiB, of which ",
-                   stats(device).allocated >> 20, " MiB are allocated by PyTorch.");
-  return {block->memory, block, &free_block, says};
+  TORCH_CHECK_WITH(OutOfMemoryError, block, "CUDA out of memory. Tried to allocate ", bytes >> 10,
+                   " KiB. GPU ", device, " has a total capacity of ", stats(device).total >> 20,
+                   " MiB, of which ", stats(device).allocated >> 20, " MiB are allocated by PyTorch.");
+  return {block->memory, block->memory, &free_block, says};
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
@@ -35,22 +39,29 @@ struct DeviceMemory final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override { empty_cache(); }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
-    if (pointer.get_deleter() == &free_block)
-      record_stream(static_cast<Block*>(pointer.get_context()), stream_index(stream.device_index(), stream.id()));
+    if (Block* block = block_at(pointer.get_context()))
+      record_stream(block, stream_index(stream.device_index(), stream.id()));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override {}
 } device_memory;
 
-// Replaces the CPU's allocator, so that the results of CPU kernels that stand in for CUDA kernels are device memory.
+// Replaces the CPU's allocator, so that the results of CPU kernels that stand in for CUDA kernels are device
+// memory.
 struct HostMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (allocating_on < 0) return c10::GetDefaultCPUAllocator()->allocate(bytes);
     return allocate_on(allocating_on, bytes, c10::Device(c10::kCPU));
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_raw; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  static void free_raw(void* pointer) {
+    if (Block* block = block_at(pointer))
+      release(block);
+    else
+      c10::GetDefaultCPUAllocator()->raw_deallocate(pointer);
+  }
 } host_memory;
 
 struct PinnedMemory final : at::HostAllocator {
@@ -82,7 +93,9 @@ struct PinnedMemory final : at::HostAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
-  bool record_event(void*, void*, c10::Stream) override { return true; }  // queued copies keep host memory themselves
+  bool record_event(void*, void*, c10::Stream) override {
+    return true;
+  }  // queued copies keep host memory themselves
   void empty_cache() override {}
   at::HostStats get_stats() override { return {}; }
   void reset_accumulated_stats() override {}
@@ -111,7 +124,8 @@ struct Generator final : c10::GeneratorImpl {
 const std::vector<at::Generator>& generators() {
   static const auto all = [] {
     std::vector<at::Generator> all;
-    for (int device = 0; device < device_count(); ++device) all.push_back(at::make_generator<Generator>(device));
+    for (int device = 0; device < device_count(); ++device)
+      all.push_back(at::make_generator<Generator>(device));
     return all;
   }();
   return all;
@@ -125,22 +139,30 @@ const Event& event_of(void* event) { return **static_cast<Recorded*>(event); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
-  c10::Device exchangeDevice(c10::Device device) const override { return cuda(set_current_device(device.index())); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return cuda(set_current_device(device.index()));
+  }
   c10::Device getDevice() const override { return cuda(current_device()); }
   void setDevice(c10::Device device) const override { set_current_device(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override { set_current_device(device.index()); }
-  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return static_cast<c10::DeviceIndex>(device_count());
+  }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
   c10::Stream getStream(c10::Device device) const override {
     const int index = check_device(device.index());
     return stream_of(index, current_stream_id(index));
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(check_device(device.index()), 0); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return stream_of(check_device(device.index()), 0);
+  }
   c10::Stream getNewStream(c10::Device device, int) const override {
     const int index = check_device(device.index());
     return stream_of(index, new_stream(index));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return stream_of(stream.device_index(), set_current_stream(stream.device_index(), stream.id()));
   }
@@ -156,7 +178,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) hostcuda::block(index_of(stream), event_of(event));
   }
   bool queryEvent(void* event) const override { return !event || query_event(event_of(event)); }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<Recorded*>(event);
+  }
   bool queryStream(const c10::Stream& stream) const override { return query_stream(index_of(stream)); }
   void synchronizeStream(const c10::Stream& stream) const override { synchronize_stream(index_of(stream)); }
   void synchronizeEvent(void* event) const override {
@@ -164,7 +188,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(c10::DeviceIndex device) const override { synchronize_device(check_device(device)); }
   double elapsedTime(void* start, void* end, c10::DeviceIndex) const override {
-    TORCH_CHECK(start && end && is_over(event_of(start)) && is_over(event_of(end)), "CUDA error: device not ready");
+    TORCH_CHECK(start && end && is_over(event_of(start)) && is_over(event_of(end)),
+                "CUDA error: device not ready");
     return (event_of(end).seconds - event_of(start).seconds) * 1e3;
   }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
@@ -191,7 +216,9 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
     return static_cast<c10::DeviceIndex>(set_current_device(device));
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return exchangeDevice(device);
+  }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &PinnedMemory::only(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
@@ -199,7 +226,8 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   c10::Device getDeviceFromPtr(void* pointer) const override {
     for (int device = 0; device < device_count(); ++device)
       if (owns(device, pointer)) return cuda(device);
-    TORCH_CHECK(false, "The specified pointer resides on host memory and is not registered with any CUDA device.");
+    TORCH_CHECK(false,
+                "The specified pointer resides on host memory and is not registered with any CUDA device.");
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return default_generator(check_device(device));
@@ -218,10 +246,12 @@ void keep_nothing(void*) {}
 at::Tensor alias(const at::Tensor& tensor, void* context, c10::DeleterFnPtr deleter) {
   c10::Storage storage(
       c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
-      c10::DataPtr(tensor.storage().mutable_data(), context, deleter, c10::Device(c10::kCPU)), nullptr, false);
-  auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                         tensor.dtype());
-  result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+      c10::DataPtr(tensor.storage().mutable_data(), context, deleter, c10::Device(c10::kCPU)), nullptr,
+      false);
+  auto result = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                      tensor.storage_offset());
   return result;
 }
 
@@ -245,7 +275,7 @@ DeviceScope::~DeviceScope() {
 
 Block* block_of(const c10::Storage& storage) {
   const auto& pointer = storage.data_ptr();
-  return pointer.get_deleter() == &free_block ? static_cast<Block*>(pointer.get_context()) : nullptr;
+  return pointer.get_deleter() == &free_block ? block_at(pointer.get_context()) : nullptr;
 }
 Block* block_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_cuda() ? block_of(tensor.storage()) : nullptr;
@@ -270,11 +300,13 @@ at::Tensor as_cuda(const at::Tensor& result, int device) {
   } else {
     auto copy = allocate_on(device, storage.nbytes(), cuda(device));
     std::memcpy(copy.get(), storage.data(), storage.nbytes());
-    storage = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(copy), &device_memory, true);
+    storage = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(copy), &device_memory,
+                           true);
   }
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), result.dtype());
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(),
+                                                      result.storage_offset());
   return tensor;
 }
 
@@ -283,8 +315,8 @@ const at::Generator& default_generator(int device) { return generators().at(devi
 
 at::Generator cpu_generator(const std::optional<at::Generator>& of, int device) {
   if (!of || !of->defined()) return default_generator(device).get<Generator>()->inner;
-  TORCH_CHECK(of->device().is_cuda(), "Expected a 'cuda' device type for generator but found '", of->device().type(),
-              "'");
+  TORCH_CHECK(of->device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
+              of->device().type(), "'");
   return of->get<Generator>()->inner;
 }
 
@@ -296,7 +328,7 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
   const uint64_t time = begin(stream);
   if (const size_t kept = std::min(bytes, storage.nbytes())) {
     access(block_of(storage), false, stream, time, operation);
-    access(static_cast<Block*>(fresh.get_context()), true, stream, time, operation);
+    access(block_at(fresh.get()), true, stream, time, operation);
     std::memcpy(fresh.get(), storage.data(), kept);
   }
   storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(fresh));

@@ -20,9 +20,10 @@ class DeviceScope {
 };
 
 Block* block_of(const c10::Storage& storage);
-Block* block_of(const at::Tensor& tensor);  // null for a tensor without device memory
-at::Tensor as_cpu(const at::Tensor& tensor);    // shares and keeps the memory; other tensors as they are
-at::Tensor raw_cpu(const at::Tensor& tensor);   // shares the memory without keeping it, as a queued kernel does
+Block* block_of(const at::Tensor& tensor);    // null for a tensor without device memory
+at::Tensor as_cpu(const at::Tensor& tensor);  // shares and keeps the memory; other tensors as they are
+at::Tensor raw_cpu(
+    const at::Tensor& tensor);  // shares the memory without keeping it, as a queued kernel does
 at::Tensor as_cuda(const at::Tensor& result, int device);  // of a CPU kernel inside a DeviceScope
 bool is_pinned(const void* pointer);
 at::Generator cpu_generator(const std::optional<at::Generator>& of, int device);

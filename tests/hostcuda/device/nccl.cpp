@@ -1,5 +1,5 @@
-// A backend that behaves as NCCL's does, over gloo: CUDA tensors only, a communicator per device that is made by the
-// first operation and needs all ranks of the group, and work that streams, not the host, wait for.
+// A backend that behaves as NCCL's does, over gloo: CUDA tensors only, a communicator per device that is made
+// by the first operation and needs all ranks of the group, and work that streams, not the host, wait for.
 //
 // The communicators are made by Python (install.py), which reports ranks that do not take part.
 #include "nccl.h"
@@ -143,14 +143,15 @@ class Nccl final : public c10d::Backend {
     average(work, {to}, of_gloo.reduceOp);
     return done(work, {gloo->_reduce_scatter_base(to, from, of_gloo)});
   }
-  c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                           const c10d::ReduceScatterOptions& options) override {
+  c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
     auto [gloo, work] = start("reduce_scatter_tensor", inputs, outputs);
     auto of_gloo = options;
     auto to = on_cpu(outputs), from = on_cpu(inputs);
     average(work, to, of_gloo.reduceOp);
     Works parts;
-    for (size_t i = 0; i < to.size(); ++i) parts.push_back(gloo->_reduce_scatter_base(to[i], from[i], of_gloo));
+    for (size_t i = 0; i < to.size(); ++i)
+      parts.push_back(gloo->_reduce_scatter_base(to[i], from[i], of_gloo));
     return done(work, parts);
   }
   c10::intrusive_ptr<Work> gather(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -167,7 +168,8 @@ class Nccl final : public c10d::Backend {
     auto from = on_cpu(inputs);
     return done(work, {gloo->scatter(to, from, options)});
   }
-  c10::intrusive_ptr<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+  c10::intrusive_ptr<Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                         std::vector<int64_t>& output_sizes,
                                          std::vector<int64_t>& input_sizes,
                                          const c10d::AllToAllOptions& options) override {
     auto [gloo, work] = start("all_to_all_single", {input}, {output});
@@ -185,7 +187,8 @@ class Nccl final : public c10d::Backend {
     return done(work, {gloo->recv(cpu, peer_rank(from), tag)});
   }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
-    const int device = options.device_ids.empty() ? current_device() : static_cast<int>(options.device_ids[0]);
+    const int device =
+        options.device_ids.empty() ? current_device() : static_cast<int>(options.device_ids[0]);
     synchronize_device(device);
     auto of_gloo = options;
     of_gloo.device_ids.clear();
@@ -226,8 +229,8 @@ class Nccl final : public c10d::Backend {
   }
 
   // NCCL's stream waits for the current one, then reads and writes.
-  std::pair<Gloo, c10::intrusive_ptr<NcclWork>> start(const char* name, const Tensors& reads, const Tensors& writes,
-                                                      int peer = -1) {
+  std::pair<Gloo, c10::intrusive_ptr<NcclWork>> start(const char* name, const Tensors& reads,
+                                                      const Tensors& writes, int peer = -1) {
     const auto& first = reads.empty() ? writes.at(0) : reads.at(0);
     checked(first);
     const int device = first.device().index();

@@ -4,7 +4,8 @@
 #include <functional>
 
 namespace hostcuda {
-// Makes a communicator over gloo. device: of this rank; peer: the other rank of two, or -1 for the whole group.
+// Makes a communicator over gloo. device: of this rank; peer: the other rank of two, or -1 for the whole
+// group.
 using Connect = std::function<c10::intrusive_ptr<c10d::Backend>(int device, int peer)>;
 c10::intrusive_ptr<c10d::Backend> make_nccl(int rank, int size, Connect connect);
 }  // namespace hostcuda

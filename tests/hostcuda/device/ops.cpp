@@ -1,5 +1,5 @@
-// Every operator on CUDA tensors: refused if its tensors are on different devices, else the CPU's kernel on the same
-// memory. Copies, views and storages have kernels of their own.
+// Every operator on CUDA tensors: refused if its tensors are on different devices, else the CPU's kernel on
+// the same memory. Copies, views and storages have kernels of their own.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
@@ -18,11 +18,13 @@ using Below = at::AutoDispatchBelowADInplaceOrView;
 class Launch {
  public:
   explicit Launch(const c10::OperatorHandle& op)
-      : name_(interned(op.operator_name().name +
-                       (op.operator_name().overload_name.empty() ? "" : "." + op.operator_name().overload_name))) {}
+      : name_(interned(op.operator_name().name + (op.operator_name().overload_name.empty()
+                                                      ? ""
+                                                      : "." + op.operator_name().overload_name))) {}
 
   // indices: tensors that may be on the CPU. listed: an element of a list, where no CPU scalar is allowed.
-  void see(const Tensor& tensor, const std::string& argument, bool written, bool indices = false, bool listed = false) {
+  void see(const Tensor& tensor, const std::string& argument, bool written, bool indices = false,
+           bool listed = false) {
     if (!tensor.defined()) return;
     if (tensor.is_cuda()) {
       const int device = tensor.device().index();
@@ -41,9 +43,10 @@ class Launch {
   int check() const {
     TORCH_CHECK(other_device_ < 0, "[hostcuda] Expected all tensors to be on the same device, but ", *name_,
                 " found at least two devices, cuda:", device_, " and cuda:", other_device_, "!");
-    TORCH_CHECK(device_ < 0 || !cpu_argument_, "[hostcuda] Expected all tensors to be on the same device, but ", *name_,
-                " found at least two devices, cuda:", device_, " and cpu! (argument ", cpu_argument_ ? *cpu_argument_ : "",
-                ")");
+    TORCH_CHECK(device_ < 0 || !cpu_argument_,
+                "[hostcuda] Expected all tensors to be on the same device, but ", *name_,
+                " found at least two devices, cuda:", device_, " and cpu! (argument ",
+                cpu_argument_ ? *cpu_argument_ : "", ")");
     return device_ < 0 ? current_device() : device_;
   }
 
@@ -188,13 +191,16 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   access(block_of(self), true, stream, time, operation);
   if (queued) {
     // Device memory is not kept: it may belong to another tensor when the copy runs.
-    auto to = self.is_cuda() ? raw_cpu(self) : self.detach(), from = src.is_cuda() ? raw_cpu(src) : src.detach();
+    auto to = self.is_cuda() ? raw_cpu(self) : self.detach(),
+         from = src.is_cuda() ? raw_cpu(src) : src.detach();
     if (self.storage().data() != src.storage().data()) poison(to);
-    enqueue(stream, [to, from] {
-      Below below;
-      at::NoGradGuard no_grad;
-      to.copy_(from);
-    });
+    enqueue(stream,
+            [to, from] {
+              Below below;
+              at::NoGradGuard no_grad;
+              to.copy_(from);
+            },
+            {block_of(self), block_of(src)});
   } else {
     as_cpu(self).copy_(as_cpu(src));
     if (!within && !non_blocking) synchronize_stream(stream);
@@ -214,7 +220,8 @@ at::Scalar item(const Tensor& tensor) {
 int device_for(std::optional<at::Device> device) { return check_device(device ? device->index() : -1); }
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<at::Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+             std::optional<at::Device> device, std::optional<bool> pin,
+             std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   const c10::DeviceGuard guard(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device_for(device))));
   return at::detail::empty_generic(size, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
@@ -225,12 +232,13 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
                      std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   const c10::DeviceGuard guard(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device_for(device))));
   return at::detail::empty_strided_generic(size, stride, device_allocator(),
-                                           c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+                                           c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                           c10::dtype_or_default(dtype));
 }
 
 const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
-  const size_t needed = at::detail::computeStorageNbytes(size, c10::contiguous_strides(size), self.element_size(),
-                                                         self.storage_offset());
+  const size_t needed = at::detail::computeStorageNbytes(size, c10::contiguous_strides(size),
+                                                         self.element_size(), self.storage_offset());
   if (needed > self.storage().nbytes()) {
     const c10::DeviceGuard guard(self.device());
     resize_storage(self.storage(), needed);
@@ -245,22 +253,25 @@ Tensor& set_storage_(Tensor& self, at::Storage storage) {
 
 Tensor& set_empty_(Tensor& self) {
   const c10::DeviceGuard guard(self.device());
-  c10::Storage storage(c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0), device_allocator(), true);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), 0, device_allocator()->allocate(0),
+                       device_allocator(), true);
   return self.set_(std::move(storage), 0, {0}, {});
 }
 
 void record_tensor_on(Tensor& self, at::Stream stream) {
-  record_stream(block_of(self), stream_index(stream.device_index(), stream.id()));
+  if (Block* block = block_of(self)) record_stream(block, stream_index(stream.device_index(), stream.id()));
 }
 
 // There is no flash or memory-efficient attention here.
-int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
-                         std::optional<double>, bool) {
+int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double,
+                         bool, std::optional<double>, bool) {
   return 0;  // sdp::SDPBackend::math
 }
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+}
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty);

@@ -18,7 +18,8 @@ struct Device {
   int file = -1;
   char* base = nullptr;
   size_t used = 0;
-  std::map<std::pair<int, size_t>, std::vector<Block*>> free;  // (stream, capacity) -> blocks, the latest last
+  std::map<std::pair<int, size_t>, std::vector<Block*>>
+      free;  // (stream, capacity) -> blocks, the latest last
   std::vector<std::pair<Block*, std::vector<std::pair<int, uint64_t>>>> in_use_elsewhere;  // freed, recorded
   MemoryStats stats;
   int64_t streams = 1;  // 0 is the default stream
@@ -35,7 +36,8 @@ struct State {
   std::vector<std::unique_ptr<Stream>> streams;
   std::map<std::pair<int, int64_t>, int> index;
   std::unordered_set<std::string> names;
-  Clock host;  // what the host has waited for
+  std::unordered_map<const void*, Block*> live;  // by the address of the tensor's first byte
+  Clock host;                                    // what the host has waited for
   bool find_races = from_environment("HOSTCUDA_RACES", 1);
   State() : devices(from_environment("HOSTCUDA_DEVICES", 1)) {
     for (auto& device : devices) device.stats.total = from_environment("HOSTCUDA_MEMORY_MIB", 80 << 10) << 20;
@@ -77,7 +79,8 @@ size_t rounded(size_t bytes) {
 void open_arena(Device& device) {
   if (device.base) return;
   device.file = memfd_create("hostcuda", MFD_CLOEXEC);
-  if (device.file < 0 || ftruncate(device.file, kArena)) throw std::runtime_error("hostcuda: memfd_create failed");
+  if (device.file < 0 || ftruncate(device.file, kArena))
+    throw std::runtime_error("hostcuda: memfd_create failed");
   void* base = mmap(nullptr, kArena, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, device.file, 0);
   if (base == MAP_FAILED) throw std::runtime_error("hostcuda: mmap failed");
   device.base = static_cast<char*>(base);
@@ -91,26 +94,30 @@ void forget(Block* block) {
 
 void collect(Device& device) {  // blocks whose other streams are done
   auto& waiting = device.in_use_elsewhere;
-  waiting.erase(std::remove_if(waiting.begin(), waiting.end(),
-                               [&](auto& entry) {
-                                 for (auto& [stream, position] : entry.second)
-                                   if (stream_at(stream).finished < position) return false;
-                                 forget(entry.first);
-                                 device.free[{entry.first->stream, entry.first->capacity}].push_back(entry.first);
-                                 return true;
-                               }),
-                waiting.end());
+  waiting.erase(
+      std::remove_if(waiting.begin(), waiting.end(),
+                     [&](auto& entry) {
+                       for (auto& [stream, position] : entry.second)
+                         if (stream_at(stream).finished < position) return false;
+                       forget(entry.first);
+                       device.free[{entry.first->stream, entry.first->capacity}].push_back(entry.first);
+                       return true;
+                     }),
+      waiting.end());
 }
 
-void check(const Access& before, const char* did, const char* does, int stream, const std::string* operation) {
+void check(const Access& before, const char* did, const char* does, int stream,
+           const std::string* operation) {
   auto& clock = stream_at(stream).clock;
   if (before.stream < 0 || before.stream == stream || at(clock, before.stream) >= before.time) return;
   auto name = [](int index) {
-    return "stream " + std::to_string(stream_at(index).id) + " of cuda:" + std::to_string(stream_at(index).device);
+    return "stream " + std::to_string(stream_at(index).id) +
+           " of cuda:" + std::to_string(stream_at(index).device);
   };
-  throw std::runtime_error("[hostcuda] race: " + *operation + " on " + name(stream) + " " + does + " memory that " +
-                           *before.operation + " on " + name(before.stream) + " " + did +
-                           ", and has not waited for it (wait_stream, wait_event, synchronize, record_stream)");
+  throw std::runtime_error(
+      "[hostcuda] race: " + *operation + " on " + name(stream) + " " + does + " memory that " +
+      *before.operation + " on " + name(before.stream) + " " + did +
+      ", and has not waited for it (wait_stream, wait_event, synchronize, record_stream)");
 }
 }  // namespace
 
@@ -166,10 +173,20 @@ void drain(int stream) {
   drain_to(stream, stream_at(stream).enqueued);
 }
 
-void enqueue(int stream, std::function<void()> task) {
+void enqueue(int stream, std::function<void()> task, std::initializer_list<Block*> touched) {
   Guard guard(lock());
   stream_at(stream).queue.push_back(std::move(task));
-  ++stream_at(stream).enqueued;
+  const uint64_t position = ++stream_at(stream).enqueued;
+  for (Block* block : touched)
+    if (block) block->queued.emplace_back(stream, position);
+}
+
+static bool has_queued_copies(Block* block) {
+  auto& queued = block->queued;
+  queued.erase(std::remove_if(queued.begin(), queued.end(),
+                              [](auto& copy) { return stream_at(copy.first).finished >= copy.second; }),
+               queued.end());
+  return !queued.empty();
 }
 
 std::shared_ptr<Event> record(int index) {
@@ -257,6 +274,8 @@ void access(Block* block, bool write, int stream, uint64_t time, const std::stri
   }
 }
 
+bool find_races(bool find) { return std::exchange(state().find_races, find); }
+
 const std::string* interned(const std::string& name) {
   Guard guard(lock());
   return &*state().names.insert(name).first;
@@ -295,13 +314,17 @@ Block* allocate(int index, size_t bytes) {
   stats.reserved_peak = std::max(stats.reserved_peak, stats.allocated + stats.cached);
   ++stats.allocations;
   static const std::string* operation = interned("the allocation of a tensor");
+  // What the stream has waited for reads or writes the memory before its next owner does.
+  if (has_queued_copies(block)) drain(stream);
   access(block, true, stream, launch(stream), operation);
   std::memset(block->memory, 0xff, bytes);  // NaN: memory that was never written is seen
+  state().live[block->memory] = block;
   return block;
 }
 
 void release(Block* block) {
   Guard guard(lock());
+  state().live.erase(block->memory + block->skipped);
   if (block->imported) {
     munmap(block->memory, block->capacity);
     delete block;
@@ -338,8 +361,8 @@ void empty_cache() {
     for (auto& [key, blocks] : device.free) {
       for (Block* block : blocks) forget(block);
     }
-    // A block's addresses stay its own, so that what still points there finds nobody else's memory. Blocks of one
-    // capacity are of no stream any more.
+    // A block's addresses stay its own, so that what still points there finds nobody else's memory. Blocks of
+    // one capacity are of no stream any more.
     std::map<size_t, std::vector<Block*>> loose;
     for (auto& [key, blocks] : device.free)
       for (Block* block : blocks) loose[key.second].push_back(block);
@@ -377,7 +400,15 @@ Block* import_block(int device, const std::string& path, size_t offset, size_t b
   block->device = check_device(device);
   block->stream = current_stream(block->device);
   block->imported = true;
+  Guard guard(lock());
+  state().live[block->memory + block->skipped] = block;
   return block;
+}
+
+Block* block_at(const void* data) {
+  Guard guard(lock());
+  auto found = state().live.find(data);
+  return found == state().live.end() ? nullptr : found->second;
 }
 
 bool owns(int device, const void* pointer) {

@@ -1,11 +1,11 @@
 // Streams, events and memory of the emulated devices, without PyTorch.
 //
-// Kernels run when they are launched, after everything that is queued on their stream. Copies that a GPU makes
-// asynchronously are queued, and run as late as the program's synchronisation allows: when a kernel follows on the
-// same stream, when another stream's work follows that waits for them, or when the host waits. So a missing
-// synchronisation shows in the numbers. The other direction, a copy that another stream's kernel should have
-// preceded, is found by vector clocks: every block of memory knows its last accesses, and an access by a stream that
-// has not waited for them is an error.
+// Kernels run when they are launched, after everything that is queued on their stream. Copies that a GPU
+// makes asynchronously are queued, and run as late as the program's synchronisation allows: when a kernel
+// follows on the same stream, when another stream's work follows that waits for them, or when the host waits.
+// So a missing synchronisation shows in the numbers. The other direction, a copy that another stream's kernel
+// should have preceded, is found by vector clocks: every block of memory knows its last accesses, and an
+// access by a stream that has not waited for them is an error.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -25,11 +25,11 @@ namespace hostcuda {
 using Clock = std::vector<uint64_t>;  // per stream: the number of its operations that are known to be over
 void merge(Clock& into, const Clock& other);
 
-struct Event {               // one recording
+struct Event {  // one recording
   int stream;
-  uint64_t position;         // the event is over when its stream has run this many tasks
+  uint64_t position;  // the event is over when its stream has run this many tasks
   Clock clock;
-  double seconds = 0;        // time of completion
+  double seconds = 0;  // time of completion
 };
 
 struct Stream {
@@ -55,7 +55,8 @@ struct Block {
   bool imported = false;       // of another process
   Access last_write;
   std::map<int, Access> last_reads;
-  std::vector<int> recorded;   // streams of record_stream
+  std::vector<int> recorded;                     // streams of record_stream
+  std::vector<std::pair<int, uint64_t>> queued;  // copies that touch it: streams, and their positions there
 };
 
 struct MemoryStats {
@@ -65,20 +66,20 @@ struct MemoryStats {
 
 int device_count();
 int current_device();
-int set_current_device(int device);       // returns the previous one; throws for a device that is not there
-int check_device(int device);             // -1 means the current device
+int set_current_device(int device);  // returns the previous one; throws for a device that is not there
+int check_device(int device);        // -1 means the current device
 int64_t current_stream_id(int device);
 int64_t set_current_stream(int device, int64_t id);
 int64_t new_stream(int device);
 int stream_index(int device, int64_t id);  // its index in clocks
 int current_stream(int device);            // likewise
 
-void drain(int stream);                        // run what is queued on a stream
-void enqueue(int stream, std::function<void()> task);
+void drain(int stream);  // run what is queued on a stream
+void enqueue(int stream, std::function<void()> task, std::initializer_list<Block*> touched = {});
 std::shared_ptr<Event> record(int stream);
-void block(int stream, const Event& event);    // the stream's further work waits for the event
-bool is_over(const Event& event);              // without side effects
-bool query_event(const Event& event);                // lets one queued task run, so that polling ends
+void block(int stream, const Event& event);  // the stream's further work waits for the event
+bool is_over(const Event& event);            // without side effects
+bool query_event(const Event& event);        // lets one queued task run, so that polling ends
 bool query_stream(int stream);
 void synchronize_event(const Event& event);
 void synchronize_stream(int stream);
@@ -87,6 +88,7 @@ void synchronize_device(int device);
 // A launch: the stream has seen what the host has waited for. Returns the time of the operation.
 uint64_t launch(int stream);
 void access(Block* block, bool write, int stream, uint64_t time, const std::string* operation);
+bool find_races(bool find);  // returns what was set before
 const std::string* interned(const std::string& name);
 
 Block* allocate(int device, size_t bytes);
@@ -97,6 +99,7 @@ MemoryStats& stats(int device);
 std::pair<int, size_t> locate(const Block* block);  // file descriptor and offset in it
 Block* import_block(int device, const std::string& path, size_t offset, size_t bytes);
 bool owns(int device, const void* pointer);
+Block* block_at(const void* data);  // the live block whose tensor begins there
 
 std::recursive_mutex& lock();
 double now();

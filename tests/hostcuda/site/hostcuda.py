@@ -1,8 +1,8 @@
 """Make PyTorch's CPU build find the emulated CUDA device.
 
-torch.cuda's own Python code runs. What it misses in torch._C is supplied here: answers about devices, streams,
-memory and random numbers, from the module _hostcuda (tests/hostcuda/device/). torch.distributed finds a backend
-"nccl" (hostnccl.py).
+torch.cuda's own Python code runs. What it misses in torch._C is supplied here: answers about devices,
+streams, memory and random numbers, from the module _hostcuda (tests/hostcuda/device/). torch.distributed
+finds a backend "nccl" (hostnccl.py).
 
     HOSTCUDA=folder          the built libraries; without it nothing happens
     HOSTCUDA_DEVICES=4       devices of this process (1)
@@ -20,7 +20,9 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 
@@ -28,6 +30,7 @@ def install_before_torch() -> None:
     """Arrange that `import torch` installs the device. Call this before torch is imported."""
     # PyTorch's own function of the same name, which finds no accelerator, is found after this one.
     ctypes.CDLL(str(Path(os.environ["HOSTCUDA"]) / "libaccelerator.so"), mode=ctypes.RTLD_GLOBAL)
+    os.environ["TORCH_DISABLE_NATIVE_JIT"] = "1"  # PyTorch's own Triton kernels, which need a driver
     sys.meta_path.insert(0, _Hook())
 
 
@@ -38,12 +41,14 @@ class _Hook(importlib.abc.MetaPathFinder):
         self._before = {
             "torch._C": _load_library,
             "torch.cuda": _supply_cuda,
-            "torch.distributed.distributed_c10d": _supply_nccl,
+            "torch.distributed.constants": _supply_nccl,
         }
 
-    def find_spec(self, name, path=None, target=None) -> None:
+    def find_spec(self, name, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
         if install := self._before.pop(name, None):
             install()
+        # the extension with its CUDA kernels as loops
+        return _extension_spec(name, "_C.so") if name == "megarl._C" else None
 
 
 def _supply_cuda() -> None:
@@ -60,7 +65,8 @@ def _supply_cuda() -> None:
     for module in (c._cudart, c._nvtx):
         sys.modules[module.__name__] = module
     c._cuda_init = lambda: _initialize(native)
-    c._cuda_isInBadFork = _watch_forks()
+    c._cuda_isInBadFork = _watch_forks(native)
+    c._nccl_version, c._nccl_version_suffix = lambda: 2 << 32 | 29 << 16 | 7, lambda: b""
     c._cuda_getDeviceCount = native.device_count
     c._cuda_getDevice = native.current_device
     c._cuda_setDevice = lambda device: native.set_device(device) and None
@@ -76,33 +82,36 @@ def _supply_cuda() -> None:
     c._cuda_getCurrentStream = lambda device: (native.current_stream(device), device, _CUDA)
     c._cuda_getDefaultStream = lambda device: (0, device, _CUDA)
     c._cuda_getCurrentRawStream = lambda device: native.raw_stream(device, native.current_stream(device))
-    c._cuda_setStream = lambda stream_id, device_index, device_type: native.set_stream(device_index, stream_id)
+    c._cuda_setStream = lambda stream_id, device_index, device_type: native.set_stream(
+        device_index, stream_id
+    )
     c._cuda_memoryStats = native.memory_stats
     c._cuda_resetPeakMemoryStats = native.reset_peaks
     c._cuda_resetAccumulatedMemoryStats = lambda device: None
     c._cuda_emptyCache = native.empty_cache
     c._cuda_getAllocatorBackend = lambda: "native"
+    _supply_storages(torch, native)
 
 
 _CUDA = 1
 """Number of the device type."""
 
 
-def _library() -> str:
-    return str(Path(os.environ["HOSTCUDA"]) / "_hostcuda.so")
+def _extension_spec(name: str, file: str) -> importlib.machinery.ModuleSpec:
+    path = str(Path(os.environ["HOSTCUDA"]) / file)
+    loader = importlib.machinery.ExtensionFileLoader(name, path)
+    return importlib.util.spec_from_file_location(name, path, loader=loader)
 
 
 def _load_library() -> None:
     """Register the device before torch._C asks for it: PyTorch keeps the first answer."""
-    ctypes.CDLL(_library())
+    ctypes.CDLL(_extension_spec("_hostcuda", "_hostcuda.so").origin)
 
 
 def _load_native() -> types.ModuleType:
-    path = _library()
-    loader = importlib.machinery.ExtensionFileLoader("_hostcuda", path)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location("_hostcuda", path, loader=loader))
-    sys.modules["_hostcuda"] = module
-    loader.exec_module(module)
+    spec = _extension_spec("_hostcuda", "_hostcuda.so")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -135,6 +144,9 @@ def _stream_classes(c: types.ModuleType, native: types.ModuleType) -> tuple[type
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
             return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)
 
+        def elapsed_time(self, end_event: CudaEventBase) -> float:
+            return native.elapsed_ms(self, end_event)
+
     return CudaStreamBase, CudaEventBase
 
 
@@ -152,16 +164,21 @@ def _initialize(native: types.ModuleType) -> None:
         for device in devices
     ]
     torch.cuda._get_device_properties = properties.__getitem__
-    _supply_storages(torch, native)
     _supply_mixed_products(torch)
 
 
-def _watch_forks():
+def _watch_forks(native: types.ModuleType) -> Callable[[], bool]:
     """Return the function that says whether this process was forked by one that had used CUDA."""
     forked = []
     _watch_forks.initialized = False
-    os.register_at_fork(after_in_child=lambda: forked.append(_watch_forks.initialized))
-    return lambda: any(forked)
+
+    def in_child() -> None:
+        if _watch_forks.initialized:
+            forked.append(True)
+            native.require_initialization()
+
+    os.register_at_fork(after_in_child=in_child)
+    return lambda: bool(forked)
 
 
 def _runtime(native: types.ModuleType) -> types.ModuleType:
@@ -209,6 +226,7 @@ def _supply_storages(torch: types.ModuleType, native: types.ModuleType) -> None:
         return self.device.index, handle, size, 0, b"", 0, b"", False
 
     def open_shared(cls, device, handle, size, *arguments):
+        torch.cuda._lazy_init()
         process, file, offset = map(int, handle.split(b":"))
         if process == os.getpid():
             raise RuntimeError("CUDA error: a process cannot open its own IPC handle")
@@ -254,6 +272,7 @@ def _supply_nccl() -> None:
     from hostnccl import ProcessGroupNCCL
 
     torch._C._distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL
+    torch._C._distributed_c10d._DEFAULT_PG_NCCL_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The backend "nccl" of the emulated devices: communicators over gloo, made as late as NCCL makes them.
 
-A communicator is made by the first operation of a group on a device, and by the first message between two ranks
-outside of a batch. All its ranks must take part; NCCL would wait for the others for ever, this one reports them. It
-also reports what NCCL reports: two ranks on one device. And it reports ranks that disagree about the group, which
-happens when groups are created in another order."""
+A communicator is made by the first operation of a group on a device, and by the first message between two
+ranks outside of a batch. All its ranks must take part. NCCL would wait for the others for ever; this backend
+reports them. It also reports two ranks on one device, as NCCL does, and ranks that disagree about the group,
+which happens when groups are created in different orders."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class _Communicators:
         for member, (_, ranks) in facts.items():
             if ranks != self._ranks:
                 raise RuntimeError(
-                    f"[hostnccl] group {self._name} has ranks {self._ranks} on rank {self._ranks[self._rank]} and "
-                    f"{ranks} on another: the groups were not created in the same order on all ranks"
+                    f"[hostnccl] group {self._name} has ranks {self._ranks} on rank "
+                    f"{self._ranks[self._rank]} and {ranks} on another: the groups were not created in the same order on all ranks"
                 )
             twins = [other for other in members if facts[other][0] == facts[member][0]]
             if len(twins) > 1:
                 raise RuntimeError(
-                    f"[hostnccl] Duplicate GPU detected: ranks {self._globally(twins)} of group {self._name} are "
-                    f"all on CUDA device {facts[member][0]}"
+                    f"[hostnccl] Duplicate GPU detected: ranks {self._globally(twins)} of group "
+                    f"{self._name} are all on CUDA device {facts[member][0]}"
                 )
         store = PrefixStore(f"{key}/gloo", self._store)
         return ProcessGroupGloo(store, members.index(self._rank), len(members), timeout=self._timeout)
@@ -81,8 +81,8 @@ class _Communicators:
         while missing := [member for member in missing if not self._store.check([f"{key}/{member}"])]:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"[hostnccl] rank {self._ranks[self._rank]} makes a communicator of group {self._name} (ranks "
-                    f"{self._globally(members)}), and ranks {self._globally(missing)} have not taken part in "
+                    f"[hostnccl] rank {self._ranks[self._rank]} makes a communicator of group "
+                    f"{self._name} (ranks {self._globally(members)}), and ranks {self._globally(missing)} have not taken part in "
                     f"{limit_s:g} s. NCCL would wait for ever."
                 )
             time.sleep(0.005)
