@@ -28,7 +28,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   new        Lay out a task of your own, to edit: `megarl new my-task`.
   tiny-model  Write a tiny model with random weights and a tokenizer: `megarl tiny-model --help`.
   train      Train; starts as many ranks as --nproc-per-node says.
-  eval       Evaluate a model: `megarl eval --model M --eval-data D`; `megarl eval --help`.
+  eval       Evaluate a model: `megarl eval --model RUN`; `megarl eval --help`.
   convert    Convert models and checkpoints: `megarl convert --help`.
   check      Report all errors of a job, and what memory and disk it needs, without touching a device.
              With --gpu-memory GB as on GPUs of that size, wherever it is run.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megarl.train import main as run
 from megarl.runtime.process import quiet_libraries
+from megarl.trainer.announce import line_on
 
 if TYPE_CHECKING:
     from megarl.config.schema import TrainConfig
@@ -25,7 +26,8 @@ def main(argv: list[str]) -> int:
         options, _ = split_options(argv)
         evaluate_job(executor, config, inputs, size, options=options, model=config.model.model)
 
-    return run(argv, "megarl.evaluation.driver", in_process, new_run=False, load=load_evaluation_on_rank)
+    say = line_on(sys.stderr if "--json" in argv else None)
+    return run(argv, "megarl.evaluation.driver", in_process, False, load_evaluation_on_rank, say)
 
 
 if __name__ == "__mp_main__":  # as in train.py

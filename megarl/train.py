@@ -15,6 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
+from megarl.trainer.announce import Say, line_on, starting_text
 from megarl.trainer.executors import has_rank_processes, open_executor
 from megarl.trainer.restarts import attempt_under_torchrun, continued
 from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
@@ -30,6 +31,7 @@ def main(
     in_process_job: InProcessJob | None = None,
     new_run: bool = True,
     load: Callable[[list[str]], TrainConfig] = lambda argv: load_config(argv, REGISTRY),
+    say: Say = line_on(),
 ) -> int:
     """Run one rank of a job until the job ends, and return the exit code; 2 for a configuration that cannot
     start.
@@ -39,6 +41,7 @@ def main(
         in_process_job: what an executor without rank processes runs instead; default: training.
         new_run: --save must be free.
         load: makes the configuration from `argv`.
+        say: shows the line that says what an executor without rank processes starts.
     """
     if "RANK" in os.environ:
         # early: who is started by torchrun is told of a Ctrl-C too, and has nothing to say of it
@@ -48,7 +51,7 @@ def main(
     try:
         config = load(argv)
         if not has_rank_processes(config):
-            return run_in_process(config, in_process_job, new_run, argv)
+            return run_in_process(config, in_process_job, new_run, argv, say)
         if "RANK" not in os.environ:
             sys.stderr.write(
                 "megarl.train runs on the ranks that torchrun starts: torchrun --nproc-per-node N -m "
@@ -105,13 +108,18 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
 
 
 def run_in_process(
-    config: TrainConfig, job: InProcessJob | None = None, new_run: bool = True, argv: Sequence[str] = ()
+    config: TrainConfig,
+    job: InProcessJob | None = None,
+    new_run: bool = True,
+    argv: Sequence[str] = (),
+    say: Say = line_on(),
 ) -> int:
     """Run the job with this process as its driver, on an executor that starts no rank processes, and return
     the exit code.
 
     Args:
-        argv: command line of the job, for the command that resumes it."""
+        argv: command line of the job, for the command that resumes it.
+        say: shows the line that says what is started."""
     quiet_libraries()
     from megarl.trainer.__main__ import train_job
     from megarl.trainer.preflight import read_inputs
@@ -120,6 +128,7 @@ def run_in_process(
     from megarl.runtime.shutdown import run_job_in_process
 
     world_size = config.placement.nproc_per_node
+    say(starting_text(config, world_size))
     try:
         inputs = read_inputs(config, world_size, new_run)
     except ValueError as error:

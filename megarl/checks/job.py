@@ -11,6 +11,7 @@ from megarl.checks.disk import copy_bytes, disk_errors, disk_line, save_errors
 from megarl.checks.engine import engine_errors
 from megarl.checks.fits import gb, memory_errors, memory_table
 from megarl.checks.machine import Machine, free_bytes, this_machine
+from megarl.checks.model_notes import model_notes
 from megarl.checks.memory import Parts, estimate
 from megarl.checks.preview import preview
 from megarl.checks.syncs import sync_errors, unplanned
@@ -93,6 +94,10 @@ def examine(
     warnings = tuple(_core_warnings(config, world_size, new_run, ranks_per_node, machine))
     notes = [
         *(f"on this machine {error}" for error in of_disk if not machine.is_this),
+        *dict.fromkeys(
+            note for of_actor in configs_of_actors(config).values() for note in model_notes(of_actor)
+        ),
+        *dict.fromkeys(note for seen in previews.values() for note in seen.notes),
         *(checkpoint_notes(config) if new_run else ()),
         *version_notes(),
     ]

@@ -61,12 +61,13 @@ def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: boo
     """Return rank -> the parts of memory (parameters, gradients, KV cache, ...) that it needs, for a
     configuration without errors.
 
-    If `trains` is False, the estimate is for `megarl eval`, which builds only the first actor and its
-    engines."""
+    If `trains` is False, the estimate is for `megarl eval`, which builds only the first actor, without an
+    optimizer, and its engines. The actor computes nothing there: its weights are copied into the engines."""
     parts: dict[int, list[Part]] = {rank: [] for rank in range(world_size)}
     for suffix, of_actor in configs_of_actors(config).items():
         for rank, part in _ActorParts(of_actor, world_size, machine):
-            if trains or part.role + suffix in ("actor", "rollout"):
+            role = part.role + suffix
+            if trains or role == "rollout" or (role, part.name) == ("actor", "parameters"):
                 parts[rank].append(replace(part, role=part.role + suffix))
     return {rank: tuple(of_rank) for rank, of_rank in parts.items()}
 

@@ -5,10 +5,11 @@ All rows are read when the job starts."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.checks.model_notes import lost_characters, lost_note
 from megarl.config.errors import ConfigError, Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
@@ -30,10 +31,11 @@ _NO_PROMPTS = ("data_source", "ability", "answer", "response", "solution")
 
 @dataclass
 class Preview:
-    """The errors of one actor's data, and a summary of the data for people."""
+    """The errors of one actor's data, a summary of the data for people, and notes on what may be a mistake."""
 
     errors: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def preview(config: TrainConfig) -> Preview:
@@ -54,6 +56,8 @@ def preview(config: TrainConfig) -> Preview:
                     f"{flag}: the first {len(dataset)} rows have prompts of {min(lengths)} to "
                     f"{max(lengths)} tokens"
                 )
+                if lost := lost_characters(tokenizer, _texts(dataset)):
+                    seen.notes.append(lost_note(flag, _tokenizer_flag(config), lost))
             except ValueError as error:
                 seen.errors.append(_with_flag(str(error), flag))
     return seen
@@ -102,6 +106,22 @@ def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: 
     return [f"{head} (there: {', '.join(row)}). Try --prompt-key {near[0]}."] if near else []
 
 
+def _texts(dataset: PromptDataset) -> Iterator[str]:
+    """Yield the texts of the rows that the model reads or learns."""
+    for row in dataset:
+        messages = [{"content": row.messages}] if isinstance(row.messages, str) else row.messages
+        yield from (message["content"] for message in messages)
+        if row.response is not None:
+            yield row.response
+
+
+def _tokenizer_flag(config: TrainConfig) -> str:
+    """Return the flag that names the tokenizer, with its value."""
+    if config.model.tokenizer_model:
+        return f"--tokenizer-model ({config.model.tokenizer_model})"
+    return f"--model ({config.model.model})"
+
+
 def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
     flag = "--tokenizer-model" if config.model.tokenizer_model else "--model"
     path = config.model.tokenizer_model or config.model.model
@@ -133,11 +153,7 @@ def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -
 
     Engines stop at the model's ids, and fine-tuning ends its responses with the tokenizer's id."""
     source, ids = Path(config.model.model) / "config.json", shape.eos_token_ids
-    flag = (
-        f"--tokenizer-model ({tokenizer.name})"
-        if config.model.tokenizer_model
-        else f"--model ({config.model.model})"
-    )
+    flag = _tokenizer_flag(config)
     if above := [index for index in ids if index >= shape.vocab_size]:
         yield (
             f"--model ({config.model.model}): eos_token_id ({above[0]}) is not below vocab_size "

@@ -19,18 +19,24 @@ from megarl.config.loader import load_config
 from megarl.config.render import help_of
 from megarl.config.rules_training import NO_EVAL_DATA
 from megarl.config.schema import CheckpointConfig, LoRAConfig, TrainConfig
+from megarl.files.checkpoints import run_of_model
 from megarl.inspect.models import model_folder
+from megarl.loggers.base import flags_of
 
 DEFAULTS = ["--algorithm", "grpo", "--train-iters", "1", "--train-data", "--save", "unused"]
 """Flags that the configuration of every job needs, and an evaluation has no use for."""
 MAX_PROMPT_LENGTH = MAX_RESPONSE_LENGTH = 1024
-SUFFIX = ".jsonl"
+SUFFIX, ARGUMENTS = ".jsonl", "resolved.args"
 _HELP = """\
-usage: megarl eval --model M --eval-data D ... [--eval-num-samples N] [--out FILE] [--json] [@file.args ...]
+usage: megarl eval --model RUN [--eval-num-samples N] [--out FILE] [--json] ...
+       megarl eval --model M --eval-data D ...
 
-Sample answers to held-out rows, score them by a rule, and print the scores with confidence intervals. M is a
-Hugging Face folder, a run, or a checkpoint of a run. @file.args of a job gives it the job's lengths,
-temperature and reward; its flags of training have no effect.
+Sample answers to held-out rows, score them by a rule, and print the scores with confidence intervals. The
+first form repeats the last evaluation of a run: data, reward, lengths, temperature and ranks are the run's
+(RUN/resolved.args), and flags that you add override them. RUN may also be its hf/ or one of its checkpoints.
+The second form is for any other model or data. M is a Hugging Face folder, a run, or a checkpoint of a run,
+and everything that you do not give has a default of its own. @file.args of a job gives the evaluation the
+job's settings; its flags of training have no effect.
 
   --out FILE.jsonl
         Write every sample into this file, which `megarl show FILE` reads.
@@ -65,7 +71,8 @@ _SHOWN = {
 }
 """Section -> fields whose flags `megarl eval --help` shows."""
 _TEXTS = {
-    "eval-data": "Files with the rows to answer: *.jsonl or *.parquet in verl's columns. Required.",
+    "eval-data": "Files with the rows to answer: *.jsonl or *.parquet in verl's columns. Default: those of "
+    "the run in --model.",
     "model": "A Hugging Face folder, a run (its hf/, else its newest checkpoint), or a checkpoint. Required.",
     "bf16": "Weights and activations in bfloat16. Default: fp32.",
     "reward-max-failed-share": "Share of the rewards that may fail; a larger one ends the evaluation. "
@@ -115,6 +122,29 @@ def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     return Options(path, found.json), rest
 
 
+def with_settings_of_run(argv: Sequence[str]) -> list[str]:
+    """Return the command line with the run's resolved.args in front, if --model is of a run and the command
+    line has neither --eval-data nor an args file.
+
+    A run without --eval-data, and one of supervised fine-tuning, have no settings of an evaluation."""
+    given = Reader()
+    given.read(argv)
+    words = [one.words for one in given.occurrences if one.base == "model" and one.number == 1]
+    has_data = any(one.base == "eval-data" or one.place != COMMAND_LINE for one in given.occurrences)
+    if has_data or given.misses_flags or given.errors or not words or len(words[-1]) != 1:
+        return list(argv)
+    run = run_of_model(Path(words[-1][0].text))
+    if run is None:
+        return list(argv)
+    try:
+        settings = flags_of((run / ARGUMENTS).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return list(argv)
+    if settings.get("eval-data") in (None, "true") or settings.get("algorithm") == "sft":
+        return list(argv)
+    return [f"@{run / ARGUMENTS}", *argv]
+
+
 def load_evaluation(argv: Sequence[str]) -> TrainConfig:
     """Return the configuration of an evaluation with --model as it is given. Raises: ConfigError with all
     errors; SystemExit(0) after --help."""
@@ -150,6 +180,7 @@ def load_evaluation_on_rank(argv: Sequence[str]) -> TrainConfig:
 
     Raises: ConfigError also for a checkpoint without export, which one process would have to export first."""
     _, argv = split_options(argv)
+    argv = with_settings_of_run(argv)
     config = load_evaluation(argv)
     folder = model_folder(config.model.model)
     if folder is None:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from megarl.checks.job import check_everything
 from megarl.config.render import write_args
-from megarl.evaluation.arguments import check_model, load_evaluation, split_options, with_model
+from megarl.evaluation.arguments import (
+    check_model,
+    load_evaluation,
+    split_options,
+    with_model,
+    with_settings_of_run,
+)
 from megarl.inspect.models import base_model, checkpoint_of, exported, model_folder
 from megarl.trainer.executors import has_rank_processes
 
@@ -18,6 +24,7 @@ from megarl.trainer.executors import has_rank_processes
 def main(argv: Sequence[str]) -> int:
     """Evaluate a model. Raises: ConfigError with all errors, before a rank is started."""
     options, rest = split_options(argv)
+    rest = with_settings_of_run(rest)
     given = load_evaluation(rest)
     check_model(given)
     name = given.model.model
@@ -28,16 +35,18 @@ def main(argv: Sequence[str]) -> int:
     check_everything(checked, config.placement.nproc_per_node, new_run=False)
     with exported(name) as folder, tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch:
         config = replace(config, model=replace(config.model, model=str(folder)))
-        from megarl.evaluation.job import evaluate_job
+        from megarl.evaluation.job import evaluate_job, progress_of
 
         job = functools.partial(evaluate_job, options=options, model=name)
         if not has_rank_processes(config):
             from megarl.train import run_in_process
 
-            return run_in_process(config, job, new_run=False)
+            return run_in_process(config, job, new_run=False, say=progress_of(options))
         from megarl.trainer.launch import launch
 
         # the ranks read the resolved configuration: no flag of the user's names an exported folder
         arguments = Path(scratch, "resolved.args")
         arguments.write_text(write_args(config), encoding="utf-8")
-        return launch(config, [f"@{arguments}"], job, "megarl.evaluate", new_run=False)
+        return launch(
+            config, [f"@{arguments}"], job, "megarl.evaluate", new_run=False, say=progress_of(options)
+        )

@@ -6,7 +6,7 @@ import functools
 import sys
 
 from megarl.evaluation.arguments import load_evaluation_on_rank, split_options
-from megarl.evaluation.job import evaluate_job
+from megarl.evaluation.job import evaluate_job, progress_of
 from megarl.trainer.launch import drive
 
 
@@ -14,7 +14,7 @@ def main(argv: list[str]) -> int:
     config = load_evaluation_on_rank(argv)
     options, _ = split_options(argv)
     job = functools.partial(evaluate_job, options=options, model=config.model.model)
-    return drive(config, job, new_run=False)
+    return drive(config, job, new_run=False, say=progress_of(options))
 
 
 if __name__ == "__main__":

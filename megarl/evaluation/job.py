@@ -12,6 +12,7 @@ from megarl.config.schema import TrainConfig
 from megarl.evaluation.arguments import Options
 from megarl.evaluation.report import as_json, sample_lines, table
 from megarl.flow import Actor, Reward, Rollout
+from megarl.trainer.announce import Say, line_on, reminding, wait_for_setups
 from megarl.trainer.evaluation import HeldOut, answer_rows
 from megarl.trainer.weights import sync_weights
 
@@ -40,15 +41,22 @@ def evaluate_job(
         Rollout(executor, "rollout"),
         Reward(executor, "reward"),
     )
-    for future in (actor.setup(), rollout.setup(), reward.setup()):
-        future.result()
+    say = progress_of(options)
+    # an evaluation computes no gradients: no optimizer is built
+    setups = {
+        "actor": actor.setup(is_trained=False),
+        "rollout": rollout.setup(),
+        "reward": reward.setup(),
+    }
+    wait_for_setups(setups, say)
     sync_weights(executor, role_meshes(config, world_size), version=0).result()
     rows = inputs[""].eval_rows(config.run.eval_num_prompts)
     num_logged = -1 if options.out is not None else 0
     modes = [True] if config.sampling.temperature == 0 else [False, True]
-    results: dict[bool, HeldOut] = {
-        greedy: answer_rows(rollout, reward, rows, config, greedy, num_logged) for greedy in modes
-    }
+    results: dict[bool, HeldOut] = {}
+    for greedy in modes:
+        with reminding(say, _evaluating(config, len(rows), greedy)):
+            results[greedy] = answer_rows(rollout, reward, rows, config, greedy, num_logged)
     sampled, greedy = results.get(False), results[True]
     if options.out is not None:
         with open(options.out, "w", encoding="utf-8") as file:
@@ -61,3 +69,17 @@ def evaluate_job(
     sys.stdout.flush()
     rollout.shut_down().result()
     reward.shut_down().result()
+
+
+def progress_of(options: Options) -> Say:
+    """Return the function that shows progress: on stdout above the table, or on stderr beside --json."""
+    return line_on(sys.stderr if options.as_json else None)
+
+
+def _evaluating(config: TrainConfig, num_prompts: int, greedy: bool) -> str:
+    prompts = f"evaluating {num_prompts} prompt{'s' if num_prompts > 1 else ''}"
+    if greedy:
+        return f"{prompts}, greedy"
+    count = config.run.eval_num_samples
+    samples = f"{count} sample{'s' if count > 1 else ''}"
+    return f"{prompts} x {samples} at temperature {config.sampling.temperature:g}"

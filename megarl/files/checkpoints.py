@@ -105,6 +105,19 @@ def is_one_checkpoint(load: Path) -> bool:
     return step_of(load) is not None and ((load / JOB).exists() or load.parent.name == CHECKPOINTS)
 
 
+def run_of_model(folder: Path) -> Path | None:
+    """Return the run folder that a path means or lies in: the run itself, its hf/ or hf_2/, its checkpoints;
+    None for other folders. The run has a resolved.args."""
+    candidates = [folder]
+    if folder.name == "hf" or folder.name.startswith("hf_"):
+        candidates.append(folder.parent)
+    if is_one_checkpoint(folder):
+        candidates.append(folder.parent.parent)
+    elif is_one_checkpoint(folder.parent):
+        candidates.append(folder.parent.parent.parent)
+    return next((one for one in candidates if (one / "resolved.args").is_file()), None)
+
+
 def found_by(load: str) -> list[Path]:
     """Return the folders of the checkpoints to try for --load, in order: the one that it names, or all of the
     run, newest first."""

@@ -160,6 +160,13 @@ class Critic(TrainedRole, kind="critic"):
 class Actor(TrainedRole, RandomState, kind="actor"):
     """The policy that is trained."""
 
+    @method()
+    def setup(self, is_trained: bool = True) -> None:
+        """Build the model and load its weights, with an optimizer if the model `is_trained`. Collective over
+        the role's ranks.
+
+        An evaluation only copies the weights into the engines, and needs no optimizer."""
+
     @method(
         reads=("tokens", "lengths", "weights:actor"),
         writes=("old_log_probs",),

@@ -5,6 +5,7 @@
     megarl show runs/a --step 10-20 --random 3      some of steps 10 to 20; --seed draws others
     megarl show runs/a --prompt 134                 one row of --train-data over the steps
     megarl show runs/a --prompt '73-3-4'            the same, found by its text
+    megarl show runs/a --failed                     the step at which the job failed
     megarl show samples.jsonl --worst 5             samples of `megarl eval --out samples.jsonl`
 
 The samples of a run are those that the job logged into rollouts/, by --num-rollouts-to-log. The run may still
@@ -16,6 +17,7 @@ import argparse
 import math
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from megarl.config.errors import ConfigError
 from megarl.inspect.arguments import Parser, whole
 from megarl.inspect.runs import argument_of, read_rows, run_folder
 from megarl.inspect.terminal import block, fold, width, write
-from megarl.loggers.json_lines import rollout_files
+from megarl.loggers.json_lines import FAILED_STEP, rollout_files
 
 DEFAULT_BEST = DEFAULT_WORST = 2
 NO_STEP = 0
@@ -32,6 +34,7 @@ NO_STEP = 0
 _MAX_ROWS_NAMED = 8
 _SHOWN_ELSEWHERE = {
     "step",
+    "error",
     "actor",
     "name",
     "sample_id",
@@ -58,11 +61,13 @@ Sample = dict[str, object]
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     path = Path(arguments.run)
-    num_sampled = None
-    if path.is_file():
+    num_sampled, reason = None, ""
+    if arguments.failed:
+        samples, reason = _samples_of_failed_step(path, arguments.step)
+    elif path.is_file():
         samples = _samples_of_file(path, arguments.step)
     else:
-        path = run_folder(arguments.run)
+        path = _run_folder(arguments.run)
         files = _files_of_steps(path, arguments.step, arguments.prompt is not None)
         samples = [sample for step, file in files.items() for sample in _read(step, file)]
         if not samples:
@@ -70,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         num_sampled = _num_sampled(path, samples)
     if arguments.prompt is not None:
         samples, num_sampled = _of_prompt(samples, arguments.prompt), None
-    header = f"{path}: {_summary(samples, num_sampled)}"
+    header = f"{path}: {_summary(samples, num_sampled)}{reason}"
     write(_lines(header, samples, arguments, width()))
     return 0
 
@@ -92,10 +97,38 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--step", metavar="STEPS", help="12, 10-20 or all; default: the newest, with --prompt all"
     )
+    parser.add_argument("--failed", action="store_true", help="the samples of the last step that failed")
     arguments = parser.parse(argv)
     if arguments.prompt is None and not (arguments.best or arguments.worst or arguments.random):
         arguments.best, arguments.worst = DEFAULT_BEST, DEFAULT_WORST
     return arguments
+
+
+def _run_folder(name: str) -> Path:
+    """Return the folder of a run. Raises: ConfigError, with --failed as advice if the run failed in its first
+    step."""
+    try:
+        return run_folder(name)
+    except ConfigError:
+        if not (Path(name) / FAILED_STEP).is_file():
+            raise
+        rule = "no step was completed, and there are samples of the step that failed. Add --failed."
+        raise ConfigError([f"RUN ({name}): {rule}"]) from None
+
+
+def _samples_of_failed_step(folder: Path, steps: str | None) -> tuple[list[Sample], str]:
+    """Return the samples of the last step of a run that failed, and a sentence with the error.
+
+    Raises: ConfigError."""
+    if steps is not None:
+        raise ConfigError([f"--step ({steps}): --failed shows one step, the last that failed. Leave it out."])
+    path = folder / FAILED_STEP
+    samples = list(_read(NO_STEP, path)) if path.is_file() else []
+    if not samples:
+        rule = f"holds no {FAILED_STEP}: no step failed after its samples were scored. Leave --failed out."
+        raise ConfigError([f"RUN ({folder}): {rule}"])
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    return samples, f". The step failed ({written}): {samples[0].get('error')}"
 
 
 def _files_of_steps(folder: Path, steps: str | None, whole_run: bool) -> dict[int, Path]:
@@ -104,7 +137,12 @@ def _files_of_steps(folder: Path, steps: str | None, whole_run: bool) -> dict[in
         raise ConfigError(
             [
                 f"RUN ({folder}): has no samples in rollouts/: it has not completed a step, or its "
-                "--num-rollouts-to-log is 0. A step that failed writes none. Give another run."
+                "--num-rollouts-to-log is 0. "
+                + (
+                    "Add --failed for the step that failed."
+                    if (folder / FAILED_STEP).is_file()
+                    else "Give another run."
+                )
             ]
         )
     first, newest = min(files), max(files)
@@ -182,6 +220,8 @@ def _lines(
     yield from fold(header, columns)
     best, worst = _best_and_worst(samples, arguments.best or 0, arguments.worst or 0)
     blocks = {"best": best, "worst": worst}
+    if arguments.failed and (lost := [one for one in samples if one.get("reward") is None]):
+        blocks = {"without a reward": lost[:DEFAULT_WORST], **blocks}
     if arguments.random:
         blocks["random"] = random.Random(arguments.seed).sample(samples, min(arguments.random, len(samples)))
     if not (arguments.best or arguments.worst or arguments.random):

@@ -15,6 +15,8 @@ from megarl.files.writing import writing
 from megarl.loggers.base import Metrics, Purpose, Samples
 
 METRICS = "metrics.jsonl"
+FAILED_STEP = "failed_step.jsonl"
+"""File of the run folder with the samples of the last step that failed. Nothing resumes from it."""
 _ROLLOUTS = re.compile(r"step_(\d+)\.jsonl")
 
 

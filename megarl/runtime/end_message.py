@@ -26,10 +26,13 @@ class EndNotes:
         failure_log: file to which the traceback of a failure is appended if the message leaves it out. It is
             written only if the job has begun a step, so that a job that could not start leaves nothing.
         how_to_resume: returns the lines to add after SIGTERM or Ctrl-C. The argument is whether a step had
-            begun."""
+            begun.
+        how_to_see_samples: returns the command that shows the samples of the step that failed, or None if
+            there are none."""
 
     failure_log: Path | None = None
     how_to_resume: Callable[[bool], str] | None = None
+    how_to_see_samples: Callable[[], str | None] | None = None
 
     def after_signal(self, executor: Executor | None) -> str:
         """Return the lines about resuming, each with a line break before it; "" if there are none."""
@@ -39,13 +42,20 @@ class EndNotes:
             return f"\n{self.how_to_resume(_has_begun(executor))}"
         return ""
 
+    def after_failure(self) -> str:
+        """Return the line about the samples of the failed step, with a line break before it; "" without
+        samples."""
+        command = None if self.how_to_see_samples is None else self.how_to_see_samples()
+        return "" if command is None else f"\nTo see what the model said in this step: {command}"
+
 
 def failure_text(failure: RuntimeError, executor: Executor | None, notes: EndNotes) -> str:
     """Return the message about the first failure of any rank."""
     if not isinstance(failure, RemoteError) or failure.read_on is None:
-        return str(failure)
+        return str(failure) + notes.after_failure()
     head = str(failure).removesuffix(f"\n{failure.remote_traceback}")
-    return _explained(head, failure.remote_traceback, failure.read_on, executor, notes)
+    text = _explained(head, failure.remote_traceback, failure.read_on, executor, notes)
+    return text + notes.after_failure()
 
 
 def driver_error_text(error: BaseException, executor: Executor | None, notes: EndNotes) -> str:
@@ -54,9 +64,9 @@ def driver_error_text(error: BaseException, executor: Executor | None, notes: En
     whole = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ExplainedError):
         head = f"[driver] failed{when}: {last_line(error)}"
-        return _explained(head, whole, error.read_on, executor, notes)
+        return _explained(head, whole, error.read_on, executor, notes) + notes.after_failure()
     last = "".join(traceback.format_exception_only(error)).strip()
-    return f"[driver] failed{when}: {last}\n{whole}"
+    return f"[driver] failed{when}: {last}\n{whole}{notes.after_failure()}"
 
 
 def _explained(head: str, details: str, read_on: str, executor: Executor | None, notes: EndNotes) -> str:

@@ -19,6 +19,7 @@ from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.runtime.end_message import EndNotes
 from megarl.runtime.shutdown import last_failure, run_job, received_signal
+from megarl.trainer.announce import Say, line_on, starting_text
 from megarl.trainer.executors import interfaces_of, rank_description, remove_engine_memory
 from megarl.trainer.restarts import continued, where_it_goes_on
 from megarl.trainer.resume_command import end_notes, torchrun_command
@@ -40,7 +41,12 @@ Job = Callable[["Executor", TrainConfig, Mapping[str, "Inputs"], int], None]
 
 
 def launch(
-    config: TrainConfig, argv: list[str], job: Job, module: str = "megarl.train", new_run: bool = True
+    config: TrainConfig,
+    argv: list[str],
+    job: Job,
+    module: str = "megarl.train",
+    new_run: bool = True,
+    say: Say = line_on(),
 ) -> int:
     """Run `job` on ranks that this process starts as `python -m module argv`. Returns the exit code of the
     last attempt.
@@ -49,10 +55,12 @@ def launch(
     attempt, as `run_job`.
 
     Args:
-        new_run: whether --save must be free."""
+        new_run: whether --save must be free.
+        say: shows the line that says what is started."""
     exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to clean up yet
     _prepare_process()
     attempt, before = 0, None
+    say(starting_text(config, config.placement.nproc_per_node))
     code = _attempt(config, argv, job, module, new_run, attempt)
     while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
         if (signum := received_signal()) is not None:
@@ -64,6 +72,7 @@ def launch(
             f"[driver] restart {attempt} of {config.checkpoint.max_restarts}, {failure[1]}."
             f"{again if failure == before else ''}\n"
         )
+        say(starting_text(config, config.placement.nproc_per_node))
         before, code = failure, _attempt(config, argv, job, module, new_run, attempt)
     return code
 
@@ -87,13 +96,21 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
     )
 
 
-def drive(config: TrainConfig, job: Job, new_run: bool = True, argv: Sequence[str] = ()) -> int:
+def drive(
+    config: TrainConfig,
+    job: Job,
+    new_run: bool = True,
+    argv: Sequence[str] = (),
+    say: Say = line_on(),
+) -> int:
     """Run `job` in the driver process that rank 0 has started. Returns its exit code, as `run_job`.
 
     Args:
-        argv: command line of the job, for the command that resumes it."""
+        argv: command line of the job, for the command that resumes it.
+        say: shows the line that says what is started."""
     notes = end_notes(config, torchrun_command(argv), argv) if new_run else EndNotes()
     world_size = world_size_from_env()
+    say(starting_text(config, world_size))
     ranks = hosting_ranks(config, world_size)
     timeout_s, body = config.placement.call_timeout_s, _body(job, config, world_size, new_run)
     return run_driver(body, ranks, timeout_s, interfaces_of(ranks), notes)

@@ -20,6 +20,5 @@ def next_commands(config: TrainConfig) -> str:
         looks.insert(0, f"megarl show {run}")
     lines = [f"The model is in {model}. To look at the run:", f"  {'    '.join(looks)}"]
     if config.data.eval_data and needs_rollout:
-        arguments = shlex.quote(f"@{folder / 'resolved.args'}")
-        lines.append(f"  megarl eval {arguments} --model {model}")
+        lines.append(f"  megarl eval --model {run}")
     return "\n".join(lines)

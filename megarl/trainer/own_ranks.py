@@ -11,6 +11,7 @@ from megarl.checks.job import check_everything
 from megarl.config.schema import TrainConfig
 from megarl.runtime.executor import Executor
 from megarl.loggers.console import Progress
+from megarl.trainer.announce import line_on, starting_text
 from megarl.trainer.executors import open_executor
 from megarl.trainer.preflight import Inputs, read_inputs
 
@@ -39,6 +40,8 @@ def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
     Raises: ConfigError with all errors of the job, before a rank is started."""
     world_size = config.placement.nproc_per_node
     check_everything(config, world_size)
+    if progress:
+        line_on()(starting_text(config, world_size))
     with open(os.devnull, "w") as nowhere, open_executor(config, world_size) as executor:
         inputs = read_inputs(config, world_size)  # while the ranks import what they need
         stream = None if progress else nowhere

@@ -12,6 +12,7 @@ from megarl.config.rules_files import RUN_FILES, free_name, goes_on, is_savable
 from megarl.config.schema import TrainConfig
 from megarl.files.checkpoints import checkpoints_in, step_of
 from megarl.runtime.end_message import EndNotes
+from megarl.trainer.failed_step import how_to_see_samples
 
 FAILURE_LOG = "failure.log"
 """File of the run folder that holds the tracebacks which the driver's messages leave out."""
@@ -26,6 +27,7 @@ def end_notes(config: TrainConfig, command: Sequence[str], argv: Sequence[str]) 
     return EndNotes(
         Path(config.run.save) / FAILURE_LOG,
         lambda has_begun: how_to_resume(config, command, argv, has_begun),
+        how_to_see_samples(Path(config.run.save)),
     )
 
 

@@ -9,6 +9,7 @@ rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
 timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev
                              (written at the end, however the job ends)
 failure.log                  tracebacks of failures whose messages leave them out, see `resume_command.py`
+failed_step.jsonl            samples of the last step that failed, see `failed_step.py`
 rollouts/eval.jsonl          one held-out answer per evaluation
 checkpoints/step_000010/     checkpoints for later jobs, see `trainer/checkpointer.py`
 hf/, hf_critic/              exported weights (written by actor and critic)

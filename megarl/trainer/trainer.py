@@ -41,8 +41,10 @@ from megarl.flow import (
 )
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
+from megarl.trainer.announce import wait_for_setups
 from megarl.trainer.checkpointer import Checkpointer
 from megarl.trainer.evaluation import evaluate_actors
+from megarl.trainer.failed_step import save_failed_step
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.own_ranks import Started, start_ranks
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -121,11 +123,13 @@ class Trainer:
         self._metrics: dict[str, float] = {}  # metrics of the last step
         self._set_up()
 
-    def _finish(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+    def _finish(self, exc_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Wait for all calls, write timeline.json and stop the engines. After a failure only write
-        timeline.json, and complete or remove the checkpoint in progress."""
+        timeline.json and the failed step's samples, and complete or remove the checkpoint in progress."""
         with contextlib.ExitStack() as last:
             last.callback(self.checkpointer.abandon)
+            if isinstance(error, Exception) and self.state.in_step:  # not after Ctrl-C or SIGTERM
+                last.callback(save_failed_step, self.run_folder, self.runner.batches, self.state, error)
             last.callback(self.save_timeline)
             if exc_type is None:
                 self.wait()
@@ -147,11 +151,8 @@ class Trainer:
     def _set_up(self) -> None:
         """Build every role, in an order that all ranks share, restore --load, and copy the weights into the
         engines."""
-        for future in [PlacedRole(self.executor, name).setup() for name in self.meshes]:
-            future.result()
-        seconds = self.executor.take_seconds()
-        took = ", ".join(f"{role} {value:.1f} s" for (role, _), value in seconds.items())
-        self.run_folder.progress.note(f"roles are set up: {took}")
+        setups = {name: PlacedRole(self.executor, name).setup() for name in self.meshes}
+        wait_for_setups(setups, self.run_folder.progress.note)
         self.checkpointer.restore()
         if not self.state.first.algorithm.needs_rollout:
             self.runner.row_lengths = self.roles.actor.load_dataset().first() or []
@@ -336,6 +337,9 @@ class Trainer:
         if not self.state.first.eval_rows or not interval or not self.state.first.algorithm.needs_rollout:
             return
         if self.step % interval == 0 or self.is_done:
+            if self.step == 0:  # nothing else is shown yet
+                count = len(self.state.first.eval_rows)
+                self.run_folder.progress.note(f"evaluating {count} prompts before the first step")
             self.evaluate()
 
     def save_checkpoint(self) -> None:

@@ -52,7 +52,9 @@ class ActorRole(PolicyRole):
         what="log-prob",
         token_weight=policy_weight,
     )
-    optimizer = property(lambda self: self.config.optimizer)
+    optimizer = property(lambda self: self.config.optimizer if self.is_trained else None)
+    is_trained = True
+    """Whether the model gets an optimizer. An evaluation needs none."""
     adapter_options = property(lambda self: self.config.lora)
     _is_token_level = False
     """Whether the loss has been found to be a sum over tokens."""
@@ -60,6 +62,12 @@ class ActorRole(PolicyRole):
     rollout_mesh: MeshSpec | None = None
     """Mesh of the engines, if none is on this rank."""
     sender: WeightSync | None = None
+
+    def setup(self, is_trained: bool = True) -> None:
+        """Build the model and load its weights, with an optimizer if the model `is_trained`. Collective over
+        the mesh."""
+        self.is_trained = is_trained
+        super().setup()
 
     @needs("parameters")
     def send_weights(self, version: int) -> None:

@@ -44,7 +44,8 @@ class RewardRole(HostedRole):
 
         Args:
             num_logged: number of samples of the step, counted from its first, whose records carry their texts
-                for the rollouts/ files. Default: --num-rollouts-to-log.
+                for the rollouts/ files. Default: --num-rollouts-to-log. In training the first sample of
+                this engine whose reward failed has them too, unless the number is 0.
         Returns: records with sample_id, digest and reward. The reward is None if the job has no rule or if
         the reward failed. In the second case `failure` holds the reason. In an evaluation `answer` holds
             the answer that the rule found, if it names answers.
@@ -55,7 +56,7 @@ class RewardRole(HostedRole):
         dataset = self.rollout.datasets[purpose]
         texts = self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
         limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
-        records = []
+        records, has_failed = [], False
         for rollout, text, verdict in zip(
             rollouts, texts, self._verdicts(rollouts, texts, dataset), strict=True
         ):
@@ -68,7 +69,9 @@ class RewardRole(HostedRole):
                 record["failure"] = verdict.failure
             if purpose == "eval" and verdict.answer is not None:
                 record["answer"] = verdict.answer
-            if limit < 0 or rollout.position < limit:
+            is_first_failure = verdict.failure is not None and not has_failed
+            has_failed = has_failed or is_first_failure
+            if limit < 0 or rollout.position < limit or purpose == "train" and limit and is_first_failure:
                 record |= _logged(rollout, text, dataset[rollout.row])
             records.append(record)
         return records

@@ -96,6 +96,43 @@ def test_the_quick_tokenizer_is_transformers_own(folder):
     assert ids == real.encode_responses(NASTY) and quick.decode_batch(ids) == real.decode_batch(ids)
 
 
+@pytest.mark.parametrize(
+    ("name", "model_type", "special"),
+    [
+        ("Qwen2Tokenizer", None, {}),
+        ("Qwen2TokenizerFast", "qwen3", {"eos_token": None}),
+        ("Qwen2Tokenizer", "llama", {"pad_token": "<|im_end|>"}),
+        ("Qwen2Tokenizer", "qwen3", {"pad_token": "<|im_end|>", "unk_token": None, "bos_token": "<new>"}),
+        ("Qwen2Tokenizer", "mistral", {}),
+        ("PreTrainedTokenizerFast", "qwen2", {}),
+        ("PreTrainedTokenizerFast", "qwen3", {"pad_token": "<pad>"}),
+        (None, "qwen3_moe", {}),
+        (None, "llama", {}),
+    ],
+)
+def test_special_tokens_that_transformers_adds_to_a_vocabulary(tmp_path, name, model_type, special):
+    """A Qwen2Tokenizer has <|endoftext|>, whatever tokenizer.json holds."""
+    vocabulary = {text: index for index, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", **special} | ({"tokenizer_class": name} if name else {})
+    if config["eos_token"] is None:
+        del config["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    quick, real = load_quickly(tmp_path), HFTokenizer(str(tmp_path))
+    assert (quick.vocab_size, quick.eos_token_id, quick.pad_token_id) == (
+        real.vocab_size,
+        real.eos_token_id,
+        real.pad_token_id,
+    )
+    texts = ["a b", "<|endoftext|>x<|im_end|>", "<new>", "<pad>"]
+    assert quick.encode_responses(texts) == real.encode_responses(texts)
+
+
 def test_folders_without_tokenizer_json_are_left_to_transformers(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     assert load_quickly(tmp_path) is None

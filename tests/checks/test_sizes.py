@@ -125,6 +125,13 @@ def test_bytes_of_a_parameter(job, tmp_path):  # noqa: F811
     )  # a second buffer
 
 
+def test_an_evaluation_needs_the_weights_and_the_engine(job):  # noqa: F811
+    """No optimizer is built, and the actor computes nothing."""
+    whole, evaluation = (parts_of(estimate(load(job), 2, CPU, trains)) for trains in (True, False))
+    assert {*evaluation} == {("actor", "parameters"), ("rollout", "engine"), ("rollout", "KV cache")}
+    assert all(whole[part] == size for part, size in evaluation.items())
+
+
 def test_phases_hold_what_their_calls_need(job):  # noqa: F811
     flags = (
         "--algorithm ppo --kl-mode reward --kl-coef 0.1 --offload parameters gradients "

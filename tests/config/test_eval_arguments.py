@@ -11,6 +11,8 @@ import pytest
 from megarl import cli
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
+from megarl.config.rules_training import NO_EVAL_DATA
+from megarl.evaluation.arguments import with_settings_of_run
 from tests.config.conftest import QWEN3
 
 
@@ -19,7 +21,7 @@ def started(monkeypatch):
     """Evaluations that reach their start: (configuration, configuration that the ranks read)."""
     calls = []
 
-    def launch(config, argv, job, module, new_run):
+    def launch(config, argv, job, module, new_run, say):
         assert module == "megarl.evaluate" and not new_run
         calls.append((config, load_config(argv, REGISTRY)))
         return 3
@@ -98,6 +100,32 @@ def test_a_job_s_args_file_gives_its_sampling_and_its_training_flags_do_nothing(
     assert not config.model.random_init and config.checkpoint.load is None
 
 
+def test_a_run_alone_gives_its_settings_and_flags_override_them(model, tmp_path, started, capsys):
+    """Also its hf/ and its checkpoints. With data, or with a job's args file, the run gives the model only."""
+    run, data = tmp_path / "a run", tmp_path / "rows.jsonl"
+    checkpoint = run / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    (run / "hf").symlink_to(model)
+    settings = "--nproc-per-node 2 --temperature 0.7 --max-response-length 48 --max-prompt-length 32"
+    base = f"--model {model} --train-data gone.jsonl --train-iters 3 --save '{run}' {settings}"
+    (run / "resolved.args").write_text(
+        f"--algorithm ppo\n{base}\n--eval-data {data}\n".replace(" --", "\n--")
+    )
+    for name in (run, run / "hf"):
+        assert evaluate("--model", name, "--eval-num-samples", 4, "--temperature", 0.5) == 3
+        config, on_ranks = started.pop()
+        assert config == on_ranks and config.model.model == str(run / "hf")
+        assert (config.sampling.temperature, config.run.eval_num_samples) == (0.5, 4)
+        assert (config.sampling.max_prompt_length, config.sampling.max_response_length) == (32, 48)
+        assert config.placement.nproc_per_node == 2 and config.data.eval_data == (str(data),)
+    expanded = with_settings_of_run(["--model", str(checkpoint)])
+    assert expanded == [f"@{run / 'resolved.args'}", "--model", str(checkpoint)]
+    assert evaluate("--model", run, "--eval-data", data) == 3
+    assert started.pop()[0].sampling.max_response_length == 256
+    (run / "resolved.args").write_text(f"--algorithm sft\n--eval-data {data}\n")
+    assert errors(capsys, "--model", run) == [NO_EVAL_DATA]
+
+
 def test_errors_come_together_and_say_what_works(model, tmp_path, started, capsys):
     data = tmp_path / "rows.jsonl"
     assert [line.partition(":")[0] for line in errors(capsys)] == ["--model is required", "--eval-data"]
@@ -127,7 +155,7 @@ def test_help_has_the_flags_of_an_evaluation_and_no_others(capsys):
     with pytest.raises(SystemExit) as exited:
         evaluate("--help")
     text = capsys.readouterr().out
-    assert exited.value.code == 0 and text.startswith("usage: megarl eval --model M --eval-data D")
+    assert exited.value.code == 0 and text.startswith("usage: megarl eval --model RUN ")
     assert all(
         f"  --{flag} " in text for flag in ("out", "eval-num-samples", "temperature", "reward-function")
     )

@@ -41,6 +41,8 @@ COMMON = [
     f"{Path(__file__).with_name('reward.py')}:lower_case",
 ]
 
+STARTING = ("starting", "evaluating ")
+"""Beginnings of the lines that every job prints before its first step."""
 SECRETS = {
     name: f"secret-{secrets.token_hex(16)}"
     for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MEGARL_JOB_SECRET")

@@ -23,9 +23,12 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.fixture
 def refused(sums_data, tmp_path):
     """refused("--flag", "value", ...) runs the job with these flags in place of its own -> what it says,
-    after the common checks. A flag that is followed by None is left out."""
+    after the common checks. A flag that is followed by None is left out.
+    `starts`: the error is found after the line that says what starts."""
 
-    def run(*flags: str | Path | None, program: list[str] = MEGARL, exit_code: int = 2) -> str:
+    def run(
+        *flags: str | Path | None, program: list[str] = MEGARL, exit_code: int = 2, starts: bool = False
+    ) -> str:
         left_out = [str(flag) for flag, value in zip(flags, flags[1:]) if value is None]
         job = [
             *COMMON,
@@ -50,7 +53,8 @@ def refused(sums_data, tmp_path):
             cwd=tmp_path,
             env=dict(os.environ, PYTHONSAFEPATH="1", PYTHONDONTWRITEBYTECODE="1"),
         )
-        assert (done.returncode, done.stdout) == (exit_code, ""), done.stderr
+        told = [line.split()[0] for line in done.stdout.splitlines()]
+        assert (done.returncode, told) == (exit_code, ["starting"] * starts), done.stderr
         assert snapshot(tmp_path) == before, "something was written"
         return done.stderr
 
@@ -201,7 +205,7 @@ def test_a_reward_function_that_raises(refused, tmp_path):
     """Called before training starts, with an empty response. Its own traceback is what helps, so that one is
     shown."""
     (tmp_path / "mine.py").write_text(REWARDS)
-    message = refused("--reward-function", "mine.py:raises", "--nproc-per-node", "1")
+    message = refused("--reward-function", "mine.py:raises", "--nproc-per-node", "1", starts=True)
     first = message.splitlines()[0]
     assert first.startswith(
         "before training, on row 0 (from 0) of --train-data: the reward function raises "
@@ -217,7 +221,15 @@ def test_a_reward_function_that_returns_nan(refused, tmp_path):
     """With everything in one process, which reads the same inputs."""
     (tmp_path / "mine.py").write_text(REWARDS)
     (line,) = lines(
-        refused("--reward-function", "mine.py:not_a_number", "--nproc-per-node", "1", "--executor", "inline")
+        refused(
+            "--reward-function",
+            "mine.py:not_a_number",
+            "--nproc-per-node",
+            "1",
+            "--executor",
+            "inline",
+            starts=True,
+        )
     )
     wanted = "wanted a finite number, e.g. 0.0 or 1.0, or a dict with one as `score`."
     assert line.endswith(f"returned nan (float); {wanted}")
@@ -256,5 +268,5 @@ def test_weights_that_are_cut_short(refused, sums_data, tmp_path, program):
 def test_a_failure_while_roles_are_set_up_leaves_no_folder(refused):
     """It would refuse the next attempt its --save. fp8 without a GPU is found where the model is built."""
     for _ in range(2):
-        message = refused("--bf16", "--fp8", "hybrid", "--nproc-per-node", "1", exit_code=1)
+        message = refused("--bf16", "--fp8", "hybrid", "--nproc-per-node", "1", exit_code=1, starts=True)
         assert "--fp8 (hybrid): needs an NVIDIA GPU and Transformer Engine" in message

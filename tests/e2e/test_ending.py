@@ -6,8 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
-from megarl.cli import COMMANDS
-from tests.e2e.jobs import train
+from megarl.cli import COMMANDS, main
+from tests.e2e.jobs import STARTING, train
 
 ANY_GATE = ("--gate-mean-abs", "inf", "--gate-max-abs", "inf")
 
@@ -37,15 +37,47 @@ def test_a_learning_rate_that_destroys_the_model_is_warned_of_and_the_end_says_w
     assert [path.name for path in job.folder.glob(".*")] == []
 
 
-def test_a_gate_failure_is_one_message_without_a_traceback(sums_data, tmp_path):
+def test_a_gate_failure_is_one_message_without_a_traceback(sums_data, tmp_path, capsys):
     job = train(sums_data, tmp_path / "run", "--gate-max-abs", "1e-12")
     assert job.returncode == 1 and "Traceback" not in job.output, job.output
-    lines = [line for line in job.output.splitlines() if not line.startswith("roles are set up")]
+    lines = [line for line in job.output.splitlines() if not line.startswith(STARTING)]
     assert lines[0].startswith("[driver] failed at step 1: GateError: trainer and engine disagree on ")
     log = job.folder / "failure.log"
-    assert lines[-1] == (
-        f"Read on in docs/debugging.md, section The gate. The traceback is in {log}."
-    ) and all(line.startswith("  ") for line in lines[1:-1])
+    show = f"megarl show {shlex.quote(str(job.folder))} --failed"
+    assert lines[-2:] == [
+        f"Read on in docs/debugging.md, section The gate. The traceback is in {log}.",
+        f"To see what the model said in this step: {show}",
+    ] and all(line.startswith("  ") for line in lines[1:-2])
+    assert [line for line in job.output.splitlines() if line.startswith(STARTING)][0] == (
+        "starting 2 ranks: each imports PyTorch, Megatron-Core and vLLM first"
+    )
     assert "Traceback (most recent call last):" in log.read_text() and lines[0] in log.read_text()
     assert ("rollout.generate", "step 1") in calls(job.folder)
-    assert {path.name for path in job.folder.iterdir()} == {"failure.log", "timeline.json"}
+    assert {path.name for path in job.folder.iterdir()} == {
+        "failure.log",
+        "failed_step.jsonl",
+        "timeline.json",
+    }
+    assert main(shlex.split(show)[1:]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "step 1, 8 samples, " in shown and "The step failed (" in shown and "GateError: trainer" in shown
+    assert main(shlex.split(show)[1:-1]) == 2  # the run has no step
+    assert "Add --failed." in capsys.readouterr().err
+
+
+def test_samples_whose_reward_failed_can_be_seen(sums_data, tmp_path):
+    """Also one beyond --num-rollouts-to-log: the first of each engine."""
+    (tmp_path / "picky.py").write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if solution_str not in ('', ground_truth):\n"
+        "        raise ValueError('cannot read this')\n"
+        "    return 1.0\n"
+    )
+    rule = ("--reward-function", str(tmp_path / "picky.py:reward"), "--num-rollouts-to-log", "1")
+    job = train(sums_data, tmp_path / "run", *rule)
+    assert job.returncode == 1 and "RewardsFailed: 16 of 16 rewards have failed" in job.output, job.output
+    rows = [json.loads(line) for line in (job.folder / "failed_step.jsonl").read_text().splitlines()]
+    assert [row["sample_id"] for row in rows] == [0, 8]  # each of the two engines has answered two prompts
+    for row in rows:
+        assert (row["step"], row["reward"]) == (1, None) and "cannot read this" in row["failure"]
+        assert row["error"].startswith("RewardsFailed: 16 of 16") and row["response"] and row["prompt"]

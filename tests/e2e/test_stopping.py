@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from megarl.trainer.resume_command import with_flags
-from tests.e2e.jobs import COMMON, replace_flags, train
+from tests.e2e.jobs import COMMON, STARTING, replace_flags, train
 from tests.e2e.test_cli_jobs import MEASURED, processes, wait_until
 
 HERE = Path(__file__).parent
@@ -68,9 +68,7 @@ class SlowJob:
         return [(self.folder / f"rank_{rank}").stat().st_size for rank in (0, 1)]
 
     def told(self) -> list[str]:
-        return [
-            line for line in self.output().splitlines() if not line.startswith(("roles are set up", "step="))
-        ]
+        return [line for line in self.output().splitlines() if not line.startswith((*STARTING, "step="))]
 
     def end(self) -> None:
         for pid in processes(self.mark):
@@ -282,7 +280,7 @@ def is_rank(pid: int, rank: int) -> bool:
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(layout_job, sums_data, tmp_path):
     job = KilledJob(sums_data, tmp_path, 2, "--save-interval", "1", "--max-restarts", "1")
     assert job.returncode == 0, job.output
-    usual = ("roles are set up", "step=", "The model is in ", "  megarl ")
+    usual = (*STARTING, "step=", "The model is in ", "  megarl ")
     told = [line for line in job.output.splitlines() if not line.startswith(usual)]
     assert told[0].startswith(
         "[rank 1: actor, rollout] was killed by SIGKILL. If nobody did that, the machine was out of "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 from rich.cells import cell_len
+
+from megarl.loggers.json_lines import FAILED_STEP
 
 
 def sample(step: int, index: int, reward: float | None, **more: object) -> dict[str, object]:
@@ -212,3 +215,20 @@ def test_folders_without_samples_are_refused_with_advice(run, open_run, megarl, 
         sft.record_step(1, {"policy/loss": 1.0}, num_tokens=1)
     code, _, err = megarl("show", tmp_path / "sft")
     assert code == 2 and "has no samples in rollouts/" in err
+
+
+def test_a_failed_step_is_shown_when_asked_for_and_not_otherwise(run, megarl):
+    rows = [sample(4, 0, None, failure="Traceback: no digits"), sample(4, 1, 0.5), sample(4, 2, 0.25)]
+    error = {"step": 4, "error": "RewardsFailed: 1 of 3 rewards have failed"}
+    (run / FAILED_STEP).write_text("".join(json.dumps({**error, **row}) + "\n" for row in rows))
+    code, out, err = megarl("show", run, "--failed")
+    text = " ".join(out.split())
+    assert (code, err) == (0, "") and "-- without a reward 1 of 1 | step 4 | sample 40" in text
+    assert shown(out) == [("best", 41), ("worst", 42)] and "failure: Traceback: no digits" in text
+    assert re.search(r"step 4, 3 samples, .* The step failed \(.*\): RewardsFailed: 1 of 3 rewards", text)
+    assert "error:" not in out and "step 3, 5 samples" in " ".join(megarl("show", run)[1].split())
+    assert shown(megarl("show", run, "--failed", "--best", 1)[1]) == [("best", 41)]
+    assert megarl("show", run, "--failed", "--step", 3)[0] == 2
+    (run / FAILED_STEP).unlink()
+    code, _, err = megarl("show", run, "--failed")
+    assert code == 2 and "holds no failed_step.jsonl" in err and "Leave --failed out." in err

@@ -50,6 +50,20 @@ def test_an_explained_error_says_where_to_read_on_and_keeps_its_traceback_in_a_f
     assert log.read_text().startswith(first) and "8 spoons" in log.read_text()  # a restart's comes behind it
 
 
+@pytest.mark.parametrize("error", [TooManySpoons("9"), KeyError("loss")])
+def test_every_failure_ends_with_the_command_that_shows_its_samples(executor, tmp_path, error):
+    log, there = tmp_path / "failure.log", EndNotes(how_to_see_samples=lambda: "megarl show 'a b' --failed")
+    wanted = "\nTo see what the model said in this step: megarl show 'a b' --failed"
+    nothing = EndNotes(log, how_to_see_samples=lambda: None)
+    for read, failure in (
+        (failure_text, of_rank(error)),
+        (failure_text, RuntimeError("a rank died")),
+        (driver_error_text, raised(error)),
+    ):
+        assert read(failure, executor, there).endswith(wanted)
+        assert "what the model said" not in read(failure, executor, nothing)
+
+
 @pytest.mark.parametrize("read", [failure_text, driver_error_text])
 def test_the_environment_shows_all_tracebacks(executor, tmp_path, monkeypatch, read):
     monkeypatch.setenv("MEGARL_TRACEBACK", "1")

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from role_steps import Step, build, main, make_rows
+from role_steps import WORLD_SIZE, Step, build, main, make_rows
 
 from megarl.kernels import aggregate
+from megarl.workers.actor import ActorRole
+from megarl.workers.worker import build_roles
 
 ALONE = "--algorithm grpo --actor-lr 1e-2 --actor-ranks 0-1 --rollout-ranks 0-1"
 PPO = "--algorithm ppo --actor-lr 1e-2 --critic-lr 1e-2 --rollout-ranks 0-1 --num-epochs 2"
@@ -155,10 +157,21 @@ def run_layout(name: str, folder: Path, data: Path) -> dict | str:
         return f"{type(error).__name__}: {error}"
 
 
+def actor_without_optimizer(trained: ActorRole) -> tuple[str, bool]:
+    """Return what an evaluation's actor has of an optimizer, and whether its weights are those of a trained
+    one."""
+    actor = build_roles(trained.config, WORLD_SIZE)["actor"]
+    actor.setup(is_trained=False)
+    weights, others = actor.model.weights, trained.model.weights
+    are_equal = weights.keys() == others.keys() and all(torch.equal(weights[n], others[n]) for n in weights)
+    return str((actor.model.optimizer, actor.model.ddp)), are_equal
+
+
 def run_faults(folder: Path, data: Path) -> dict[str, tuple[str, bool]]:
     roles, meshes = build(PPO, data, folder / "faults")
+    evaluated = actor_without_optimizer(roles["actor"])
     Step(roles, meshes, make_rows(1), seed=1).learn()
-    found = {}
+    found = {"without_optimizer": evaluated}
     for name in FAULTS:
         Step(roles, meshes, make_rows(2), seed=2).prepare()
         planted, role = Planted(roles), roles["critic" if "value" in name or "critic" in name else "actor"]

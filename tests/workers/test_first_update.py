@@ -77,6 +77,12 @@ def test_log_probs_of_somebody_else_are_not_compared_and_that_is_said(faults):
     assert sum(said) == 1
 
 
+def test_an_actor_that_is_not_trained_has_the_same_weights_and_no_optimizer(faults):
+    """As `megarl eval` builds it."""
+    for found in faults:
+        assert found["faults"]["without_optimizer"] == ["(None, [])", True]
+
+
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory) -> list[dict]:
     return reports(tmp_path_factory, *LAYOUTS)
