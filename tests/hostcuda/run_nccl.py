@@ -72,8 +72,6 @@ def faults(rank: int) -> dict[str, str]:
     found = {}
     of_nccl = dist.new_group(list(range(SIZE)), backend="nccl")
     found["CPU tensor"] = error_of(lambda: dist.all_reduce(torch.ones(2), group=of_nccl))
-    only_gloo = dist.new_group(list(range(SIZE)), backend="gloo")
-    found["CUDA tensor"] = error_of(lambda: dist.all_reduce(here, group=only_gloo))
 
     partial = dist.new_group(list(range(SIZE)), backend="nccl")
     peer = {0: 1, 1: 0}.get(rank)

@@ -40,7 +40,6 @@ def of_ranks(reports: list[dict], fault: str, part: str = "faults") -> list[str]
     "fault, count, message",
     [
         ("CPU tensor", 4, "No backend type associated with device type cpu"),
-        ("CUDA tensor", 4, "No backend type associated with device type cuda"),
         ("partial batch", 2, r"ranks \[2, 3\] have not taken part"),
         ("missing rank", 3, r"ranks \[3\] have not taken part"),
         ("same device", 4, r"Duplicate GPU detected: ranks \[(0, 1|2, 3)\]"),

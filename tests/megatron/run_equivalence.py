@@ -223,7 +223,7 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
         whole = (
             gathered_gradients(model)
             if model.sharded
-            else ((name, p.main_grad.clone()) for name, p in model.named_parameters())
+            else ((name, p.main_grad.clone().cpu()) for name, p in model.named_parameters())
         )
         gradients.update((name, gradient.view(len(gradient), -1)) for name, gradient in whole)
         return model.step(check)
@@ -267,7 +267,7 @@ class Run:
 
     @property
     def weights(self) -> Tensors:
-        return {name: p.float() for name, p in self.model.parameters.items()}
+        return {name: p.float().cpu() for name, p in self.model.parameters.items()}
 
 
 def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "") -> Run:

@@ -325,8 +325,8 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
   const int stream = current_stream(device);
   static const std::string* operation = interned("the resizing of a storage");
   auto fresh = allocate_on(device, bytes, cuda(device));
-  const uint64_t time = begin(stream);
   if (const size_t kept = std::min(bytes, storage.nbytes())) {
+    const uint64_t time = begin(stream);
     access(block_of(storage), false, stream, time, operation);
     access(block_at(fresh.get()), true, stream, time, operation);
     std::memcpy(fresh.get(), storage.data(), kept);
