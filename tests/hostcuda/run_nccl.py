@@ -35,6 +35,15 @@ def collectives(rank: int, device: str, group) -> dict[str, list[float]]:
     dist.all_gather_into_tensor(results["gathered_into"], own, group=group)
     results["scattered"] = own.new_empty(1)
     dist.reduce_scatter_tensor(results["scattered"], own, group=group)
+    if device == "cuda":  # gloo has no parts of different sizes
+        uneven = [own.new_empty(peer + 1) for peer in range(SIZE)]
+        dist.all_gather(uneven, own.new_full((rank + 1,), rank), group=group)
+        assert torch.cat(uneven).tolist() == [peer for peer in range(SIZE) for _ in range(peer + 1)]
+        part = own.new_empty(rank + 1)
+        dist.reduce_scatter(
+            part, [own.new_full((peer + 1,), rank + peer) for peer in range(SIZE)], group=group
+        )
+        assert part.tolist() == [6 + SIZE * rank] * (rank + 1)
     received = own.new_empty(SIZE * (rank + 1))
     sent = torch.cat([own[:1].expand(peer + 1) for peer in range(SIZE)]).contiguous()
     dist.all_to_all_single(received, sent, [rank + 1] * SIZE, [peer + 1 for peer in range(SIZE)], group=group)

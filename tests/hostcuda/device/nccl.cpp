@@ -19,6 +19,7 @@ using Works = std::vector<c10::intrusive_ptr<Work>>;
 struct NcclWork final : Work {
   Works parts;
   Tensors kept, averaged;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (to, from) at the end
   double divisor = 1;
   int device = 0, stream = 0;
   Clock over;
@@ -28,6 +29,7 @@ struct NcclWork final : Work {
     if (std::exchange(finished, true)) return;
     for (auto& part : parts) part->wait(timeout);
     at::AutoDispatchBelowADInplaceOrView below;
+    for (auto& [to, from] : copies) to.copy_(from);
     for (auto& tensor : averaged) tensor.div_(divisor);
   }
   bool isCompleted() override {
@@ -108,7 +110,16 @@ class Nccl final : public c10d::Backend {
     auto [gloo, work] = start("all_gather", inputs, flat(outputs));
     auto to = on_cpu(outputs);
     auto from = on_cpu(inputs);
-    return done(work, {gloo->allgather(to, from, options)});
+    if (equal_sizes(to[0])) return done(work, {gloo->allgather(to, from, options)});
+    Works parts;  // as NCCL does it, one broadcast per rank
+    to[0][getRank()].copy_(from[0]);
+    for (int root = 0; root < getSize(); ++root) {
+      c10d::BroadcastOptions of_gloo;
+      of_gloo.rootRank = root;
+      Tensors one{to[0][root]};
+      parts.push_back(gloo->broadcast(one, of_gloo));
+    }
+    return done(work, parts);
   }
   c10::intrusive_ptr<Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::AllgatherOptions& options) override {
@@ -133,7 +144,18 @@ class Nccl final : public c10d::Backend {
     auto to = on_cpu(outputs);
     auto from = on_cpu(inputs);
     average(work, to, of_gloo.reduceOp);
-    return done(work, {gloo->reduce_scatter(to, from, of_gloo)});
+    if (equal_sizes(from[0])) return done(work, {gloo->reduce_scatter(to, from, of_gloo)});
+    Works parts;  // as NCCL does it, one reduction per rank
+    for (int root = 0; root < getSize(); ++root) {
+      c10d::ReduceOptions to_root;
+      to_root.rootRank = root;
+      to_root.reduceOp = of_gloo.reduceOp;
+      Tensors one{from[0][root].clone()};
+      parts.push_back(gloo->reduce(one, to_root));
+      if (root == getRank()) work->copies.emplace_back(to[0], one[0]);
+      work->kept.push_back(one[0]);
+    }
+    return done(work, parts);
   }
   c10::intrusive_ptr<Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::ReduceScatterOptions& options) override {
@@ -221,6 +243,11 @@ class Nccl final : public c10d::Backend {
     std::vector<Tensors> cpu;
     for (auto& tensors : lists) cpu.push_back(on_cpu(tensors));
     return cpu;
+  }
+  static bool equal_sizes(const Tensors& tensors) {
+    for (auto& tensor : tensors)
+      if (tensor.sizes() != tensors[0].sizes()) return false;
+    return true;
   }
   static Tensors flat(const std::vector<Tensors>& lists) {
     Tensors all;
