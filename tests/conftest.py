@@ -93,6 +93,20 @@ if os.environ.get("MEGARL_KERNELS") == "interpret" or not HAS_GPU:
         os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)
 
 
+@pytest.fixture(scope="session")
+def sums_paths(tmp_path_factory) -> dict[str, str]:
+    """Path by name of the quickstart's data and its untrained model, written once. No test changes them."""
+    from sums.files import make_sums
+
+    return make_sums(tmp_path_factory.mktemp("sums"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def sums_data(sums_paths) -> Path:
+    """The folder that holds them."""
+    return Path(sums_paths["train"]).parent
+
+
 JOBS = {CHECKOUT / "tests" / name for name in ("docs", "e2e", "faults")}
 """Folders whose tests run whole jobs."""
 TIERS = ("e2e", "dist", "unit")

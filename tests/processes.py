@@ -41,46 +41,60 @@ LAUNCH = TESTS / "launch.py"
 @functools.cache
 def kind_of(path: Path, test: str) -> str | None:
     """Kind of a test function, without its parameters; None if it starts nothing and waits for nothing."""
-    names = set(_reachable(path, test, frozenset()))
+    names = set(_reachable(path, test))
     return next((kind for kind in KINDS if names & OF_KIND[kind]), None)
 
 
-def _reachable(path: Path, name: str, seen: frozenset[tuple[Path, str]]) -> Iterator[str]:
+def _reachable(path: Path, name: str) -> Iterator[str]:
     """Every name and attribute that `name` of this file uses, here and in other files of tests/."""
-    found, stack = set(seen), [(path, name)]
+    found, stack = set(), [(path, name)]
     while stack:
-        path, name = stack.pop()
-        if (path, name) in found:
-            continue
-        found.add((path, name))
-        if path == LAUNCH:
-            yield "subprocess"
-            continue
-        definitions, imports = _module(path)
-        if name in definitions:
-            used = definitions[name]
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            used, others = _uses(*node)
             yield from used
-            for other in used:
-                files = [
-                    file
-                    for file in (path, *_conftests(path))
-                    if other in {**_module(file)[0], **_module(file)[1]}
-                ]
-                stack += [(file, other) for file in files[:1]]
-        elif name in imports:
-            module, _, original = imports[name].rpartition(".")
-            yield from imports[name].split(".")
-            if f"{module}.".startswith(tuple(f"{starter}." for starter in STARTERS)):
-                yield "subprocess"
-            for source, wanted in ((module, original), (imports[name], "*")):
-                file = TESTS.parent / f"{source.replace('.', '/')}.py"
-                if source.startswith("tests.") and file.is_file():
-                    stack += [(file, other) for other in (_module(file)[0] if wanted == "*" else [wanted])]
+            stack += others
 
 
-def _conftests(path: Path) -> list[Path]:
-    folders = [folder for folder in path.parents if folder.is_relative_to(TESTS)]
-    return [file for folder in folders if (file := folder / "conftest.py").is_file()]
+@functools.cache
+def _uses(path: Path, name: str) -> tuple[frozenset[str], list[tuple[Path, str]]]:
+    """(names and attributes that `name` of this file uses, files of tests/ and the names there to go on with).
+
+    Cached, because thousands of tests reach the same helpers."""
+    if path == LAUNCH:
+        return frozenset({"subprocess"}), []
+    definitions, imports = _module(path)
+    if name in definitions:
+        found = ((_file_of(path, other), other) for other in definitions[name])
+        return definitions[name], [(file, other) for file, other in found if file is not None]
+    if name not in imports:
+        return frozenset(), []
+    module, _, original = imports[name].rpartition(".")
+    used = set(imports[name].split("."))
+    if f"{module}.".startswith(tuple(f"{starter}." for starter in STARTERS)):
+        used.add("subprocess")
+    others = []
+    for source, wanted in ((module, original), (imports[name], "*")):
+        file = TESTS.parent / f"{source.replace('.', '/')}.py"
+        if source.startswith("tests.") and file.is_file():
+            others += [(file, other) for other in (_module(file)[0] if wanted == "*" else [wanted])]
+    return frozenset(used), others
+
+
+def _file_of(path: Path, name: str) -> Path | None:
+    """Return the file that defines or imports a name for `path`: itself, or a conftest.py above it."""
+    for file in (path, *_conftests(path.parent)):
+        definitions, imports = _module(file)
+        if name in definitions or name in imports:
+            return file
+    return None
+
+
+@functools.cache
+def _conftests(folder: Path) -> tuple[Path, ...]:
+    folders = [above for above in (folder, *folder.parents) if above.is_relative_to(TESTS)]
+    return tuple(file for above in folders if (file := above / "conftest.py").is_file())
 
 
 @functools.cache

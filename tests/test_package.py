@@ -349,6 +349,33 @@ def test_set_up_removes_only_what_does_not_import(tmp_path, monkeypatch, caplog)
     assert "RuntimeError: operator torchvision::nms does not exist" in caplog.text
 
 
+def test_transformer_engine_is_compiled_with_the_headers_of_pytorchs_wheels(tmp_path, monkeypatch):
+    """A compiler that is started with these variables finds a header of such a wheel."""
+    setup_env = load_setup_env()
+    monkeypatch.setattr(setup_env, "VENV", tmp_path)
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", "/given")
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    include = tmp_path / "lib" / "python3.11" / "site-packages" / "nvidia" / "cudnn" / "include"
+    include.mkdir(parents=True)
+    (include / "cudnn.h").write_text("#define CUDNN_MAJOR 9\n")
+    found = setup_env.transformer_engine_environment()
+    assert (
+        found["CPLUS_INCLUDE_PATH"] == f"/given:{include}" and 1 <= int(found["MAX_JOBS"]) <= os.cpu_count()
+    )
+    (tmp_path / "uses.cpp").write_text("#include <cudnn.h>\nstatic_assert(CUDNN_MAJOR == 9);\n")
+    done = run(["c++", "-fsyntax-only", "uses.cpp"], tmp_path, **found)
+    assert done.returncode == 0, done.stderr
+
+
+def test_set_up_for_a_gpu_refuses_a_pytorch_that_sees_none(monkeypatch):
+    """As with a driver that is too old: jobs would train on the CPU."""
+    setup_env = load_setup_env()
+    monkeypatch.setattr(setup_env, "PYTHON", sys.executable)  # its PyTorch is the CPU build
+    monkeypatch.setattr(setup_env, "VENV", ROOT)
+    with pytest.raises(setup_env.SetupError, match="sees no GPU; .*driver 580 or later.*--device cpu"):
+        setup_env.require_usable_gpu()
+
+
 def test_set_up_refuses_other_pythons(monkeypatch):
     setup_env = load_setup_env()
     setup_env.check_python()

@@ -143,8 +143,16 @@ def check_routes(world: range, owners: dict[int, tuple[int, ...]], destinations:
         assert max(loads) - min(loads) <= 1
 
 
-def test_ten_thousand_random_steps_on_two_meshes():
-    for seed in range(10_000):
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(2000),
+        *(pytest.param(range(s, s + 2000), marks=pytest.mark.nightly) for s in range(2000, 10_000, 2000)),
+    ],
+    ids=lambda seeds: f"from-{seeds.start}",
+)
+def test_ten_thousand_random_steps_on_two_meshes(seeds):
+    for seed in seeds:
         rng = random.Random(seed)
         world = range(rng.randint(1, 8))
         first, second = random_mesh(rng, world), random_mesh(rng, world)

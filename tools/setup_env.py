@@ -1,6 +1,6 @@
 """Make .venv and install megarl into it. The Makefile runs this file with a Python without packages.
 
-    python3.11 tools/setup_env.py [--device auto|cpu|gpu]
+    python3.11 tools/setup_env.py [--device auto|cpu|gpu] [--for-another-machine]
 
 1. PyTorch is installed first, because vLLM and the build of the extension depend on its version.
 2. megarl is installed as an editable package with the extras `cpu` or `gpu`, `dev` and `docs`. On a GPU
@@ -84,10 +84,14 @@ def last_line(skip: tuple[str, ...] = ("WARNING",)) -> str:
     return next((line for line in reversed(lines) if line and not line.startswith(skip)), "")
 
 
-def pip(doing: str, *arguments: str, timeout_s: float | None = None) -> bool:
+def pip(
+    doing: str, *arguments: str, timeout_s: float | None = None, environment: dict[str, str] | None = None
+) -> bool:
     """Run pip with its output in .venv/setup.log, and report its progress every half minute.
 
-    Returns whether pip succeeded."""
+    Args:
+        environment: variables beside those of this process.
+    Returns: whether pip succeeded."""
     logger.info("%s ...", doing)
     start = time.monotonic()
     with LOG.open("a") as log:
@@ -95,7 +99,12 @@ def pip(doing: str, *arguments: str, timeout_s: float | None = None) -> bool:
         log.flush()
         command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
         process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         try:
             while process.poll() is None:
@@ -167,8 +176,46 @@ def install_transformer_engine(project: dict) -> None:
         "--no-build-isolation",
         *requirements,
         timeout_s=TRANSFORMER_ENGINE_TIMEOUT_S,
+        environment=transformer_engine_environment(),
     ):
         logger.info("  Transformer Engine does not install here, going on without it: %s", last_line()[:200])
+
+
+def transformer_engine_environment() -> dict[str, str]:
+    """Return the environment variables with which Transformer Engine finds CUDA's headers.
+
+    Its build looks in a toolkit only, which lacks cudnn.h and nccl.h, often cusparse.h too. PyTorch's CUDA
+    build has brought them along as wheels. One compiler takes up to 4 GB of memory."""
+    folders = sorted(VENV.glob("lib/python*/site-packages/nvidia/*/include"))
+    given = os.environ.get("CPLUS_INCLUDE_PATH")
+    paths = [*([given] if given else []), *map(str, folders)]
+    jobs = max(1, min(os.cpu_count() or 1, memory_bytes() // (4 << 30)))
+    return ({"CPLUS_INCLUDE_PATH": ":".join(paths)} if paths else {}) | {
+        "MAX_JOBS": os.environ.get("MAX_JOBS", str(jobs))
+    }
+
+
+def memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_usable_gpu() -> None:
+    """Raise SetupError if the installed PyTorch sees no GPU.
+
+    Otherwise jobs would train on the CPU beside a vLLM for CUDA. The usual cause is a driver that is older
+    than PyTorch's CUDA."""
+    seen = run_python("import torch; print(torch.version.cuda, torch.cuda.is_available())")
+    cuda, _, available = seen.stdout.strip().partition(" ")
+    if available == "True":
+        return
+    version = Path("/proc/driver/nvidia/version")
+    driver = version.read_text().splitlines()[0] if version.exists() else "no NVIDIA driver is loaded"
+    raise SetupError(
+        f"PyTorch (for CUDA {cuda}) sees no GPU; the driver: {driver}. CUDA 13 needs driver 580 or later. "
+        "Update the driver, install for the CPU with --device cpu (make DEVICE=cpu), or use "
+        "--for-another-machine to prepare an environment for a machine with a GPU, an image for example.\n"
+        f"{seen.stderr[-2000:]}"
+    )
 
 
 def remove_mismatched() -> None:
@@ -254,7 +301,13 @@ def main() -> None:
         default="auto",
         help="auto: gpu where an NVIDIA GPU is found",
     )
-    device = parser.parse_args().device
+    parser.add_argument(
+        "--for-another-machine",
+        action="store_true",
+        help="with --device gpu: do not ask for a GPU that works here, to build an image for example",
+    )
+    arguments = parser.parse_args()
+    device = arguments.device
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     check_python()
     gpu = find_gpu()
@@ -272,6 +325,8 @@ def main() -> None:
         install_transformer_engine(project)
     remove_mismatched()
     check_environment()
+    if extra == "gpu" and not arguments.for_another_machine:
+        require_usable_gpu()
     (VENV / ".ready").touch()
 
 

@@ -11,7 +11,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import LoRAConfig
 from megarl.reshard.alias import find_aliases
-from megarl.reshard.atlas import Atlas, hf_sizes
+from megarl.reshard.atlas import Atlas, hf_atlas
 from megarl.reshard.lora_atlas import with_adapters
 from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
@@ -45,7 +45,7 @@ def megatron_held(
 
 def canonical_elements(shape: ModelShape) -> int:
     """Return the number of elements in the tensors of the Hugging Face folder."""
-    return sum(rows * cols for rows, cols in hf_sizes(shape).values())
+    return _model_elements(shape, hf_atlas)
 
 
 def engine_held(shape: ModelShape, tp_size: int) -> int:
@@ -110,7 +110,7 @@ def _one_layer(shape: ModelShape, place: MegatronPlace, is_moe: bool, qkv_layout
 def _ends(shape: ModelShape, place: MegatronPlace, qkv_layout: str) -> Atlas:
     """Return the atlas (sharding spec) of the rank's parameters outside of layers: embedding, last norm and
     output layer."""
-    short = replace(shape, num_layers=place.pp_size, dense_layers=())
+    short = replace(shape, num_layers=place.pp_size, dense_layers=(), num_moe_experts=0)
     atlas = place_atlas(short, replace(place, vpp_size=1), qkv_layout=qkv_layout)
     return {name: param for name, param in atlas.items() if not name.startswith(_LAYER)}
 

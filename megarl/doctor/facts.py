@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ PACKAGES = (
     "safetensors",
 )
 _NEEDED = ("torch", "megatron-core", "transformers")
+_OLDEST_DRIVER = {"12": "525", "13": "580"}
+"""Major version of CUDA -> the oldest driver for it (NVIDIA's CUDA compatibility table, Linux)."""
 _FEW_FILES = 4096  # sockets and files of a job with many ranks; most systems' hard limit is far above
 
 
@@ -99,6 +102,54 @@ def devices() -> list[str]:
     ]
 
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def driver() -> str:
+    """Return the version of the NVIDIA driver, "" where none is loaded."""
+    if not DRIVER_FILE.exists():
+        return ""
+    found = re.search(r"Kernel Module\D*([\d.]+)", DRIVER_FILE.read_text())
+    return found[1] if found else "unknown"
+
+
+def driver_error(available: bool, built_for: str | None) -> str | None:
+    """Return what is wrong with the driver, None if nothing is.
+
+    A driver that is older than PyTorch's CUDA makes PyTorch see no GPU: jobs would run on the CPU.
+
+    Args:
+        available: whether PyTorch sees a GPU.
+        built_for: the version of CUDA that PyTorch was built for, None for the CPU."""
+    version = driver()
+    if not version or available:
+        return None
+    if built_for is None:
+        return (
+            f"the driver ({version}) has GPUs, but torch is built for the CPU: pip install 'megarl[gpu]' in "
+            "an environment of its own"
+        )
+    return (
+        f"the driver ({version}) gives PyTorch no GPU: PyTorch is built for CUDA {built_for}, which needs "
+        f"driver {_OLDEST_DRIVER.get(built_for.split('.')[0], 'of its release')} or later; "
+        "CUDA_VISIBLE_DEVICES must not be empty"
+    )
+
+
+def peer_access() -> tuple[bool, str]:
+    """Return whether each GPU reads the memory of each other one, and which do not."""
+    import torch
+
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    without = [f"{a} and {b}" for a, b in pairs if a < b and not torch.cuda.can_device_access_peer(a, b)]
+    if not pairs:
+        return False, "no second GPU"
+    if without:
+        return False, f"not between GPUs {', '.join(without)}: give jobs --reshard-transport messages"
+    return True, f"between all {count} GPUs"
+
+
 def features() -> dict[str, tuple[bool, str]]:
     """Return feature name -> whether a job on this machine uses it, and why or how."""
     import torch
@@ -130,6 +181,7 @@ def features() -> dict[str, tuple[bool, str]]:
         ),
         "extension megarl._C": _extension(gpu),
         "weights between processes": (True, "CUDA IPC" if gpu else "shared memory"),
+        "peer access": peer_access() if gpu else (False, no_gpu),
         "sandbox of --reward code": (
             not lacking,
             f"{' and '.join(lacking)} missing; see docs/security.md"

@@ -1,8 +1,10 @@
 """Run one of the two ranks of the self-test: `python -P -m megarl.doctor.probe RANK`. Every result is one
 line of JSON on stdout, as soon as it is known.
 
-    rank 0   opens a store, tells its port; reduces a sum with rank 1; describes the machine; tries extension, kernel, Megatron
+    rank 0   opens a store, tells its port; reduces a sum with rank 1; describes the machine; tries driver, extension, kernel, Megatron
     rank 1   is told the port on stdin; reduces; imports what megarl needs of vLLM
+
+With a GPU driver both also reduce over NCCL, each on a GPU of its own, or rank 0 alone if there is one GPU.
 
 A part that dies takes its process along, and the one that started it sees which part that was."""
 
@@ -55,17 +57,24 @@ def main(rank: int) -> None:
         tell(port=store.port)
         attempt("two ranks add over gloo", lambda: add(store, rank))
         tell(begins="devices and features are looked at")
-        from megarl.doctor.facts import devices, features
+        from megarl.doctor.facts import devices, driver, features
 
         tell(devices=devices(), features=features())
+        if driver():
+            attempt("PyTorch sees the driver's GPUs", see_gpus)
+            attempt("ranks add over NCCL", lambda: add_on_gpus(store, rank))
         attempt("the extension copies", copy)
         attempt("a kernel and its reference agree", kernel)
         attempt("Megatron updates a model", update)
     else:
         port = int(sys.stdin.readline())
+        from megarl.doctor.facts import driver
         from megarl.runtime.mailbox import connect
 
-        add(connect(f"127.0.0.1:{port}", "doctor", _TIMEOUT.seconds), rank)
+        store = connect(f"127.0.0.1:{port}", "doctor", _TIMEOUT.seconds)
+        add(store, rank)
+        if driver():
+            attempt("ranks add over NCCL, on rank 1", lambda: add_on_gpus(store, rank))
         attempt("vLLM imports", import_vllm)
 
 
@@ -97,6 +106,41 @@ def add(store, rank: int) -> str:
     if total.item() != 3.0:
         raise ValueError(f"1 + 2 is {total.item():g} on rank {rank}")
     return "1 + 2 = 3"
+
+
+def see_gpus() -> str:
+    import torch
+
+    from megarl.doctor.facts import driver, driver_error
+
+    if error := driver_error(torch.cuda.is_available(), torch.version.cuda):
+        raise RuntimeError(error)
+    return f"driver {driver()}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} GPUs"
+
+
+def add_on_gpus(store, rank: int) -> str:
+    """Add over NCCL: two ranks on two GPUs, or rank 0 alone where there is one."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        return "not tried: PyTorch sees no GPU"
+    size = min(2, torch.cuda.device_count())
+    if rank >= size:
+        return "not tried: rank 0 is alone with the only GPU"
+    torch.cuda.set_device(rank)
+    if rank == 0:
+        store = dist.PrefixStore("doctor", store)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _TIMEOUT
+    group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    total = torch.tensor([float(rank + 1)], device="cuda")
+    group.allreduce([total]).wait()
+    torch.cuda.synchronize()
+    if total.item() != sum(range(1, size + 1)):
+        raise ValueError(f"{size} ranks add up to {total.item():g} on rank {rank}")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{size} ranks, NCCL {version}" + ("" if size > 1 else ": a second GPU would say more")
 
 
 def copy() -> str:
@@ -186,13 +230,17 @@ def import_vllm() -> str:
     from megarl.rollout.environment import prepare_environment
 
     prepare_environment()
-    from megarl.rollout.plugin import check_version, register
+    from megarl.rollout.plugin import can_free_kv_cache, check_version, register
 
     check_version()
     register()
     from megarl.rollout import weight_transfer  # what of vLLM a job leans on
 
-    return f"and takes megarl's weight transfer ({weight_transfer.current_platform.device_type})"
+    device = weight_transfer.current_platform.device_type
+    text = f"and takes megarl's weight transfer ({device})"
+    if device != "cuda":
+        return text
+    return f"{text}; it {'can' if can_free_kv_cache() else 'cannot'} free its KV cache between rollouts"
 
 
 if __name__ == "__main__":

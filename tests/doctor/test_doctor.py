@@ -3,8 +3,10 @@ tests/doctor`"""
 
 import importlib.metadata
 import json
+import re
 
 import pytest
+import torch
 
 from megarl.doctor import facts, probe, report
 from tests.launch import run
@@ -41,7 +43,7 @@ def test_a_part_that_kills_its_process_is_named_and_the_others_are_still_tried(t
         and seen["errors"] == []
         and not seen["ok"]
     )
-    assert seen["features"]["optimizer"][0] and len(seen["features"]) == 10
+    assert seen["features"]["optimizer"][0] and len(seen["features"]) == 11
     assert done.stderr == ""
 
 
@@ -113,3 +115,41 @@ def test_the_text_names_what_failed():
         "not ok",
     ]
     assert "no GPU: everything runs on the CPU" in said
+
+
+NO_DRIVER, OLD_DRIVER = "", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "available", "built_for", "says"),
+    [
+        (NO_DRIVER, False, None, None),
+        (NO_DRIVER, False, "13.0", None),
+        (OLD_DRIVER, True, "13.0", None),
+        (OLD_DRIVER, False, "13.0", r"driver \(535\.104\.05\).*CUDA 13\.0.*driver 580 or later"),
+        (OLD_DRIVER, False, None, r"driver \(535\.104\.05\).*built for the CPU"),
+    ],
+)
+def test_a_driver_that_gives_pytorch_no_gpu_is_told(text, available, built_for, says, tmp_path, monkeypatch):
+    """Otherwise a job would train on the CPU of a machine with GPUs."""
+    file = tmp_path / "version"
+    if text:
+        file.write_text(text)
+    monkeypatch.setattr(facts, "DRIVER_FILE", file)
+    error = facts.driver_error(available, built_for)
+    assert error is None if says is None else re.search(says, error)
+
+
+@pytest.mark.parametrize(
+    ("count", "blocked", "expected"),
+    [
+        (1, set(), (False, "no second GPU")),
+        (3, set(), (True, "between all 3 GPUs")),
+        (3, {(0, 2)}, (False, "not between GPUs 0 and 2: give jobs --reshard-transport messages")),
+    ],
+)
+def test_pairs_of_gpus_without_peer_access_are_named(count, blocked, expected, monkeypatch):
+    """A stand-in answers for the driver."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in blocked)
+    assert facts.peer_access() == expected

@@ -2,21 +2,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.jobs import LAYOUTS, Job, train
-
-
-@pytest.fixture(scope="session")
-def sums_data(tmp_path_factory) -> Path:
-    """The quickstart's data and its untrained model."""
-    from sums.files import make_sums
-
-    folder = tmp_path_factory.mktemp("sums")
-    make_sums(folder, seed=0)
-    return folder
 
 
 @pytest.fixture(scope="session")

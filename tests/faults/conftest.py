@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from tests.e2e.conftest import sums_data  # noqa: F401
-
-
 def pytest_addoption(parser):
     parser.addoption(
         "--write-table",

@@ -33,7 +33,10 @@ for _ in range(2):
 """
 
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = [
+    pytest.mark.two_gpus,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
 
 
 @pytest.mark.parametrize("reading_gpu", [0, pytest.param(1, marks=two_gpus)])

@@ -21,10 +21,8 @@ NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    from sums.files import make_sums
-
-    return make_sums(tmp_path_factory.mktemp("sums"))["model"]
+def model(sums_paths) -> str:
+    return sums_paths["model"]
 
 
 @pytest.fixture

@@ -13,13 +13,6 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 
 
-@pytest.fixture(scope="session")
-def sums(tmp_path_factory):
-    from sums.files import make_sums
-
-    return make_sums(tmp_path_factory.mktemp("sums"))
-
-
 def row(text: object, answer: str = "2", **more: object) -> dict:
     return {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": answer}, **more}
 
@@ -41,12 +34,12 @@ def wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
 
 
-def test_the_ids_are_those_that_training_makes(sums, megarl):
-    code, out, err = megarl("data", sums["sft_worked"], "--model", sums["model"], "--row", 7, 3)
+def test_the_ids_are_those_that_training_makes(sums_paths, megarl):
+    code, out, err = megarl("data", sums_paths["sft_mixed"], "--model", sums_paths["model"], "--row", 7, 3)
     assert (code, err) == (0, "")
     dataset, tokenizer = (
-        PromptDataset.load(sums["sft_worked"], needs="response"),
-        load_tokenizer(sums["model"]),
+        PromptDataset.load(sums_paths["sft_mixed"], needs="response"),
+        load_tokenizer(sums_paths["model"]),
     )
     encoder = PromptEncoder(tokenizer, dataset)
     expected = []
@@ -59,24 +52,28 @@ def test_the_ids_are_those_that_training_makes(sums, megarl):
     assert text in out and dataset[7].response.replace("\n", "\n  ") in out
 
 
-def test_counts_and_lengths(sums, megarl):
-    out = megarl("data", sums["test"], sums["test_parquet"], "--model", sums["model"], "--rows", 0)[1]
-    assert f"{sums['test']}: 200 rows" in out and "rows: 400 can be used, 0 cannot" in out
+def test_counts_and_lengths(sums_paths, megarl):
+    out = megarl(
+        "data", sums_paths["test"], sums_paths["test_parquet"], "--model", sums_paths["model"], "--rows", 0
+    )[1]
+    assert f"{sums_paths['test']}: 200 rows" in out and "rows: 400 can be used, 0 cannot" in out
     assert "data_source: 400 rows (megarl/sums 400)" in out and "response: 0 rows" in out
     lengths = sorted(
         len(ids)
-        for ids in load_tokenizer(sums["model"]).encode_prompts(
-            [prompt.messages for prompt in PromptDataset.load(sums["test"])]
+        for ids in load_tokenizer(sums_paths["model"]).encode_prompts(
+            [prompt.messages for prompt in PromptDataset.load(sums_paths["test"])]
         )
     )
     assert f"prompt: shortest {lengths[0]}, " in out and f"longest {lengths[-1]}\n" in out
-    assert f"{sums['test_parquet']} row 0 (from 0)" in out, "every row is a duplicate of the other file's"
+    assert f"{sums_paths['test_parquet']} row 0 (from 0)" in out, (
+        "every row is a duplicate of the other file's"
+    )
     assert "-- row" not in out
 
 
-def test_rows_that_training_refuses_are_listed(sums, jsonl, megarl):
+def test_rows_that_training_refuses_are_listed(sums_paths, jsonl, megarl):
     file = jsonl("a.jsonl", row("1+1 ?"), {"prompt": 3}, '{"prompt', row("1" * 40), row("x", ""))
-    code, out, _ = megarl("data", file, "--model", sums["model"], "--max-prompt-length", 30)
+    code, out, _ = megarl("data", file, "--model", sums_paths["model"], "--max-prompt-length", 30)
     assert code == 2 and "rows: 2 can be used, 3 cannot" in out
     assert f"{file}:2: column 'prompt' is 3 (int)" in out and f"{file}:3: not a line of JSON" in out
     assert f"{file}:5: column 'reward_model.ground_truth' is ''" in out
@@ -87,14 +84,14 @@ def test_rows_that_training_refuses_are_listed(sums, jsonl, megarl):
     with pytest.raises(ValueError, match="3 of 5 rows cannot be used"):
         PromptDataset.load(file)
     good = jsonl("b.jsonl", row("1+1 ?"), row("1" * 40))
-    code, out, _ = megarl("data", good, "--model", sums["model"], "--max-prompt-length", long[1])
+    code, out, _ = megarl("data", good, "--model", sums_paths["model"], "--max-prompt-length", long[1])
     assert code == 0 and "too long: 0 prompts" in out
 
 
-def test_duplicates_across_files_and_different_answers(sums, jsonl, megarl):
+def test_duplicates_across_files_and_different_answers(sums_paths, jsonl, megarl):
     first = jsonl("a.jsonl", row("1+1 ?"), row("2+2 ?", "4"), row("3+3 ?", "6"))
     second = jsonl("b.jsonl", row("1+1 ?"), row("3+3 ?", "7"))
-    out = megarl("data", first, second, "--model", sums["model"])[1]
+    out = megarl("data", first, second, "--model", sums_paths["model"])[1]
     found = out[out.index("duplicates:") :].splitlines()[:3]
     assert found == [
         "duplicates: 2 prompts are in several rows; the answers differ in 1 of them",
@@ -112,24 +109,24 @@ JOB = """
 
 
 @pytest.fixture
-def job(sums, jsonl, tmp_path, monkeypatch):
+def job(sums_paths, jsonl, tmp_path, monkeypatch):
     """A folder with job.args and with the two files that it names."""
     monkeypatch.chdir(tmp_path)
     for name, text in (("a.jsonl", "1+1 ?"), ("b.jsonl", "11+11+11+11 ?")):
         jsonl(name, {**row(None, "2222"), "question_text": [{"role": "user", "content": text}]})
-    (tmp_path / "job.args").write_text(JOB.format(model=sums["model"]))
+    (tmp_path / "job.args").write_text(JOB.format(model=sums_paths["model"]))
     return tmp_path
 
 
-def test_a_job_names_files_tokenizer_column_and_lengths(job, sums, jsonl, megarl):
+def test_a_job_names_files_tokenizer_column_and_lengths(job, sums_paths, jsonl, megarl):
     code, out, err = megarl("data", "@job.args")
     assert (code, err) == (2, "") and "a.jsonl: 1 rows\n  b.jsonl: 1 rows\n" in out
     assert "too long: 1 prompts have more than --max-prompt-length (12)" in out and "row 1 (b.jsonl:1)" in out
     (job / "job.args").write_text("--prompt-key question_text --train-data a.jsonl")
-    assert megarl("data", "@job.args", "--model", sums["model"])[0] == 0
+    assert megarl("data", "@job.args", "--model", sums_paths["model"])[0] == 0
 
 
-def test_flags_and_files_override_those_of_the_job(job, sums, jsonl, megarl):
+def test_flags_and_files_override_those_of_the_job(job, sums_paths, jsonl, megarl):
     jsonl("c.jsonl", row("1+1 ?"))
     flags = "--prompt-key", "prompt", "--max-prompt-length", 20, "--max-response-length", 30, "--rows", 0
     code, out, _ = megarl("data", "@job.args", "c.jsonl", *flags)
@@ -151,25 +148,25 @@ def test_a_row_without_the_part_that_the_job_needs_is_refused(job, jsonl, megarl
     assert megarl("data", "@job.args", "c.jsonl")[0] == 0
 
 
-def test_responses_beyond_the_limit_are_counted(sums, jsonl, megarl):
+def test_responses_beyond_the_limit_are_counted(sums_paths, jsonl, megarl):
     file = jsonl("a.jsonl", row("1+1 ?", response="2"), row("2+2 ?", "4", response="4444"))
-    out = megarl("data", file, "--model", sums["model"], "--max-response-length", 4)[1]
+    out = megarl("data", file, "--model", sums_paths["model"], "--max-response-length", 4)[1]
     assert re.search(
         r"too long: 1 responses have more than --max-response-length \(4\): .* Try --max-response-length 5\n"
         rf"  row 1 \({re.escape(file)}:2\): 5 tokens\n",
         out,
     ), out
-    out = megarl("data", file, "--model", sums["model"], "--max-response-length", 5)[1]
+    out = megarl("data", file, "--model", sums_paths["model"], "--max-response-length", 5)[1]
     assert "too long: 0 responses have more than --max-response-length (5)\n" in out
 
 
-def test_ground_truths_that_no_response_can_repeat_are_counted(sums, jsonl, megarl):
+def test_ground_truths_that_no_response_can_repeat_are_counted(sums_paths, jsonl, megarl):
     tests = json.dumps({"inputs": ["3 4\n"], "outputs": ["7\n"]})
     file = jsonl(
         "a.jsonl", row("1+1 ?", "2"), row("5 ?", "12345"), row("program", tests), row("6 ?", "{1,2}")
     )
-    out = megarl("data", file, "--model", sums["model"], "--max-response-length", 4)[1]
-    longest = len(load_tokenizer(sums["model"]).encode_response("{1,2}"))
+    out = megarl("data", file, "--model", sums_paths["model"], "--max-response-length", 4)[1]
+    longest = len(load_tokenizer(sums_paths["model"]).encode_response("{1,2}"))
     assert (
         longest >= 5
         and f"  ground truth: shortest 1, mean {(6 + longest) / 3:.1f}, longest {longest}\n" in out
@@ -179,19 +176,21 @@ def test_ground_truths_that_no_response_can_repeat_are_counted(sums, jsonl, mega
         f"repeat the right answer. Try --max-response-length {longest + 1}\n  row 1 ({file}:2): 5 tokens\n"
     )
     assert line in out
-    enough = megarl("data", file, "--model", sums["model"], "--max-response-length", longest)[1]
+    enough = megarl("data", file, "--model", sums_paths["model"], "--max-response-length", longest)[1]
     assert "ground truths have more" not in enough
 
 
-def test_empty_messages_are_found(sums, jsonl, megarl):
+def test_empty_messages_are_found(sums_paths, jsonl, megarl):
     file = jsonl("a.jsonl", row("1+1 ?"), row(" \n"))
-    out = megarl("data", file, "--model", sums["model"])[1]
+    out = megarl("data", file, "--model", sums_paths["model"])[1]
     assert f"empty: 1 prompts have a message or a text without characters\n  row 1 ({file}:2)\n" in out
 
 
-def test_the_tokenizer_of_a_run_and_the_width_of_the_terminal(sums, jsonl, megarl, tmp_path, monkeypatch):
+def test_the_tokenizer_of_a_run_and_the_width_of_the_terminal(
+    sums_paths, jsonl, megarl, tmp_path, monkeypatch
+):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "hf").symlink_to(sums["model"])
+    (tmp_path / "run" / "hf").symlink_to(sums_paths["model"])
     monkeypatch.setenv("COLUMNS", "40")
     code, out, _ = megarl("data", jsonl("a.jsonl", row("1+1 ?" * 30)), "--model", tmp_path / "run")
     assert code == 0 and "<|user|>1+1 ?" in out and max(map(cell_len, out.split("\n"))) == 40
@@ -213,10 +212,12 @@ def test_the_tokenizer_of_a_run_and_the_width_of_the_terminal(sums, jsonl, megar
         (["a.jsonl", "--model", "M", "--max-prompt-length", "0"], "--max-prompt-length (0): must be a whole"),
     ],
 )
-def test_errors_name_flag_value_rule_and_advice(arguments, words, sums, jsonl, megarl, tmp_path, monkeypatch):
+def test_errors_name_flag_value_rule_and_advice(
+    arguments, words, sums_paths, jsonl, megarl, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     jsonl("a.jsonl", row("1+1 ?"))
-    (tmp_path / "M").symlink_to(sums["model"])
+    (tmp_path / "M").symlink_to(sums_paths["model"])
     (tmp_path / "job.args").write_text("--train-data a.jsonl")
     code, out, err = megarl("data", *arguments)
     assert (code, out) == (2, "") and words in err, err

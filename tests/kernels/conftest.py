@@ -20,5 +20,8 @@ def kernels(request, monkeypatch):
         if not WANTED:
             pytest.skip("with a GPU, MEGARL_KERNELS=interpret pytest tests/kernels does this")
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # kernel modules that the test is the first to import
+        from tests.kernels.quick_interpreter import adapt_once
+
+        monkeypatch.setattr("triton.runtime.interpreter._patch_lang", adapt_once)
     monkeypatch.setenv("MEGARL_KERNELS", request.param)
     return request.param

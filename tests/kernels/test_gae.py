@@ -52,8 +52,16 @@ def run(function, batch, gamma=0.99, gae_lambda=0.95, bootstrap=True):
     )
 
 
-@pytest.mark.parametrize("gamma, gae_lambda", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
-@pytest.mark.parametrize("share_masked", [0.0, 0.3, 1.0])
+def with_discounts(share_masked):
+    """Every discount with some tokens masked; with none or all of them the others are left to the night."""
+    for discounts in [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)]:
+        extra = share_masked != 0.3 and discounts != (0.99, 0.95)
+        yield pytest.param(share_masked, *discounts, marks=[pytest.mark.nightly] * extra)
+
+
+@pytest.mark.parametrize(
+    "share_masked, gamma, gae_lambda", [case for share in (0.0, 0.3, 1.0) for case in with_discounts(share)]
+)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_against_the_loop(kernels, lengths, share_masked, gamma, gae_lambda):
     batch = make_batch(lengths, share_masked)

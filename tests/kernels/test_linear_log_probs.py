@@ -25,6 +25,8 @@ SHAPES = [
     (3, 8, 32003, 32003),
 ]
 METHODS = ["fastest", "chunked"]
+SCALES = [(1.0, 0.0), (0.7, -120.0), (2.5, 80.0)]
+"""Temperature and shift of the logits."""
 
 
 def torch_log_probs(hidden, weight, targets, vocab_size, temperature):
@@ -41,8 +43,16 @@ def run(function, hidden, weight, cotangents):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("temperature, shift", [(1.0, 0.0), (0.7, -120.0), (2.5, 80.0)])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape, temperature, shift",
+    [
+        # 32,003 columns are 126 tiles; what a scale does to a tile, the smaller shapes show
+        pytest.param(shape, *scale, marks=[pytest.mark.nightly] * (shape[2] > 10_000 and scale != SCALES[2]))
+        for shape in SHAPES
+        for scale in SCALES
+    ],
+    ids=str,
+)
 def test_values_and_gradients_against_fp64(kernels, shape, temperature, shift, method):
     num_tokens, num_hidden, vocab_size, num_columns = shape
     hidden, weight, targets, cotangents = make_case(
@@ -163,11 +173,11 @@ def test_twice_the_same_bits(kernels, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_chunks_and_order_of_rows_change_nothing(kernels, monkeypatch, method):
     """Up to the rounding of matrix products of other sizes."""
-    hidden, weight, targets, cotangents = make_case(37, 32, 200)
+    hidden, weight, targets, cotangents = make_case(13, 32, 200)
     options = dict(vocab_size=200, with_entropy=True, method=method)
     expected = run(lambda h, w: linear_log_probs(h, w, targets, **options), hidden, weight, cotangents)
     monkeypatch.setattr(linear_head, "_CHUNK_ELEMENTS_CPU", 1)
-    for rows_per_chunk in (1, 10, 37):
+    for rows_per_chunk in (1, 5, 13):
         monkeypatch.setattr(linear_head, "_MIN_ROWS_CPU", rows_per_chunk)
         if kernels == "interpret":
             monkeypatch.setattr("megarl.kernels.linear_log_probs_triton._ROWS_PER_LAUNCH", rows_per_chunk)
@@ -178,7 +188,7 @@ def test_chunks_and_order_of_rows_change_nothing(kernels, monkeypatch, method):
             torch.testing.assert_close(got, wanted, atol=4e-6, rtol=1e-5)
     monkeypatch.undo()
     monkeypatch.setenv("MEGARL_KERNELS", kernels)
-    order = torch.randperm(37, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(1))
     got = run(
         lambda h, w: linear_log_probs(h, w, targets[order], **options),
         hidden[order],

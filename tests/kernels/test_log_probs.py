@@ -21,7 +21,7 @@ SHAPES = [
     (1, 1, 1),
     (7, 2, 1),
     (5, 255, 255),
-    (64, 320, 283),
+    (24, 320, 283),
     (3, 1500, 1500),
     (33, 2048, 2047),
 ]  # N, columns, vocab_size
@@ -327,7 +327,7 @@ def test_a_row_of_banned_tokens_alone_shows(kernels, dtype):
 def test_no_log_prob_is_above_zero(kernels, dtype, temperature):
     """Rows so sharp that the target is almost or altogether certain, at logits of many sizes."""
     count, generator = (
-        20000 if kernels == "torch" else 200,
+        20000 if kernels == "torch" else 100,
         torch.Generator().manual_seed(0),
     )  # the interpreter is slow
     sizes = 10 ** (4 * torch.rand(count, 1, generator=generator) - 1)

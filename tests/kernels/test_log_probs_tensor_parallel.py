@@ -12,11 +12,11 @@ SCRIPT = Path(__file__).with_name("run_tensor_parallel.py")
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_equal_one(kernels, num_ranks, tmp_path):
-    # anew: Triton decides at its import whether it compiles or interprets
+    # Triton decides at its import whether it compiles or interprets
     run_ranks(
         num_ranks,
         lambda rank: ["-P", SCRIPT, rank, num_ranks, tmp_path / "store"],
         timeout=120,
-        preloaded=False,
+        preloaded=kernels == "torch",
         environment={"OMP_NUM_THREADS": "1"},
     )

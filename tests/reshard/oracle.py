@@ -90,11 +90,13 @@ def padded(embedding: ndarray) -> ndarray:
 
 
 def rows(array: ndarray, parts: int, index: int) -> ndarray:
-    return np.split(array, parts)[index]
+    size, rest = divmod(len(array), parts)
+    assert rest == 0
+    return array[index * size : (index + 1) * size]
 
 
 def columns(array: ndarray, parts: int, index: int) -> ndarray:
-    return np.split(array, parts, axis=1)[index]
+    return rows(array.T, parts, index).T
 
 
 def megatron_shard(shape: ModelShape, model: Arrays, layout: Layout, index: int, te: bool) -> Arrays:

@@ -4,11 +4,12 @@ mutated plans never do.
 The oracle (oracle.py) is numpy and shares no code with megarl.reshard. Exact: copies change nothing, and one
 rounding is one rounding.
 
-    pytest tests/reshard/test_resharding.py        600 of them; -m nightly the others"""
+    pytest tests/reshard/test_resharding.py        400 of them; -m nightly the others"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from dataclasses import dataclass
 
@@ -54,6 +55,13 @@ def in_dtype(arrays: Arrays, dtype: str) -> Arrays:
         name: (array + third if third else array).astype("uint16" if dtype == "bfloat16" else dtype)
         for name, array in arrays.items()
     }
+
+
+@functools.cache
+def shared_case(seed: int) -> tuple[Case, tuple]:
+    """Return a case that several tests look at and none changes, and the state of its random numbers."""
+    rng = random.Random(seed)
+    return make_case(rng), rng.getstate()
 
 
 def make_case(rng: random.Random, family: str | None = None) -> Case:
@@ -150,11 +158,11 @@ def is_right(case: Case, plan: ReshardPlan) -> bool:
 
 @pytest.mark.parametrize(
     "block",
-    [*range(6), *(pytest.param(block, marks=pytest.mark.nightly) for block in range(6, 20))],
+    [*range(4), *(pytest.param(block, marks=pytest.mark.nightly) for block in range(4, 20))],
 )
 def test_random_layouts_equal_gather_then_split(block):
     for seed in range(100 * block, 100 * block + 100):
-        case = make_case(random.Random(seed))
+        case = shared_case(seed)[0] if block == 0 else make_case(random.Random(seed))
         for index, rank in enumerate(case.mesh.ranks):  # the source atlases have the oracle's names and sizes
             assert {n: (p.rows, p.cols) for n, p in case.sources[rank].items()} == {
                 n: a.shape for n, a in case.shards[rank].items()
@@ -235,7 +243,11 @@ def test_every_mutation_of_a_plan_is_caught(mutate):
     caught = 0
     for seed in range(100):
         rng = random.Random(seed)
-        case = make_case(rng, "qwen3_moe" if mutate is swap_experts else None)
+        if mutate is swap_experts:
+            case = make_case(rng, "qwen3_moe")
+        else:
+            case, state = shared_case(seed)
+            rng.setstate(state)
         mutated = mutate(case, rng)
         if mutated is not None:
             assert not is_right(case, mutated), seed
@@ -249,7 +261,7 @@ def test_every_mutation_of_a_plan_is_caught(mutate):
 def test_aliased_parameters_are_those_that_are_alike_on_both_sides():
     aliases = 0
     for seed in range(150):
-        case = make_case(random.Random(seed))
+        case = shared_case(seed)[0] if seed < 100 else make_case(random.Random(seed))
         for rank in case.sources.keys() & case.engines.keys():
             names = find_aliases(case.sources[rank], case.engines[rank])
             here = in_dtype(case.shards[rank], case.dtypes[1])

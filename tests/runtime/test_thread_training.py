@@ -11,7 +11,6 @@ from megarl.algorithms import REGISTRY
 from megarl.config.errors import ConfigError
 from megarl.config.schema import EXECUTORS
 from megarl.config.loader import load_config
-from sums.files import make_sums
 from megarl.trainer import executors
 from megarl.trainer.__main__ import train_job
 from megarl.trainer.executors import has_rank_processes, interfaces_of, open_executor, register_executor
@@ -23,15 +22,8 @@ from tests.runtime.thread_executor import ThreadExecutor
 STEPS, PROMPTS, GROUP = 3, 4, 2
 
 
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sums")
-    make_sums(folder, seed=0)
-    return folder
-
-
 @pytest.fixture
-def job(sums, tmp_path, monkeypatch):
+def job(sums_data, tmp_path, monkeypatch):
     """Configuration of a PPO job on three threads, and the state of each rank."""
     monkeypatch.setattr(executors, "_FACTORIES", dict(executors._FACTORIES))
     states: dict[int, RankState] = {}
@@ -45,7 +37,7 @@ def job(sums, tmp_path, monkeypatch):
 
     register_executor("threads", threads)
     flags = (
-        f"--executor threads --algorithm ppo --model {sums}/model --train-data {sums}/train.jsonl --save {tmp_path}/run "
+        f"--executor threads --algorithm ppo --model {sums_data}/model --train-data {sums_data}/train.jsonl --save {tmp_path}/run "
         f"--nproc-per-node 3 --actor-ranks 0-1 --critic-ranks 2 --rollout-ranks 0-1 --train-iters {STEPS} "
         f"--num-prompts {PROMPTS} --num-samples-per-prompt {GROUP} --global-batch-size 4 "
         "--max-prompt-length 32 --max-response-length 16"

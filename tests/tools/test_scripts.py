@@ -106,6 +106,12 @@ CASES = [
         json="OUT/out.json cases",
     ),
     Case(
+        f"{BENCH}/bench_step.py",
+        "--small --json OUT/out.json",
+        says=r"small update: .* ms, .* tokens/s, MFU",
+        json="OUT/out.json models",
+    ),
+    Case(
         f"{BENCH}/bench_reshard.py",
         "--model BF16_MODEL --threads 1 --repeats 1 --json OUT/out.json",
         says="gather",

@@ -37,13 +37,10 @@ pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
-def placements(tmp_path_factory) -> Path:
-    from sums.files import make_sums
-
-    folder, data = tmp_path_factory.mktemp("placements"), tmp_path_factory.mktemp("sums")
-    make_sums(data, seed=0)
+def placements(tmp_path_factory, sums_data) -> Path:
+    folder = tmp_path_factory.mktemp("placements")
     script = Path(__file__).with_name("run_ppo_layouts.py")
-    run_ranks(WORLD_SIZE, lambda rank: ["-P", script, folder, rank, data], timeout=150)
+    run_ranks(WORLD_SIZE, lambda rank: ["-P", script, folder, rank, sums_data], timeout=150)
     return folder
 
 

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.algorithms import PPO
-from sums.files import make_sums
 from tests.workers.role_steps import run_on_ranks
 
 spec = importlib.util.spec_from_file_location(
@@ -41,11 +40,10 @@ ALGORITHMS = {
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory) -> Path:
-    folder, data = tmp_path_factory.mktemp("failed"), tmp_path_factory.mktemp("sums")
-    make_sums(data, seed=0)
-    run_on_ranks(Path(__file__).with_name("run_failed_rewards.py"), folder, data)
-    (folder / "reference").symlink_to(data / "model")
+def steps(tmp_path_factory, sums_data) -> Path:
+    folder = tmp_path_factory.mktemp("failed")
+    run_on_ranks(Path(__file__).with_name("run_failed_rewards.py"), folder, sums_data)
+    (folder / "reference").symlink_to(sums_data / "model")
     return folder
 
 

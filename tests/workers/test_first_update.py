@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from sums.files import make_sums
 from tests.workers.role_steps import run_on_ranks
 from tests.workers.run_first_update import FAULTS, LAYOUTS
 
@@ -45,9 +44,7 @@ MESSAGES = {
 }
 
 
-def reports(tmp_path_factory, *names: str) -> list[dict]:
-    folder, data = tmp_path_factory.mktemp("first_update"), tmp_path_factory.mktemp("sums")
-    make_sums(data, seed=0)
+def reports(folder: Path, data: Path, *names: str) -> list[dict]:
     said = run_on_ranks(SCRIPT, folder, data, *names)
     return [
         json.loads((folder / f"report_{rank}.json").read_text()) | {"said": said[rank]} for rank in range(2)
@@ -55,8 +52,8 @@ def reports(tmp_path_factory, *names: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory) -> list[dict]:
-    return reports(tmp_path_factory, "faults")
+def faults(tmp_path_factory, sums_data) -> list[dict]:
+    return reports(tmp_path_factory.mktemp("first_update"), sums_data, "faults")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -84,8 +81,8 @@ def test_an_actor_that_is_not_trained_has_the_same_weights_and_no_optimizer(faul
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory) -> list[dict]:
-    return reports(tmp_path_factory, *LAYOUTS)
+def layouts(tmp_path_factory, sums_data) -> list[dict]:
+    return reports(tmp_path_factory.mktemp("first_update"), sums_data, *LAYOUTS)
 
 
 @pytest.mark.nightly

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sums.files import make_sums
 from tests.workers.role_steps import WORLD_SIZE, run_on_ranks
 from tests.workers.run_unequal_groups import GROUPS, unequal_rows
 
@@ -33,9 +32,8 @@ def expected_advantages() -> dict[str, float | None]:
     return advantages
 
 
-def test_groups_of_one_three_and_five_samples(tmp_path):
-    make_sums(tmp_path / "data", seed=0)
-    run_on_ranks(Path(__file__).with_name("run_unequal_groups.py"), tmp_path, tmp_path / "data")
+def test_groups_of_one_three_and_five_samples(tmp_path, sums_data):
+    run_on_ranks(Path(__file__).with_name("run_unequal_groups.py"), tmp_path, sums_data)
     reports = [json.loads((tmp_path / f"report_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
     found = {sample: value for report in reports for sample, value in report["advantages"].items()}
     expected = expected_advantages()
