@@ -22,7 +22,9 @@ ROOT = Path(__file__).parent.resolve()
 
 def find_nvcc() -> str | None:
     cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path=f"{cuda_home}/bin")
+    of_wheels = os.pathsep.join(map(str, Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin")))
+    on_paths = (shutil.which("nvcc", path=path) for path in (None, f"{cuda_home}/bin", of_wheels))
+    return os.environ.get("CUDACXX") or next(filter(None, on_paths), None)
 
 
 def torch_has_cuda() -> bool:

@@ -3,7 +3,7 @@
     cli -> new, evaluate -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks ->
     megatron, rollout, data, rewards -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
-    frameworks -> failures
+    frameworks, ranges -> failures
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
 
@@ -20,7 +20,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("failures",),
-    ("kernels", "_C", "role_names", "packing", "metrics", "messages", "files", "futures", "frameworks"),
+    (
+        "kernels",
+        "_C",
+        "role_names",
+        "packing",
+        "metrics",
+        "messages",
+        "files",
+        "futures",
+        "frameworks",
+        "ranges",
+    ),
     ("config", "flow", "runtime", "collectives"),
     ("batch", "invariants", "loggers", "gate_limits"),
     ("batch_invariants",),
@@ -53,6 +64,7 @@ NO_TORCH = {
     "files",
     "gate_limits",
     "frameworks",
+    "ranges",
     "translate",
     "new",
 }

@@ -273,6 +273,23 @@ def test_cuda_wishes_that_cannot_be_met(environment, message, checkout, tmp_path
     assert done.returncode != 0 and message in done.stderr
 
 
+def test_the_nvcc_of_a_wheel_is_found_last(tmp_path, monkeypatch):
+    names: dict[str, object] = {"__file__": str(ROOT / "setup.py")}
+    exec((ROOT / "setup.py").read_text().split("def torch_has_cuda")[0], names)  # noqa: S102 - without setup()
+    monkeypatch.setattr(names["sysconfig"], "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    assert names["find_nvcc"]() is None
+    for folder in ("purelib/nvidia/cu13/bin", "cuda/bin", "path"):
+        nvcc = tmp_path / folder / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.touch(0o755)
+        assert names["find_nvcc"]() == str(nvcc)
+    monkeypatch.setenv("CUDACXX", "mine")
+    assert names["find_nvcc"]() == "mine"
+
+
 def test_make_names_the_python_it_needs(checkout):
     done = run(["make", "test", "PYTHON="], checkout)
     assert done.returncode != 0 and "megarl needs Python 3.11 or 3.12" in done.stderr

@@ -5,8 +5,9 @@ memory.
     DIR]
 
 AOT_CASES of each megarl.kernels.*_triton lists the kernels to compile. The table has, per kernel and compute
-capability, registers per thread, bytes of spill stores and loads, bytes of shared memory per block, and the
-numbers of tensor-core (mma.sync, wgmma, tcgen05) and bulk-copy (cp.async.bulk.tensor) instructions.
+capability, registers per thread, bytes of spill stores and loads, bytes of shared memory per block, the
+numbers of tensor-core (mma.sync, wgmma, tcgen05) and bulk-copy (cp.async.bulk.tensor) instructions, and the
+occupancy: the percentage of a multiprocessor's warps that can be resident, and what limits it.
 
 --triton-path names a folder with another Triton, made with `pip install --no-deps --target DIR
 triton==3.6.0`."""
@@ -34,9 +35,22 @@ from types import ModuleType
 
 MAX_SHARED_BYTES = {80: 166912, 90: 232448, 100: 232448}
 """Compute capability -> largest dynamic shared memory of a block."""
+SM_SHARED_BYTES = {80: 167936, 90: 233472, 100: 233472}
+"""Compute capability -> shared memory of a multiprocessor. Each block takes 1 KB of it for the system."""
+SM_REGISTERS, SM_WARPS, SM_BLOCKS = 65536, 64, 32
+"""Largest numbers on a multiprocessor, the same for sm_80, sm_90 and sm_100 (CUDA programming guide, table of
+compute capabilities)."""
 TENSOR_CORE = re.compile(r"^\s*(?:@\S+ )?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", re.MULTILINE)
 BULK_COPY = re.compile(r"\bcp\.async\.bulk\.tensor\b")
-COLUMNS = ("registers", "spill_store_bytes", "spill_load_bytes", "shared_bytes", "tensor_core", "bulk_copy")
+COLUMNS = {
+    "registers": "registers",
+    "spill_store_bytes": "spill stores",
+    "spill_load_bytes": "spill loads",
+    "shared_bytes": "shared",
+    "tensor_core": "tensor cores",
+    "bulk_copy": "bulk copies",
+    "occupancy": "occupancy %",
+}
 logger = logging.getLogger("check_kernels")
 
 
@@ -54,6 +68,10 @@ class Report:
     tensor_core: int = 0
     bulk_copy: int = 0
     """Numbers of instructions in the PTX."""
+    occupancy: int = 0
+    """Percentage of a multiprocessor's warps that can be resident."""
+    limited_by: str = ""
+    """What a multiprocessor runs out of first: registers, shared memory, blocks or warps."""
     problem: str | None = None
 
 
@@ -168,13 +186,17 @@ def _compile(index: int) -> Report:
             capability=capability,
             problem=f"does not compile: {type(error).__name__}: {str(error)[:500]}",
         )
+    counts = registers_and_spills(compiled.asm["ptx"])
+    percent, limited_by = occupancy(capability, counts["registers"], compiled.metadata.shared, case.num_warps)
     report = Report(
         kernel=name_of(case),
         capability=capability,
         shared_bytes=compiled.metadata.shared,
         tensor_core=len(TENSOR_CORE.findall(compiled.asm["ptx"])),
         bulk_copy=len(BULK_COPY.findall(compiled.asm["ptx"])),
-        **registers_and_spills(compiled.asm["ptx"]),
+        occupancy=percent,
+        limited_by=limited_by,
+        **counts,
     )
     problems = []
     if report.spill_store_bytes or report.spill_load_bytes:
@@ -250,13 +272,30 @@ def registers_and_spills(ptx: str) -> dict[str, int]:
     )
 
 
+def occupancy(capability: int, registers: int, shared_bytes: int, num_warps: int) -> tuple[int, str]:
+    """Return the percentage of a multiprocessor's warps that can be resident, and what limits it.
+
+    Registers are given to a warp in units of 256, to 4 warps at a time. Shared memory is given in units of
+    128 bytes."""
+    registers_of_warp = -(-registers * 32 // 256) * 256
+    of_block = -(-(shared_bytes + 1024) // 128) * 128
+    blocks = {
+        "warps": SM_WARPS // num_warps,
+        "blocks": SM_BLOCKS,
+        "registers": SM_REGISTERS // max(registers_of_warp, 1) // 4 * 4 // num_warps,
+        "shared memory": SM_SHARED_BYTES[capability] // of_block,
+    }
+    limit = min(blocks, key=blocks.__getitem__)
+    return 100 * blocks[limit] * num_warps // SM_WARPS, limit
+
+
 def print_table(reports: list[Report]) -> None:
     width = max(len(report.kernel) for report in reports)
-    heads = ("registers", "spill stores", "spill loads", "shared", "tensor cores", "bulk copies")
-    logger.info("%-*s %6s %9s %12s %12s %8s %12s %11s", width, "kernel", "sm", *heads)
+    row = "%-*s %6s %9s %12s %12s %8s %12s %11s %11s %s"
+    logger.info(row, width, "kernel", "sm", *COLUMNS.values(), "limited by")
     for report in reports:
         values = [getattr(report, name) for name in COLUMNS]
-        logger.info("%-*s %6d %9d %12d %12d %8d %12d %11d", width, report.kernel, report.capability, *values)
+        logger.info(row, width, report.kernel, report.capability, *values, report.limited_by)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from megarl.checks.memory import (
     PHASES,
     Part,
     Parts,
+    engine_bytes,
     estimate,
     longest_sequence_bytes,
     peak_bytes,
@@ -21,6 +22,8 @@ from megarl.checks.memory import (
 from megarl.config.check import job_errors
 from megarl.config.errors import Errors, divisors
 from megarl.config.flags import ROLES, flag_name
+from megarl.config.kv_cache import GPU_MEMORY_UTILIZATION, free_gpu_memory_fraction
+from megarl.config.rollout_backends import rollout_backend
 from megarl.config.schema import ParallelConfig, TrainConfig
 
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -57,8 +60,10 @@ def memory_errors(
     advice = "Use a smaller model, or more or larger machines."
     for flags, changed in _changes(config, len(parts)):
         is_fit, missing = fits(changed)
-        if missing is not None and (smaller := _smaller_cache(changed, machine, missing)) is not None:
-            flags, is_fit = f"{smaller[0]} {flags}".strip(), fits(smaller[1])[0]
+        if missing is not None:
+            smaller = _smaller_cache(changed, len(parts), machine, missing)
+            if smaller is not None:
+                flags, is_fit = f"{smaller[0]} {flags}".strip(), fits(smaller[1])[0]
         if is_fit:
             advice = f"Try {flags}."
             break
@@ -109,10 +114,14 @@ def _changes(config: TrainConfig, world_size: int) -> Iterator[tuple[str, TrainC
     for tp in [now, *larger]:
         flags, changed = "", config
         if tp > now:
-            rollout = replace(config.rollout, tensor_parallel_size=tp)
-            split = _megatron_roles(config, tensor_model_parallel_size=tp)
-            flags = f"--tensor-model-parallel-size {tp} --rollout-tensor-parallel-size {tp}"
-            changed = replace(config, rollout=rollout, **split)
+            flags, split = (
+                f"--tensor-model-parallel-size {tp}",
+                _megatron_roles(config, tensor_model_parallel_size=tp),
+            )
+            if rollout_backend(config).splits_tensors:
+                flags += f" --rollout-tensor-parallel-size {tp}"
+                split["rollout"] = replace(config.rollout, tensor_parallel_size=tp)
+            changed = replace(config, **split)
         yield from _cheaper_updates(flags, changed)
         if not config.model.bf16:
             half = replace(changed, model=replace(config.model, bf16=True))
@@ -143,7 +152,7 @@ def _megatron_roles(config: TrainConfig, **changes: object) -> dict[str, Paralle
 
 
 def _smaller_cache(
-    config: TrainConfig, machine: Machine, shortage: _Shortage
+    config: TrainConfig, world_size: int, machine: Machine, shortage: _Shortage
 ) -> tuple[str, TrainConfig] | None:
     """Return (flags, configuration) with a KV cache that is smaller by the missing bytes; None if the cache
     is not that large, or if no flag sets its size."""
@@ -151,7 +160,10 @@ def _smaller_cache(
     if given is not None:
         name, size = "kv_cache_memory_bytes", (given - shortage.excess_of_rank) // 10**6 * 10**6
     elif machine.has_gpu:
-        share = rollout.gpu_memory_utilization - shortage.excess_of_rank / machine.gpu_bytes
+        if free_gpu_memory_fraction(config, world_size) is not None:
+            return None  # the cache takes no more than is free
+        share = rollout.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+        share -= shortage.excess_of_rank / machine.gpu_bytes
         name, size = "gpu_memory_utilization", math.floor(100 * share) / 100
     else:
         return None
@@ -171,25 +183,37 @@ def _cache_errors(config: TrainConfig, parts: Parts, machine: Machine) -> Errors
     for rank, of_rank in parts.items():
         for part in of_rank:
             if part.name == "KV cache" and part.bytes < one:
-                yield _no_room_for_a_sequence(config, rank, part.bytes, one, machine)
+                yield _no_room_for_a_sequence(config, rank, len(parts), part.bytes, one, machine)
                 return
 
 
-def _no_room_for_a_sequence(config: TrainConfig, rank: int, cache: int, one: int, machine: Machine) -> str:
+def _no_room_for_a_sequence(
+    config: TrainConfig, rank: int, world_size: int, cache: int, one: int, machine: Machine
+) -> str:
     said = (
         f"leaves {gb(cache)} GB of KV cache on rank {rank}, and one sequence of "
         f"{config.sampling.max_length} tokens needs {gb(one)} GB"
     )
-    given, share = config.rollout.kv_cache_memory_bytes, config.rollout.gpu_memory_utilization
+    given, fraction = config.rollout.kv_cache_memory_bytes, free_gpu_memory_fraction(config, world_size)
     if given is not None:
         return (
             f"--rollout-kv-cache-memory-bytes ({given}): {said}. Try --rollout-kv-cache-memory-bytes {one}."
         )
-    needed = math.ceil(100 * (share + (one - cache) / machine.gpu_bytes)) / 100
+    if fraction is not None:
+        advice = "Try --offload gradients optimizer, or a larger --rollout-tensor-parallel-size."
+        if cache and one * fraction <= cache:
+            advice = (
+                f"Try --rollout-free-gpu-memory-fraction {math.ceil(100 * fraction * one / cache) / 100:g}."
+            )
+        return f"--rollout-free-gpu-memory-fraction ({fraction:g}): {said}. {advice}"
+    share = config.rollout.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+    needed = math.ceil(100 * (engine_bytes(config, world_size, machine) + one) / machine.gpu_bytes) / 100
     advice = (
         f"Try --rollout-gpu-memory-utilization {needed:g}."
         if needed <= 1
         else "Try a larger --rollout-tensor-parallel-size."
+        if rollout_backend(config).splits_tensors
+        else "Try --rollout-backend vllm and a larger --rollout-tensor-parallel-size."
     )
     return f"--rollout-gpu-memory-utilization ({share:g}): {said}. {advice}"
 

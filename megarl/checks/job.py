@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.checks.disk import copy_bytes, disk_errors, disk_line, save_errors
 from megarl.checks.engine import engine_errors
 from megarl.checks.fits import gb, memory_errors, memory_table
 from megarl.checks.machine import Machine, free_bytes, this_machine
+from megarl.checks.memory import ESTIMATED, Part, Parts, estimate
 from megarl.checks.model_notes import model_notes
-from megarl.checks.memory import Parts, estimate
 from megarl.checks.preview import preview
+from megarl.checks.profile import profile_errors
 from megarl.checks.syncs import sync_errors, unplanned
 from megarl.checks.weights import weight_errors
 from megarl.config.check import job_errors, of_all_actors
@@ -82,13 +83,16 @@ def examine(
     parts = estimate(config, world_size, machine, new_run)
     errors = [
         *weight_errors(config, new_run),
-        *engine_errors(config, machine),
+        *engine_errors(config, world_size, machine),
+        *(profile_errors(config, machine) if new_run else ()),
         *_gpu_errors(config, world_size, new_run, ranks_per_node, machine),
         *sync_errors(config, world_size),
         *(of_disk if machine.is_this else ()),
     ]
     of_memory = tuple(memory_errors(config, parts, machine, ranks_per_node, new_run))
-    is_certain = any(memory_errors(config, _without_activations(parts), machine, ranks_per_node, new_run))
+    is_certain = any(
+        memory_errors(config, _without_estimates(config, parts), machine, ranks_per_node, new_run)
+    )
     errors += of_memory if is_certain else ()
     estimates = () if is_certain else of_memory
     warnings = tuple(_core_warnings(config, world_size, new_run, ranks_per_node, machine))
@@ -114,11 +118,23 @@ def examine(
     return Report(tuple(errors), tuple(lines), estimates, warnings)
 
 
-def _without_activations(parts: Parts) -> Parts:
-    """Return the parts of memory whose sizes are known: all but the activations, which are estimated."""
-    return {
-        rank: tuple(part for part in of_rank if part.name != "activations") for rank, of_rank in parts.items()
-    }
+def _without_estimates(config: TrainConfig, parts: Parts) -> Parts:
+    """Return the parts of memory whose sizes follow from layouts and flags: all but activations, CUDA graphs
+    and the margin.
+
+    What an engine does not need for them, a KV cache gets whose size is a share of the GPU."""
+    is_share = config.rollout.kv_cache_memory_bytes is None
+    return {rank: tuple(_certain(of_rank, is_share)) for rank, of_rank in parts.items()}
+
+
+def _certain(parts: Sequence[Part], is_share: bool) -> Iterator[Part]:
+    estimated = [part for part in parts if part.name in ESTIMATED and part.role.startswith("rollout")]
+    more = sum(part.bytes for part in estimated) if is_share else 0
+    for part in parts:
+        if part.name == "KV cache":
+            yield replace(part, bytes=part.bytes + more)
+        elif part.name not in ESTIMATED:
+            yield part
 
 
 def _gpu_errors(config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine) -> Errors:

@@ -4,7 +4,7 @@ docs/memory.md lists what is counted and what is not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,16 +12,20 @@ from megarl.checks.activations import role_activations
 from megarl.checks.machine import Machine
 from megarl.checks.sizes import aliased_elements, engine_held, megatron_held
 from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import GPU_MEMORY_UTILIZATION, free_gpu_memory_fraction, releases_kv_cache
 from megarl.config.mesh import actor_meshes, engine_mode, parallel_of
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.roles import configs_of_actors, trained_models
+from megarl.config.rollout_backends import rollout_backend
 from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 from megarl.reshard.report import ITEMSIZE
+from megarl.rollout.gpu_memory import cuda_graph_bytes, engine_activation_bytes, gpu_kv_cache_bytes
 from megarl.rollout.kv_cache import (
     CPU_BLOCK_SIZE,
     GPU_BLOCK_SIZE,
     cpu_kv_cache_bytes,
     most_sequences,
+    num_cache_rows,
     sequence_bytes,
 )
 
@@ -31,6 +35,10 @@ GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
 Megatron reduces gradients in fp32, and Adam has two fp32 moments."""
 _FSDP_SHARDS = {"optim": ("optimizer",), "optim_grads": ("optimizer", "gradients")}
 PHASES = ("rollout", "log-probs", "update", "sync")
+MARGIN = 0.05
+"""Share of a GPU that is left free: for gaps between the blocks of PyTorch's allocator, for CUDA and NCCL."""
+ESTIMATED = ("activations", "CUDA graphs", "margin")
+"""Parts whose sizes no layout tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,8 @@ class Part:
     """Memory of one kind, such as gradients, that a role holds on one rank.
 
     Args:
-        name: parameters, gradients, optimizer, activations, engine or KV cache.
+        role: name of the role; `device` for what belongs to none.
+        name: parameters, gradients, optimizer, activations, engine, CUDA graphs, KV cache or margin.
         offloaded: whether the part is on the device only while a call needs it.
         during: the one phase in which the part exists, or None for all phases."""
 
@@ -64,11 +73,21 @@ def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: boo
     If `trains` is False, the estimate is for `megarl eval`, which builds only the first actor, without an
     optimizer, and its engines. The actor computes nothing there: its weights are copied into the engines."""
     parts: dict[int, list[Part]] = {rank: [] for rank in range(world_size)}
-    for suffix, of_actor in configs_of_actors(config).items():
-        for rank, part in _ActorParts(of_actor, world_size, machine):
-            role = part.role + suffix
-            if trains or role == "rollout" or (role, part.name) == ("actor", "parameters"):
+    if machine.has_gpu and machine.gpu_bytes is not None:
+        for of_rank in parts.values():
+            of_rank.append(Part("device", "margin", int(MARGIN * machine.gpu_bytes)))
+    actors = {
+        suffix: _ActorParts(of_actor, world_size, machine)
+        for suffix, of_actor in configs_of_actors(config).items()
+        if trains or not suffix
+    }
+    for suffix, actor in actors.items():
+        for rank, part in actor:
+            if trains or part.role == "rollout" or (part.role, part.name) == ("actor", "parameters"):
                 parts[rank].append(replace(part, role=part.role + suffix))
+    for suffix, actor in actors.items():
+        for rank, part in actor.kv_caches(parts):  # last: on a GPU a cache gets a share of what is free
+            parts[rank].append(replace(part, role=part.role + suffix))
     return {rank: tuple(of_rank) for rank, of_rank in parts.items()}
 
 
@@ -77,8 +96,9 @@ def phase_bytes(parts: Sequence[Part], phase: str) -> int:
 
     Parts that a call brings back or computes with count for one call at a time."""
     roles = [[part for part in parts if part.role == role] for role in roles_of(parts)]
+    engines = [own for own in roles if any(p.name == "engine" for p in own)]
     calls = {
-        "rollout": [],
+        "rollout": engines,
         "log-probs": [[p for p in own if p.name in ("parameters", "activations")] for own in roles],
         "update": [own for own in roles if any(p.name == "optimizer" for p in own)],
         "sync": [[p for p in parts if p.role.startswith("actor") and p.name == "parameters"]],
@@ -157,27 +177,65 @@ class _ActorParts:
             yield rank, Part(role, "optimizer", int(state * on_device), "optimizer" in away)
 
     def _engines(self) -> Iterator[tuple[int, Part]]:
+        """Yield (rank, part of memory) of the engines, without their KV cache."""
         config, rollout = self.config, self.meshes["rollout"]
-        itemsize = ITEMSIZE[config.engine_dtype]
-        in_process = engine_mode(config, self.world_size) == "in-process"
-        held, shared = engine_held(self.shape, rollout.tp), {}
-        if in_process and config.reshard.reshard_alias and config.engine_dtype == config.model.dtype:
-            shared = aliased_elements(self.shape, self.meshes["actor"], rollout, config.actor.qkv_layout)
-        buffers = 2 if not in_process and _double_buffer(config, self.machine) else 1
-        cache = self._kv_cache_bytes(itemsize, held * itemsize * buffers)
+        itemsize, is_inside = ITEMSIZE[config.engine_dtype], self._is_in_process
+        held, shared = engine_held(self.shape, rollout.tp, config.rollout.backend), {}
+        if is_inside and config.reshard.reshard_alias and config.engine_dtype == config.model.dtype:
+            shared = aliased_elements(
+                self.shape, self.meshes["actor"], rollout, config.actor.qkv_layout, config.rollout.backend
+            )
+        buffers = self._buffers
         for rank in rollout.ranks:
             yield rank, Part("rollout", "engine", (held - shared.get(rank, 0)) * itemsize * buffers)
-            yield rank, Part("rollout", "KV cache", cache)
+        if not self.machine.has_gpu:
+            return
+        activations = engine_activation_bytes(config, self.shape, itemsize, self.machine.gpu_bytes)
+        for rank in rollout.ranks:
+            # an engine in processes of its own keeps the memory for its next rollout
+            yield rank, Part("rollout", "activations", activations, during="rollout" if is_inside else None)
+            yield rank, Part("rollout", "CUDA graphs", cuda_graph_bytes(config))
 
-    def _kv_cache_bytes(self, itemsize: int, weights: int) -> int:
-        """Return the KV cache bytes of a rank, or 0 if the memory of the GPUs is not known.
+    @property
+    def _is_in_process(self) -> bool:
+        return engine_mode(self.config, self.world_size) == "in-process"
 
-        On a GPU the cache is what --rollout-gpu-memory-utilization leaves."""
+    @property
+    def _buffers(self) -> int:
+        """How often an engine rank holds its weights."""
+        return 2 if not self._is_in_process and _double_buffer(self.config, self.machine) else 1
+
+    def kv_caches(self, parts: Mapping[int, Sequence[Part]]) -> Iterator[tuple[int, Part]]:
+        """Yield (rank, KV cache) of this actor's engines, given all other parts of every rank."""
+        if "rollout" not in self.meshes:
+            return
+        ranks = self.meshes["rollout"].ranks
+        releases = self.machine.has_gpu and releases_kv_cache(self.config, self.world_size)
+        cache = min(self._kv_cache_bytes(parts[rank]) for rank in ranks)
+        for rank in ranks:
+            yield rank, Part("rollout", "KV cache", cache, during="rollout" if releases else None)
+
+    def _kv_cache_bytes(self, parts: Sequence[Part]) -> int:
+        """Return the KV cache bytes of a rank with these other parts, or 0 if the memory of the GPUs is not
+        known."""
         given, mesh = self.config.rollout, self.meshes["rollout"]
+        itemsize = ITEMSIZE[self.config.engine_dtype]
+        if not rollout_backend(self.config).has_blocks:
+            if self.machine.has_gpu and self.machine.gpu_bytes is None:
+                return 0
+            row = sequence_bytes(self.shape, 1, itemsize, self.config.sampling.max_length, block_size=1)
+            gpu_bytes = self.machine.gpu_bytes if self.machine.has_gpu else None
+            weights = engine_held(self.shape, 1, self.config.rollout.backend) * itemsize * self._buffers
+            return row * num_cache_rows(self.config, row, mesh.dp, gpu_bytes, weights)
         if given.kv_cache_memory_bytes is not None:
             return given.kv_cache_memory_bytes
         if self.machine.has_gpu:
-            return max(0, int(given.gpu_memory_utilization * (self.machine.gpu_bytes or 0)) - weights)
+            there = self.machine.gpu_bytes or 0
+            fraction = free_gpu_memory_fraction(self.config, self.world_size)
+            if fraction is not None:
+                return gpu_kv_cache_bytes(there - phase_bytes(parts, "rollout"), fraction)
+            share = given.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+            return max(0, int(share * there) - engine_bytes(self.config, self.world_size, self.machine))
         return cpu_kv_cache_bytes(
             self.shape,
             mesh.tp,
@@ -195,9 +253,22 @@ def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
     return ("optimizer",) if optimizer.use_distributed_optimizer else ()
 
 
+def engine_bytes(config: TrainConfig, world_size: int, machine: Machine) -> int:
+    """Return the bytes of a rank of the first actor's engines on a GPU, without its KV cache."""
+    shape, itemsize = ModelShape.load(config.model.model), ITEMSIZE[config.engine_dtype]
+    is_outside = engine_mode(config, world_size) == "out-of-process"
+    buffers = 2 if is_outside and _double_buffer(config, machine) else 1
+    return (
+        engine_held(shape, config.rollout.tensor_parallel_size, config.rollout.backend) * itemsize * buffers
+        + engine_activation_bytes(config, shape, itemsize, machine.gpu_bytes)
+        + cuda_graph_bytes(config)
+    )
+
+
 def longest_sequence_bytes(config: TrainConfig, machine: Machine) -> int:
     """Return the KV cache bytes of one sequence of full length on a rank of the first actor's engines."""
     block = config.rollout.block_size or (GPU_BLOCK_SIZE if machine.has_gpu else CPU_BLOCK_SIZE)
+    block = block if rollout_backend(config).has_blocks else 1
     shape, itemsize = ModelShape.load(config.model.model), ITEMSIZE[config.engine_dtype]
     tp, length = config.rollout.tensor_parallel_size, config.sampling.max_length
     return sequence_bytes(shape, tp, itemsize, length, block)
@@ -207,4 +278,5 @@ def _double_buffer(config: TrainConfig, machine: Machine) -> bool:
     """Return whether an out-of-process engine holds its weights twice."""
     if config.reshard.reshard_double_buffer is not None:
         return config.reshard.reshard_double_buffer
-    return not machine.has_gpu and config.rollout.enforce_eager is not False
+    on_cpu = not machine.has_gpu
+    return on_cpu and rollout_backend(config).is_eager(config.rollout.enforce_eager, on_cpu)

@@ -12,9 +12,9 @@ from megarl.config.mesh import MeshSpec
 from megarl.config.schema import LoRAConfig
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas, hf_atlas
+from megarl.reshard.engine_atlas import OfRank, engine_atlas
 from megarl.reshard.lora_atlas import with_adapters
 from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
-from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
 
 _LAYER = ("decoder.layers.", "model.layers.")
 
@@ -48,29 +48,31 @@ def canonical_elements(shape: ModelShape) -> int:
     return _model_elements(shape, hf_atlas)
 
 
-def engine_held(shape: ModelShape, tp_size: int) -> int:
-    """Return the number of elements of vLLM's parameters on one rank of an engine.
+def engine_held(shape: ModelShape, tp_size: int, backend: str = "vllm") -> int:
+    """Return the number of elements of the parameters on one rank of an engine of --rollout-backend.
 
-    For a model type without a table this is a lower bound."""
-    if shape.model_type not in TABLES:
+    For a model type without a table of the backend's layout this is a lower bound."""
+    of_rank = engine_atlas(backend, shape)
+    if of_rank is None:
         return canonical_elements(shape) // tp_size
-    return _model_elements(shape, lambda one: vllm_atlas(one, tp_size, 0))
+    return _model_elements(shape, lambda one: of_rank(one, tp_size, 0))
 
 
 def aliased_elements(
-    shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str
+    shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str, backend: str = "vllm"
 ) -> dict[int, int]:
     """Return rank -> number of elements of the engine's parameters that share the trainer's memory, for ranks
     with both.
 
     The dtypes must be equal for the memory to be shared."""
-    if shape.model_type not in TABLES:
+    of_rank = engine_atlas(backend, shape)
+    if of_rank is None:
         return {}
     found = {}
     for index, rank in enumerate(rollout.ranks):
         if rank in actor.ranks:
             place = MegatronPlace.of(actor, rank)
-            found[rank] = _aliased(shape, place, rollout.tp, index % rollout.tp, qkv_layout)
+            found[rank] = _aliased(shape, place, of_rank, rollout.tp, index % rollout.tp, qkv_layout)
     return found
 
 
@@ -127,11 +129,16 @@ def _model_elements(shape: ModelShape, atlas_of) -> int:
 
 
 def _aliased(
-    shape: ModelShape, place: MegatronPlace, engine_tp: int, engine_rank: int, qkv_layout: str
+    shape: ModelShape,
+    place: MegatronPlace,
+    of_rank: OfRank,
+    engine_tp: int,
+    engine_rank: int,
+    qkv_layout: str,
 ) -> int:
     total, kinds = 0, _kinds_of_stage(shape, place)
     for index, (kind, layers) in enumerate(kinds.items()):
-        engine = vllm_atlas(_of_one_layer(shape, kind), engine_tp, engine_rank)
+        engine = of_rank(_of_one_layer(shape, kind), engine_tp, engine_rank)
         ends = _ends(shape, place, qkv_layout)
         mine = {
             name: param

@@ -12,9 +12,9 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, actor_meshes
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
+from megarl.reshard.engine_atlas import engine_atlas, engine_atlases
 from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.reshard.plan import make_plan
-from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 
 
 def sync_errors(config: TrainConfig, world_size: int) -> Errors:
@@ -24,27 +24,32 @@ def sync_errors(config: TrainConfig, world_size: int) -> Errors:
     for of_actor in configs_of_actors(config).values():
         meshes = actor_meshes(of_actor, world_size)
         shape = ModelShape.load(of_actor.model.model)
-        if "rollout" in meshes and shape.model_type in TABLES:
-            yield from _findings(shape, meshes["actor"], meshes["rollout"], of_actor.actor.qkv_layout)
+        backend = of_actor.rollout.backend
+        if "rollout" in meshes and engine_atlas(backend, shape) is not None:
+            yield from _findings(
+                shape, meshes["actor"], meshes["rollout"], of_actor.actor.qkv_layout, backend
+            )
 
 
 def unplanned(config: TrainConfig) -> str | None:
-    """Return a model_type whose weight layout in vLLM is known only after the engine has started, or None."""
+    """Return a model_type whose weight layout in its engine is known only after the engine has started, or
+    None."""
     if not config.algorithm.needs_rollout:
         return None
-    types = [
-        ModelShape.load(of_actor.model.model).model_type for of_actor in configs_of_actors(config).values()
-    ]
-    return next((name for name in types if name not in TABLES), None)
+    for of_actor in configs_of_actors(config).values():
+        shape = ModelShape.load(of_actor.model.model)
+        if engine_atlas(of_actor.rollout.backend, shape) is None:
+            return shape.model_type
+    return None
 
 
-def _findings(shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str) -> Errors:
+def _findings(shape: ModelShape, actor: MeshSpec, rollout: MeshSpec, qkv_layout: str, backend: str) -> Errors:
     chunks = actor.pp * actor.vpp
     short = replace(shape, num_layers=chunks, dense_layers=(0,) if shape.dense_layers and chunks > 1 else ())
     try:
         make_plan(
             megatron_atlases(short, actor, qkv_layout=qkv_layout),
-            vllm_atlases(short, rollout.ranks, rollout.tp),
+            engine_atlases(backend, short, rollout.ranks, rollout.tp),
         )
     except ValueError as error:  # a rule of the configuration should have reported this error
         yield (

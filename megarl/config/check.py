@@ -9,11 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from megarl.config import rules_layout as layout
+from megarl.config import rules_rollout as rollout
 from megarl.config import rules_training as training
 from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError, Errors, raise_errors
 from megarl.config.flags import OF_JOB, flag_name
 from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import kv_cache
 from megarl.config.installed import apex_error, megatron_error, tracker_errors
 from megarl.config.mesh import engine_mode
 from megarl.config.reward_models import reward_errors
@@ -24,7 +26,7 @@ from megarl.config.schema import TrainConfig
 
 Rule = Callable[[Job], Iterable[str]]
 LAYOUT: list[Rule] = [layout.executor, layout.idle_ranks_of_actor, layout.megatron_roles]
-ENGINE_LAYOUT: list[Rule] = [layout.engine_ranks, layout.engine_split]
+ENGINE_LAYOUT: list[Rule] = [layout.engine_ranks, layout.engine_split, rollout.backend_options, kv_cache]
 TRAINING: list[Rule] = [
     training.experts_of_dense_model,
     training.expert_balance,
@@ -39,12 +41,14 @@ TRAINING: list[Rule] = [
     training.fsdp,
     training.critic,
     training.sequence_length,
+    training.profile,
 ]
 OF_UPDATES: list[Rule] = [
     training.expert_balance,
     training.batch,
     training.optimizer,
     training.evaluation_in_training,
+    training.profile,
 ]
 """Rules of TRAINING that an evaluation cannot break, as it updates no weights."""
 EVALUATION: list[Rule] = [training.evaluation_alone]

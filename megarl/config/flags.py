@@ -23,6 +23,7 @@ from megarl.config.schema import (
     LoRAConfig,
     OptimizerConfig,
     ParallelConfig,
+    ProfileConfig,
     RankCount,
     RunConfig,
     TrainConfig,
@@ -58,6 +59,7 @@ OF_JOB = frozenset(
         ("batch", "train_iters"),
         *(("placement", name) for name in _PLACEMENT_OF_JOB),
         *(("checkpoint", field.name) for field in dataclasses.fields(CheckpointConfig)),
+        *(("profile", field.name) for field in dataclasses.fields(ProfileConfig)),
         *(("run", f.name) for f in dataclasses.fields(RunConfig) if not f.name.startswith("gate_")),
     }
 )

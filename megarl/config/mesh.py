@@ -214,9 +214,14 @@ def actor_meshes(config: TrainConfig, world_size: int) -> dict[str, MeshSpec]:
 def hosting_ranks(config: TrainConfig, world_size: int) -> dict[str, list[int]]:
     """Return role -> the ranks on which it runs.
 
-    The role `data`, which moves samples and columns between meshes, is on all ranks."""
+    The role `data`, which moves samples and columns between meshes, is on all ranks. The role `profiler` is
+    on the profiled ones."""
     ranks = {role: list(mesh.ranks) for role, mesh in role_meshes(config, world_size).items()}
-    return ranks | ({"data": list(range(world_size))} if config.algorithm.needs_rollout else {})
+    if config.algorithm.needs_rollout:
+        ranks["data"] = list(range(world_size))
+    if config.profile.profile:
+        ranks["profiler"] = sorted(config.profile.profile_ranks)
+    return ranks
 
 
 def training_data_roles(meshes: Mapping[str, MeshSpec]) -> list[str]:

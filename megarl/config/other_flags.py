@@ -48,7 +48,8 @@ ENGINE_REFUSED = {
         quantization quantization_config allow_deprecated_quantization""",
     "the engine gets adapters merged: train them with --lora-rank.": """
         enable_lora lora_* max_loras max_lora_rank""",
-    "putting the engine to sleep is not supported yet.": "enable_sleep_mode sleep_*",
+    "megarl releases the KV cache and never moves the weights. Set --rollout-release-kv-cache.": """
+        enable_sleep_mode enable_cumem_allocator sleep_*""",
     "an engine can split over tensor-parallel ranks only, in this version.": """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size
         enable_expert_parallel""",
@@ -142,6 +143,8 @@ TRANSFORMER_REFUSED = {
     "sequences are packed, not padded. Set --max-tokens-per-micro-batch.": """
         micro_batch_size seq_length decoder_seq_length""",
     "set --train-data.": "data_path train_data_path",
+    "set --profile torch, nsys or memory.": """
+        use_pytorch_profiler record_memory_history memory_snapshot_path""",
     "set --model, a Hugging Face folder.": "load",
     "set --tokenizer-model.": "tokenizer_type vocab_file merge_file",
 }

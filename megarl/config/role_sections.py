@@ -204,6 +204,10 @@ class RolloutConfig(Section):
     """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the
     same way)"""
 
+    backend: Literal["vllm", "transformers"] = "vllm"
+    """Library that samples. transformers: the Hugging Face model itself, whole on each rank, with a small
+    scheduler of megarl's: slower, for machines without vLLM and as a second opinion on its log-probs. Judges
+    need vLLM with either."""
     tensor_parallel_size: Count = 1
     """Ranks of one vLLM engine. The rollout ranks form as many engines as fit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -212,11 +216,20 @@ class RolloutConfig(Section):
     """Sequences that an engine decodes at once."""
     max_num_batched_tokens: Count | None = None
     """Tokens per engine step. Default: vLLM's."""
-    gpu_memory_utilization: PositiveFraction = 0.5
-    """Share of GPU memory for weights and KV cache of the engine. Not used on CPU."""
+    release_kv_cache: bool | None = None
+    """Free the GPU memory of the KV cache while roles train, and take it back before the next rollout; the
+    weights stay. Unfinished responses compute their prefixes anew. Default: true for an in-process engine on
+    a GPU. Not proven on a GPU yet."""
+    free_gpu_memory_fraction: PositiveFraction | None = None
+    """Share of the GPU memory for the KV cache, of what models, engine weights, activations and CUDA graphs
+    leave free during a rollout. Needs --rollout-release-kv-cache. Default: 0.9, unless one of the next two
+    flags sets the size."""
+    gpu_memory_utilization: PositiveFraction | None = None
+    """Share of all GPU memory for weights, activations and KV cache of the engine, as in vLLM; it must be
+    free when the engine starts. Not used on CPU. Default: 0.5 if the KV cache is not released."""
     kv_cache_memory_bytes: Count | None = None
     """Bytes of KV cache. Default: on CPU enough for every sequence of a step at full length, at most 1 GiB;
-    on GPU by gpu_memory_utilization."""
+    on GPU by one of the two flags before."""
     block_size: Count | None = None
     """Tokens per KV-cache block. Default: vLLM's (128 on CPU)."""
     enforce_eager: bool | None = None

@@ -359,10 +359,43 @@ def evaluation_in_training(job: Job) -> Errors:
         yield f"--best-metric ({metric}): has another name now. Try --best-metric {new}."
 
 
+def profile(job: Job) -> Errors:
+    """Yield an error per --profile-... flag that names steps or ranks which the job does not have."""
+    options, iters = job.config.profile, job.config.batch.train_iters
+    if options.profile is None:
+        return
+    start, end, ranks = options.profile_step_start, options.profile_step_end, options.profile_ranks
+    if start >= iters:
+        works = f"--profile-step-start {iters - 1} --profile-step-end {iters}"
+        yield f"--profile-step-start ({start}): must be below --train-iters ({iters}). Try {works}."
+    elif end <= start:
+        yield (
+            f"--profile-step-end ({end}): must be above --profile-step-start ({start}), because the profiled "
+            f"steps are those after it. Try --profile-step-end {start + 1}."
+        )
+    elif end > iters:
+        yield (
+            f"--profile-step-end ({end}): must be at most --train-iters ({iters}), the last step. "
+            f"Try --profile-step-end {iters}."
+        )
+    all_ranks = range(job.world_size)
+    kept = sorted({rank for rank in ranks if rank in all_ranks}) or [0]
+    advice = f"Try --profile-ranks {' '.join(map(str, kept))}."
+    shown = f"--profile-ranks ({' '.join(map(str, ranks))})"
+    if not ranks:
+        yield f"{shown}: must name at least one rank. {advice}"
+    elif outside := [rank for rank in ranks if rank not in all_ranks]:
+        yield f"{shown}: rank {outside[0]} is not among the job's ranks, 0 to {job.world_size - 1}. {advice}"
+    elif len({*ranks}) < len(ranks):
+        yield f"{shown}: must name each rank once. {advice}"
+
+
 def evaluation_alone(job: Job) -> Errors:
-    """Yield an error if `megarl eval` has no held-out data, no rule that scores it, or an algorithm that does
-    not sample."""
+    """Yield an error if `megarl eval` has no held-out data, no rule that scores it, an algorithm that does
+    not sample, or a profile of training steps."""
     config = job.config
+    if config.profile.profile is not None:
+        yield f"--profile ({config.profile.profile}): profiles steps of training. Leave it out."
     if job.uses_rollout and not uses_rule_reward(config):
         yield (
             "--reward-model: held-out answers are scored by a rule, and with it there is none. "

@@ -188,7 +188,7 @@ class RunConfig(Section):
 
     save: Annotated[str, Rule(bool, "must name a folder.")]
     """Run folder: resolved.args, metrics.jsonl, tensorboard/, rollouts/, checkpoints/, hf/, hf_critic/,
-    timeline.json. Refused if it already holds a run, unless --load says to go on there."""
+    timeline.json, profile/. Refused if it already holds a run, unless --load says to go on there."""
     eval_interval: Natural = 0
     """Evaluate on --eval-data every so many steps, and before the first and after the last; 0 is never."""
     eval_num_prompts: Count | None = None
@@ -254,6 +254,30 @@ class CheckpointConfig(Section):
 
 
 @section
+class ProfileConfig(Section):
+    """profiling"""
+
+    profile: Literal["nsys", "torch", "memory"] | None = None
+    """Profile some steps, see docs/profiling.md. nsys: mark ranges and the steps for `nsys profile`
+    (tools/nsys_train.sh; needs GPUs). torch: PyTorch's profiler, a trace and a table of kernels per rank in
+    --save/profile. memory: the allocator's history on a GPU, else the memory of each operator. Default: none,
+    at no cost."""
+    profile_step_start: Natural = 10
+    """Begin to profile when this many steps are complete, as in Megatron-LM: the first profiled step is the
+    next one. 0 is from the first step."""
+    profile_step_end: Count = 12
+    """End when this many steps are complete. The step of this number is the last profiled one: 10 and 12
+    profile steps 11 and 12."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks to profile, such as 0 1."""
+
+    @property
+    def steps(self) -> range:
+        """Numbers of the profiled steps."""
+        return range(self.profile_step_start + 1, self.profile_step_end + 1)
+
+
+@section
 class TrainConfig:
     """Everything one job needs. `algorithm` is the dataclass of the chosen algorithm (megarl/algorithms)."""
 
@@ -281,6 +305,7 @@ class TrainConfig:
     reward_models: RewardModelConfig = RewardModelConfig()
     run: RunConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    profile: ProfileConfig = ProfileConfig()
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""
     others: tuple[TrainConfig, ...] = ()

@@ -261,6 +261,23 @@ class Data(RandomState, kind="data"):
         """Free samples that were trained on: the rollouts, and the columns that meshes computed for them."""
 
 
+class Profiler(Role, kind="profiler"):
+    """Records what a rank does. It is on the ranks of --profile-ranks, and only with --profile."""
+
+    @method()
+    def start(self) -> list[str]:
+        """Start to record, and return notes for the user."""
+
+    @method()
+    def stop(self, folder: str, name: str) -> list[str]:
+        """Stop recording, write the files of this rank, and return notes for the user: the files, or why
+        there are none.
+
+        Args:
+            folder: folder of the files.
+            name: beginning of the files' names, before the rank."""
+
+
 class Roles:
     """Handles on the roles of a job, by name: `roles.actor`, `roles.critic_2`."""
 

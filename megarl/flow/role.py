@@ -259,6 +259,15 @@ def declaration(role: str, method: str) -> RoleMethod[..., Any] | None:
     return methods_of(role_class(role)).get(method)
 
 
+def time_metric(role: str, method: str) -> str:
+    """Return the metric that the seconds of a call count in: "time/update_s" for actor.update, "time/other_s"
+    for a method without a phase.
+
+    The actor's number is not in the name."""
+    declared = declaration(role, method)
+    return f"time/{'other' if declared is None else declared.phase}_s"
+
+
 def writer_of(column: str, index: str = "") -> str | None:
     """Return the call that writes a column, e.g. "reference_2.log_probs", or None if no declared method does.
 

@@ -143,6 +143,12 @@ TABLE = (
         "--rollout-tensor-parallel-size {}",
         default=2,
     ),
+    Row(
+        f"{ROLLOUT}.free_cache_engine",
+        "--no-rollout-release-kv-cache",
+        default=True,
+        lines=lines.kv_cache,
+    ),
     Row(f"{ROLLOUT}.gpu_memory_utilization", "--rollout-gpu-memory-utilization {}", default=0.5),
     Row(f"{ROLLOUT}.max_num_seqs", "--rollout-max-num-seqs {}", default=1024),
     Row(f"{ROLLOUT}.max_num_batched_tokens", "--rollout-max-num-batched-tokens {}", default=8192),
@@ -270,7 +276,7 @@ TABLE = (
     Row(f"{ROLLOUT}.name", instead="the engine is vLLM"),
     Row(f"{ROLLOUT}.mode", instead="--rollout-engine says where vLLM runs"),
     Row(
-        f"{ROLLOUT}.free_cache_engine {ROLLOUT}.load_format {ROLLOUT}.layered_summon {ROLLOUT}.dtype "
+        f"{ROLLOUT}.load_format {ROLLOUT}.layered_summon {ROLLOUT}.dtype "
         f"{ROLLOUT}.*update_weights_bucket_megabytes {ROLLOUT}.multi_stage_wake_up",
         instead="the engine's memory and weights are managed by megarl",
     ),
@@ -357,7 +363,10 @@ TABLE = (
         "*.checkpoint.* trainer.rollout_data_dir trainer.validation_data_dir",
         instead="--save holds checkpoints/, rollouts/ and hf/",
     ),
-    Row("*profiler.* trainer.profile_steps", instead="docs/debugging.md says how to profile"),
+    Row(
+        "*profiler.* trainer.profile_steps",
+        instead="--profile torch --profile-step-start N (docs/profiling.md)",
+    ),
     Row(
         "algorithm.use_pf_ppo algorithm.pf_ppo.* algorithm.rollout_correction.* "
         "*.entropy_from_logits_with_chunking "

@@ -194,6 +194,12 @@ def sizes(settings: Settings) -> Iterator[Line]:
         yield Line("sequence-parallel")
 
 
+def kv_cache(settings: Settings) -> Iterator[Line]:
+    """Yield that the engine keeps its KV cache, if it does; verl releases it by default, as megarl does."""
+    if not settings.is_on(f"{ROLLOUT}.free_cache_engine"):
+        yield Line("rollout-release-kv-cache", False)
+
+
 def offload(settings: Settings) -> Iterator[Line]:
     """Yield what leaves the device while other roles compute."""
     on_cpu = settings.is_on(f"{OVERRIDE}.optimizer_cpu_offload")

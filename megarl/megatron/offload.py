@@ -25,6 +25,7 @@ import torch
 
 from megarl.config.role_sections import OFFLOAD_PARTS
 from megarl.megatron.inner_optimizers import inner_optimizers, local
+from megarl.ranges import profile_range
 
 PIECE_BYTES = 256 << 20
 """Size of one allocation of pinned memory.
@@ -81,7 +82,8 @@ class ModelMemory:
                     (storage, storage.nbytes()) for storage in self._storages(part)
                 ]
                 if self._copies is not None:
-                    self._copies.take(part, storages, keep=part != "gradients")
+                    with profile_range("offload/to_host"):
+                        self._copies.take(part, storages, keep=part != "gradients")
 
     def load(self, parts: Collection[str]) -> None:
         """Start to copy these parts back, in the order in which an update uses them.
@@ -91,7 +93,8 @@ class ModelMemory:
             if part in parts and part in self._away:
                 storages = self._away.pop(part)
                 if self._copies is not None:
-                    self._copies.give(part, storages, keep=part != "gradients")
+                    with profile_range("offload/to_device"):
+                        self._copies.give(part, storages, keep=part != "gradients")
 
     def use(self, *parts: str) -> None:
         """Make the current CUDA stream wait until these parts have arrived on the device, or raise
@@ -116,6 +119,17 @@ class ModelMemory:
         """Return the bytes of one part, or of all parts, that are on the device."""
         parts = self._parts if part is None else {part} & {*self._parts}
         return sum(storage.nbytes() for p in parts if p not in self._away for storage in self._storages(p))
+
+    def unallocated_bytes(self) -> int:
+        """Return the bytes that the first update will allocate for Adam's two fp32 moments on the device."""
+        total = 0
+        for inner in inner_optimizers(getattr(self._model, "optimizer", None)):
+            adam = inner.optimizer
+            if hasattr(adam, "cpu_optimizers"):  # Megatron's hybrid optimizer has the other part on the host
+                adam = adam.gpu_optimizer
+            for group in adam.param_groups if adam is not None else ():
+                total += sum(8 * local(p.data).numel() for p in group["params"] if not adam.state.get(p))
+        return total
 
     def take_copy_seconds(self) -> float:
         """Return the duration of the copies that ended since the last call, in seconds; 0 on a CPU."""

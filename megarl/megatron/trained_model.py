@@ -36,6 +36,7 @@ from megarl.megatron.pipeline import run_schedule
 from megarl.megatron.routing import Routing
 from megarl.megatron.transformer_config import transformer_config
 from megarl.metrics import combine
+from megarl.ranges import profile_range, profiled
 
 with cpu_megatron():
     from megatron.core import parallel_state, tensor_parallel
@@ -214,6 +215,7 @@ class TrainedModel:
         Call this before the first update of the step, so that warm-up does not start with a step at 0."""
         self.scheduler.step(1)
 
+    @profiled("optimizer/step")
     def step(self, check: LossCheck | None = None) -> dict[str, float]:
         """Take one optimizer step with the accumulated gradients, and return its metrics. A gradient or loss
         that is not finite on any rank raises NonFiniteStep on all, and the weights stay as they were.
@@ -308,7 +310,8 @@ class TrainedModel:
             micro = next(iterator)
 
             def finish(output):
-                value, metrics = loss(micro, output)
+                with profile_range("micro_batch/loss"):
+                    value, metrics = loss(micro, output)
                 self._losses.append(value.detach())
                 if check is not None:
                     check.end_of_forward(value)
@@ -359,6 +362,7 @@ class TrainedModel:
         multiple *= get_fp8_align_size(self.config.fp8_recipe) if self.config.fp8 else 1
         return ContextShard.of(micro.batch, self.groups.cp.size(), self.groups.cp.rank(), multiple)
 
+    @profiled("micro_batch/forward")
     def _forward(self, model: torch.nn.Module, micro: MicroBatch, request: Request):
         shard, chunk = self._shard(micro), _unwrapped(model)
         packed = self._packed(shard)

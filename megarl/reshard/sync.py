@@ -24,15 +24,16 @@ from torch import Tensor
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import ReshardConfig
 from megarl.failures import ExplainedError
+from megarl.ranges import profiled
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
 from megarl.reshard.digest import Digest
+from megarl.reshard.engine_atlas import engine_atlases
 from megarl.reshard.key_value_store import KeyValueStore, Late
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
 from megarl.reshard.transfer import Transfer, src_view
 from megarl.reshard.transports.choose import Place, choose, place_here, ranks_per_node
 from megarl.reshard.transports.exported import Exported, export, open_exported
-from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -275,6 +276,7 @@ class WeightSync:
 
     # ------------------------------------------------------------------ every version
 
+    @profiled("sync/begin")
     def begin(self, version: int) -> None:
         """Announce this rank's weights as complete for `version`, and start to copy the others' weights.
         Raises SyncError if the ranks cannot connect; `finish` raises the errors of the copies."""
@@ -295,6 +297,7 @@ class WeightSync:
         except Exception as error:  # the vote reports the error to all ranks, and finish raises it
             self._problem = _described(self.rank, version, error)
 
+    @profiled("sync/finish")
     def finish(self) -> None:
         """Wait until every engine has the version and commit it, or raise the same SyncError on all ranks.
 
@@ -379,17 +382,17 @@ def sync_plan(
     tp: int,
     timeout_s: float,
     actor: str = "",
+    backend: str = "vllm",
 ) -> tuple[ReshardPlan, dict[int, int]]:
     """Return the plan from the sources to all out-of-process engines, and the speaker of each rollout rank.
 
     Engines are consecutive blocks of `tp` ranks. The first rank of a block speaks for the block. The result
-    is the same on every rank that calls this. If the model's type has no table, this waits for every engine
-    to publish its atlas (`publish_atlases`).
+    is the same on every rank that calls this. If there is no table of the backend's layout of this model,
+    this waits for every engine to publish its atlas (`publish_atlases`).
 
     Raises: SyncError naming a rank that has not published its atlas within timeout_s."""
-    if shape.model_type in TABLES:
-        atlases = vllm_atlases(shape, rollout_ranks, tp)
-    else:
+    atlases = engine_atlases(backend, shape, rollout_ranks, tp)
+    if atlases is None:
         atlases = _published_atlases(rollout_ranks, timeout_s, actor)
     plan = make_plan(sources, atlases, ranks_per_node())
     return plan, {rank: rollout_ranks[index - index % tp] for index, rank in enumerate(rollout_ranks)}

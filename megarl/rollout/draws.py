@@ -4,7 +4,7 @@ No generator has a state that could be lost or would have to be saved.
 
     key   = draw_key(run seed, purpose, visit, index)          one per sample
     seed  = draw_seeds([key], [position])[0]                   one per token
-    token = argmax(log-probs + Gumbel noise of that seed)
+    token = argmax(log-probs + token_noise([seed], vocabulary)[0])
 
 `position` is the number of tokens before the drawn one, prompt and response together. A resumed response
 passes its first tokens as a part of the prompt. It therefore continues with the same tokens as without the
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import torch
 
 KEY = "megarl_draw_key"
 """Name of a request's key among vLLM's `SamplingParams.extra_args`."""
@@ -56,6 +57,33 @@ def draw_seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     z *= _MIX_2
     z ^= z >> _31
     return z.view(np.int64)
+
+
+def token_noise(seeds: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return the Gumbel noise of each token of the vocabulary.
+
+    vLLM's CPU kernel `fused_gumbel_argmax` computes the same. The uniform number of token t is output number
+    t of the generator SplitMix64 that starts at the mixed seed.
+
+    Args:
+        seeds: [B] int64 of `draw_seeds`, on any device.
+    Returns: [B, num_tokens] float64 on the same device."""
+    gamma = int(_GAMMA.view(np.int64))
+    bits = torch.arange(1, num_tokens + 1, device=seeds.device) * gamma + _mixed(seeds)[:, None]
+    uniform = (_shifted(_mixed(bits), 11).double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
+
+
+def _mixed(z: torch.Tensor) -> torch.Tensor:
+    """Return SplitMix64's output function of 64-bit integers."""
+    z = (z ^ _shifted(z, 30)) * int(_MIX_1.view(np.int64))
+    z = (z ^ _shifted(z, 27)) * int(_MIX_2.view(np.int64))
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return signed integers shifted to the right as if they were unsigned."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def draw_arguments(key: int, on_cpu: bool) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Run a vLLM engine in the trainer's process and pull its weights from Megatron's shards.
+"""Sample with an inference engine in the trainer's process, and pull its weights from Megatron's shards.
 
     # every rank, after Megatron has built its groups
     engine = RolloutEngine(config, shape, ranks, atlases, parameters)
@@ -9,39 +9,31 @@
 
 Every method is collective: all ranks call all of them, in this order. The ranks of one tensor-parallel engine
 pass the same prompts and keys. An atlas is the sharding spec of one rank. `out_of_process.py` runs the same
-engine in separate processes."""
+engines in separate processes. The engine that samples is behind the interface of interface.py."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megarl.batch import expert_dtype
 from megarl.collectives import all_gather_messages
 from megarl.config.hf_config import ModelShape
-from megarl.config.roles import tells_experts
 from megarl.config.schema import TrainConfig
-from megarl.runtime.abort import AbortableEngine
 from megarl.reshard.alias import without
 from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival, Destination
+from megarl.reshard.engine_atlas import engine_atlases
 from megarl.reshard.plan import ReshardPlan, make_plan
 from megarl.reshard.sync import Pull, WeightSync, tensors_of
 from megarl.reshard.transports.choose import ranks_per_node
-from megarl.reshard.vllm_atlas import TABLES, vllm_atlases
-from megarl.rollout.draws import draw_arguments
-from megarl.rollout.engine_arguments import engine_arguments
-from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
-from megarl.rollout.plugin import register
-
-if TYPE_CHECKING:
-    import numpy as np
-    from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from megarl.rollout.backends import EngineSetup, start_in_process
+from megarl.rollout.interface import InferenceEngine, Output, Request
+from megarl.rollout.offer import Offer
+from megarl.runtime.abort import AbortableEngine
 
 
 class Response(NamedTuple):
@@ -61,23 +53,39 @@ class Response(NamedTuple):
 
 
 class Engine:
-    """Base class of in-process and out-of-process vLLM engines, which generate only with weights that a sync
-    has committed."""
+    """Base class of in-process and out-of-process engines, which generate only with weights that a sync has
+    committed."""
 
-    llm: LLM
-    device: str
-    """Device of the weights: "cpu" or "cuda"."""
+    inference: InferenceEngine
+    """The engine that samples."""
 
     def __init__(self, config: TrainConfig, shape: ModelShape, actor: str) -> None:
-        self.shape, self.actor, self._tp = shape, actor, config.rollout.tensor_parallel_size
-        self._sampling, self.options = config.sampling, config.reshard
-        self._tells_experts = tells_experts(config, shape)
-        self.version: int | None = None
-        """Version of the weights that generate; None before the first sync and after a failed sync."""
+        self.config, self.shape, self.actor = config, shape, actor
+        self._tp, self._sampling = config.rollout.tensor_parallel_size, config.sampling
+        self.options = config.reshard
         self.bytes_per_sync = 0
         """Number of bytes that the last sync wrote in this engine."""
         self._weight_sync: WeightSync | None = None
         self._generation = 0
+
+    @property
+    def version(self) -> int | None:
+        """Version of the weights that generate; None before the first sync and after a failed sync."""
+        return self.inference.version
+
+    # What a weight sync asks of its receiver, with `begin`, `verify`, `commit` and `give_up`.
+
+    @property
+    def process(self) -> str | None:
+        return self.inference.process
+
+    @property
+    def device(self) -> str:
+        return self.inference.device
+
+    @property
+    def tensors(self) -> dict[int, dict[str, torch.Tensor]]:
+        return self.inference.tensors
 
     def _join(self, plan: ReshardPlan, speakers: dict[int, int], parameters: dict[str, torch.Tensor]) -> None:
         self._weight_sync = WeightSync(
@@ -107,14 +115,12 @@ class Engine:
         self._weight_sync.finish()
         return self.bytes_per_sync
 
-    def _commit(self, version: int) -> None:
-        self.version = None
-        self.llm.finish_weight_update(str(version))
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError(
-                f"the prefix cache could not be cleared for version {version}: requests are still running"
-            )
-        self.version = version
+    def commit(self, version: int) -> None:
+        self.inference.commit(version)
+
+    def give_up(self) -> None:
+        """Abandon the sync in progress. With two buffers the old version stays usable."""
+        self.inference.give_up_weights()
 
     def generate(
         self,
@@ -146,35 +152,35 @@ class Engine:
         cannot generate any more."""
         prefixes = [[]] * len(prompts) if prefixes is None else prefixes
         limit = max_tokens or self._sampling.max_response_length
+        self.inference.check_alive()
         self._check(prompts, keys, prefixes, limit)
-        if not prompts:
-            return []
-        from vllm import SamplingParams
-
-        stop = list(self._sampling.stop)
-        params = [
-            SamplingParams(
-                **draw_arguments(key, self.device == "cpu"),
+        requests = [
+            Request(
+                id=str(index),
+                prompt=[*prompt, *prefix],
+                key=key,
+                max_tokens=limit - len(prefix),
                 temperature=temperature,
                 top_p=top_p,
                 top_k=top_k,
-                max_tokens=limit - len(prefix),
-                stop=stop or None,
-                include_stop_str_in_output=bool(stop),
-                detokenize=bool(stop),
-                stop_token_ids=list(self._sampling.stop_token_ids) or None,
-                logprobs=0,
-                flat_logprobs=True,
-                skip_clone=True,
             )
-            for key, prefix in zip(keys, prefixes, strict=True)
+            for index, (prompt, key, prefix) in enumerate(zip(prompts, keys, prefixes, strict=True))
         ]
-        prompts = [[*prompt, *prefix] for prompt, prefix in zip(prompts, prefixes, strict=True)]
-        outputs = self._complete([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        outputs = self._complete(requests) if requests else {}
         return [
-            self._response(len(prompt), output.outputs[0])
-            for prompt, output in zip(prompts, outputs, strict=True)
+            Response(output.token_ids, output.log_probs, output.finish_reason, output.experts)
+            for output in (outputs[request.id] for request in requests)
         ]
+
+    def _complete(self, requests: Sequence[Request]) -> dict[str, Output]:
+        """Return id -> output of these requests, once all are finished."""
+        engine = self.inference
+        engine.add(requests)
+        outputs = {}
+        while engine.has_unfinished():
+            engine.step()
+            outputs |= {output.id: output for output in engine.take()}
+        return outputs
 
     def _check(
         self,
@@ -204,28 +210,8 @@ class Engine:
                 raise ValueError(
                     f"prefix {index} has {len(prefix)} tokens; the whole response has at most {limit}."
                 )
-        if any(prefixes) and not self._draws_by_position:
-            raise ValueError(
-                "prefixes: vLLM runs this model by its Model Runner V1, which on a GPU draws from a "
-                "generator per request. Only Model Runner V2 draws by position."
-            )
-
-    def _response(self, num_prompt_tokens: int, completion: CompletionOutput) -> Response:
-        token_ids, log_probs = list(completion.token_ids), completion.logprobs.logprobs
-        if len(token_ids) != len(log_probs):
-            raise RuntimeError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs")
-        experts = None
-        if self._tells_experts:
-            num_tokens = num_prompt_tokens + len(token_ids)
-            experts = routed_experts(completion.routed_experts, num_tokens, self.shape)
-        return Response(token_ids, log_probs, completion.finish_reason, experts)
-
-    @property
-    def _draws_by_position(self) -> bool:
-        return self.device == "cpu" or self.llm.llm_engine.vllm_config.use_v2_model_runner
-
-    def _complete(self, prompts: list[dict], params: list[SamplingParams]) -> list[RequestOutput]:
-        return self.llm.generate(prompts, params, use_tqdm=False)
+        if any(prefixes) and self.inference.cannot_continue is not None:
+            raise ValueError(f"prefixes: {self.inference.cannot_continue}")
 
 
 @dataclass(frozen=True)
@@ -239,9 +225,6 @@ class _EngineWeights:
 
 
 class RolloutEngine(Engine):
-    process = None
-    """Name of the process that holds the weights, for the sync; None means this process."""
-
     def __init__(
         self,
         config: TrainConfig,
@@ -251,7 +234,7 @@ class RolloutEngine(Engine):
         parameters: dict[str, torch.Tensor],
         actor: str = "",
     ) -> None:
-        """Start vLLM on this rank and plan how its weights come from the ranks in `sources`.
+        """Start an engine on this rank and plan how its weights come from the ranks in `sources`.
 
         Collective over the world. The weights are undefined until the first `sync`. With --reshard-alias the
         engine uses the trainer's memory for weights that this rank's trainer holds in the same layout and
@@ -267,59 +250,29 @@ class RolloutEngine(Engine):
         Raises: ValueError for engine arguments that cannot work; PlanError if the sources do not
         hold every weight."""
         super().__init__(config, shape, actor)
+        rank = dist.get_rank()
         # vLLM on a CPU changes torchrun's variables, so they are read before.
         self.ranks, self._ranks_per_node = tuple(ranks), ranks_per_node()
-        prepare_environment()
-        _be_launched_externally()
-        arguments = engine_arguments(
-            config, shape, on_cpu=not torch.cuda.is_available(), num_engines=len(self.ranks) // self._tp
+        offer = Offer(sources.get(rank, {}) if config.reshard.reshard_alias else {}, parameters)
+        first = self.ranks.index(rank) // self._tp * self._tp
+        setup = EngineSetup(
+            config, shape, self.ranks[first : first + self._tp], num_engines=len(self.ranks) // self._tp
         )
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            sweep_shared_memory()
-        with undisturbed():
-            from vllm import LLM
-
-            from megarl.rollout.weight_transfer import offering
-
-            register()
-            offered = sources.get(dist.get_rank(), {}) if config.reshard.reshard_alias else {}
-            with offering(offered, parameters) as offer:
-                self.llm = LLM(**arguments)
-        AbortableEngine(
-            self.llm.llm_engine,
-            f"{actor}/{dist.get_rank() // self._tp}",
-            dist.get_rank() % self._tp,
-            self._tp,
-        )
+        self.inference = start_in_process(setup, offer)
+        AbortableEngine(self.inference, f"{actor}/{rank // self._tp}", rank % self._tp, self._tp)
         self._aliases = offer.taken
-        self.dtype: torch.dtype = self.llm.llm_engine.model_config.dtype
-        self.tensors: dict[int, dict[str, torch.Tensor]] = {}
-        """Live weights: this rank -> name -> view."""
-        self.llm.init_weight_transfer_engine({"init_info": {"expose": self._take}})
-        self._is_updating = False
-        self.device = next(iter(self.tensors[dist.get_rank()].values())).device.type
         self.connect(sources, parameters)
-
-    def _take(self, atlas: Atlas, tensors: dict[str, torch.Tensor]) -> None:
-        """Receive this rank's live weights, and which Hugging Face tensors they hold (its atlas), from the
-        vLLM worker."""
-        self._atlas, self.tensors[dist.get_rank()] = atlas, tensors
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
         """Plan which weights come from which ranks in `sources`. Weights that share the trainer's memory are
         left out.
 
         Arguments and errors are those of the constructor."""
-        rank = dist.get_rank()
-        has_table = self.shape.model_type in TABLES
-        told = all_gather_messages(
-            _EngineWeights(self._aliases, None if has_table else self._atlas), _EngineWeights
-        )
-        wanted = (
-            vllm_atlases(self.shape, self.ranks, self._tp)
-            if has_table
-            else {rank: told[rank].atlas for rank in self.ranks}
-        )
+        rank, backend = dist.get_rank(), self.config.rollout.backend
+        atlases = engine_atlases(backend, self.shape, self.ranks, self._tp)
+        own = self.inference.atlases[rank] if atlases is None else None
+        told = all_gather_messages(_EngineWeights(self._aliases, own), _EngineWeights)
+        wanted = atlases or {rank: told[rank].atlas for rank in self.ranks}
         plan = make_plan(
             sources,
             {rank: without(atlas, told[rank].aliases) for rank, atlas in wanted.items()},
@@ -339,7 +292,7 @@ class RolloutEngine(Engine):
         messages: Callable[[], object],
     ) -> None:
         rank = dist.get_rank()
-        self.version, self._arrivals = None, arrivals.get(rank, {})
+        self.inference.version, self._arrivals = None, arrivals.get(rank, {})
         for source, pull in pulls.get(rank, {}).items():
             self.destination.pull_from(source, tensors_of(pull), pull[1])
 
@@ -347,54 +300,26 @@ class RolloutEngine(Engine):
             messages()
             self.destination.pull()
 
-        self.llm.start_weight_update()
-        self._is_updating = True
-        self.llm.update_weights({"update_info": {"copy": copy}})
+        self.inference.write_weights(copy)
         self.bytes_per_sync = self.destination.bytes
 
     def verify(self, timeout_s: float) -> str | None:
         return self.destination.difference(self._arrivals)
 
-    def commit(self, version: int) -> None:
-        self._is_updating = False
-        self._commit(version)
+    def release_kv_cache(self) -> None:
+        """Give the GPU memory of the KV cache back until `restore_kv_cache`. The weights stay.
 
-    def give_up(self) -> None:
-        if self._is_updating:
-            self._is_updating = False
-            self.llm.finish_weight_update()
+        Not collective."""
+        self.inference.release_kv_cache()
+
+    def restore_kv_cache(self) -> None:
+        """Take the GPU memory of the KV cache back, without content. Every rank of the engine calls this."""
+        self.inference.restore_kv_cache()
 
     def shutdown(self) -> None:
-        """Stop vLLM.
+        """Stop the engine.
 
         vLLM destroys torch's default process group with its own, so this is the last collective of the
         process."""
         dist.barrier()
-        self.version = None
-        self.llm.llm_engine.engine_core.shutdown()
-
-
-def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) -> torch.Tensor:
-    """Return the experts that vLLM chose for each token of one sample, as `Response.experts` holds them.
-
-    The last token was sampled but not fed to the model, so vLLM has no row for it. The row before stands in,
-    because nothing is predicted from the last token.
-
-    Raises: RuntimeError if rows are missing, for example because the engine does not return experts."""
-    wanted = (num_tokens - 1, shape.num_layers, shape.moe_router_topk)
-    if rows is None or rows.shape != wanted:
-        raise RuntimeError(
-            "--moe-routing-replay engine: vLLM returned experts of "
-            f"{'no token' if rows is None else rows.shape}, not of {wanted} "
-            "(tokens, layers, experts per token)"
-        )
-    experts = torch.from_numpy(rows.astype("int32")).to(expert_dtype(shape.num_moe_experts))
-    return torch.cat([experts, experts[-1:]])
-
-
-def _be_launched_externally() -> None:
-    """Set the environment variables of torchrun that vLLM's external launcher reads, unless they are set.
-
-    A single process that was started by hand has none."""
-    os.environ.setdefault("RANK", str(dist.get_rank()))
-    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+        self.inference.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import GPU_MEMORY_UTILIZATION
 from megarl.config.mesh import group_timeout
 from megarl.config.roles import tells_experts
 from megarl.config.schema import TrainConfig
@@ -26,12 +27,20 @@ _FIXED = (
 )
 
 
+_IN_PROCESS = "external_launcher"
+_UNCHECKED_SHARE = 0.01
+"""Value of gpu_memory_utilization beside kv_cache_memory_bytes.
+
+The bytes decide, but vLLM refuses to start if this share of the GPU is not free
+(vllm/v1/worker/utils.py:761)."""
+
+
 def engine_arguments(
     config: TrainConfig,
     shape: ModelShape,
     on_cpu: bool,
     num_engines: int = 1,
-    executor: str = "external_launcher",
+    executor: str = _IN_PROCESS,
 ) -> dict[str, object]:
     """Return the vLLM engine arguments of a job.
 
@@ -50,7 +59,7 @@ def engine_arguments(
     group_timeout_s = int(group_timeout(config.placement.call_timeout_s).total_seconds())
     arguments: dict[str, object] = dict(
         model=config.model.model,
-        tokenizer=_tokenizer(config),
+        tokenizer=stop_tokenizer(config),
         skip_tokenizer_init=not sampling.stop,
         dtype=dtype,
         load_format="dummy",
@@ -72,7 +81,9 @@ def engine_arguments(
         cpu_distributed_timeout_seconds=group_timeout_s,
     )
     arguments |= (
-        _on_cpu(config, shape, num_engines, dtype, max_model_len) if on_cpu else _on_gpu(config, shape, dtype)
+        _on_cpu(config, shape, num_engines, dtype, max_model_len)
+        if on_cpu
+        else _on_gpu(config, shape, dtype, releases=executor == _IN_PROCESS)
     )
     return {name: value for name, value in (arguments | rollout.engine_args).items() if value is not None}
 
@@ -107,9 +118,17 @@ def _on_cpu(
     return arguments
 
 
-def _on_gpu(config: TrainConfig, shape: ModelShape, dtype: str) -> dict[str, object]:
+def _on_gpu(config: TrainConfig, shape: ModelShape, dtype: str, releases: bool) -> dict[str, object]:
+    """Return the arguments of an engine on a GPU.
+
+    Args:
+        releases: whether the engine can release its KV cache."""
+    rollout = config.rollout
+    default = GPU_MEMORY_UTILIZATION if rollout.kv_cache_memory_bytes is None else _UNCHECKED_SHARE
     return {
-        "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization or default,
+        # vLLM gives a KV cache back only if its pool has allocated it.
+        "enable_sleep_mode": True if releases and rollout.release_kv_cache is not False else None,
         "enable_return_routed_experts": True if tells_experts(config, shape) else None,
         # The trainer's logits are fp32. vLLM would round its own to the model's dtype, an error as large
         # as the limit of the log-prob gate in bf16.
@@ -138,11 +157,11 @@ def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
     return {"attention_backend": "CPU_MLA", **native}
 
 
-def _tokenizer(config: TrainConfig) -> str | None:
-    """Return the tokenizer with which vLLM matches --stop strings, or None without them. Raises ValueError
-    for a SentencePiece file.
+def stop_tokenizer(config: TrainConfig) -> str | None:
+    """Return the tokenizer with which an engine matches --stop strings, or None without them. Raises
+    ValueError for a SentencePiece file.
 
-    vLLM needs one only to match stop strings, and transformers must be able to load it."""
+    An engine needs one only to match stop strings, and transformers must be able to load it."""
     tokenizer = config.model.tokenizer_model
     if config.sampling.stop and tokenizer is not None and Path(tokenizer).is_file():
         raise ValueError(

@@ -19,7 +19,7 @@ class EngineFailed(RuntimeError):
     """An exception in a process of vLLM's engine; `__cause__` holds its traceback there."""
 
 
-class _Traceback(Exception):
+class RemoteTraceback(Exception):
     """An exception whose text is the traceback of another process."""
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class EngineErrors:
         if not logged:
             return error
         failed = EngineFailed(f"[rank {rank}] vLLM's engine failed: {logged[0]['error']}")
-        failed.__cause__ = _Traceback(logged[0]["traceback"])
+        failed.__cause__ = RemoteTraceback(logged[0]["traceback"])
         return failed
 
 

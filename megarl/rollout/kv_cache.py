@@ -1,8 +1,12 @@
-"""Compute the size of an engine's KV cache and its default on a CPU."""
+"""Compute the size of an engine's KV cache and its default.
+
+vLLM divides its cache into blocks. The transformers engine has a row of full length for each running
+request."""
 
 from __future__ import annotations
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.kv_cache import GPU_MEMORY_UTILIZATION
 from megarl.config.schema import TrainConfig
 
 CPU_BLOCK_SIZE = 128
@@ -45,6 +49,30 @@ def bounded_cache_bytes(block_bytes: int, per_sequence: int, num_sequences: int,
     `at_least` sequences need more."""
     wanted = min(num_sequences * per_sequence, MAX_CPU_KV_CACHE_BYTES)
     return max(at_least * per_sequence, wanted) + block_bytes  # vLLM reserves one block for itself
+
+
+def num_cache_rows(
+    config: TrainConfig, row_bytes: int, num_engines: int, gpu_bytes: int | None, weights: int
+) -> int:
+    """Return how many requests can run at the same time if the KV cache has a row of full length for each.
+
+    That is enough for every sequence of a step, as far as memory allows: --rollout-kv-cache-memory-bytes, or
+    MAX_CPU_KV_CACHE_BYTES on a CPU (but two rows at least), or what --rollout-gpu-memory-utilization leaves.
+
+    Args:
+        row_bytes: `sequence_bytes` of the longest sequence.
+        gpu_bytes: memory of the GPU; None on a CPU.
+        weights: bytes of the engine's weights.
+    Returns: 0 if there is no room for one row."""
+    rollout = config.rollout
+    if rollout.kv_cache_memory_bytes is not None:
+        room = rollout.kv_cache_memory_bytes
+    elif gpu_bytes is None:
+        room = max(MAX_CPU_KV_CACHE_BYTES, 2 * row_bytes)
+    else:
+        share = rollout.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+        room = max(0, int(share * gpu_bytes) - weights)
+    return min(most_sequences(config, num_engines), room // row_bytes)
 
 
 def sequence_bytes(shape: ModelShape, tp_size: int, itemsize: int, length: int, block_size: int) -> int:

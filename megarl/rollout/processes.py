@@ -93,7 +93,7 @@ class EngineProcesses:
                 time.sleep(0.01)
             self.death = EngineDied(
                 self._describe(
-                    dead[0].pid if dead else self.pids[0], _how(dead[0].exitcode if dead else None)
+                    dead[0].pid if dead else self.pids[0], how_it_ended(dead[0].exitcode if dead else None)
                 )
             )
         return self.death is not None
@@ -127,7 +127,8 @@ class EngineProcesses:
             time.sleep(0.2)
 
 
-def _how(exit_code: int | None) -> str:
+def how_it_ended(exit_code: int | None) -> str:
+    """Return the end of a process in words; None is an unknown exit code."""
     if exit_code is None:
         return "exit code unknown"
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"

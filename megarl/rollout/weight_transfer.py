@@ -16,7 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,11 +33,11 @@ from vllm.platforms import current_platform
 
 from megarl.config.hf_config import FAMILIES, ModelShape
 from megarl.messages import decode
-from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas, hf_sizes
 from megarl.reshard.hf_weights import checkpoint_sizes
 from megarl.reshard.vllm_atlas import TABLES, vllm_atlas
 from megarl.rollout.latents import DerivedLatents
+from megarl.rollout.offer import Offer, alias_weights
 from megarl.rollout.plugin import check_version
 from megarl.rollout.puller import Order, Puller
 
@@ -68,30 +68,18 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """An Order (puller.py) as a message; in another process."""
 
 
-@dataclass
-class Offer:
-    """The trainer's parameters, offered to an engine that is being built in the same process."""
-
-    atlas: Atlas
-    parameters: dict[str, torch.Tensor]
-    taken: dict[str, str] = field(default_factory=dict)
-    """Set by the engine: name of its parameter -> the trainer's parameter whose memory it took over."""
-
-
 _offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
 
 
 @contextlib.contextmanager
-def offering(atlas: Atlas, parameters: dict[str, torch.Tensor]) -> Iterator[Offer]:
-    """Offer the trainer's memory to the engine that is built inside this context, and yield an Offer that
-    records what it takes.
+def offering(offer: Offer) -> Iterator[None]:
+    """Offer the trainer's memory to the engine that is built inside this context, which sets `offer.taken`.
 
     CUDA graphs and compiled code keep memory addresses. These can still be chosen while vLLM builds the
     weight-transfer engine."""
-    offer = Offer(atlas, parameters)
     token = _offer.set(offer)
     try:
-        yield offer
+        yield
     finally:
         _offer.reset(token)
 
@@ -117,6 +105,7 @@ class MegarlWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             offer.taken = alias_weights(
                 model, {name: param for name, param in self.atlas.items() if name not in self.packed}, offer
             )
+            free_replaced_weights(vllm_config)
         self.tensors = expose_weights(model, self.atlas, self.packed, self.latents.names)
         self.puller: Puller | None = None
 
@@ -174,25 +163,16 @@ def engine_atlas(vllm_config: VllmConfig) -> Atlas:
     return trace_vllm_atlas(empty_model(vllm_config), sizes)
 
 
-def alias_weights(model: torch.nn.Module, atlas: Atlas, offer: Offer) -> dict[str, str]:
-    """Make the model's parameters use the trainer's memory wherever both hold the same elements.
+def free_replaced_weights(vllm_config: VllmConfig) -> None:
+    """Return the memory of the weights that the trainer's memory has replaced to the device.
 
-    Both must agree in dtype, device and layout.
+    In sleep mode the weights come from a pool of vLLM's, which keeps what is freed in it after the model is
+    loaded. Entering the pool again trims it (vllm/device_allocator/cumem.py:399)."""
+    if vllm_config.model_config.enable_cumem_allocator:
+        from vllm.device_allocator import get_mem_allocator_instance
 
-    Returns: name in the model -> name of the trainer's parameter."""
-    parameters, taken = dict(model.named_parameters()), {}
-    for name, source in find_aliases(offer.atlas, atlas).items():
-        weight, ours = parameters.get(name), offer.parameters[source]
-        if (
-            weight is not None
-            and weight.dtype == ours.dtype
-            and weight.device == ours.device
-            and ours.is_contiguous()
-        ):
-            # A vector keeps its shape; a prepacked linear layer left an empty parameter behind.
-            weight.data = ours.view(weight.shape if weight.numel() else ours.shape)
-            taken[name] = source
-    return taken
+        with get_mem_allocator_instance().use_memory_pool(tag="weights"):
+            pass
 
 
 def find_packed_experts(model: torch.nn.Module) -> dict[str, PackedExperts]:

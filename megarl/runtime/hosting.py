@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from megarl.ranges import call_ranges
 from megarl.runtime.abort import ABORT, AbortToken
 from megarl.runtime.messages import Call, CannotSend, Event, Reply, decode_arguments, encode
 
@@ -82,18 +83,20 @@ class HostedRoles:
         the method are raised.
 
         Raises: the error of the method; TypeError for arguments or a result that no message can hold."""
-        start = time.perf_counter()
         if call.role not in self.by_name:
             hosted = sorted(self.by_name)
             raise ValueError(f"role {call.role!r} is not on rank {self._rank}, which hosts {hosted}.")
-        method = getattr(self.by_name[call.role], call.method)
-        bound = decode_arguments(method, call.arguments)
-        value = method(*bound.args, **bound.kwargs)
-        try:
-            encoded = encode(value)
-        except CannotSend as error:
-            raise CannotSend(f"its result ({type(value).__name__}) cannot be sent: {error}") from None
-        return Reply(index, self._rank, encoded, time.perf_counter() - start, time.time())
+        with call_ranges(call.role, call.method, call.label):
+            start = time.perf_counter()
+            method = getattr(self.by_name[call.role], call.method)
+            bound = decode_arguments(method, call.arguments)
+            value = method(*bound.args, **bound.kwargs)
+            try:
+                encoded = encode(value)
+            except CannotSend as error:
+                raise CannotSend(f"its result ({type(value).__name__}) cannot be sent: {error}") from None
+            seconds = time.perf_counter() - start
+        return Reply(index, self._rank, encoded, seconds, time.time())
 
 
 def step_until(hook: IdleHook | None, has_command: Callable[[], bool]) -> None:

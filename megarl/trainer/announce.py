@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from megarl.algorithms.base import algorithm_of
 from megarl.config.errors import ConfigError
 from megarl.config.rules_files import newest_job
+from megarl.config.rollout_backends import rollout_backend
 from megarl.config.schema import TrainConfig
 from megarl.files.checkpoints import JobFileError
 from megarl.flow import ModelRole, Rollout, role_class
@@ -43,8 +44,9 @@ def line_on(stream: TextIO | None = None) -> Say:
 
 def starting_text(config: TrainConfig, world_size: int) -> str:
     """Return the first line of a job: what it starts and, with --load, after which step it continues."""
-    libraries = "PyTorch, Megatron-Core and vLLM" if algorithm_of(config).needs_rollout else ""
-    libraries = libraries or "PyTorch and Megatron-Core"
+    libraries = "PyTorch and Megatron-Core"
+    if algorithm_of(config).needs_rollout:
+        libraries = f"PyTorch, Megatron-Core and {rollout_backend(config).library}"
     whom, imports = f"{world_size} rank{'s' if world_size > 1 else ''}", "each imports"
     if config.placement.executor != "torchrun":
         whom, imports = f"with --executor {config.placement.executor}", "this process imports"

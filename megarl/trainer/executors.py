@@ -114,13 +114,13 @@ def interfaces_of(roles: Iterable[str]) -> dict[str, type]:
 def rank_description(ranks: Mapping[str, Sequence[int]]) -> Callable[[int], str]:
     """Return a function that describes a rank by its roles: "1: actor, critic".
 
-    Data and rewards accompany other roles and are left out."""
+    Data, rewards and the profiler accompany other roles and are left out."""
 
     def describe(rank: int) -> str:
         roles = ", ".join(
             role
             for role, of_role in ranks.items()
-            if rank in of_role and kind_and_suffix(role)[0] not in ("data", "reward")
+            if rank in of_role and kind_and_suffix(role)[0] not in ("data", "reward", "profiler")
         )
         return f"{rank}: {roles}" if roles else str(rank)
 

@@ -8,6 +8,7 @@ tensorboard/                 the same as event files;
 rollouts/step_000001.jsonl   sampled prompts, responses and rewards of a step
 timeline.json                when each call of the last steps ran and on which ranks, for ui.perfetto.dev
                              (written at the end, however the job ends)
+profile/                     traces and tables of profiled steps, see `profiled_steps.py` and --profile
 failure.log                  tracebacks of failures whose messages leave them out, see `resume_command.py`
 failed_step.jsonl            samples of the last step that failed, see `failed_step.py`
 rollouts/eval.jsonl          one held-out answer per evaluation
@@ -34,7 +35,7 @@ from megarl.loggers import Logger, LoggerContext, open_loggers
 from megarl.loggers.console import Progress
 from megarl.loggers.json_lines import METRICS, JsonLines, cut_after
 
-ARGUMENTS, ROLLOUTS, TIMELINE = "resolved.args", "rollouts", "timeline.json"
+ARGUMENTS, ROLLOUTS, TIMELINE, PROFILE = "resolved.args", "rollouts", "timeline.json", "profile"
 MARKS = (ARGUMENTS, METRICS)
 """Files whose presence marks a folder as a run."""
 

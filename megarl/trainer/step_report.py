@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from megarl.futures import Future
-from megarl.flow import Metrics, declaration
+from megarl.flow import Metrics
+from megarl.flow.role import time_metric
 from megarl.metrics import combine
 from megarl.role_names import kind_and_suffix
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -23,8 +24,7 @@ def phase_times(seconds: Mapping[tuple[str, str], float]) -> dict[str, float]:
     `time/step_s`. Without overlap the difference is the time of the driver and of the messages."""
     times: dict[str, float] = {}
     for (role, method), value in seconds.items():
-        declared = declaration(role, method)
-        name = f"time/{'other' if declared is None else declared.phase}_s"
+        name = time_metric(role, method)
         times[name] = times.get(name, 0.0) + value
     return times
 

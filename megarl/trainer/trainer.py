@@ -46,6 +46,7 @@ from megarl.trainer.checkpointer import Checkpointer
 from megarl.trainer.evaluation import evaluate_actors
 from megarl.trainer.failed_step import save_failed_step
 from megarl.trainer.gate import LogProbGate
+from megarl.trainer.profiled_steps import ProfiledSteps
 from megarl.trainer.own_ranks import Started, start_ranks
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.run_folder import TIMELINE, Run
@@ -114,6 +115,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config, self.executor, self.meshes, self.state, self.run_folder, self.stop
         )
+        self.profiled = ProfiledSteps(config, self.executor, self.run_folder)
         self._contexts.push(self._finish)
         self.flow = flow_of_actors(config, self.meshes)
         """Flow of a step, combined from the algorithms of all actors."""
@@ -132,6 +134,7 @@ class Trainer:
                 last.callback(save_failed_step, self.run_folder, self.runner.batches, self.state, error)
             last.callback(self.save_timeline)
             if exc_type is None:
+                self.profiled.stop()
                 self.wait()
                 for role in self.meshes:
                     if issubclass(role_class(role), ServiceRole):
@@ -253,11 +256,13 @@ class Trainer:
         self.stop.is_armed = self.stops_gracefully
         self.stop.check()
         self.checkpointer.poll()
+        self.profiled.begin(self.step)
         self.executor.take_seconds()
         self.run_folder.begin_step()
 
     def _complete_step(self) -> None:
         self.state.complete_step()
+        self.profiled.end(self.step)
         self.stop.step_completed()
 
     def _record(self, reports: Iterable[Future[Metrics]]) -> dict[str, float]:
@@ -285,9 +290,7 @@ class Trainer:
 
     def exchange(self, columns: Sequence[str], source: str, destination: str) -> Future[Metrics] | None:
         """Send token columns from the ranks of one role to those of another. Returns the future of the
-        transfer, or None if no call is needed.
-
-        Returns: None if both roles work on the same batch shard, so that no call is needed."""
+        transfer, or None if both work on the same batch shard, so that no call is needed."""
         if unknown := sorted({*columns} - {*COMPUTED_COLUMNS}):
             raise ValueError(f"column ({unknown[0]}) must be one of {', '.join(COMPUTED_COLUMNS)}.")
         for role in (source, destination):
@@ -302,8 +305,7 @@ class Trainer:
         """Raise GateError if the result of `roles.actor.log_probs()` disagrees with the engine's log-probs. A
         user's loop calls this before its first update.
 
-        Raises: GateError if trainer and engine disagree. ValueError for an actor that works on another's
-        samples."""
+        Raises: GateError; ValueError for an actor that works on another's samples."""
         if not self.runner.batches.is_on_policy(log_probs.role):
             raise ValueError(
                 f"log_probs (of {log_probs.role}): the gate compares an actor with its own engines, "
@@ -344,9 +346,7 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Begin a checkpoint of the state after this step, in --save. Returns when every rank has copied its
-        state.
-
-        `wait` or the next checkpoint completes it.
+        state; `wait` or the next checkpoint completes it.
 
         Raises: ValueError within a step."""
         if self.state.in_step:

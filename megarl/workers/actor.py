@@ -88,6 +88,7 @@ class ActorRole(PolicyRole):
                 rollout_mesh.tp,
                 self.config.reshard.reshard_timeout_s,
                 self.suffix,
+                self.config.rollout.backend,
             )
             self.sender = WeightSync(
                 plan, self.rank, speakers, self.model.weights, None, self.config.reshard, actor=self.suffix

@@ -26,6 +26,7 @@ from megarl.batch_invariants import Digests
 from megarl.flow.columns import SAMPLED_COLUMNS
 from megarl.invariants import InvariantError
 from megarl.packing import Route
+from megarl.ranges import profiled
 from megarl.workers.store import PackedSamples
 
 _BOUND_BY_TOKENS = ("tokens", "response_mask")  # one digest covers both
@@ -53,6 +54,7 @@ class Moved(NamedTuple):
     They are not yet compared with `columns`."""
 
 
+@profiled("exchange/move_rows")
 def move_rows(
     held: Sequence[PackedSamples],
     columns: Sequence[str],

@@ -1,5 +1,5 @@
-"""Decide which parts of this rank's models (parameters, gradients, optimizer) are on its GPU during which
-call.
+"""Decide which parts of this rank's models (parameters, gradients, optimizer) and of its engine (KV cache)
+are on its GPU during which call.
 
 during a call
     The device has the parts that the call needs. It starts to load the parts that the next call needs, as far
@@ -20,13 +20,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from megarl.config.role_sections import OFFLOAD_PARTS
 from megarl.role_names import kind_and_suffix
 
-if TYPE_CHECKING:
-    from megarl.megatron.offload import ModelMemory
+KV_CACHE = "kv_cache"
+"""The one part of an in-process engine that can leave the device."""
+
+
+class DeviceMemory(Protocol):
+    """Memory of a model (megarl/megatron/offload.py) or of an engine (megarl/workers/kv_cache.py)."""
+
+    def offload(self, parts: Collection[str]) -> None: ...
+
+    def load(self, parts: Collection[str]) -> None: ...
+
+    def part_bytes(self, part: str) -> int: ...
+
+    def resident_bytes(self, part: str | None = None) -> int: ...
+
+    def unallocated_bytes(self) -> int: ...
+
+    def take_copy_seconds(self) -> float: ...
 
 
 _Call = tuple[str | None, frozenset[str]]
@@ -35,7 +51,7 @@ _Call = tuple[str | None, frozenset[str]]
 
 @dataclass
 class _Model:
-    memory: ModelMemory
+    memory: DeviceMemory
     offloaded_parts: frozenset[str]
     """Parts that may be offloaded."""
     least_bytes: int
@@ -53,16 +69,18 @@ class OffloadManager:
         self.peak_bytes = 0
         """Largest number of bytes that the parts of all models had on the device together.
 
-        Activations and engines are not counted."""
+        Activations and engines are not counted, but for a KV cache that is released."""
 
-    def add(self, role: str, memory: ModelMemory, offloaded_parts: Collection[str]) -> None:
-        """Take charge of a model that was just built, with all of its parts on the device."""
+    def add(self, role: str, memory: DeviceMemory, offloaded_parts: Collection[str]) -> None:
+        """Take charge of a model or an engine that was just built, with all of its parts on the device."""
         self._models[role] = _Model(memory, frozenset(offloaded_parts), memory.resident_bytes())
         self.note_peak()
 
     def enter(self, role: str | None, parts: Collection[str]) -> None:
         """Offload what the coming call does not need, load the parts of the role's model that it needs, and
         start to load the next call's."""
+        if parts == (KV_CACHE,) and role not in self._models:
+            role, parts = None, ()  # the engine keeps its KV cache
         call = role, frozenset(parts)
         self._followed |= {self._recent: call, self._recent[-1:]: call}
         self._recent = *self._recent[-1:], call
@@ -99,6 +117,16 @@ class OffloadManager:
                 ahead.append(part)
         return role, ahead
 
+    def growth_until_rollout(self) -> int:
+        """Return by how many bytes the models will have grown on the device when an engine samples after an
+        update: the optimizer's state that is still to come, without the parts that are offloaded by then."""
+        growth = 0
+        for model in self._models.values():
+            growth -= sum(model.memory.resident_bytes(part) for part in model.offloaded_parts)
+            if "optimizer" not in model.offloaded_parts:
+                growth += model.memory.unallocated_bytes()
+        return growth
+
     def note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes())
 
@@ -111,7 +139,7 @@ class OffloadManager:
 
         memory/<kind>_resident_bytes is the least number of bytes that this role had on the device, while
         other roles worked. time/offload_s, if `with_time`, covers all roles of the rank."""
-        if not any(model.offloaded_parts for model in self._models.values()):
+        if not any(model.offloaded_parts - {KV_CACHE} for model in self._models.values()):
             return {}
         model = self._models[role]
         metrics = {f"memory/{kind_and_suffix(role)[0]}_resident_bytes": float(model.least_bytes)}
@@ -124,8 +152,8 @@ class OffloadManager:
 
 
 def needs(*parts: str, of: str | None = None) -> Callable[[Callable], Callable]:
-    """Make a role's method load these parts of its model (parameters, gradients, optimizer) to the device
-    first. Use as a decorator.
+    """Make a role's method load these parts of its model (parameters, gradients, optimizer) or engine
+    (kv_cache) to the device first. Use as a decorator.
 
         @needs("parameters")
         def log_probs(self): ...
@@ -147,6 +175,7 @@ def needs(*parts: str, of: str | None = None) -> Callable[[Callable], Callable]:
             finally:
                 self.offload_manager.note_peak()
 
+        call.needs = parts
         return call
 
     return declare

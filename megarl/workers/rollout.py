@@ -23,11 +23,12 @@ from megarl.workers.actor import ActorRole
 from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
-from megarl.workers.offload_manager import needs
+from megarl.workers.kv_cache import EngineKVCache, releases_here, with_kv_cache_bytes
+from megarl.workers.offload_manager import KV_CACHE, needs
 from megarl.workers.store import RolloutBlock, RolloutSample
 
 if TYPE_CHECKING:
-    from megarl.rollout.engine import Engine
+    from megarl.rollout.engine import Engine, RolloutEngine
 
 
 @implements(Rollout)
@@ -65,9 +66,7 @@ class RolloutRole(HostedRole):
 
     def _start_engine(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> Engine | None:
         if self.mode == "in-process":
-            from megarl.rollout.engine import RolloutEngine
-
-            return RolloutEngine(self.config, self.shape, self.mesh.ranks, sources, parameters, self.suffix)
+            return self._start_in_process(sources, parameters)
         if self.rank != self.owners[0]:
             return None
         from megarl.rollout.out_of_process import OutOfProcessEngine
@@ -76,6 +75,24 @@ class RolloutRole(HostedRole):
             self.config, self.shape, self.mesh.peers(self.rank, "tp"), self.mesh.ranks, self.suffix
         )
         engine.connect(sources, parameters)
+        return engine
+
+    def _start_in_process(
+        self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]
+    ) -> RolloutEngine:
+        """Start an engine in this process.
+
+        On a GPU the offload manager releases its KV cache while roles train."""
+        from megarl.rollout.engine import RolloutEngine
+
+        config, releases = self.config, releases_here(self.config)
+        if releases:
+            config = with_kv_cache_bytes(config, self.shape, sources, self.offload_manager)
+        engine = RolloutEngine(config, self.shape, self.mesh.ranks, sources, parameters, self.suffix)
+        if releases:
+            self.offload_manager.add(
+                self.name, EngineKVCache(engine, engine.inference.kv_cache.num_bytes), (KV_CACHE,)
+            )
         return engine
 
     @property
@@ -104,7 +121,7 @@ class RolloutRole(HostedRole):
             self.actor.send_weights_to(self.mesh, version)
         return {}
 
-    @needs()
+    @needs(KV_CACHE)
     def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False) -> list[Sample]:
         """Sample responses to dataset rows. The first rank of each engine returns the engine's samples,
         ordered as `visits`; its other ranks return [].

@@ -123,6 +123,10 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
         from megarl.workers.sft import SFTActorRole
 
         roles["actor"] = SFTActorRole("actor", config, meshes, store, offload_manager)
+    if config.profile.profile and dist.get_rank() in config.profile.profile_ranks:
+        from megarl.workers.profiler import ProfilerRole
+
+        roles["profiler"] = ProfilerRole(config.profile.profile, dist.get_rank(), meshes)
     for name, writer in writers.items():
         roles[name].writer = writer
     return roles

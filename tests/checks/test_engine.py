@@ -30,6 +30,8 @@ def test_head_sizes(write_model, job, config, head_dim):  # noqa: F811
             f"--model ({folder}): its head_dim is {head_dim}, and vLLM's attention on a CPU has "
             "kernels for 32, 64, 80,"
         )
+        assert findings_of(job, CPU, "--rollout-backend", "transformers") == []
+        assert finding.endswith("Use another model, or a GPU, or try --rollout-backend transformers.")
     else:
         assert found == []
 

@@ -20,6 +20,7 @@ from megarl.config.schema import LoRAConfig
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.lora_atlas import with_adapters
 from megarl.reshard.megatron_atlas import megatron_atlases
+from megarl.reshard.transformers_atlas import transformers_atlas
 from megarl.reshard.vllm_atlas import vllm_atlases
 from tests.config.conftest import MIXTURE, QWEN3, job, write_model  # noqa: F401
 
@@ -74,6 +75,12 @@ def test_counted_by_layers_as_the_whole_atlas(shape, mesh):
                 for rank in mesh.ranks
             }
             assert aliased_elements(shape, mesh, MeshSpec(mesh.ranks, tp), layout) == shared
+        whole = transformers_atlas(shape)
+        assert engine_held(shape, 1, "transformers") == elements(whole)
+        assert aliased_elements(shape, mesh, MeshSpec(mesh.ranks), layout, "transformers") == {
+            rank: elements({name: whole[name] for name in find_aliases(atlases[rank], whole)})
+            for rank in mesh.ranks
+        }
 
 
 def test_adapters_are_counted_apart(shape):
@@ -123,6 +130,27 @@ def test_bytes_of_a_parameter(job, tmp_path):  # noqa: F811
     assert parts["rollout", "engine"] == 2 * 2 * engine_held(
         ModelShape.load(tmp_path / "model"), 1
     )  # a second buffer
+
+
+def test_rows_of_a_cache_without_blocks(job, tmp_path):  # noqa: F811
+    """--rollout-backend transformers: a row of full length per sequence of a step on each engine, as far as
+    there is room; the plain parameters; and a second buffer out of process."""
+    shape = ModelShape.load(tmp_path / "model")
+    row = 2 * 4 * shape.num_layers * shape.num_query_groups * shape.head_dim
+    config = load(job, "--rollout-backend transformers")
+    row *= config.sampling.max_length
+    samples = config.batch.num_prompts * config.batch.num_samples_per_prompt
+    parts = parts_of(estimate(config, 2, CPU))
+    assert parts["rollout", "KV cache"] == -(-samples // 2) * row
+    flags = "--rollout-backend transformers --rollout-max-num-seqs 3 --rollout-ranks 1"
+    parts = parts_of(estimate(load(job, flags), 2, CPU), rank=1)
+    assert parts["rollout", "KV cache"] == 3 * row
+    assert parts["rollout", "engine"] == 4 * 2 * canonical_elements(shape)
+    flags = f"--rollout-backend transformers --rollout-kv-cache-memory-bytes {2 * row + 1}"
+    assert parts_of(estimate(load(job, flags), 2, CPU))["rollout", "KV cache"] == 2 * row
+    gpu = Machine(None, has_gpu=True, gpu_bytes=10**9)
+    parts = parts_of(estimate(load(job, "--rollout-backend transformers"), 2, gpu))
+    assert parts["rollout", "KV cache"] == -(-samples // 2) * row
 
 
 def test_an_evaluation_needs_the_weights_and_the_engine(job):  # noqa: F811

@@ -127,6 +127,9 @@ MISTAKES = {
         offload weights
         offload-ahead-bytes 100
         rollout-tensor-parallel-size 3
+        rollout-backend sglang
+        rollout-tensor-parallel-size 2 | rollout-backend transformers
+        rollout-block-size 64 | rollout-backend transformers
         rollout-ranks 0-3
         rollout-ranks x
         actor-ranks 1-0

@@ -70,6 +70,51 @@ RULES = {
         "--tensor-model-parallel-size (2): must divide the model's intermediate_size (255). Try 1.",
         "--tensor-model-parallel-size 1",
     ),
+    "a profile that begins after the last step": (
+        "--profile torch --train-iters 10",
+        2,
+        {},
+        "--profile-step-start (10): must be below --train-iters (10). Try --profile-step-start 9 "
+        "--profile-step-end 10.",
+        "--profile torch --train-iters 10 --profile-step-start 9 --profile-step-end 10",
+    ),
+    "a profile that ends after the last step": (
+        "--profile memory --train-iters 11",
+        2,
+        {},
+        "--profile-step-end (12): must be at most --train-iters (11), the last step. Try "
+        "--profile-step-end 11.",
+        "--profile memory --train-iters 11 --profile-step-end 11",
+    ),
+    "a profile without steps": (
+        "--profile torch --train-iters 20 --profile-step-end 10",
+        2,
+        {},
+        "--profile-step-end (10): must be above --profile-step-start (10), because the profiled steps are "
+        "those after it. Try --profile-step-end 11.",
+        "--profile torch --train-iters 20 --profile-step-end 11",
+    ),
+    "a profile of a rank that does not exist": (
+        "--profile nsys --train-iters 20 --profile-ranks 1 2",
+        2,
+        {},
+        "--profile-ranks (1 2): rank 2 is not among the job's ranks, 0 to 1. Try --profile-ranks 1.",
+        "--profile nsys --train-iters 20 --profile-ranks 1",
+    ),
+    "a profile of a rank twice": (
+        "--profile torch --train-iters 20 --profile-ranks 1 1",
+        2,
+        {},
+        "--profile-ranks (1 1): must name each rank once. Try --profile-ranks 1.",
+        "--profile torch --train-iters 20 --profile-ranks 0 1",
+    ),
+    "a profile of no rank": (
+        "--profile torch --train-iters 20 --profile-ranks",
+        2,
+        {},
+        "--profile-ranks (): must name at least one rank. Try --profile-ranks 0.",
+        "--train-iters 5 --profile-step-start 9 --profile-ranks 7",
+    ),
     "experts of a dense model": (
         "--expert-model-parallel-size 2",
         2,
@@ -92,6 +137,46 @@ RULES = {
         "prefix cache. Leave --no-rollout-enable-prefix-caching "
         "out, or try --moe-routing-replay policy.",
         "--moe-routing-replay engine",
+    ),
+    "an engine of transformers on two ranks": (
+        "--rollout-backend transformers --rollout-tensor-parallel-size 2",
+        2,
+        {},
+        "--rollout-tensor-parallel-size (2): with --rollout-backend transformers each engine is whole on "
+        "one rank. Try --rollout-tensor-parallel-size 1, or try --rollout-backend vllm.",
+        "--rollout-backend transformers",
+    ),
+    "blocks of a cache without blocks": (
+        "--rollout-backend transformers --rollout-block-size 32",
+        2,
+        {},
+        "--rollout-block-size (32): the KV cache of --rollout-backend transformers has no blocks. "
+        "Leave it out, or try --rollout-backend vllm.",
+        "--rollout-backend vllm --rollout-block-size 32",
+    ),
+    "graphs that transformers does not have": (
+        "--rollout-backend transformers --no-rollout-enforce-eager",
+        2,
+        {},
+        "--no-rollout-enforce-eager (False): --rollout-backend transformers has no CUDA graphs and is "
+        "not compiled. Leave it out, or try --rollout-backend vllm.",
+        "--rollout-backend transformers --rollout-enforce-eager",
+    ),
+    "experts that transformers does not report": (
+        "--rollout-backend transformers --moe-routing-replay engine",
+        2,
+        EXPERTS,
+        "--moe-routing-replay (engine): --rollout-backend transformers does not report the experts that "
+        "it chose. Try --moe-routing-replay policy, or try --rollout-backend vllm.",
+        "--rollout-backend transformers --moe-routing-replay policy",
+    ),
+    "an argument of the other backend": (
+        "--rollout-backend transformers --rollout-scheduling-policy fcfs",
+        2,
+        {},
+        "--rollout-scheduling-policy (fcfs): is an argument of vLLM, and the engine is that of "
+        "--rollout-backend transformers. Leave it out, or try --rollout-backend vllm.",
+        "--rollout-backend vllm --rollout-scheduling-policy fcfs",
     ),
     "fp8 of fp32 weights": (
         "--fp8-format hybrid",

@@ -261,6 +261,7 @@ def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
                 batch=replace(other.batch, train_iters=first.batch.train_iters),
                 run=replace(first.run, **gates),
                 checkpoint=first.checkpoint,
+                profile=first.profile,
             )
             for other in others
         ]

@@ -37,6 +37,10 @@ NOT_RUN = {
     "make docs": "continuous integration runs it",
     "python -m pytest tests/config -q -x": "is a part of this suite",
     "python -m pytest tests/docs -m nightly -k python_api": "is a part of this suite",
+    "tools/nsys_train.sh --nproc-per-node 2 -- @configs/quickstart_grpo.args --save runs/nsys "
+    "--profile-step-start 10 --profile-step-end 12 --profile-ranks 0 1": "needs GPUs; "
+    "tests/tools/test_nsys_train.py runs it with a stand-in for nsys",
+    "tools/gpu_session.sh runs/gpu-session '' build tests": "needs a GPU; tests/tools rehearses it",
     ". .venv/bin/activate": "only sets PATH, as every command here has it",
     "megarl convert --model M --load megatron/ --save out-4": "needs a checkpoint that Megatron-LM wrote; "
     "tests/checkpoint/test_convert.py reads some",

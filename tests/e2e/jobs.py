@@ -59,8 +59,13 @@ LAYOUTS = {  # actor -> engines
     "pp2_to_tp1": ("--pipeline-model-parallel-size", "2"),
     "rank_0_to_tp1": ("--actor-ranks", "0"),
     "rank_0_to_rank_1": ("--actor-ranks", "0", "--rollout-ranks", "1"),  # vLLM in processes of its own
+    "tp2_to_transformers": ("--tensor-model-parallel-size", "2", "--rollout-backend", "transformers"),
+    "rank_0_to_transformers_on_1": (
+        *("--actor-ranks", "0", "--rollout-ranks", "1"),
+        *("--rollout-backend", "transformers"),
+    ),
 }
-QUICK = ("one", "dp2_to_tp1", "tp2_to_tp2")
+QUICK = ("one", "dp2_to_tp1", "tp2_to_tp2", "tp2_to_transformers")
 
 
 def layouts(*without: str) -> list:

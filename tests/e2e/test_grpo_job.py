@@ -1,5 +1,5 @@
-"""Whole GRPO jobs through torchrun, with the real Megatron-Core and the real vLLM, in the layouts of the
-quickstart."""
+"""Whole GRPO jobs through torchrun, with the real Megatron-Core and real engines of vLLM and transformers, in
+the layouts of the quickstart. All sample the same."""
 
 from __future__ import annotations
 

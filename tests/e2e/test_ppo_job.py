@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import os
 import signal
@@ -18,12 +20,25 @@ from tests.launch import preloaded_python
 from tests.rewards.models import write_classifier
 
 PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--critic-lr", "1e-2")
+ROLES = ("actor", "critic", "reference", "rollout", "reward", "data")
 DISJOINT = ("--actor-ranks", "0", "--rollout-ranks", "0", "--critic-ranks", "1")
+PROFILE = (
+    "--profile",
+    "torch",
+    "--profile-step-start",
+    "1",
+    "--profile-step-end",
+    "2",
+    "--profile-ranks",
+    "0",
+    "1",
+)
 
 
-@pytest.fixture
-def larger_model(sums_data, tmp_path) -> Path:
-    """With twice the actor's layers, wider."""
+@pytest.fixture(scope="module")
+def disjoint_job(sums_data, tmp_path_factory) -> Job:
+    """A job whose critic is larger, on a rank of its own, and whose second step is profiled on both ranks."""
+    folder = tmp_path_factory.mktemp("disjoint")
     config = AutoConfig.from_pretrained(
         sums_data / "model",
         num_hidden_layers=4,
@@ -31,13 +46,14 @@ def larger_model(sums_data, tmp_path) -> Path:
         intermediate_size=512,
         layer_types=["full_attention"] * 4,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "larger")
-    return tmp_path / "larger"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "larger")
+    larger = ("--critic-model", str(folder / "larger"))
+    return train(sums_data, folder / "run", *PPO, *DISJOINT, *larger, *PROFILE)
 
 
-def test_a_larger_critic_on_a_rank_of_its_own(sums_data, tmp_path, larger_model):
+def test_a_larger_critic_on_a_rank_of_its_own(disjoint_job):
     """While it makes values, the reference makes log-probs on the other rank."""
-    job = train(sums_data, tmp_path / "run", *PPO, *DISJOINT, "--critic-model", str(larger_model))
+    job = disjoint_job
     assert job.returncode == 0, job.output
     assert len(job.steps) == 3 and all(row["critic/grad_norm"] > 0 for row in job.steps)
     assert all(
@@ -48,6 +64,44 @@ def test_a_larger_critic_on_a_rank_of_its_own(sums_data, tmp_path, larger_model)
     assert (
         sum(overlap(spans[f"step {step}"], "critic.values", "reference.log_probs") for step in (1, 2, 3)) > 0
     )
+
+
+def test_the_profile_of_a_step_has_the_ranges_of_every_metric(disjoint_job):
+    """Each phase that metrics.jsonl has, as long as it says: its calls add up, each with its slowest rank."""
+    job = disjoint_job
+    assert sorted(path.name for path in (job.folder / "profile").iterdir()) == [
+        f"step_2_rank_{rank}.{kind}" for rank in (0, 1) for kind in ("kernels.txt", "trace.json.gz")
+    ]
+    calls: dict[tuple[str, str], list[list[float]]] = {}  # metric, call -> seconds of its ranges on each rank
+    names = set()
+    for rank in (0, 1):
+        trace = json.loads(
+            gzip.decompress((job.folder / "profile" / f"step_2_rank_{rank}.trace.json.gz").read_bytes())
+        )
+        ranges = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+        names |= {event["name"] for event in ranges}
+        for one in ranges:
+            if one["name"].startswith("time/"):
+                inner = one["ts"] + one["dur"] / 2
+                (call,) = [
+                    event["name"]
+                    for event in ranges
+                    if event["name"].split(".")[0] in ROLES
+                    and event["ts"] < inner < event["ts"] + event["dur"]
+                ]
+                of_ranks = calls.setdefault((one["name"], call), [[], []])
+                of_ranks[rank].append(one["dur"] / 1e6)
+    sums: dict[str, float] = {}
+    for (metric, _), of_ranks in calls.items():
+        slowest = map(max, itertools.zip_longest(*of_ranks, fillvalue=0.0))
+        sums[metric] = sums.get(metric, 0.0) + sum(slowest)
+    row = job.steps[1]
+    measured = {name: row[name] for name in row if name.startswith("time/") and name != "time/step_s"}
+    assert len(measured) == 9 and sums.keys() == measured.keys()
+    for metric, seconds in measured.items():  # a rank may be suspended between its two clocks
+        assert sums[metric] == pytest.approx(seconds, rel=0.02, abs=5e-4), metric
+    assert names >= {"step 2", "micro_batch/forward", "micro_batch/loss", "micro_batch/backward"}
+    assert names >= {"optimizer/step", "exchange/move_rows", "sync/begin", "sync/finish"}
 
 
 def spans_of(job: Job) -> dict[str, list[tuple[str, tuple[float, float, int]]]]:

@@ -89,6 +89,25 @@ def test_every_kernel_of_ours_compiles_without_spills(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "capability, registers, shared_bytes, num_warps, expected",
+    [
+        (80, 32, 0, 4, (100, "warps")),
+        (80, 64, 0, 8, (50, "registers")),  # 65536 / (64 x 32) = 32 warps
+        (90, 65, 0, 4, (43, "registers")),  # 72 registers: 28 warps
+        (90, 239, 151552, 8, (12, "registers")),  # 240 registers: 8 warps
+        (80, 32, 100000, 4, (6, "shared memory")),
+        (100, 32, 100000, 4, (12, "shared memory")),
+        (90, 16, 0, 1, (50, "blocks")),
+    ],
+)
+def test_occupancy(monkeypatch, capability, registers, shared_bytes, num_warps, expected):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import check_kernels as tool
+
+    assert tool.occupancy(capability, registers, shared_bytes, num_warps) == expected
+
+
 def test_every_file_with_a_kernel_lists_it():
     """A kernel that nobody lists is not checked."""
     # In a process of its own: here the interpreter's tests want these modules for themselves.
@@ -114,6 +133,7 @@ def test_spills_shared_memory_and_errors_are_found(tmp_path):
     assert (
         rows["softmax BLOCK=4096", 90]["problem"] is None and rows["matmul BLOCK=64", 90]["problem"] is None
     )
+    assert rows["softmax BLOCK=4096", 90]["limited_by"] and rows["softmax BLOCK=4096", 90]["occupancy"] > 0
     assert rows["matmul BLOCK=64", 90]["tensor_core"] > 0 == rows["softmax BLOCK=4096", 90]["tensor_core"]
     spilling = rows["softmax BLOCK=16384", 90]
     assert spilling["spill_store_bytes"] > 0 and "use a smaller block or more warps" in spilling["problem"]

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from megarl import cli
 from megarl.config.hf_config import ModelShape
 from megarl.config.hf_families import FAMILIES
+from megarl.config.rollout_backends import ROLLOUT_BACKENDS
 from megarl.data.tokenizer import load_tokenizer
 from megarl.new.tiny_config import TinySizes, size_errors
 from megarl.new.tiny_model import NUM_BYTE_TOKENS
@@ -192,10 +193,12 @@ def test_what_an_error_proposes_has_no_errors():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ROLLOUT_BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_trains_a_step(family, models, tmp_path):
-    """The step passes the log-prob gate: vLLM and Megatron-Core have the same model."""
-    succeed("-m", "megarl.cli", "train", *job(tmp_path, models[family]), timeout=240, preloaded=True)
+def test_every_family_trains_a_step(family, backend, models, tmp_path):
+    """The step passes the log-prob gate: the engine and Megatron-Core have the same model."""
+    arguments = [*job(tmp_path, models[family]), "--rollout-backend", backend]
+    succeed("-m", "megarl.cli", "train", *arguments, timeout=240, preloaded=True)
     [step] = [
         row
         for row in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

@@ -46,9 +46,14 @@ EVERYTHING_OUTSIDE = {
 }
 WITHOUT_TABLES = {("llama", 1): ("pp2",), ("qwen3_moe", 2): ("ep2",)}
 """As if there were no tables of vLLM's layouts."""
+TRANSFORMERS = {(name, 1): layouts for (name, _), layouts in COVERING.items() if name != "qwen2_deep"}
+"""Engines of --rollout-backend transformers, whole on each rank."""
+TRANSFORMERS_OUTSIDE = {("qwen2", 1): ("tp2", "pp2"), ("qwen3_moe", 1): ("ep2",)}
 JOBS = {  # -> ranks of the trainer, --rollout-engine, combinations
     "covering": (2, "in-process", COVERING),
     "outside": (2, "out-of-process", OUTSIDE),
+    "transformers": (2, "in-process by transformers", TRANSFORMERS),
+    "transformers_outside": (2, "out-of-process by transformers", TRANSFORMERS_OUTSIDE),
     "everything_2": (2, "in-process", EVERYTHING_2),
     "everything_4": (4, "in-process", EVERYTHING_4),
     "outside_without_tables": (2, "out-of-process without tables", WITHOUT_TABLES),

@@ -22,6 +22,7 @@ from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.vllm_atlas import TABLES
 from megarl.rollout.draws import draw_key
 from megarl.rollout.engine import RolloutEngine
+from megarl.rollout.interface import Request
 
 KEYS = [draw_key(7, "train", visit, index) for visit in range(8) for index in range(2)]
 LONG = {"count": 12, "vocab_size": 150, "seed": 6, "length": (120, 200)}
@@ -60,7 +61,7 @@ def whole_story(folder: Path) -> dict:
             "version_before": engine.version,
             "before_first_sync": refusal(lambda: engine.generate([[11]], [0], temperature=1.0)),
         }
-        report["bytes"], report["version"] = engine.sync(7), engine.llm.get_weight_version()
+        report["bytes"], report["version"] = engine.sync(7), engine.inference.llm.get_weight_version()
         asked = jobs.prompts(16, 150)
         sampled = engine.generate(asked, KEYS, temperature=0.7)
         report |= {"sampled": sampled, "counts": dict(counting.COUNTS)}
@@ -75,14 +76,15 @@ def whole_story(folder: Path) -> dict:
             greedy(engine, reference, asked)
             | keys(engine, asked, sampled)
             | continued(engine, asked, sampled)
+            | step_by_step(engine, asked, sampled)
         )
         report |= prefixes(engine, reference)
-        engine.llm.start_weight_update()
+        engine.inference.llm.start_weight_update()
         report["failed_sync"] = [
             refusal(lambda: engine.sync(9)),
             refusal(lambda: engine.generate([[11]], [0], temperature=1.0)),
         ]
-        engine.llm.finish_weight_update()
+        engine.inference.llm.finish_weight_update()
         engine.sync(10)
         report["works_again"] = jobs.largest_gap(
             reference, asked, engine.generate(asked, KEYS, temperature=1.0)
@@ -115,6 +117,47 @@ def greedy(engine: RolloutEngine, reference, asked) -> dict:
     return {
         "greedy_is_argmax": all(r.token_ids == b for r, b in zip(responses, best)),
         "gap_greedy": jobs.largest_gap(reference, asked, responses),
+    }
+
+
+def step_by_step(engine: RolloutEngine, asked, sampled) -> dict:
+    """Half of the requests run, then there is a pause, then the others enter; two are aborted on the way."""
+    inference, outputs = engine.inference, {}
+    wanted = [
+        Request(str(number), prompt, key, max_tokens=24, temperature=0.7)
+        for number, (prompt, key) in enumerate(zip(asked, KEYS))
+    ]
+    inference.add(wanted[:8])
+    for _ in range(3):
+        inference.step()
+    inference.pause()
+    before = {output.id: output for output in inference.progress()}
+    inference.add(wanted[8:])
+    inference.step()
+    paused = {output.id: output for output in inference.progress()}
+    inference.resume()
+    done = {output.id for output in inference.take()}
+    inference.abort([number for number in ("0", "1", "9", "10") if number not in done][:2])
+    aborted = {*(request.id for request in wanted)} - done - {output.id for output in inference.progress()}
+    while inference.has_unfinished():
+        inference.step()
+        outputs |= {output.id: output for output in inference.take()}
+    return {
+        "stood_still": all(paused[number] == output for number, output in before.items()),
+        "unfinished_in_the_pause": len(paused),
+        "are_prefixes": all(
+            sampled[int(number)].token_ids[: len(output.token_ids)] == output.token_ids
+            for number, output in paused.items()
+        ),
+        "aborted": len(aborted),
+        "missing": sorted({str(number) for number in range(16)} - done - {*outputs} - aborted),
+        "same_as_generate": all(
+            output.token_ids == sampled[int(number)].token_ids
+            and output.finish_reason == sampled[int(number)].finish_reason
+            and output.versions == [7] * len(output.token_ids)
+            for number, output in outputs.items()
+        ),
+        "cannot_keep": refusal(lambda: inference.commit(8, "keep")),
     }
 
 
@@ -182,9 +225,9 @@ def prefixes(engine: RolloutEngine, reference) -> dict:
     engine.generate(asked, [0], temperature=1.0)
     for new, old in zip(reference.parameters(), jobs.reference_model("qwen3", seed=2).parameters()):
         new.data.copy_(old.data)
-    engine.llm.start_weight_update()
-    engine.llm.update_weights({"update_info": {"copy": engine.destination.pull}})
-    engine.llm.finish_weight_update("8")
+    engine.inference.llm.start_weight_update()
+    engine.inference.llm.update_weights({"update_info": {"copy": engine.destination.pull}})
+    engine.inference.llm.finish_weight_update("8")
     stale = jobs.largest_gap(reference, asked, engine.generate(asked, [0], temperature=1.0))
     engine.sync(8)
     return {

@@ -88,8 +88,9 @@ class OutsideEngine:
         if self.engine is not None:
             self.engine.connect(sources, parameters)
         elif parameters:
+            timeout_s, backend = self.config.reshard.reshard_timeout_s, self.config.rollout.backend
             plan, speakers = sync_plan(
-                self.shape, sources, self.ranks, len(self.ranks), self.config.reshard.reshard_timeout_s
+                self.shape, sources, self.ranks, len(self.ranks), timeout_s, backend=backend
             )
             self.sender = WeightSync(
                 plan, dist.get_rank(), speakers, parameters, None, self.config.reshard, self.generation
@@ -153,8 +154,9 @@ def check(folder: Path, name: str, tp_size: int, layouts: tuple[str, ...], store
         alias=name in jobs.UNTABLED,
         tensor_parallel_size=tp_size,
         engine_args={"worker_cls": "tableless.TablelessWorker"} if "without" in where else {},
+        backend="transformers" if "transformers" in where else "vllm",
     )
-    if where == "in-process":
+    if where.startswith("in-process"):
         engine = RolloutEngine(config, shape, range(world_size), *sources[layouts[0]])
     else:
         engine = OutsideEngine(config, shape, *sources[layouts[0]])
@@ -172,6 +174,8 @@ def check(folder: Path, name: str, tp_size: int, layouts: tuple[str, ...], store
             errors[layout] += gap(reference, asked, responses)
     errors["of other weights"] = gap(references[0], asked, responses)
     engine.shutdown()
+    if dist.is_initialized():  # vLLM in this process has destroyed the world
+        dist.destroy_process_group()
     megatron_mesh._groups.clear()  # they died with the world
     megatron_mesh._second_channels.clear()
     return errors

@@ -135,7 +135,7 @@ class Story:
             self.report[f"{name} by"] = [
                 transports,
                 self.engine.version,
-                self.engine.llm.get_weight_version(),
+                self.engine.inference.llm.get_weight_version(),
                 self.engine.bytes_per_sync,
             ]
 

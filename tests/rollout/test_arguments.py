@@ -24,15 +24,17 @@ from megarl.config.schema import (
     ModelConfig,
     MoEConfig,
     PlacementConfig,
+    ReshardConfig,
     RolloutConfig,
     RunConfig,
     SamplingConfig,
     TrainConfig,
 )
-from megarl.rollout.engine import routed_experts
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 from megarl.rollout.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
+from megarl.rollout.out_of_process import _double_buffer
+from megarl.rollout.vllm_engine import routed_experts
 from tests.launch import run
 from tests.rollout import jobs
 
@@ -289,3 +291,29 @@ def test_shared_memory_of_dead_jobs_is_swept():
     finally:
         for path in (dead, alive, foreign):
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "enforce_eager", "on_gpu", "expected"),
+    [
+        (None, None, False, True),
+        (None, None, True, False),
+        (False, None, False, False),
+        (True, None, False, True),
+        (True, True, True, True),
+        (False, None, True, False),
+        (True, None, True, "add --rollout-enforce-eager"),
+    ],
+)
+def test_a_second_buffer_is_kept_where_nothing_has_kept_addresses(
+    wanted, enforce_eager, on_gpu, expected, monkeypatch
+):
+    """CUDA graphs hold the addresses of the weights. Out of process the default is a second buffer where the
+    engine runs eagerly, as on a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    config = dataclasses.replace(job(enforce_eager=enforce_eager), reshard=ReshardConfig(reshard_double_buffer=wanted))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            _double_buffer(config)
+    else:
+        assert _double_buffer(config) is expected

@@ -43,6 +43,7 @@ CASES = [
     Case("tools/code_size.py", "", says=r"this tree: \d+ tokens in \d+ files"),
     Case("tools/compare_metrics.py", "compare OUT OUT", code=1, says="holds no metrics.jsonl"),
     Case("tools/draw_docstrings.py", "--count 3", says=r"(?m)^megarl/\S+\.py: \w+: "),
+    Case("tools/mutants.py", "--number 3 --list", says=r"(?m)^\+\+\+ (megarl|triton_kernels)/\S+\.py"),
     Case("tools/gpu_session.sh", "OUT '' tests", says=r"tests +exit +0 .* skipped"),
     Case(
         "tools/gpu_session.sh",
@@ -59,6 +60,8 @@ CASES = [
         json="OUT/model/config.json num_local_experts",
     ),
     Case("tools/nightly.py", "--list", says=r"part 0: .*\npart 1: \d+ tests, about"),
+    # With a stand-in for nsys: tests/tools/test_nsys_train.py.
+    Case("tools/nsys_train.sh", "--help", says="usage: tools/nsys_train.sh"),
     Case(
         "tools/quickstart.py",
         "--small --seed 1 --out OUT/quickstart",

@@ -23,6 +23,8 @@ def test_the_first_line_says_what_starts():
     libraries = "PyTorch, Megatron-Core and vLLM"
     assert text("--algorithm", "grpo") == f"starting 2 ranks: each imports {libraries} first"
     assert text("--algorithm", "grpo", world_size=1) == f"starting 1 rank: each imports {libraries} first"
+    other = text("--algorithm", "grpo", "--rollout-backend", "transformers")
+    assert other == "starting 2 ranks: each imports PyTorch, Megatron-Core and transformers first"
     assert text("--algorithm", "sft").endswith(": each imports PyTorch and Megatron-Core first")
     inline = text("--algorithm", "grpo", "--executor", "inline", world_size=1)
     assert inline == f"starting with --executor inline: this process imports {libraries} first"

@@ -133,6 +133,7 @@ def run(config, moves: bool) -> dict:
         name: sum(p.numel() for _, p in roles[name].model.named_parameters()) for name in MODELS
     }
     out["bytes_of_parameters"] = max(roles[name].model.memory.resident_bytes("parameters") for name in MODELS)
+    out["optimizer_at_start"] = {name: optimizer_bytes(roles[name].model.memory) for name in MODELS}
     views = {}
     for name in MODELS:
         roles[name].model.memory.load(OFFLOAD_PARTS)
@@ -158,6 +159,7 @@ def run(config, moves: bool) -> dict:
         out["peaks"].append(offload_manager.peak_bytes)
     out["arrived"] = list(arrived)  # of the second step: what follows is the test's own
     out["engine"] = digest(list(engine.weights.values()))
+    out["optimizer_at_end"] = {name: optimizer_bytes(roles[name].model.memory) for name in MODELS}
     out["weights"], out["states"], out["same_views"] = {}, {}, {}
     for name in MODELS:
         model = roles[name].model
@@ -187,6 +189,11 @@ def run(config, moves: bool) -> dict:
     )  # a step without any call yet
     out["too_early"] = too_early(roles)
     return out
+
+
+def optimizer_bytes(memory) -> tuple[int, int]:
+    """What there is of the optimizer's state, and what is still to come."""
+    return memory.resident_bytes("optimizer"), memory.unallocated_bytes()
 
 
 def too_early(roles) -> dict[str, str]:

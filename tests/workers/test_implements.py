@@ -6,6 +6,7 @@ import pytest
 import megarl.workers.actor
 import megarl.workers.critic
 import megarl.workers.data
+import megarl.workers.profiler
 import megarl.workers.reference
 import megarl.workers.reward
 import megarl.workers.reward_model
@@ -18,7 +19,7 @@ from megarl.workers.implements import IMPLEMENTATIONS, implements
 
 def test_every_declared_method_is_implemented():
     of_job = {role for role in role_classes().values() if role.__module__ == "megarl.flow.job_roles"}
-    assert {*IMPLEMENTATIONS.values()} == of_job and len(of_job) == 7
+    assert {*IMPLEMENTATIONS.values()} == of_job and len(of_job) == 8
     for role in of_job:
         classes = [cls for cls, implemented in IMPLEMENTATIONS.items() if implemented is role]
         for name, declared in methods_of(role).items():

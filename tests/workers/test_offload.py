@@ -152,6 +152,14 @@ def test_bits_are_those_of_a_run_without_offload(report, name, without):
     )
 
 
+@pytest.mark.parametrize("name", ("stay", "stay_bf16", "stay_plain_adam"))
+def test_what_the_first_update_allocates_is_known_before(report, name):
+    """Adam's two moments; the size of a KV cache is derived from it."""
+    for role in ("actor", "critic", "reference"):
+        (held, coming), end = report[name]["optimizer_at_start"][role], report[name]["optimizer_at_end"][role]
+        assert end == [held + coming, 0] and (coming > 0) == (role != "reference"), role
+
+
 def test_parameters_stay_the_same_tensors(report):
     assert all(all(run["same_views"].values()) for run in report.values())
 

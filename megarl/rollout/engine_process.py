@@ -1,0 +1,285 @@
+"""Run a transformers engine in a process of its own: `python -m megarl.rollout.engine_process`.
+
+    rank        RemoteEngine, which sends a Call per method and waits for its Answer
+    process     a TransformersEngine, on which the calls run one after the other
+
+Calls and answers are messages of declared types: a method's annotations say how its arguments and its result
+are read. The socket between both is the standard input of the process. The engine takes a step when the rank
+asks for one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import get_type_hints
+
+import torch
+import torch.distributed as dist
+
+from megarl.messages import decode, encode
+from megarl.rollout.backends import EngineSetup
+from megarl.rollout.engine_errors import EngineFailed, RemoteTraceback
+from megarl.rollout.environment import end_with_owner, engine_environment
+from megarl.rollout.interface import InferenceEngine, Output, Request, Running
+from megarl.rollout.processes import EngineDied, how_it_ended, visible_devices
+from megarl.rollout.puller import Order, Outcome
+from megarl.rollout.transformers_engine import EngineOptions, TransformersEngine
+
+_START_S, _ANSWER_S = 300.0, 10.0
+
+
+def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
+    """Start a transformers engine in a process of its own, on the device of this rank."""
+    return RemoteEngine(EngineOptions.of(setup, double_buffer))
+
+
+@dataclass(frozen=True)
+class Call:
+    """Message to the process: call this method of the engine."""
+
+    number: int
+    method: str
+    arguments: list[bytes]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Message of the process: the result of a call, or the error that it raised."""
+
+    number: int
+    result: bytes = b""
+    error: str | None = None
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What the rank needs to know of a new engine."""
+
+    device: str
+    weights: dict[str, tuple[tuple[int, int], str]]
+    """Name -> ([rows, cols], dtype)."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Result of a step."""
+
+    finished: list[Output]
+    has_unfinished: bool
+
+
+class HostedEngine:
+    """The methods that a RemoteEngine calls in the process."""
+
+    engine: TransformersEngine
+
+    def start(self, options: EngineOptions) -> Started:
+        self.engine = TransformersEngine(options)
+        weights = self.engine.tensors[options.rank].items()
+        return Started(
+            self.engine.device,
+            {name: (tuple(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in weights},
+        )
+
+    def add(self, requests: list[Request]) -> None:
+        self.engine.add(requests)
+
+    def step(self) -> Stepped:
+        self.engine.step()
+        return Stepped(self.engine.take(), self.engine.has_unfinished())
+
+    def progress(self) -> list[Output]:
+        return self.engine.progress()
+
+    def abort(self, ids: list[str]) -> None:
+        self.engine.abort(ids)
+
+    def reset_cache(self) -> None:
+        self.engine.reset_cache()
+
+    def release_kv_cache(self) -> bool:
+        return self.engine.release_kv_cache()
+
+    def pull_weights(self, order: Order) -> None:
+        self.engine.pull_weights([order], 0.0)
+
+    def wait_for_weights(self, timeout_s: float) -> list[Outcome]:
+        return self.engine.wait_for_weights(timeout_s)
+
+    def commit(self, version: int, running: Running) -> None:
+        self.engine.commit(version, running)
+
+    def give_up_weights(self) -> None:
+        self.engine.give_up_weights()
+
+
+@functools.cache
+def _types(method: str) -> tuple[list[object], object]:
+    """Return the types of a hosted method's arguments, and the type of its result."""
+    *arguments, result = get_type_hints(getattr(HostedEngine, method)).values()
+    return arguments, result
+
+
+def main() -> None:
+    """Answer calls until the rank closes the connection or ends."""
+    end_with_owner()
+    connection, hosted = Connection(os.dup(0)), HostedEngine()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    while True:
+        try:
+            call = decode(connection.recv_bytes(), Call)
+        except EOFError:
+            return
+        try:
+            types, _ = _types(call.method)
+            arguments = [decode(data, kind) for data, kind in zip(call.arguments, types, strict=True)]
+            answer = Answer(call.number, encode(getattr(hosted, call.method)(*arguments)))
+        except Exception as error:  # process boundary
+            text = "".join(traceback.format_exception_only(error)).strip()
+            answer = Answer(call.number, error=text, traceback=traceback.format_exc().rstrip())
+        connection.send_bytes(encode(answer))
+
+
+class RemoteEngine(InferenceEngine):
+    """A transformers engine in a process that this one starts, on the device of this rank.
+
+    Raises: EngineDied once the process has ended; EngineFailed with the error of the process."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._rank, self._double_buffer = dist.get_rank(), options.double_buffer
+        self.process = f"engine of rank {self._rank}"
+        self.dtype, self.atlases = getattr(torch, options.dtype), {}
+        self._connection, theirs = Pipe()
+        with engine_environment(visible_devices(1, "--rollout-ranks"), None):
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "megarl.rollout.engine_process"], stdin=theirs.fileno()
+            )
+        theirs.close()
+        self._number, self._is_paused, self._is_pulling = 0, False, False
+        self._finished: list[Output] = []
+        self._has_unfinished = False
+        started = self._call("start", options, timeout_s=_START_S)
+        self.device = started.device
+        self.tensors = {
+            options.rank: {
+                name: torch.empty(size, dtype=getattr(torch, dtype), device="meta")
+                for name, (size, dtype) in started.weights.items()
+            }
+        }
+
+    def _call(self, method: str, *arguments: object, timeout_s: float | None = _ANSWER_S):
+        """Return the result of a method of the HostedEngine.
+
+        Args:
+            timeout_s: None waits as long as the process lives.
+        Raises: TimeoutError if there is no answer in time."""
+        self._number += 1
+        try:
+            call = Call(self._number, method, [encode(argument) for argument in arguments])
+            self._connection.send_bytes(encode(call))
+            answer = Answer(0)
+            while answer.number != self._number:  # an earlier call may have been given up
+                if not self._connection.poll(timeout_s):
+                    raise TimeoutError(
+                        f"[rank {self._rank}] the engine's process did not answer within {timeout_s:.0f} s"
+                    )
+                answer = decode(self._connection.recv_bytes(), Answer)
+        except (EOFError, ConnectionError):
+            self.version = None
+            raise self._death() from None
+        if answer.error is not None:
+            failed = EngineFailed(f"[rank {self._rank}] the engine failed: {answer.error}")
+            raise failed from RemoteTraceback(answer.traceback)
+        return decode(answer.result, _types(method)[1])
+
+    def _death(self) -> EngineDied:
+        try:
+            code = self._process.wait(_ANSWER_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        return EngineDied(f"[rank {self._rank}] the process of the engine died ({how_it_ended(code)})")
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._call("add", list(requests))
+        self._has_unfinished = self._has_unfinished or bool(requests)
+
+    def has_unfinished(self) -> bool:
+        return self._has_unfinished
+
+    def step(self) -> None:
+        if not self._is_paused:
+            stepped = self._call("step", timeout_s=None)
+            self._finished += stepped.finished
+            self._has_unfinished = stepped.has_unfinished
+
+    def take(self) -> list[Output]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def progress(self) -> list[Output]:
+        return self._call("progress")
+
+    def abort(self, ids: Sequence[str]) -> None:
+        self._call("abort", list(ids))
+        self._has_unfinished = bool(self.progress())
+
+    def pause(self) -> None:
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+
+    def reset_cache(self) -> None:
+        self._call("reset_cache")
+
+    def release_kv_cache(self) -> bool:
+        return self._call("release_kv_cache")
+
+    def write_weights(self, copy: Callable[[], object]) -> None:
+        raise TypeError("another process holds the weights: call pull_weights")
+
+    def pull_weights(self, orders: Sequence[Order], timeout_s: float) -> None:
+        if not self._double_buffer:
+            self.version = None  # the copies overwrite the weights in place
+        self._is_pulling = True
+        self._call("pull_weights", orders[0], timeout_s=timeout_s + _ANSWER_S)
+
+    def wait_for_weights(self, timeout_s: float) -> list[Outcome]:
+        return self._call("wait_for_weights", timeout_s, timeout_s=timeout_s + _ANSWER_S)
+
+    def commit(self, version: int, running: Running = "refuse") -> None:
+        self._is_pulling, self.version = False, None
+        self._call("commit", version, running)
+        self.version = version
+
+    def give_up_weights(self) -> None:
+        if self._is_pulling and self._process.poll() is None:
+            self._is_pulling = False
+            self._call("give_up_weights")
+
+    def check_alive(self) -> None:
+        if self._process.poll() is not None:
+            self.version = None
+            raise self._death()
+
+    def shutdown(self) -> None:
+        """End the process."""
+        self.version = None
+        self._connection.close()
+        try:
+            self._process.wait(_ANSWER_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+if __name__ == "__main__":
+    main()
