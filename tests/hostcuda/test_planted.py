@@ -83,7 +83,7 @@ dist.all_reduce(torch.zeros(1))  # over gloo: rank 2 waits for the others
 
 @pytest.mark.parametrize("fault", ["with", "without"])
 def test_the_first_batch_of_the_world_may_be_of_two_ranks(tmp_path, fault):
-    """The weights of one mesh travel so. Without the world's own first operation NCCL waits for the others."""
+    """The weights of one mesh travel so. Without a first operation of the whole world NCCL would hang."""
     (tmp_path / "join.py").write_text(JOIN)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 3)
     done = run(

@@ -63,7 +63,8 @@ class _Communicators:
             if ranks != self._ranks:
                 raise RuntimeError(
                     f"[hostnccl] group {self._name} has ranks {self._ranks} on rank "
-                    f"{self._ranks[self._rank]} and {ranks} on another: the groups were not created in the same order on all ranks"
+                    f"{self._ranks[self._rank]} and {ranks} on another: the groups "
+                    "were not created in the same order on all ranks"
                 )
             twins = [other for other in members if facts[other][0] == facts[member][0]]
             if len(twins) > 1:
@@ -82,7 +83,8 @@ class _Communicators:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"[hostnccl] rank {self._ranks[self._rank]} makes a communicator of group "
-                    f"{self._name} (ranks {self._globally(members)}), and ranks {self._globally(missing)} have not taken part in "
+                    f"{self._name} (ranks {self._globally(members)}), and ranks {self._globally(missing)} "
+                    f"have not taken part in "
                     f"{limit_s:g} s. NCCL would wait for ever."
                 )
             time.sleep(0.005)
