@@ -31,6 +31,7 @@ NOT_RUN = {
     "make quickstart": "installs the environment and trains for minutes; tests/tools runs it small",
     "make test": "is this suite",
     "make test-unit": "is a part of this suite",
+    "make test-hostcuda": "continuous integration runs it",
     "make test-nightly": "is the rest of this suite, hours of it",
     "make test-stress": "takes days; tests/tools runs tools/stress_tests.py small",
     "make docs": "continuous integration runs it",
