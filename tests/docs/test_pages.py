@@ -34,6 +34,7 @@ NOT_RUN = {
     "make test-hostcuda": "continuous integration runs it",
     "make test-nightly": "is the rest of this suite, hours of it",
     "make test-stress": "takes days; tests/tools runs tools/stress_tests.py small",
+    "make test-hostcuda ARGS=tests/hostcuda/test_streams.py": "builds for minutes; continuous integration runs all of it",
     "make docs": "continuous integration runs it",
     "python -m pytest tests/config -q -x": "is a part of this suite",
     "python -m pytest tests/docs -m nightly -k python_api": "is a part of this suite",
