@@ -194,11 +194,12 @@ def _summary(config: TrainConfig, world_size: int, is_ok: bool) -> str:
     batch, rolls_out = config.batch, config.algorithm.needs_rollout
     samples = batch.num_prompts * batch.num_samples_per_prompt if rolls_out else batch.global_batch_size
     updates = samples // batch.global_batch_size * (batch.num_epochs if rolls_out else 1)
+    noun = "updates" if updates > 1 else "update"
     actors = f"{len(config.others) + 1} actors, of the first: " if config.others else ""
     dp = role_meshes(config, world_size)["actor"].dp
     return (
         f"{'ok' if is_ok else 'not ok'}: world size {world_size}, {actors}data-parallel size "
-        f"{dp}, {batch.train_iters} steps, per step {samples} samples and {updates} update{'s' if updates > 1 else ''}"
+        f"{dp}, {batch.train_iters} steps, per step {samples} samples and {updates} {noun}"
     )
 
 

@@ -89,8 +89,8 @@ def _shared_prompts(train: PromptDataset, held_out: PromptDataset) -> Iterator[s
     shared = sum(repr(row.messages) in known for row in held_out)
     if shared:
         yield (
-            f"--eval-data: prompts of {shared} of {held_out.counted_rows} are also in {train.counted_rows} of "
-            "--train-data, so the evaluation does not show what was learnt beyond the training rows"
+            f"--eval-data: prompts of {shared} of {held_out.counted_rows} are also in {train.counted_rows} "
+            "of --train-data, and their scores do not show what was learnt beyond the training rows"
         )
 
 

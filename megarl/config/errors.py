@@ -140,8 +140,10 @@ class Section:
 
 
 def raise_errors(errors: Sequence[str], is_complete: bool = True) -> None:
-    """Raise ConfigError that lists the errors, if there are any. `is_complete`: whether nothing else is checked
-    once they are corrected."""
+    """Raise ConfigError that lists the errors, if there are any.
+
+    Args:
+        is_complete: whether nothing else is checked once they are corrected."""
     if errors:
         raise ConfigError(errors, is_complete)
 

@@ -224,8 +224,8 @@ class RunConfig(Section):
     """Gate: largest mean of the same difference that is accepted, at the same times. Default: a rule that
     follows the size of the log-probs; inf accepts all."""
     warn_after_zero_reward_steps: Natural = 10
-    """Warn when every reward has been 0 for so many consecutive steps, or, with an algorithm that compares the
-    samples of a prompt (GRPO), rewards have not differed within any prompt; 0 is never."""
+    """Warn when every reward has been 0 for so many consecutive steps, or, with an algorithm that compares
+    the samples of a prompt (GRPO), rewards have not differed within any prompt; 0 is never."""
 
 
 @section

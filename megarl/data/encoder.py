@@ -46,7 +46,8 @@ class PromptEncoder:
     def check_prompt_lengths(self, max_prompt_length: int, flag: str = "--train-data") -> None:
         """Encode every row before training starts, and raise ValueError if a prompt is longer than allowed.
 
-        Raises: ValueError with the number of long prompts, the places of the first few, and a sufficient length.
+        Raises: ValueError with the number of long prompts, the places of the first few, and a length that
+            suffices.
         """
         lengths = [len(ids) for ids in self.prompts(range(len(self._dataset)))]
         long = [row for row, length in enumerate(lengths) if length > max_prompt_length]

@@ -77,8 +77,8 @@ class ActorState:
         if self.equal_reward_steps % limit:
             return None
         return (
-            f"step {batch.step}: in {self.equal_reward_steps} steps of {self.actor} all samples of a prompt had "
-            "the same reward, and nothing is learnt from that. Does the reward tell good answers from bad "
+            f"step {batch.step}: in {self.equal_reward_steps} steps of {self.actor} all samples of a prompt "
+            "had the same reward, and nothing is learnt from that. Does the reward tell good answers from bad "
             f"ones? Are the prompts too easy or too hard? {look}"
         )
 
