@@ -7,16 +7,20 @@ DEVICE ?= auto
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo $$python; break; }; done)
 
+# Tests that make their tensors on whatever device PyTorch finds.
+HOSTCUDA_TESTS := tests/hostcuda tests/reshard/test_sync.py $(addprefix tests/megatron/test_,values.py lora.py experts.py)
+
 ENV := .venv/.ready
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-unit test-nightly test-stress docs clean
+.PHONY: help quickstart test test-unit test-hostcuda test-nightly test-stress docs clean
 
 help:
 	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
 	@echo 'make test [ARGS="tests/reshard -k copy"]  run the test suite, or the part of it that ARGS names (ARGS go to pytest)'
 	@echo 'make test-unit                          run the tests that start no process'
+	@echo 'make test-hostcuda                      run what needs CUDA on an emulated device, which is built first (a minute)'
 	@echo 'make test-nightly [NIGHTLY_PART=3]      run a part of the long tail: every layout, real size, faults; 20 GB of memory'
 	@echo 'make test-stress [ARGS="tests/runtime"]  run what has processes, signals or deadlines 20 times in each of four conditions;'
 	@echo '                                        goes on where it was interrupted (tools/stress_tests.py says how)'
@@ -35,6 +39,11 @@ test: $(ENV)
 
 test-unit: $(ENV)
 	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "unit and not nightly"
+
+# Four devices in host memory instead of GPUs (docs/emulated_gpu.md). The Triton kernels cannot run there.
+test-hostcuda: $(ENV)
+	HOSTCUDA_DEVICES=4 MEGARL_KERNELS=torch .venv/bin/python tests/hostcuda/build.py \
+		.venv/bin/python -m pytest $(or $(ARGS),$(HOSTCUDA_TESTS)) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-nightly: $(ENV)
 	.venv/bin/python tools/nightly.py $(ARGS)

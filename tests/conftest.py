@@ -52,7 +52,7 @@ def refuse_other_trees() -> None:
     folders = {
         "megarl": CHECKOUT / "megarl",
         "megarl.kernels": CHECKOUT / "triton_kernels",
-        "megarl._C": CHECKOUT / "megarl",
+        "megarl._C": Path(os.environ.get("HOSTCUDA", CHECKOUT / "megarl")),  # tests/hostcuda builds its own
     }
     for name, folder in folders.items():
         try:

@@ -41,8 +41,7 @@ class Request:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
-    top_k: int = 0
-    """0 is off."""
+    top_k: int = 0  # off
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,11 @@ class InferenceEngine(ABC):
         """Drop the KV cache of earlier prefixes. Raises RuntimeError if unfinished requests prevent this."""
 
     def release_kv_cache(self) -> bool:
-        """Free the memory of the KV cache until `restore_kv_cache`. Returns False if that is not possible.
-
-        Unfinished requests compute their KV cache anew."""
+        """Free the KV cache's memory until `restore_kv_cache`. Returns False if the engine cannot do that."""
         return False
 
     def restore_kv_cache(self) -> None:
-        """Take the memory of the KV cache back, without content, whether it was released or not."""
+        """Take the memory back, released or not. Unfinished requests compute their KV cache anew."""
 
     @abstractmethod
     def write_weights(self, copy: Callable[[], object]) -> None:

@@ -182,11 +182,14 @@ def update(
     model: TrainedModel, micros: list[MicroBatch], num_tokens: int, token_level: bool
 ) -> dict[str, float]:
     def policy_loss(micro, log_probs, entropy, rows):
-        value = -(log_probs * micro.column("advantages")[rows] + 0.01 * entropy).sum() / num_tokens
+        value = (
+            -(log_probs * micro.column("advantages")[rows].to(log_probs.device) + 0.01 * entropy).sum()
+            / num_tokens
+        )
         return value, {"loss": value.detach()}
 
     def value_loss(micro, values):
-        value = 0.5 * (values - micro.column("advantages")).square().sum() / num_tokens
+        value = 0.5 * (values - micro.column("advantages").to(values.device)).square().sum() / num_tokens
         return value, {"loss": value.detach()}
 
     model.advance_schedule()
@@ -220,7 +223,7 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
         whole = (
             gathered_gradients(model)
             if model.sharded
-            else ((name, p.main_grad.clone()) for name, p in model.named_parameters())
+            else ((name, p.main_grad.clone().cpu()) for name, p in model.named_parameters())
         )
         gradients.update((name, gradient.view(len(gradient), -1)) for name, gradient in whole)
         return model.step(check)
@@ -264,7 +267,7 @@ class Run:
 
     @property
     def weights(self) -> Tensors:
-        return {name: p.float() for name, p in self.model.parameters.items()}
+        return {name: p.float().cpu() for name, p in self.model.parameters.items()}
 
 
 def run(folder: Path, layout: Layout, role: str, packing: str, mutant: str = "") -> Run:

@@ -75,7 +75,7 @@ def loss_of(batch: Batch):
     num_tokens = int(batch.response_mask.sum())
 
     def loss(micro, log_probs, entropy, rows):
-        value = -(log_probs * micro.column("advantages")[rows]).sum() / num_tokens
+        value = -(log_probs * micro.column("advantages")[rows].to(log_probs.device)).sum() / num_tokens
         return value, {"loss": value.detach()}
 
     return loss
@@ -125,7 +125,8 @@ def check_replay(folder: Path, name: str, source: str) -> list[dict[str, float]]
 
     def compared(micro, log_probs, entropy, rows):
         value, metrics = loss(micro, log_probs, entropy, rows)
-        ratio = (log_probs.detach() - micro.column("old_log_probs")[rows]).exp()
+        old = micro.column("old_log_probs")[rows].to(log_probs.device)
+        ratio = (log_probs.detach() - old).exp()
         return value, metrics | {
             "ratio_deviation_max": (ratio - 1).abs().max() if len(ratio) else torch.zeros(())
         }
@@ -196,7 +197,7 @@ def check_deepseek(out: Path, model: str) -> list[float]:
     for part, scale in (("", 0.0), ("router.weight", 0.05), ("router.expert_bias", 0.3)):
         for name, parameter in policy.parameters.items():
             if part and name.endswith(part):
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.device) * scale)
         metrics, now = policy.update(micros, loss_of(batch), TEMPERATURE), own.take()
         changed = sum(len(new - old) for old, new in zip(recorded, now, strict=True)) / sum(
             map(len, recorded)

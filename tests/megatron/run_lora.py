@@ -173,14 +173,14 @@ class Case:
         if self.family == "critic":
 
             def value_loss(micro, values):
-                value = ((values - micro.column("advantages")) ** 2).sum() / num_tokens
+                value = ((values - micro.column("advantages").to(values.device)) ** 2).sum() / num_tokens
                 return value, {"loss": value.detach()}
 
             return self.model.update(micros, value_loss)
 
         def loss(micro, log_probs, entropy, rows):
             value = (
-                -(log_probs * micro.column("advantages")[rows]).sum() / num_tokens
+                -(log_probs * micro.column("advantages")[rows].to(log_probs.device)).sum() / num_tokens
                 - 0.01 * entropy.sum() / num_tokens
             )
             return value, {"loss": value.detach()}

@@ -1,4 +1,5 @@
-"""One of two gloo ranks: shards of Megatron TP=2 become two TP=1 engines, one per rank, by a WeightSync.
+"""One of two ranks, on GPUs if there are any: shards of Megatron TP=2 become two TP=1 engines, one per rank,
+by a WeightSync.
 
 python tests/reshard/run_sync.py FOLDER RANK"""
 
@@ -26,17 +27,20 @@ SHAPE = make_shape("qwen3", layers=2, vocab=61)
 PLAN = make_plan(
     {r: megatron_atlas(SHAPE, 2, r) for r in (0, 1)}, {r: vllm_atlas(SHAPE, 1, 0) for r in (0, 1)}
 )
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Engine:
     """As an in-process engine receives."""
 
-    process, device = None, "cpu"
+    process, device = None, DEVICE
 
     def __init__(self, rank: int, dtype: torch.dtype) -> None:
         self.rank, self.version, self.fault = rank, None, lambda: None
         atlas = vllm_atlas(SHAPE, 1, 0)
-        self.tensors = {rank: {name: torch.zeros(p.rows, p.cols, dtype=dtype) for name, p in atlas.items()}}
+        self.tensors = {
+            rank: {name: torch.zeros(p.rows, p.cols, dtype=dtype, device=DEVICE) for name, p in atlas.items()}
+        }
         self.destination = Destination(rank, PLAN.copies_to(rank), self.tensors[rank])
 
     def begin(self, version, arrivals, pulls, messages) -> None:
@@ -76,18 +80,23 @@ def sync(part: WeightSync, version: int) -> str:
 def shards(rank: int, seed: int) -> dict[str, torch.Tensor]:
     """Views of one buffer, as Megatron's."""
     shard = megatron_shard(SHAPE, hf_model(SHAPE, seed=seed), 2, rank)
-    parts = torch.cat([tensor.flatten() for tensor in shard.values()]).split(
-        [tensor.numel() for tensor in shard.values()]
-    )
+    buffer = torch.cat([tensor.flatten() for tensor in shard.values()]).to(DEVICE)
+    parts = buffer.split([tensor.numel() for tensor in shard.values()])
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(shard.items(), parts)}
 
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
     )
-    out, held = {}, shards(rank, seed=0)
+    out, held = {"device": DEVICE}, shards(rank, seed=0)
     for generation, (name, transport, dtype) in enumerate(
         [("auto", "auto", torch.float32), ("messages", "messages", torch.bfloat16)]
     ):
@@ -108,7 +117,7 @@ def main() -> None:
             out[name][version] = (
                 sync(part, version),
                 engine.version,
-                {key: tensor.clone() for key, tensor in engine.tensors[rank].items()},
+                {key: tensor.clone().cpu() for key, tensor in engine.tensors[rank].items()},
             )
         out[name]["transports"] = dict(part._transports)
 
@@ -117,7 +126,7 @@ def main() -> None:
     sync(part, 1)
     for key in held:  # the weights move: another address, another buffer
         held[key] = held[key].clone() + 1
-    out["moved"] = sync(part, 2), engine.tensors[rank]["model.embed_tokens.weight"][:61].clone()
+    out["moved"] = sync(part, 2), engine.tensors[rank]["model.embed_tokens.weight"][:61].clone().cpu()
     if rank == 1:
         engine.fault = lambda: engine.tensors[1]["model.layers.1.mlp.down_proj.weight"].add_(1.0)
     out["flipped"] = sync(part, 3), engine.version
@@ -132,7 +141,8 @@ def main() -> None:
     out["failed"] = sync(part, 5), engine.version
     engine.fault = lambda: None
     out["other version"] = sync(part, 6 + rank), engine.version
-    part = WeightSync(PLAN, rank, {0: 0, 1: 1}, held, engine, ReshardConfig(reshard_transport="cuda-ipc"), 3)
+    other = ReshardConfig(reshard_transport="shared-memory" if DEVICE == "cuda" else "cuda-ipc")
+    part = WeightSync(PLAN, rank, {0: 0, 1: 1}, held, engine, other, 3)
     out["impossible"] = sync(part, 8)
     part = WeightSync(PLAN, rank, {0: 0, 1: 1}, held, engine, ReshardConfig(reshard_timeout_s=1.0), 4)
     sync(part, 9)

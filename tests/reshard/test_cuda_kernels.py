@@ -9,7 +9,6 @@ import re
 import runpy
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +17,9 @@ from megarl.reshard import copier
 from megarl.reshard import digest as digest_module
 from megarl.reshard.digest import Digest
 from tests.launch import run
+from tests.reshard.emulated_cuda.sources import CSRC, HEADERS, host_sources
 from tests.reshard.cases import PAIRS, bits, rectangles
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
-HEADERS = Path(__file__).resolve().parent / "emulated_cuda"
 ENTRIES = """
 #include "copy_plan.h"
 #include "digest.h"
@@ -53,13 +51,7 @@ def kernels(tmp_path_factory):
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "entries.cpp").write_text(ENTRIES)
-    for file in ("copy_plan.cu", "digest.cu"):
-        text, launches = re.subn(
-            r"(\w+)<<<(.*)>>>\((.*?)\);", r"launch(\2, [&] { \1(\3); });", (CSRC / file).read_text()
-        )
-        assert launches
-        (folder / f"{file}.cpp").write_text(text)
-    sources = [*folder.glob("*.cpp"), *(CSRC / f"{name}.cpp" for name in ("copy_plan", "convert", "digest"))]
+    sources = [folder / "entries.cpp", *host_sources(folder)]
     command = [
         compiler,
         "-std=c++17",
@@ -67,8 +59,7 @@ def kernels(tmp_path_factory):
         "-shared",
         "-fPIC",
         "-pthread",
-        f"-I{HEADERS}",
-        f"-I{CSRC}",
+        *HEADERS,
         *map(str, sources),
     ]
     command += ["-o", str(folder / "kernels.so")]

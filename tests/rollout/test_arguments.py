@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import random
 import subprocess
@@ -32,6 +33,8 @@ from megarl.config.schema import (
 )
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
+from megarl.rollout.judge import _cpu_kv_cache_bytes
+from megarl.rollout.judge import _engine_arguments as judge_arguments
 from megarl.rollout.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
 from megarl.rollout.out_of_process import _double_buffer
 from megarl.rollout.vllm_engine import routed_experts
@@ -311,9 +314,38 @@ def test_a_second_buffer_is_kept_where_nothing_has_kept_addresses(
     """CUDA graphs hold the addresses of the weights. Out of process the default is a second buffer where the
     engine runs eagerly, as on a CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    config = dataclasses.replace(job(enforce_eager=enforce_eager), reshard=ReshardConfig(reshard_double_buffer=wanted))
+    config = dataclasses.replace(
+        job(enforce_eager=enforce_eager), reshard=ReshardConfig(reshard_double_buffer=wanted)
+    )
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
             _double_buffer(config)
     else:
         assert _double_buffer(config) is expected
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_judges_engine_has_a_bounded_cache(on_gpu, tmp_path, monkeypatch):
+    """On a CPU by its bytes, since vLLM would take half of the memory there; on a GPU by its share."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64})
+    )
+    arguments = judge_arguments(job(), str(tmp_path), 1, num_template_characters=50)
+    sizes = {
+        name: arguments.get(name)
+        for name in ("gpu_memory_utilization", "enforce_eager", "kv_cache_memory_bytes")
+    }
+    if on_gpu:
+        expected = {"gpu_memory_utilization": 0.3, "enforce_eager": None, "kv_cache_memory_bytes": None}
+    else:
+        tokens = arguments["max_model_len"]
+        expected = {
+            "gpu_memory_utilization": None,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": _cpu_kv_cache_bytes(
+                {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}, tokens
+            ),
+        }
+        assert expected["kv_cache_memory_bytes"] >= 2 * 2 * 64 * 4 * tokens, "keys and values of a request"
+    assert sizes == expected

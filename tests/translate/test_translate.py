@@ -180,6 +180,14 @@ def test_trl(translate, tmp_path, more, expected):
     assert {flag: flags.get(flag) for flag in expected} == expected
 
 
+@pytest.mark.parametrize("value, is_noted", [("batch", True), ("group", False), ("false", False)])
+def test_trls_scale_over_the_batch_is_noted(translate, tmp_path, value, is_noted):
+    _, comments = of_file(
+        translate, tmp_path, "grpo.yaml", TRL + f"scale_rewards: {value}", "--ranks", 2, "--rows", 100
+    )
+    assert ("the standard deviation is the group's here" in comments) is is_noted
+
+
 def test_trl_in_json_python_and_a_command_line_agree(translate, tmp_path):
     settings = {"num_generations": 4, "beta": 0.1, "per_device_train_batch_size": 4, "output_dir": "out"}
     python = "from trl import GRPOConfig\nGROUP = 4\nconfig = GRPOConfig(num_generations=GROUP, beta=0.1, "

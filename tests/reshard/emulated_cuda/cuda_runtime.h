@@ -9,7 +9,7 @@
 struct Index {
   unsigned x;
 };
-inline Index blockIdx, threadIdx;
+inline thread_local Index blockIdx, threadIdx;
 constexpr int warpSize = 1;
 
 struct alignas(16) uint4 {
