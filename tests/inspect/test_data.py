@@ -229,7 +229,7 @@ def test_a_long_reading_says_on_stderr_what_it_does(sums_paths, megarl, monkeypa
     monkeypatch.setattr(progress, "EVERY_S", 0.01)
     code, out, err = megarl("data", sums_paths["sft_mixed"], "--model", sums_paths["model"])
     assert code == 0 and "so far" not in out
-    assert re.search(r"^loading the tokenizer \(\d+ s so far\)$", err, re.MULTILINE), err
+    assert re.search(r"^encoding.* \(\d+ s so far\)$", err, re.MULTILINE), err
 
 
 def test_a_default_limit_is_called_one(job, jsonl, megarl, sums_paths):

@@ -56,7 +56,9 @@ def test_the_newest_step_s_best_and_worst_are_the_default(run, megarl):
     code, out, err = megarl("show", run)
     assert (code, err) == (0, "")
     assert shown(out) == [("best", 33), ("best", 32), ("worst", 30), ("worst", 31)]
-    header = "step 3, 5 samples, of 2 prompts, 1 without a reward, reward 1.8 (0.3 to 3.3), 3.0 tokens a response"
+    header = (
+        "step 3, 5 samples, of 2 prompts, 1 without a reward, reward 1.8 (0.3 to 3.3), 3.0 tokens a response"
+    )
     assert f"{header} -- best" in " ".join(out.split())
     assert "  user: 1+1 ?\nresponse\n  answer 3.3\nground truth\n  2\n" in out and "987654" not in out
 
