@@ -82,10 +82,10 @@ def main(
 
 
 def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) -> int:
-    """Join torch's process group, run the driver's calls until the job ends, and return the exit code. Rank 0
-    also starts the driver under torchrun."""
+    """Join torch's process group, run the driver's calls until the job ends, and end this process with the
+    exit code; with --profile return the code. Rank 0 also starts the driver under torchrun."""
     from megarl.runtime.torchrun import start_driver
-    from megarl.runtime.process import compute_fp32_exactly, end_with_parent, keep_freed_memory
+    from megarl.runtime.process import compute_fp32_exactly, end_process, end_with_parent, keep_freed_memory
 
     keep_freed_memory()
     if trains_in_fp32(config):
@@ -104,7 +104,10 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     except Exception as error:  # process boundary
         fail_to_start(error, rank)
     world_size = int(os.environ["WORLD_SIZE"])
-    return serve(lambda context: build_roles(config, world_size), rank, connect(), driver, health)
+    code = serve(lambda context: build_roles(config, world_size), rank, connect(), driver, health)
+    if config.profile.profile is None:  # profilers may write their files when a process unloads them
+        end_process(code)
+    return code
 
 
 def run_in_process(

@@ -208,8 +208,9 @@ class RunConfig(Section):
     """Project in Weights & Biases, experiment in MLflow."""
     log_name: str | None = None
     """Name of the run in Weights & Biases and MLflow. Default: the name of --save's folder."""
-    num_rollouts_to_log: Annotated[int, at_least(-1)] = 8
-    """Samples per step written to rollouts/step_*.jsonl and to --log-with; -1 is all, 0 none."""
+    num_rollouts_to_log: Annotated[int, at_least(-1)] = 32
+    """Samples per step, from the first, written to rollouts/step_*.jsonl and to --log-with; -1 is all, 0 none.
+    The samples of a prompt follow one another, so 32 are four prompts where each has 8."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do with an update whose loss or gradient is not finite: the job ends, or the update is left
     out, on all ranks alike, and counted (policy/updates_skipped, critic/updates_skipped); more than 10 in a

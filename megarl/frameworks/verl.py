@@ -239,7 +239,7 @@ TABLE = (
     ),
     Row("trainer.project_name", "--log-project {}", default="verl_examples"),
     Row("trainer.experiment_name", "--log-name {}", default="gsm8k"),
-    Row("trainer.log_val_generations", "--num-rollouts-to-log {}", {"0": 8}, note="per step"),
+    Row("trainer.log_val_generations", "--num-rollouts-to-log {}", {"0": 32}, note="per step"),
     Row("actor_rollout_ref.nccl_timeout", "--call-timeout-s {}"),
     # From here on: nothing to set.
     Row(

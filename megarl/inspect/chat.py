@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.inspect.arguments import Parser, number, whole
+from megarl.files.checkpoints import run_of_model
 from megarl.inspect.models import exported
+from megarl.inspect.runs import argument_of
 from megarl.inspect.terminal import closed_pipe_is_the_end, encodable, visible
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is downloaded
     with exported(arguments.model) as folder:
+        sys.stderr.write(f"[loading {arguments.model} with transformers]\n")
+        sys.stderr.flush()
         try:
             tokenizer = load_tokenizer(str(folder), "--model")
         except ValueError as error:
@@ -64,7 +68,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-response-length",
         type=whole(1, 256),
-        help="tokens of an answer; default: 1024, or half of what the model can read if that is less",
+        help="tokens of an answer; default: that of the run, or without one (as after fine-tuning) 1024, or "
+        "half of what the model can read if that is less",
     )
     parser.add_argument(
         "--seed", type=whole(0, 1), help="draw the same answers again; default: others each time"
@@ -103,13 +108,25 @@ def _load(folder: Path, arguments: argparse.Namespace, tokenizer: Tokenizer) -> 
         temperature=arguments.temperature or None,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=arguments.max_response_length or min(_MAX_TOKENS, _longest(model) // 2),
+        max_new_tokens=arguments.max_response_length
+        or _length_of_run(arguments.model)
+        or min(_MAX_TOKENS, _longest(model) // 2),
         eos_token_id=sorted(ends),
         pad_token_id=tokenizer.pad_token_id,
     )
     if arguments.seed is not None:
         torch.manual_seed(arguments.seed)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _length_of_run(model: str) -> int | None:
+    """Return the --max-response-length of the run that a model is of; None if it is of no run, or of one of
+    supervised fine-tuning, which samples nothing."""
+    run = run_of_model(Path(model))
+    if run is None or argument_of(run, "algorithm") == "sft":
+        return None
+    length = argument_of(run, "max-response-length")
+    return int(length) if length is not None and length.isdecimal() else None
 
 
 def _talk(arguments: argparse.Namespace, tokenizer: Tokenizer, model: PreTrainedModel) -> None:

@@ -24,11 +24,13 @@ from megarl.data.prompts import PromptDataset, read_prompts
 from megarl.data.readers import UnreadableFile
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.inspect.data_arguments import DataArguments, parse
+from megarl.inspect.progress import Progress
 from megarl.inspect.models import base_model, checkpoint_of, model_folder
 from megarl.inspect.terminal import block, fold, width, write
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 _NUM_LISTED = 5
+_NUM_ROWS_AT_ONCE = 1000
 
 
 @dataclass
@@ -57,9 +59,11 @@ class Tokens:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parse(argv, __doc__)
-    files = _read(arguments)
-    tokenizer = _tokenizer(arguments)
-    tokens = _encode(files.prompts, tokenizer)
+    with Progress() as progress:
+        files = _read(arguments, progress)
+        progress.text = "loading the tokenizer"
+        tokenizer = _tokenizer(arguments)
+        tokens = _encode(files.prompts, tokenizer, progress)
     shown = _rows_to_show(arguments, len(files.prompts))
     columns = width()
     write(_folded(_report(files, tokens, arguments), columns))
@@ -69,13 +73,17 @@ def main(argv: Sequence[str]) -> int:
     return 2 if files.unusable or too_long else 0
 
 
-def _encode(prompts: list[Prompt], tokenizer: Tokenizer) -> Tokens:
+def _encode(prompts: list[Prompt], tokenizer: Tokenizer, progress: Progress) -> Tokens:
     """Return the token ids of all rows. Raises: ConfigError if the chat template fails for a row."""
     encoder = PromptEncoder(tokenizer, PromptDataset(prompts))
+    prompt_ids: list[list[int]] = []
     try:
-        prompt_ids = encoder.prompts(range(len(prompts)))
+        for first in range(0, len(prompts), _NUM_ROWS_AT_ONCE):
+            progress.text = f"encoding: {first} of {len(prompts)} prompts"
+            prompt_ids += encoder.prompts(range(len(prompts))[first : first + _NUM_ROWS_AT_ONCE])
     except ValueError as error:
         raise ConfigError([str(error)]) from error
+    progress.text = "encoding the responses and ground truths"
     answered = [row for row, prompt in enumerate(prompts) if prompt.response is not None]
     # as fine-tuning learns them: with the end-of-sequence token
     responses = {
@@ -100,13 +108,15 @@ def _is_answer(ground_truth: str | None) -> bool:
         return True
 
 
-def _read(arguments: DataArguments) -> Files:
+def _read(arguments: DataArguments, progress: Progress) -> Files:
     files, errors = Files(), []
     for path in arguments.files:
         files.sizes[path] = 0
         try:
             for place, prompt, problems in read_prompts(path, arguments.prompt_key, arguments.needs):
                 files.sizes[path] += 1
+                if files.sizes[path] % _NUM_ROWS_AT_ONCE == 1:
+                    progress.text = f"reading {path}: {files.sizes[path] - 1} rows"
                 if problems:
                     files.unusable.append(f"{place}: {'; '.join(problems)}")
                 else:
@@ -164,8 +174,10 @@ def _report(files: Files, tokens: Tokens, arguments: DataArguments) -> Iterator[
         shortest, longest = min(answers.values()), max(answers.values())
         mean = sum(answers.values()) / len(answers)
         yield f"  ground truth: shortest {shortest}, mean {mean:.1f}, longest {longest}"
-    yield from _too_long(files, lengths, arguments.max_prompt_length)
-    yield from _too_long_for_responses(files, responses, answers, arguments.max_response_length)
+    defaults = arguments.default_lengths
+    yield from _too_long(files, lengths, arguments.max_prompt_length, "max_prompt_length" in defaults)
+    is_default = "max_response_length" in defaults
+    yield from _too_long_for_responses(files, responses, answers, arguments.max_response_length, is_default)
     yield from _duplicates(files)
     empty = [row for row, prompt in enumerate(files.prompts) if _is_empty(prompt)]
     yield f"empty: {len(empty)} prompts have a message or a text without characters"
@@ -193,22 +205,35 @@ def _quantiles(values: Sequence[int]) -> str:
     return ", ".join(texts)
 
 
-def _too_long(files: Files, lengths: Sequence[int], max_prompt_length: int) -> Iterator[str]:
+def _limit(flag: str, value: int, is_default: bool) -> str:
+    """Return a flag with its value, and where the value comes from if nobody has given it."""
+    origin = ", the default: give the flag, or @job.args of your job" if is_default else ""
+    return f"{flag} ({value}{origin})"
+
+
+def _too_long(
+    files: Files, lengths: Sequence[int], max_prompt_length: int, is_default: bool
+) -> Iterator[str]:
     long = [row for row, length in enumerate(lengths) if length > max_prompt_length]
     consequence = f": training refuses them. Try --max-prompt-length {max(lengths)}" if long else ""
-    limit = f"--max-prompt-length ({max_prompt_length})"
+    limit = _limit("--max-prompt-length", max_prompt_length, is_default)
     yield f"too long: {len(long)} prompts have more than {limit}{consequence}"
     yield from _listed([f"{_named(files, row)}: {lengths[row]} tokens" for row in long])
 
 
 def _too_long_for_responses(
-    files: Files, responses: Mapping[int, int], answers: Mapping[int, int], max_response_length: int
+    files: Files,
+    responses: Mapping[int, int],
+    answers: Mapping[int, int],
+    max_response_length: int,
+    is_default: bool,
 ) -> Iterator[str]:
     """Yield how many responses and ground truths have more tokens than a sampled response may have.
 
     Args:
-        responses, answers: row -> number of tokens."""
-    limit = f"--max-response-length ({max_response_length})"
+        responses, answers: row -> number of tokens.
+        is_default: whether the limit is the flag's default."""
+    limit = _limit("--max-response-length", max_response_length, is_default)
     if responses:
         long = [row for row, length in responses.items() if length > max_response_length]
         advice = f"Try --max-response-length {max(responses.values())}"
@@ -260,8 +285,12 @@ def _listed(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _folded(lines: Iterable[str], columns: int) -> Iterator[str]:
+    """Yield the lines, each at most so many columns wide. A line that continues another is indented more."""
     for line in lines:
-        yield from fold(line, columns)
+        indent = " " * (len(line) - len(line.lstrip(" ")))
+        first, *others = fold(line.removeprefix(indent), columns - len(indent) - 2)
+        yield f"{indent}{first}"
+        yield from (f"{indent}  {other}" for other in others)
 
 
 def _row_lines(files: Files, row: int, tokenizer: Tokenizer, tokens: Tokens, columns: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megarl.data.prompts import Needs
 
 _LENGTHS = SamplingConfig()
+_LENGTH_NAMES = frozenset({"max_prompt_length", "max_response_length"})
 _REQUIRED = [
     "--algorithm",
     "grpo",
@@ -40,6 +41,7 @@ class DataArguments:
 
     Args:
         needs: the part that every row of the job must have besides the prompt; None: no other part.
+        default_lengths: names of the two lengths that neither the command line nor a job's args file gives.
         rows: number of rows to show from the first on, if `row` is None.
         row: the rows to show."""
 
@@ -49,6 +51,7 @@ class DataArguments:
     prompt_key: str = "prompt"
     max_prompt_length: int = _LENGTHS.max_prompt_length
     max_response_length: int = _LENGTHS.max_response_length
+    default_lengths: frozenset[str] = _LENGTH_NAMES
     needs: Needs = None
     rows: int = 3
     row: Sequence[int] | None = None
@@ -62,7 +65,8 @@ def parse(argv: Sequence[str], description: str) -> DataArguments:
     words = [word for word in argv if not word.startswith("@")]
     typed = {name: value for name, value in vars(_parser(description).parse(words)).items() if value != []}
     given = {name: value for name, value in typed.items() if value is not None}
-    arguments = replace(_of_job(jobs) if jobs else DataArguments(), **given)
+    of_job = _of_job(jobs) if jobs else DataArguments()
+    arguments = replace(of_job, **given, default_lengths=of_job.default_lengths - given.keys())
     errors = [] if arguments.files else [_NO_FILE]
     if arguments.model is None and arguments.tokenizer_model is None:
         errors.append(_NO_MODEL)
@@ -110,6 +114,7 @@ def _of_job(jobs: Sequence[str]) -> DataArguments:
         prompt_key=config.data.prompt_key,
         max_prompt_length=config.sampling.max_prompt_length,
         max_response_length=config.sampling.max_response_length,
+        default_lengths=_LENGTH_NAMES - {name.replace("-", "_") for name in names},
         needs=_needs(config) if "algorithm" in names else None,
     )
 

@@ -22,9 +22,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, try_path
 from megarl.inspect.arguments import Parser, whole
-from megarl.inspect.runs import argument_of, read_rows, run_folder
+from megarl.inspect.runs import argument_of, is_run, read_rows, run_folder
 from megarl.inspect.terminal import block, fold, width, write
 from megarl.loggers.json_lines import FAILED_STEP, rollout_files
 
@@ -54,6 +54,7 @@ _SHOWN_ELSEWHERE = {
 }
 """Fields of a sample that are no parts of its reward."""
 
+_GIVE_A_RUN = "Give a folder that a job was told to --save."
 Sample = dict[str, object]
 """A row of rollouts/step_*.jsonl with its step, without the token ids."""
 
@@ -64,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     num_sampled, reason = None, ""
     if arguments.failed:
         samples, reason = _samples_of_failed_step(path, arguments.step)
+        num_sampled = _num_sampled(path, samples)
     elif path.is_file():
         samples = _samples_of_file(path, arguments.step)
     else:
@@ -122,6 +124,9 @@ def _samples_of_failed_step(folder: Path, steps: str | None) -> tuple[list[Sampl
     Raises: ConfigError."""
     if steps is not None:
         raise ConfigError([f"--step ({steps}): --failed shows one step, the last that failed. Leave it out."])
+    if not folder.is_dir():
+        rule = "there is no such folder. A job that fails before it has completed a step or scored one leaves none"
+        raise ConfigError([f"RUN ({folder}): {rule}.{try_path(folder, is_run, _GIVE_A_RUN)}"])
     path = folder / FAILED_STEP
     samples = list(_read(NO_STEP, path)) if path.is_file() else []
     if not samples:
@@ -225,12 +230,19 @@ def _lines(
     if arguments.random:
         blocks["random"] = random.Random(arguments.seed).sample(samples, min(arguments.random, len(samples)))
     if not (arguments.best or arguments.worst or arguments.random):
-        blocks["all"] = samples
+        distinct: dict[object, Sample] = {}
+        for sample in samples:
+            distinct.setdefault((sample["step"], _content(sample)), sample)
+        blocks["all"] = list(distinct.values())
     copies = Counter(map(_content, samples))
+    copies_in_step = Counter((sample["step"], _content(sample)) for sample in samples)
     for title, chosen in blocks.items():
         for number, sample in enumerate(chosen, start=1):
-            # best and worst show equal samples once
-            num_equal = copies[_content(sample)] if title in ("best", "worst") else 1
+            num_equal = 1
+            if title in ("best", "worst"):
+                num_equal = copies[_content(sample)]
+            elif title == "all":  # one prompt over the steps: each step keeps its own
+                num_equal = copies_in_step[sample["step"], _content(sample)]
             yield ""
             yield from _sample_lines(f"{title} {number} of {len(chosen)}", sample, num_equal, columns)
 
@@ -248,8 +260,11 @@ def _summary(samples: Sequence[Sample], num_sampled: int | None) -> str:
     num_prompts = len({sample["row"] for sample in samples})
     prompts = f"of {num_prompts} prompt{'s' if num_prompts > 1 else ''}"
     parts = [*(parts if steps != [NO_STEP] else []), f"{count} sample{'s' if count != '1' else ''}", prompts]
+    num_failed = len(samples) - len(rewards)
+    if num_failed:
+        parts.append(f"{num_failed} without a reward")
     if rewards and min(rewards) == max(rewards):
-        parts.append(f"every reward {rewards[0]:.4g}")
+        parts.append(f"every {'other ' if num_failed else ''}reward {rewards[0]:.4g}")
     elif rewards:
         mean = sum(rewards) / len(rewards)
         parts.append(f"reward {mean:.4g} ({min(rewards):.4g} to {max(rewards):.4g})")

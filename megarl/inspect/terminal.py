@@ -25,8 +25,9 @@ def visible(text: str) -> str:
 
 
 def width() -> int:
-    """Return the number of columns of the terminal; 80 if the output goes elsewhere."""
-    return max(_MIN_WIDTH, shutil.get_terminal_size().columns)
+    """Return the number of columns of the terminal, or COLUMNS of the environment. Output that goes elsewhere
+    is not wrapped."""
+    return max(_MIN_WIDTH, shutil.get_terminal_size((sys.maxsize, 0)).columns)
 
 
 def fold(text: str, columns: int) -> Iterator[str]:

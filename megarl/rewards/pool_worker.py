@@ -33,6 +33,7 @@ def main(parent: int) -> None:
     requests, replies = Connection(os.dup(0), writable=False), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # several processes print into one log
 
     own_pid = os.getpid()
 

@@ -1,4 +1,5 @@
-"""Pass the output of a reward process on to the log: the first and the last bytes of each call.
+"""Pass the output of a reward process on to the log in whole lines: the first and the last bytes of each
+call.
 
 The rest is only counted. A function that prints its whole input would otherwise fill the log of a long run.
 """
@@ -24,7 +25,7 @@ class Printed:
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         self._out, self._lock = out, threading.Lock()
-        self._count, self._last = 0, b""
+        self._count, self._last, self._line = 0, b"", b""
         self._thread = threading.Thread(target=self._follow, name="reward_output", daemon=True)
 
     def follow(self) -> None:
@@ -81,8 +82,14 @@ class Printed:
                 "here\n".encode()
             )
         self._write(self._last)
+        if self._line:
+            self._write(b"\n")
         self._count, self._last = 0, b""
 
     def _write(self, data: bytes) -> None:
+        """Write whole lines to the log, and keep the beginning of the last one: other reward processes write
+        to the same log."""
+        lines, end, self._line = (self._line + data).rpartition(b"\n")
+        data = lines + end
         while data:
             data = data[os.write(self._out, data) :]

@@ -75,8 +75,11 @@ def _explained(head: str, details: str, read_on: str, executor: Executor | None,
     if notes.failure_log is not None and _has_begun(executor):
         with contextlib.suppress(OSError):  # as on a full disk; the message is shown in any case
             _append(notes.failure_log, f"{head}\n{details}\n")
-            return f"{head}\nRead on in {read_on}. The traceback is in {notes.failure_log}."
-    return f"{head}\nRead on in {read_on}. {SHOW_TRACEBACKS}=1 in the environment shows the traceback."
+            return f"{head}\nRead on in {read_on}. megarl's own traceback is in {notes.failure_log}."
+    # the message itself may hold the traceback of a reward function
+    return (
+        f"{head}\nRead on in {read_on}. {SHOW_TRACEBACKS}=1 in the environment shows megarl's own traceback."
+    )
 
 
 def _append(log: Path, text: str) -> None:

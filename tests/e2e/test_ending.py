@@ -45,7 +45,7 @@ def test_a_gate_failure_is_one_message_without_a_traceback(sums_data, tmp_path, 
     log = job.folder / "failure.log"
     show = f"megarl show {shlex.quote(str(job.folder))} --failed"
     assert lines[-2:] == [
-        f"Read on in docs/debugging.md, section The gate. The traceback is in {log}.",
+        f"Read on in docs/debugging.md, section The gate. megarl's own traceback is in {log}.",
         f"To see what the model said in this step: {show}",
     ] and all(line.startswith("  ") for line in lines[1:-2])
     assert [line for line in job.output.splitlines() if line.startswith(STARTING)][0] == (
@@ -60,7 +60,7 @@ def test_a_gate_failure_is_one_message_without_a_traceback(sums_data, tmp_path, 
     }
     assert main(shlex.split(show)[1:]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "step 1, 8 samples, " in shown and "The step failed (" in shown and "GateError: trainer" in shown
+    assert "step 1, 16 samples, " in shown and "The step failed (" in shown and "GateError: trainer" in shown
     assert main(shlex.split(show)[1:-1]) == 2  # the run has no step
     assert "Add --failed." in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.data.tokenizer import load_tokenizer
+from megarl.inspect import chat as chat_command
 from megarl.inspect.terminal import visible
 
 NUM_TOKENS = 12
@@ -72,7 +73,8 @@ def test_a_terminal_is_told_what_a_line_means(flags, model, megarl, monkeypatch)
         monkeypatch.setattr(sys, "stdin", stdin)
         code, _, err = megarl("chat", "--model", model, *flags)
     os.close(keyboard)
-    assert code == 0 and err.count("\n") == 1 and "Ctrl-D ends the chat]" in err
+    assert code == 0 and err.count("\n") == 2 and "Ctrl-D ends the chat]" in err
+    assert err.startswith(f"[loading {model} with transformers]\n")
     assert ("/new begins another" in err) == (flags == ()) and ("every line is a" in err) == (flags != ())
 
 
@@ -93,6 +95,26 @@ def test_a_run_answers_by_its_export_or_else_its_newest_checkpoint(model, chat, 
     (run / "hf").symlink_to(model)
     code, out, err = chat("1+1 ?", "--model", run)
     assert (code, out) == (0, expected) and "exporting" not in err
+
+
+@pytest.mark.parametrize("algorithm, expected", [("grpo", 3), ("sft", 256)])
+def test_a_run_answers_as_long_as_it_was_sampled(
+    algorithm, expected, model, open_run, megarl, monkeypatch, tmp_path
+):
+    run = tmp_path / "run"
+    with open_run(run, f"--algorithm {algorithm}\n--max-response-length 3") as record:
+        record.begin_step()
+        record.record_step(1, {}, num_tokens=1)
+    (run / "hf").symlink_to(model)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    given: list[int] = []
+    monkeypatch.setattr(
+        chat_command, "_talk", lambda _, __, m: given.append(m.generation_config.max_new_tokens)
+    )
+    for path in (run, run / "hf"):
+        assert megarl("chat", "--model", path)[0] == 0
+    assert megarl("chat", "--model", run, "--max-response-length", 5)[0] == 0
+    assert given == [expected, expected, 5]
 
 
 def test_the_seed_draws_the_same_answers_again(model, chat):

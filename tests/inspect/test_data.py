@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.inspect import progress
 
 
 def row(text: object, answer: str = "2", **more: object) -> dict:
@@ -32,6 +33,7 @@ def jsonl(tmp_path):
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(progress, "EVERY_S", 60.0)  # a slow machine must not add lines to stderr
 
 
 def test_the_ids_are_those_that_training_makes(sums_paths, megarl):
@@ -221,3 +223,27 @@ def test_errors_name_flag_value_rule_and_advice(
     (tmp_path / "job.args").write_text("--train-data a.jsonl")
     code, out, err = megarl("data", *arguments)
     assert (code, out) == (2, "") and words in err, err
+
+
+def test_a_long_reading_says_on_stderr_what_it_does(sums_paths, megarl, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    code, out, err = megarl("data", sums_paths["sft_mixed"], "--model", sums_paths["model"])
+    assert code == 0 and "so far" not in out
+    assert re.search(r"^encoding.* \(\d+ s so far\)$", err, re.MULTILINE), err
+
+
+def test_a_default_limit_is_called_one(job, jsonl, megarl, sums_paths):
+    jsonl("c.jsonl", row("1+1 ?"))
+    words = "the default: give the flag, or @job.args of your job"
+    out = megarl("data", "c.jsonl", "--model", sums_paths["model"])[1]
+    assert f"too long: 0 prompts have more than --max-prompt-length (1024, {words})\n" in out
+    out = megarl("data", "c.jsonl", "--model", sums_paths["model"], "--max-prompt-length", 1024)[1]
+    assert "have more than --max-prompt-length (1024)\n" in out and words not in out
+    assert words not in megarl("data", "@job.args")[1]
+
+
+def test_a_wrapped_line_is_indented(job, megarl, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = megarl("data", "@job.args")[1].splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("  prompt: shortest"))
+    assert lines[at + 1].startswith("    ") and all(cell_len(line) <= 40 for line in lines)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 
 import pytest
 from rich.cells import cell_len
@@ -54,8 +56,10 @@ def test_the_newest_step_s_best_and_worst_are_the_default(run, megarl):
     code, out, err = megarl("show", run)
     assert (code, err) == (0, "")
     assert shown(out) == [("best", 33), ("best", 32), ("worst", 30), ("worst", 31)]
-    header = "step 3, 5 samples, of 2 prompts, reward 1.8 (0.3 to 3.3), 3.0 tokens a response -- best"
-    assert header in " ".join(out.split())
+    header = (
+        "step 3, 5 samples, of 2 prompts, 1 without a reward, reward 1.8 (0.3 to 3.3), 3.0 tokens a response"
+    )
+    assert f"{header} -- best" in " ".join(out.split())
     assert "  user: 1+1 ?\nresponse\n  answer 3.3\nground truth\n  2\n" in out and "987654" not in out
 
 
@@ -232,3 +236,42 @@ def test_a_failed_step_is_shown_when_asked_for_and_not_otherwise(run, megarl):
     (run / FAILED_STEP).unlink()
     code, _, err = megarl("show", run, "--failed")
     assert code == 2 and "holds no failed_step.jsonl" in err and "Leave --failed out." in err
+
+
+def test_the_header_counts_the_samples_that_failed(open_run, megarl, tmp_path):
+    rows = [sample(1, 0, None, failure="x"), sample(1, 1, 1.0), sample(1, 2, None, failure="x")]
+    out = show_rows(open_run, megarl, tmp_path / "run", rows)
+    assert ": step 1, 3 of 8 samples, of 2 prompts, 2 without a reward, every other reward 1, " in out
+    failed = "".join(json.dumps({"step": 2, "error": "E", **row}) + "\n" for row in rows)
+    (tmp_path / "run" / FAILED_STEP).write_text(failed)
+    out = " ".join(megarl("show", tmp_path / "run", "--failed")[1].split())
+    assert ": step 2, 3 of 8 samples, of 2 prompts, 2 without a reward, every other reward 1, " in out
+
+
+def test_a_prompt_s_equal_samples_are_shown_once_a_step(open_run, megarl, tmp_path):
+    with open_run(tmp_path / "run") as run:
+        for step in (1, 2):
+            run.begin_step()
+            rows = [sample(step, index, 1.0, row=0, response="same") for index in range(3)]
+            run.write_rollouts(step, [*rows, sample(step, 3, 0.0, row=0, response="other")])
+            run.record_step(step, {}, num_tokens=1)
+    out = megarl("show", tmp_path / "run", "--prompt", 0)[1]
+    assert shown(out) == [("all", 10), ("all", 13), ("all", 20), ("all", 23)]
+    assert "-- all 1 of 4" in out and out.count("3 samples are equal") == out.count("are equal") == 2
+
+
+def test_a_missing_folder_is_called_missing_with_failed_too(run, megarl):
+    missing = run.with_name("rum")
+    code, _, err = megarl("show", missing, "--failed")
+    assert code == 2 and f"RUN ({missing}): there is no such folder." in err and f"Try {run}." in err
+    assert FAILED_STEP not in err
+
+
+def test_lines_are_wrapped_for_a_terminal_alone(open_run, megarl, tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "__stdout__", io.StringIO())  # no terminal
+    with open_run(tmp_path / "run") as run:
+        run.begin_step()
+        run.write_rollouts(1, [sample(1, 0, 1.0, response="word " * 100)])
+        run.record_step(1, {}, num_tokens=1)
+    assert "  " + "word " * 100 + "\n" in megarl("show", tmp_path / "run")[1]

@@ -18,7 +18,7 @@ import pytest
 from megarl.config.schema import DataConfig
 from megarl.rewards import RewardSample
 from megarl.rewards.pool import RewardPool
-from megarl.rewards.printed import FIRST_BYTES, LAST_BYTES
+from megarl.rewards.printed import FIRST_BYTES, LAST_BYTES, Printed
 
 OWN = """
 import os, subprocess, sys, time
@@ -277,6 +277,38 @@ def test_what_a_reward_prints_is_cut(data, tmp_path, capfd, kind):
     counted = re.findall(r"(\d+) of (\d+) bytes that one call printed are left out here", told)
     assert [int(total) - int(left_out) for left_out, total in counted] == [FIRST_BYTES + LAST_BYTES] * 2
     assert len(told) < 2 * (FIRST_BYTES + LAST_BYTES) + 500
+
+
+def test_the_lines_of_several_processes_are_whole(data, tmp_path, capfd):
+    """`print` writes its arguments one by one if stdout is not buffered by the line."""
+    (tmp_path / "reward.py").write_text(
+        "def reward(data_source, solution_str, ground_truth, extra_info):\n"
+        "    for number in range(20): print('scoring', solution_str, number, 'x' * 150)\n"
+        "    return 1.0\n"
+    )
+    with RewardPool(dataclasses.replace(data, reward_timeout_s=60), 2) as pool:
+        capfd.readouterr()
+        pool.score(samples(*(str(number) for number in range(30))))
+        told = capfd.readouterr().err.splitlines()
+    assert sorted(told) == sorted(
+        f"scoring {one} {line} {'x' * 150}" for one in range(30) for line in range(20)
+    )
+
+
+def test_a_line_that_comes_in_parts_is_written_when_it_is_whole():
+    log, out = os.pipe()
+    printed = Printed(out)
+    writer = os.dup(printed.writer)
+    printed.follow()
+    os.write(writer, b"first\nsec")
+    assert os.read(log, 100) == b"first\n"
+    os.write(out, b"another process\n")
+    os.write(writer, b"ond\nlast")
+    os.close(writer)
+    printed.close()
+    assert os.read(log, 100) == b"another process\nsecond\nlast\n"
+    os.close(log)
+    os.close(out)
 
 
 def test_what_a_call_that_hangs_has_printed_is_told(data, tmp_path, capfd):

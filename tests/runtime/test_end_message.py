@@ -42,7 +42,7 @@ def test_an_explained_error_says_where_to_read_on_and_keeps_its_traceback_in_a_f
     log = tmp_path / "run" / "failure.log"
     text = failure_text(of_rank(TooManySpoons("9 spoons")), executor, EndNotes(log))
     head = "[actor rank 1] update failed at step 3: TooManySpoons: 9 spoons"
-    assert text == f"{head}\nRead on in docs/spoons.md. The traceback is in {log}."
+    assert text == f"{head}\nRead on in docs/spoons.md. megarl's own traceback is in {log}."
     first = log.read_text()
     assert first.splitlines()[0].endswith(head) and "Traceback (most recent call last):" in first
     text = driver_error_text(raised(TooManySpoons("8 spoons")), executor, EndNotes(log))
@@ -74,7 +74,8 @@ def test_the_environment_shows_all_tracebacks(executor, tmp_path, monkeypatch, r
 
 
 def test_without_a_step_or_a_writable_file_the_environment_variable_is_named(executor, tmp_path):
-    error, hint = raised(TooManySpoons("9")), "MEGARL_TRACEBACK=1 in the environment shows the traceback."
+    hint = "MEGARL_TRACEBACK=1 in the environment shows megarl's own traceback."
+    error = raised(TooManySpoons("9"))
     (tmp_path / "file").touch()
     for log in (None, tmp_path / "file" / "failure.log"):
         assert driver_error_text(error, executor, EndNotes(log)).endswith(hint)
