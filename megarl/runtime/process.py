@@ -129,7 +129,8 @@ def end_process(code: int) -> NoReturn:
 
     With PyTorch, Megatron-Core and vLLM loaded, unloading takes seconds, and the user waits for it after the
     last line of a job."""
-    threading._shutdown()  # as the interpreter does; a thread pool cannot be joined otherwise
+    # As the interpreter does; a thread pool cannot be joined otherwise.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
