@@ -2,6 +2,7 @@
 
     fix_megatron()              call before the first model is built; refuses every other version
     with world_is(group):       put around the one call that needs it
+    with backward_ranges():     no fault: names the backward passes of a schedule for a profiler
 
 Faults that a class in a layer spec can correct are elsewhere: norm and attention (modules.py,
 context_parallel.py), latent attention (latent_attention.py), the scale of balancing losses (router.py), steps
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from megarl.config.installed import megatron_error
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.mesh import second_channel
+from megarl.ranges import is_recording, profiled
 
 
 class Fix(NamedTuple):
@@ -191,6 +193,20 @@ def world_is(group: dist.ProcessGroup) -> Iterator[None]:
         get_world_size=lambda group=group: world_size(group),
     )
     with patch.multiple(dist, **within):
+        yield
+
+
+@contextlib.contextmanager
+def backward_ranges() -> Iterator[None]:
+    """Mark the backward pass of each micro-batch as a range inside this context, if a profiler records.
+
+    All of Megatron's schedules call one function of their module for it."""
+    if not is_recording():
+        yield
+        return
+    from megatron.core.pipeline_parallel import schedules
+
+    with patch.object(schedules, "backward_step", profiled("micro_batch/backward")(schedules.backward_step)):
         yield
 
 

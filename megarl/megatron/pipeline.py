@@ -5,17 +5,16 @@ chunks."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from megarl.batch import MicroBatch
 from megarl.megatron.cpu_shim import cpu_megatron
-from megarl.ranges import is_recording, profiled
+from megarl.megatron.fixes import backward_ranges
 
 with cpu_megatron():
-    from megatron.core.pipeline_parallel import p2p_communication, schedules
+    from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.pipeline_parallel.schedules import (
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
@@ -40,24 +39,8 @@ def run_schedule(
 
     Args:
         chunks: this rank's model, or each of its chunks. They are wrapped by DDP unless forward_only."""
-    with _backward_ranges():
+    with backward_ranges():
         return _run(chunks, forward_step, micro_batches, forward_only, groups, config)
-
-
-@contextlib.contextmanager
-def _backward_ranges() -> Iterator[None]:
-    """Mark the backward pass of each micro-batch as a range, if a profiler records.
-
-    All schedules call one function of their module for it."""
-    if not is_recording():
-        yield
-        return
-    backward_step = schedules.backward_step
-    schedules.backward_step = profiled("micro_batch/backward")(backward_step)
-    try:
-        yield
-    finally:
-        schedules.backward_step = backward_step
 
 
 def _run(

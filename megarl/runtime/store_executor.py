@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
@@ -74,6 +75,8 @@ class StoreExecutor(ProcessExecutor):
         self._answered = dict.fromkeys(self._world, -1)
         """Newest index that each rank has answered and therefore read."""
         self._reader = threading.Thread(target=self._read, name="read_inbox", daemon=True)
+        # A signal may end the job before anyone has this executor and could shut it down.
+        atexit.register(self._end_at_exit)
         self._reader.start()
 
     @classmethod
@@ -159,6 +162,13 @@ class StoreExecutor(ProcessExecutor):
         self._is_over = True
         self._outbox.close()
         self._reader.join(timeout=1.0)
+
+    def _end_at_exit(self) -> None:
+        """Stop the reader thread if nothing else has, as `_end`, for two seconds at most."""
+        if self._reader.is_alive() and not self._is_over:
+            ending = threading.Thread(target=self._end, daemon=True)  # a store that is stopped never answers
+            ending.start()
+            ending.join(timeout=2.0)
 
     def _now(self) -> float:
         """Return seconds on a clock that stands while this process is stopped (Ctrl-Z).

@@ -172,19 +172,23 @@ def test_phases_hold_what_their_calls_need(job):  # noqa: F811
         for key in ("actor", "critic", "reference", "rollout")
     }
     weights = {part.role: part.bytes for part in parts if part.name == "parameters"}
-    needed = {(part.role, part.during): part.bytes for part in parts if part.during is not None}
+    needed = {
+        (part.role, part.during): part.bytes for part in parts if part.during is not None and part.bytes
+    }
     assert set(needed) == {
         ("actor", "log-probs"),
         ("actor", "update"),
         ("critic", "log-probs"),
         ("critic", "update"),
         ("reference", "log-probs"),
+        ("rollout", "rollout"),
     }
+    always = size["rollout"] + next(part.bytes for part in parts if part.name == "margin")
     expected = [
-        size["rollout"],
-        size["rollout"] + max(weights[role] + needed[role, "log-probs"] for role in weights),
-        size["rollout"] + max(size[role] + needed[role, "update"] for role in ("actor", "critic")),
-        size["rollout"] + weights["actor"],
+        always + needed["rollout", "rollout"],
+        always + max(weights[role] + needed[role, "log-probs"] for role in weights),
+        always + max(size[role] + needed[role, "update"] for role in ("actor", "critic")),
+        always + weights["actor"],
     ]
     assert [phase_bytes(parts, phase) for phase in PHASES] == expected
     on_cpu = estimate(config, 2, CPU)[0]  # where nothing can go anywhere

@@ -12,6 +12,7 @@ from megarl.runtime import signing
 from megarl.runtime.mailbox import PART_BYTES, Mailbox
 from megarl.runtime.messages import Call, Kill, encode
 from megarl.runtime.signing import ForgedMessage, SecretError, agree, check_secret, job_secret, sign, verify
+from tests.launch import run
 from tests.runtime.jobs import START_WITHIN_S
 
 ONE_NODE = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -134,3 +135,22 @@ def test_where_ranks_cannot_agree_the_user_is_asked_for_a_secret(as_rank, monkey
                 match=r"MEGARL_JOB_SECRET \(variable, 8 characters\): must have at least 32 characters",
             ):
                 check_secret(env)
+
+
+LEFT_ALONE = """
+from megarl.runtime.job_store import loopback_store
+from megarl.runtime.mailbox import connect
+from megarl.runtime.store_executor import StoreExecutor
+store = loopback_store()
+stores = (connect(f"127.0.0.1:{store.port}", "attempt") for _ in range(2))
+executor = StoreExecutor({"actor": [0]}, 1, 5.0, *stores)
+raise SystemExit(143)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_that_a_signal_ends_before_it_has_its_executor_keeps_its_exit_code():
+    """Nobody shuts that executor down. Its thread waits in the store's code, which aborts a process that ends
+    meanwhile (exit code -6)."""
+    done = run("-P", "-c", LEFT_ALONE, timeout=50, environment={"MEGARL_JOB_SECRET": "00" * 32})
+    assert (done.returncode, done.stderr) == (143, "")
