@@ -340,14 +340,14 @@ def samples_of(rewards):
 @pytest.mark.parametrize("algorithm", [GRPO(), PPO()])
 def test_steps_whose_rewards_do_not_differ_within_a_prompt_are_told(algorithm):
     """Only where samples are compared within their prompt. Zero rewards count, and failed ones do not."""
-    learner = object.__new__(ActorState)
-    learner.config = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2))
-    learner.actor, learner.algorithm = "actor", algorithm
-    learner.zero_reward_steps = learner.equal_reward_steps = 0
+    state = object.__new__(ActorState)
+    state.config = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2))
+    state.actor, state.algorithm = "actor", algorithm
+    state.zero_reward_steps = state.equal_reward_steps = 0
     constant, zero, between = {0: 0.5, 1: 0.5}, {0: 0.0, 1: 0.0}, {0: 1.0, 1: 1.0, 2: 0.0, 3: None}
     steps = (constant, between, zero, constant, {0: 1.0, 1: 1.0, 2: 0.0, 3: 1.0}, constant, {}, constant)
     notes = [
-        learner.note_useless_rewards(RolloutBatch(number, {0: 0}, samples_of(rewards), rewards=rewards))
+        state.note_useless_rewards(RolloutBatch(number, {0: 0}, samples_of(rewards), rewards=rewards))
         for number, rewards in enumerate(steps, 1)
     ]
     told = [number for number, note in enumerate(notes, 1) if note]
@@ -359,13 +359,13 @@ def test_steps_whose_rewards_do_not_differ_within_a_prompt_are_told(algorithm):
 
 
 def test_steps_without_a_reward_are_told():
-    learner = object.__new__(ActorState)
-    learner.config = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2))
-    learner.actor, learner.algorithm = "actor", GRPO()
-    learner.zero_reward_steps = learner.equal_reward_steps = 0
+    state = object.__new__(ActorState)
+    state.config = SimpleNamespace(run=SimpleNamespace(warn_after_zero_reward_steps=2))
+    state.actor, state.algorithm = "actor", GRPO()
+    state.zero_reward_steps = state.equal_reward_steps = 0
     steps = ({0: 0.0}, {0: 0.0}, {0: 0.0, 1: 0.5}, {0: 0.0}, {}, {0: None, 1: 0.0}, {0: 0.0})
     notes = [
-        learner.note_useless_rewards(RolloutBatch(number, {0: 0}, samples_of(rewards), rewards=rewards))
+        state.note_useless_rewards(RolloutBatch(number, {0: 0}, samples_of(rewards), rewards=rewards))
         for number, rewards in enumerate(steps, 1)
     ]
     assert [note and note.split(" of actor. ")[0] for note in notes] == [

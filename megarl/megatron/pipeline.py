@@ -24,6 +24,7 @@ with cpu_megatron():
     from megatron.core.transformer import TransformerConfig
 
 
+@backward_ranges()
 def run_schedule(
     chunks: list[torch.nn.Module],
     forward_step: Callable,
@@ -39,18 +40,6 @@ def run_schedule(
 
     Args:
         chunks: this rank's model, or each of its chunks. They are wrapped by DDP unless forward_only."""
-    with backward_ranges():
-        return _run(chunks, forward_step, micro_batches, forward_only, groups, config)
-
-
-def _run(
-    chunks: list[torch.nn.Module],
-    forward_step: Callable,
-    micro_batches: list[MicroBatch],
-    forward_only: bool,
-    groups: ProcessGroupCollection,
-    config: TransformerConfig,
-) -> list:
     arguments = dict(
         forward_step_func=forward_step,
         seq_length=1,
