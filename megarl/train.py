@@ -104,7 +104,7 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     except Exception as error:  # process boundary
         fail_to_start(error, rank)
     world_size = int(os.environ["WORLD_SIZE"])
-    code = serve(lambda context: build_roles(config, world_size), rank, connect(), driver, health)
+    code = serve(lambda context: build_roles(config, world_size, context), rank, connect(), driver, health)
     if config.profile.profile is None:  # profilers may write their files when a process unloads them
         end_process(code)
     return code

@@ -3,6 +3,7 @@
     run/checkpoints/step_000010/
       job.json            data of no single role: step, data cursors, random states, digests of the manifests
       actor/, critic/     one folder per trained role, see megarl/checkpoint
+      requests/           samples that no step has trained on, finished or not (--staleness)
     run/checkpoints/.step_000012.partial/    being written, or left behind by a job that ended meanwhile
 
 Every JSON file holds its format, a version and a digest of the rest. The module imports no torch, because
@@ -21,6 +22,8 @@ from typing import Any
 from megarl.files.writing import writing
 
 CHECKPOINTS, JOB, MANIFEST = "checkpoints", "job.json", "checkpoint.json"
+REQUESTS = "requests"
+"""Folder in a checkpoint, and the entry of job.json with the digests of its files."""
 _FORM, VERSION = "megarl job", 1
 _PARTS = {"step": int, "roles": dict, "models": dict, "actors": dict, "random_states": list, "metrics": dict}
 _STEP = re.compile(r"step_(\d{6,})")
@@ -148,4 +151,10 @@ def read_job(folder: Path) -> dict[str, Any]:
             raise JobFileError(f"{manifest} is missing.")
         if file_digest(manifest) != digest:
             raise JobFileError(f"{manifest} is damaged: its SHA-256 is not the one that was written.")
+    for name, digest in body.get(REQUESTS, {}).items():
+        path = folder / REQUESTS / name
+        if not path.is_file():
+            raise JobFileError(f"{path} is missing.")
+        if file_digest(path) != digest:
+            raise JobFileError(f"{path} is damaged: its SHA-256 is not the one that was written.")
     return body

@@ -89,14 +89,25 @@ class Rollout(ServiceRole, kind="rollout"):
         writes=("tokens", "lengths"),
         phase="rollout",
     )
-    def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False) -> list[Sample]:
+    def generate(
+        self,
+        purpose: str,
+        visits: Mapping[int, int],
+        greedy: bool = False,
+        engines: Sequence[int] | None = None,
+        wait: bool = True,
+    ) -> list[Sample]:
         """Sample responses to dataset rows. The first rank of each engine returns the engine's samples (ids
         and lengths); its other ranks return [].
 
         Args:
             purpose: "train" (num_samples_per_prompt responses each) or "eval" (eval_num_samples each, one if
                 greedy).
-            visits: visit of each prompt -> its row."""
+            visits: visit of each prompt -> its row.
+            engines: number of the engine of each visit. Default: the engines take contiguous blocks of equal
+                size.
+            wait: False queues the requests and returns [] at once. The engines take steps while their ranks
+                wait for calls, and report the groups that are finished as events (see flow/events.py)."""
 
     @method(reads=("weights:actor",), writes=("weights:rollout",), reports=True, phase="reshard")
     def sync(self, version: int) -> Metrics:
@@ -104,17 +115,37 @@ class Rollout(ServiceRole, kind="rollout"):
         Collective over the ranks."""
 
 
+    @method(optional=True)
+    def save_requests(self, folder: str, visits: list[int]) -> dict[str, str]:
+        """Write the samples of these groups, finished or not, for a checkpoint. Each engine's first rank
+        returns file -> its SHA-256.
+
+        Unfinished responses are computed anew from their prefixes, as they are after a resume."""
+
+    @method(optional=True)
+    def load_requests(self, folder: str, visits: Mapping[int, int], engines: Sequence[int]) -> None:
+        """Queue groups as `generate` does without waiting, and go on where `save_requests` has left them,
+        with any number of engines."""
+
+    @method(optional=True)
+    def set_version(self, version: int) -> None:
+        """Give the engine's weights, which have not changed, the number of a later version."""
+
+
 class Reward(ServiceRole, kind="reward"):
     """A role that scores samples with reward functions, without a model. Each rank scores what its own
     rollout engine has generated."""
 
     @method(reads=("tokens",), writes=("rewards",), phase="reward")
-    def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
-        """Score the samples of this engine. Its first rank returns sample_id, reward and texts of each (and
-        the answer found in it, in an evaluation); its other ranks return [].
+    def score(
+        self, purpose: str, sample_ids: Sequence[int], num_logged: int | None = None
+    ) -> list[Record]:
+        """Score those of the samples that this engine has made. Its first rank returns sample_id, reward and
+        texts of each (and the answer found in it, in an evaluation); its other ranks return [].
 
         Args:
-            num_logged: number of samples with texts; None: --num-rollouts-to-log."""
+            sample_ids: samples of all engines.
+            num_logged: number of samples, the first ones, with texts; None: --num-rollouts-to-log."""
 
 
 class RewardModel(ServiceRole, kind="reward_model"):

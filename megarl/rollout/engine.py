@@ -43,6 +43,8 @@ class Response(NamedTuple):
     """Sampled tokens, including the end-of-sequence or stop token that ended the response."""
     log_probs: list[float]
     """Log-prob log pi(token) of each token, at the sampling temperature."""
+    versions: list[int]
+    """Version of the weights that sampled each token."""
     finish_reason: str
     """Reason why the response ended: "stop" or "length"."""
     experts: torch.Tensor | None = None
@@ -63,10 +65,16 @@ class Engine:
         self.config, self.shape, self.actor = config, shape, actor
         self._tp, self._sampling = config.rollout.tensor_parallel_size, config.sampling
         self.options = config.reshard
+        self.shares_weights = False
+        """Whether an update of the trainer's weights changes those of the engine at once."""
         self.bytes_per_sync = 0
         """Number of bytes that the last sync wrote in this engine."""
         self._weight_sync: WeightSync | None = None
         self._generation = 0
+        self._outputs: dict[str, Output] = {}
+        """Finished requests that nobody has taken, by id."""
+        self._num_generated = 0
+        """Number of requests of `generate`, for their ids."""
 
     @property
     def version(self) -> int | None:
@@ -116,7 +124,9 @@ class Engine:
         return self.bytes_per_sync
 
     def commit(self, version: int) -> None:
-        self.inference.commit(version)
+        how = self.config.streaming
+        goes_on = how.staleness > 0 and how.weight_update != "wait"
+        self.inference.commit(version, how.weight_update if goes_on else "refuse")
 
     def give_up(self) -> None:
         """Abandon the sync in progress. With two buffers the old version stays usable."""
@@ -154,9 +164,11 @@ class Engine:
         limit = max_tokens or self._sampling.max_response_length
         self.inference.check_alive()
         self._check(prompts, keys, prefixes, limit)
+        first = self._num_generated
+        self._num_generated += len(prompts)
         requests = [
             Request(
-                id=str(index),
+                id=f"call/{first + index}",
                 prompt=[*prompt, *prefix],
                 key=key,
                 max_tokens=limit - len(prefix),
@@ -166,21 +178,45 @@ class Engine:
             )
             for index, (prompt, key, prefix) in enumerate(zip(prompts, keys, prefixes, strict=True))
         ]
-        outputs = self._complete(requests) if requests else {}
+        if requests:
+            self.inference.add(requests)
+        missing = {request.id for request in requests}
+        while missing:
+            self.step()
+            missing -= self._outputs.keys()
         return [
-            Response(output.token_ids, output.log_probs, output.finish_reason, output.experts)
-            for output in (outputs[request.id] for request in requests)
+            Response(
+                output.token_ids, output.log_probs, output.versions, output.finish_reason, output.experts
+            )
+            for output in (self._outputs.pop(request.id) for request in requests)
         ]
 
-    def _complete(self, requests: Sequence[Request]) -> dict[str, Output]:
-        """Return id -> output of these requests, once all are finished."""
-        engine = self.inference
-        engine.add(requests)
-        outputs = {}
-        while engine.has_unfinished():
-            engine.step()
-            outputs |= {output.id: output for output in engine.take()}
-        return outputs
+    # Requests that outlive a call.
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests, whose prompts may end in tokens that were sampled before. Returns at once.
+
+        Raises: RuntimeError before the first sync."""
+        self.inference.check_alive()
+        self._check_version()
+        self.inference.add(requests)
+
+    def has_unfinished(self) -> bool:
+        """Return whether a request waits or runs."""
+        return self.inference.has_unfinished()
+
+    def step(self) -> None:
+        """Take one step of the engine. Collective over the ranks of an in-process engine.
+
+        Raises: Aborted if the job shuts down; afterwards the engine cannot generate any more."""
+        self.inference.step()
+        self._outputs |= {output.id: output for output in self.inference.take()}
+
+    def take(self) -> list[Output]:
+        """Return the requests of `add` that have finished since the last call, in the order in which they
+        finished."""
+        outputs, self._outputs = self._outputs, {}
+        return [*outputs.values()]
 
     def _check(
         self,
@@ -190,11 +226,7 @@ class Engine:
         limit: int,
     ) -> None:
         """Raise RuntimeError or ValueError, as `generate` says, before a request is queued."""
-        if self.version is None:
-            raise RuntimeError(
-                "generate was called before a sync was committed: the engine's weights are noise. "
-                "Call sync(version) first."
-            )
+        self._check_version()
         if not len(prompts) == len(keys) == len(prefixes):
             raise ValueError(
                 f"{len(prompts)} prompts, {len(keys)} keys and {len(prefixes)} prefixes must pair up."
@@ -212,6 +244,13 @@ class Engine:
                 )
         if any(prefixes) and self.inference.cannot_continue is not None:
             raise ValueError(f"prefixes: {self.inference.cannot_continue}")
+
+    def _check_version(self) -> None:
+        if self.version is None:
+            raise RuntimeError(
+                "generate was called before a sync was committed: the engine's weights are noise. "
+                "Call sync(version) first."
+            )
 
 
 @dataclass(frozen=True)
@@ -253,11 +292,13 @@ class RolloutEngine(Engine):
         rank = dist.get_rank()
         # vLLM on a CPU changes torchrun's variables, so they are read before.
         self.ranks, self._ranks_per_node = tuple(ranks), ranks_per_node()
-        offer = Offer(sources.get(rank, {}) if config.reshard.reshard_alias else {}, parameters)
+        # requests that end before a commit are still sampled when the trainer's weights have changed
+        ends_first = config.streaming.staleness > 0 and config.streaming.weight_update == "wait"
+        may_share = config.reshard.reshard_alias and not ends_first
+        offer = Offer(sources.get(rank, {}) if may_share else {}, parameters)
         first = self.ranks.index(rank) // self._tp * self._tp
-        setup = EngineSetup(
-            config, shape, self.ranks[first : first + self._tp], num_engines=len(self.ranks) // self._tp
-        )
+        self._engine_ranks = self.ranks[first : first + self._tp]
+        setup = EngineSetup(config, shape, self._engine_ranks, num_engines=len(self.ranks) // self._tp)
         self.inference = start_in_process(setup, offer)
         AbortableEngine(self.inference, f"{actor}/{rank // self._tp}", rank % self._tp, self._tp)
         self._aliases = offer.taken
@@ -273,6 +314,7 @@ class RolloutEngine(Engine):
         own = self.inference.atlases[rank] if atlases is None else None
         told = all_gather_messages(_EngineWeights(self._aliases, own), _EngineWeights)
         wanted = atlases or {rank: told[rank].atlas for rank in self.ranks}
+        self.shares_weights = any(told[rank].aliases for rank in self._engine_ranks)
         plan = make_plan(
             sources,
             {rank: without(atlas, told[rank].aliases) for rank, atlas in wanted.items()},

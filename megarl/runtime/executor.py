@@ -261,12 +261,12 @@ class Executor(ABC):
         self._wait_until(lambda: self._events, timeout_s)
         return self._events.popleft() if self._events else None
 
-    def take_events(self) -> list[Event]:
-        """Return all events that have arrived and were not taken, in their order on each rank. Does not
-        block."""
+    def take_events(self, name: str | None = None) -> list[Event]:
+        """Return the events of this name, or all (None), that have arrived and were not taken, in their order
+        on each rank. Does not block."""
         with self._changed:
-            taken = list(self._events)
-            self._events.clear()
+            taken = [event for event in self._events if name in (None, event.name)]
+            self._events = deque(event for event in self._events if name not in (None, event.name))
         return taken
 
     def _keep_event(self, event: Event) -> None:

@@ -21,10 +21,15 @@ class IdleHook(Protocol):
     """Work that a rank does while no call of the driver waits, for example the steps of an engine.
 
     Ranks that step together (the ranks of one engine) register the hook in the same call. They take the same
-    number of steps before each command: one rank, the leader, decides for all."""
+    number of steps before each command."""
+
+    role: str
+    """Role and method that a failure of the work is reported for."""
+    method: str
 
     def agree(self, value: bool) -> bool:
-        """Return the leader's `value` on every rank that steps together. Collective over these ranks.
+        """Return the same value on every rank that steps together, the `value` of one of them. Collective
+        over these ranks.
 
         A single rank returns `value`."""
 
@@ -99,11 +104,17 @@ class HostedRoles:
         return Reply(index, self._rank, encoded, seconds, time.time())
 
 
-def step_until(hook: IdleHook | None, has_command: Callable[[], bool]) -> None:
-    """Take steps of the idle hook until a command of the driver waits or nothing is left to do."""
-    while hook is not None and not hook.agree(has_command()):
-        if not hook.step():
-            return
+def step_until(hook: IdleHook | None, has_command: Callable[[], bool], label: str | None = None) -> None:
+    """Take steps of the idle hook until a command of the driver waits or nothing is left to do.
+
+    Args:
+        label: label of the last call, which a profiler records."""
+    if hook is None:
+        return
+    with call_ranges(hook.role, hook.method, label):
+        while not hook.agree(has_command()):
+            if not hook.step():
+                return
 
 
 def stack_of_call(thread: threading.Thread, others: tuple[str, ...] = ()) -> str:

@@ -100,10 +100,12 @@ class InlineExecutor(Executor):
 
     def _take_idle_step(self) -> bool:
         hook = self._context.idle_hook
+        if hook is None:
+            return False
         try:
-            return hook is not None and not hook.agree(bool(self._events)) and hook.step()
+            return not hook.agree(False) and hook.step()
         except Exception as error:  # process boundary of other executors
-            self._raise_remote(error, Failure.of(error, "worker", "idle step", None))
+            self._raise_remote(error, Failure.of(error, hook.role, hook.method, self.label))
 
     def _raise_remote(self, error: Exception, failure: Failure) -> NoReturn:
         self.failure = RemoteError(0, failure)

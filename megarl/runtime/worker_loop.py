@@ -115,6 +115,7 @@ class _WorkerLoop:
         self._rank, self._commands, self._listener = rank, Mailbox(store), listener
         self._outbox, self._lock = Mailbox(connect()), threading.Lock()
         self._context = WorkerContext(rank, self._report)
+        self._label: str | None = None  # of the last call
 
     def run(self, roles: Roles) -> None:
         """Run commands until the driver shuts the job down. A failure ends the process."""
@@ -136,13 +137,15 @@ class _WorkerLoop:
 
     def _next(self, index: int) -> Command:
         try:
-            step_until(self._context.idle_hook, lambda: self._commands.has_command(index))
+            step_until(self._context.idle_hook, lambda: self._commands.has_command(index), self._label)
         except Exception as error:  # process boundary
-            self._fail(Failure.of(error, "worker", "idle step", None), STARTUP)
+            hook = self._context.idle_hook
+            assert hook is not None
+            self._fail(Failure.of(error, hook.role, hook.method, self._label), index)
         return self._commands.next_command(index)
 
     def _run_call(self, hosted: HostedRoles, call: Call, index: int) -> Reply:
-        start = time.perf_counter()
+        start, self._label = time.perf_counter(), call.label
         try:
             return hosted.run(call, index)
         except BaseException as error:  # process boundary

@@ -26,6 +26,7 @@ from megarl.failures import ExplainedError
 from megarl.files.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
+    REQUESTS,
     JobFileError,
     checkpoints_in,
     folder_of_step,
@@ -40,7 +41,7 @@ from megarl.files.checkpoints import file_digest, sync_folder
 from megarl.config.render import write_args
 from megarl.files.writing import writing
 from megarl.futures import Future
-from megarl.flow import RandomState, TrainedRole
+from megarl.flow import RandomState, Rollout, TrainedRole
 from megarl.runtime.executor import Executor
 from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
@@ -93,8 +94,14 @@ class Checkpointer:
         self.roles = {
             role: TrainedRole(executor, role) for role in meshes if kind_and_suffix(role)[0] in TRAINED_KINDS
         }
+        self._rollouts = {
+            role: Rollout(executor, role) for role in meshes if kind_and_suffix(role)[0] == "rollout"
+        }
         everywhere = "data" if "data" in executor.ranks else "actor"  # the role that is on every rank
         self._random, self._ranks = RandomState(executor, everywhere), executor.ranks[everywhere]
+        self._meshes = meshes
+        self._restored: Path | None = None
+        """The checkpoint that was restored."""
         self.last_step: int | None = None
         """Step of the newest checkpoint that was begun or restored."""
         self.restored_metrics: dict[str, float] = {}
@@ -127,10 +134,33 @@ class Checkpointer:
             with writing(partial):
                 partial.mkdir(parents=True)
             copied = [role.begin_checkpoint(str(partial / name)) for name, role in self.roles.items()]
-            states = self._random.random_state()
+            states, requests = self._random.random_state(), self._save_requests(partial)
             for future in copied:
                 future.result()
-            self._saving, self.last_step = _Saving(step, partial, self._body(states.result())), step
+            body = self._body(states.result()) | ({REQUESTS: requests} if requests else {})
+            self._saving, self.last_step = _Saving(step, partial, body), step
+
+    def _save_requests(self, folder: Path) -> dict[str, str]:
+        """Write the samples of the groups that no step has trained on, finished or not. Returns file -> its
+        SHA-256; {} if there are none, as in synchronous training."""
+        written: dict[str, str] = {}
+        for name, rollout in self._rollouts.items():
+            visits = [group.visit for group in self._state.actor_of(name).buffer.groups]
+            if visits:
+                (folder / REQUESTS).mkdir(exist_ok=True)
+                for of_rank in rollout.save_requests(str(folder / REQUESTS), visits).result():
+                    written |= of_rank
+        return written
+
+    def load_requests(self) -> None:
+        """Queue the groups that no step has trained on when the restored checkpoint was made, and let them go
+        on where it left them. Call this when the engines have weights."""
+        for name, rollout in self._rollouts.items():
+            buffer = self._state.actor_of(name).buffer
+            if self._restored is not None and buffer.waiting():
+                engines = buffer.route(self._meshes[name].dp)
+                folder = str(self._restored / REQUESTS)
+                rollout.load_requests(folder, buffer.issue(engines), engines).result()
 
     def poll(self) -> None:
         """Rename the current checkpoint to its final folder if every rank has written its part. Does not
@@ -287,7 +317,7 @@ class Checkpointer:
             ]
             for done in set_again:
                 done.result()
-        self.last_step, self.restored_metrics = body["step"], body["metrics"]
+        self.last_step, self.restored_metrics, self._restored = body["step"], body["metrics"], folder
         self._go_on(body["step"], folder)
 
     def _go_on(self, step: int, folder: Path | None) -> None:

@@ -50,7 +50,7 @@ def answer_rows(
     Raises: RewardsFailed if more rewards failed than --reward-max-failed-share allows."""
     generated = rollout.generate("eval", {row: row for row in sources}, greedy=greedy).result()
     sampled = {sample.sample_id: sample for of_rank in generated for sample in of_rank}
-    scored = reward.score("eval", num_logged=num_logged).result()
+    scored = reward.score("eval", sorted(sampled), num_logged=num_logged).result()
     num_samples = 1 if greedy else config.run.eval_num_samples
     samples, records = [], []
     in_order = sorted((record for of_rank in scored for record in of_rank), key=lambda one: one["sample_id"])

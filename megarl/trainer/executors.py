@@ -95,8 +95,10 @@ def inline_ranks(config: TrainConfig, world_size: int = 1) -> Iterator[InlineExe
     from megarl.workers.worker import build_roles, join_world
 
     join_world(config.placement.call_timeout_s)
-    roles = build_roles(config, world_size)
-    executor = InlineExecutor(roles, interfaces_of(roles))
+    executor = InlineExecutor(
+        lambda context: build_roles(config, world_size, context),
+        interfaces_of(hosting_ranks(config, world_size)),
+    )
     yield executor
     executor.shutdown()
 

@@ -53,6 +53,9 @@ class Host(Protocol):
         """Return the positional and the keyword arguments of a node's call when it is issued. `results` has
         every node issued before."""
 
+    def end_of(self, node: Node, call: Future[Any]) -> Future[Any]:
+        """Return the future of a node, which may end later than its call on the ranks."""
+
     def move(self, columns: tuple[str, ...], source_role: str, node: Node) -> Future[Any] | None:
         """Issue the call that brings these columns from the source's ranks to the node's, and return its
         future, or None if there is nothing to do.
@@ -228,7 +231,7 @@ class Scheduler:
         step.issued.add(node.name)
         future: Future[Any]
         if node.function is None:
-            future = self.executor.call(node.role, node.method, *args, **kwargs)
+            future = self._host.end_of(node, self.executor.call(node.role, node.method, *args, **kwargs))
         elif node.background:
             future = self._background.submit(DriverCall(node.function, *args, **kwargs))
         else:

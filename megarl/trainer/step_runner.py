@@ -16,14 +16,18 @@ from megarl.config.mesh import MeshSpec, replicas, shard_keys, training_data_rol
 from megarl.futures import Future
 from megarl.runtime.executor import Executor
 from megarl.flow import Actor, Data, Flow, Metrics, Node, Reward, RewardModel, Rollout
+from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.flow.job_roles import Record
 from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver, base
 from megarl.invariants import check_plan, check_samples
+from megarl.messages import decode, encode
 from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
 from megarl.trainer.gate import LogProbGate
+from megarl.trainer.group_future import GroupFuture
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.scheduler import NodeResult, Scheduler
 from megarl.trainer.scores import check_failed_rewards, take_scores
+from megarl.trainer.actor_state import ActorState
 from megarl.trainer.state import TrainState
 from megarl.trainer.step_batches import StepBatches
 from megarl.trainer.step_report import metrics_of_actors
@@ -62,6 +66,10 @@ class StepRunner:
         self.results: dict[str, NodeResult] = {}
         """Futures of the step's issued nodes, by node name."""
         self.scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
+        self._num_reported = 0
+        """Number of samples that engines have reported outside of calls."""
+        self._trained: dict[str, list[int]] = {}
+        """Rollout source -> samples of the last step that trained on its groups, whose memory is not free."""
 
     def sample(self, flow: Flow, rows: Mapping[str, Sequence[int] | None]) -> StepBatches:
         """Run a step's flow until the driver has the samples, lengths and rewards, and return the batches of
@@ -89,6 +97,9 @@ class StepRunner:
     def finish(self) -> list[NodeResult]:
         """Run the rest of the step. Returns the calls whose results are metrics."""
         self.results = self.scheduler.resume()
+        for node in self.batches.flow.nodes:
+            if node.declaration() is Rollout.sync and self.skips(node):
+                Rollout(self.executor, node.role).set_version(self.batches.step)
         reporting = {
             node.name
             for node in self.batches.flow.nodes
@@ -105,7 +116,11 @@ class StepRunner:
         transfers = [call for batch in self.batches.of_actor.values() for call in batch.transfers]
         for call in (*reports, *transfers):  # the seconds of a call are known when it has ended
             call.result()
-        return metrics_of_actors(self.batches, self.state, reports, self.executor.take_seconds())
+        seconds = self.executor.take_seconds()
+        for result in self.results.values():
+            if result.node is not None and isinstance(result.future, GroupFuture):
+                seconds[result.role, result.node.method] += result.future.waited_s
+        return metrics_of_actors(self.batches, self.state, reports, seconds)
 
     def judge(self, of_actors: Mapping[str, Mapping[str, float]]) -> list[str]:
         """Update every actor's KL controller with the metrics of the step, and check its log-prob gate.
@@ -139,9 +154,9 @@ class StepRunner:
         batch, actor = self.batches.batch_of(node.role), self.state.actor_of(node.role)
         called = node.declaration()
         if called is Rollout.generate:
-            return "train", actor.buffer.issue()
+            return self._prompts(node.role, actor)
         if called is Reward.score:
-            return ("train",)
+            return "train", batch.sample_ids
         if called is RewardModel.score:
             return (batch.row_of,)
         if called is Actor.receive_rows:
@@ -157,6 +172,38 @@ class StepRunner:
             send_weights(self.executor, self.meshes, batch.step, actor.suffix)
             return (batch.step,)
         return ()
+
+    def _prompts(self, rollout: str, actor: ActorState) -> Sequence[object]:
+        """Return the arguments of `Rollout.generate`, and free the samples that were trained on before."""
+        visits = actor.buffer.issue()
+        if not actor.config.streaming.staleness:  # the call releases the samples of the call before
+            return "train", visits
+        source = f"train{actor.suffix}"
+        if trained := self._trained.pop(source, None):
+            Data(self.executor, "data").release(trained, source)
+        return "train", visits, False, actor.buffer.route(visits, self.meshes[rollout].dp), False
+
+    def end_of(self, node: Node, call: Future[Any]) -> Future[Any]:
+        """Return the future of a node. Sampling ends when the actor's buffer has the groups of the step."""
+        if node.declaration() is not Rollout.generate or node.background:
+            return call
+        buffer, step = self.state.actor_of(node.role).buffer, self.batches.step
+        if not buffer.staleness:
+            return call
+
+        def is_ready() -> bool:
+            self.take_finished_groups()
+            return buffer.is_ready(step)
+
+        ranks = [*self.meshes[node.role].ranks]
+        return GroupFuture(self.executor, call, is_ready, lambda: self._num_reported, ranks)
+
+    def take_finished_groups(self) -> None:
+        """Add the groups that engines have reported since the last call to the actors' buffers."""
+        for event in self.executor.take_events(GROUPS_FINISHED):
+            finished = decode(encode(event.payload), FinishedGroups)
+            self._num_reported += len(finished.samples)
+            self.state.actor_of(finished.role).buffer.add(finished.samples)
 
     def _check_gate(self, actor: str, results: Mapping[str, NodeResult]) -> None:
         for result in results.values():
@@ -201,6 +248,7 @@ class StepRunner:
         actor.buffer.add(samples)
         groups = actor.buffer.take(self.batches.step)
         batch.take(groups)
+        self._trained[f"train{actor.suffix}"] = batch.sample_ids
         check_samples(batch.samples, {group.visit: group.num_samples for group in groups}, longest)
         keys = [key for key in self.hidden_size if self.batches.batch_of(key) is batch]
         ranks = sorted({rank for role in (rollout, *keys) for rank in self.meshes[role].ranks})

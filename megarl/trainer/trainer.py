@@ -162,6 +162,7 @@ class Trainer:
         else:
             for synced in [self.sync(actor.actor) for actor in self.state.actors.values()]:
                 synced.result()
+            self.checkpointer.load_requests()
 
     # Steps.
 
@@ -213,6 +214,7 @@ class Trainer:
             flow: flow of a step, rollout and update, if not the algorithm's.
             rows: rows of the training data; default: the next --num-prompts. With several actors the rows
                 apply to all actors that sample, or are given by name: {"actor": [...], "actor_2": [...]}.
+                Only in synchronous training: see `admit`.
         Returns: the first actor's batch, which holds the other actors' batches.
         Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank
         fails."""
@@ -221,6 +223,13 @@ class Trainer:
         flow = self.flow if flow is None else flow
         self._validate(flow)
         return self.runner.sample(flow, self._rows_of_actors(flow, rows)).first
+
+    def admit(self, rows: Sequence[int], actor: str = "actor") -> None:
+        """Let an actor's engines answer these rows of the training data next, before other rows. They are
+        admitted as places in the actor's buffer become free, and a later step trains on them.
+
+        Raises: ValueError for rows that do not exist."""
+        self.state.actor(actor).give_rows(rows)
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Run the rest of the step, from log-probs and values to the updates and the weight sync. Returns the

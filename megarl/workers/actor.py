@@ -59,6 +59,8 @@ class ActorRole(PolicyRole):
     _is_token_level = False
     """Whether the loss has been found to be a sum over tokens."""
     _has_warned_unchecked = False
+    has_new_weights = False
+    """Whether an update has begun since the weights were last copied into the engine of this process."""
     rollout_mesh: MeshSpec | None = None
     """Mesh of the engines, if none is on this rank."""
     sender: WeightSync | None = None
@@ -220,6 +222,7 @@ class ActorRole(PolicyRole):
         """Make all optimizer updates of the step, and return this rank's part of their mean metrics. Raises
         NonFiniteUpdate as --on-nonfinite says."""
         self.require_columns("update", self.algorithm.loss_reads)
+        self.has_new_weights = True
 
         def once(mini_batch: MiniBatch, check: LossCheck | None) -> dict[str, float]:
             return self._update_once(mini_batch, check, kl_coef)

@@ -44,6 +44,11 @@ class EngineKVCache:
     def __init__(self, engine: ReleasableEngine, num_bytes: int) -> None:
         self._engine, self._num_bytes, self._is_resident = engine, num_bytes, True
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether the KV cache is on the device."""
+        return self._is_resident
+
     def offload(self, parts: Collection[str]) -> None:
         """Release the KV cache if it is among the parts and on the device."""
         if KV_CACHE in parts and self._is_resident:

@@ -38,11 +38,14 @@ class RewardRole(HostedRole):
         if self.pool is not None:
             self.pool.close()
 
-    def score(self, purpose: str, num_logged: int | None = None) -> list[Record]:
-        """Score the samples of this engine. Its first rank returns one record per sample, in the order of the
-        rollouts; its other ranks return [].
+    def score(
+        self, purpose: str, sample_ids: Sequence[int], num_logged: int | None = None
+    ) -> list[Record]:
+        """Score those of the samples that this engine has made. Its first rank returns one record per sample,
+        in the order of `sample_ids`; its other ranks return [].
 
         Args:
+            sample_ids: samples of all engines.
             num_logged: number of samples of the step, counted from its first, whose records carry their texts
                 for the rollouts/ files. Default: --num-rollouts-to-log. In training the first sample of
                 this engine whose reward failed has them too, unless the number is 0.
@@ -52,10 +55,13 @@ class RewardRole(HostedRole):
         Raises: InvariantError if the pool returned the verdict of another sample."""
         if self.mesh.coordinates(self.rank)["tp"] != 0:
             return []
-        rollouts = self.store.rollouts(purpose + self.suffix)
+        source = purpose + self.suffix
+        mine = [sample for sample in sample_ids if sample in self.store.source(source)]
+        rollouts = self.store.rollouts(source, mine)
         dataset = self.rollout.datasets[purpose]
         texts = self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
         limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
+        logged = {*(sample_ids if limit < 0 else sample_ids[:limit])}
         records, has_failed = [], False
         for rollout, text, verdict in zip(
             rollouts, texts, self._verdicts(rollouts, texts, dataset), strict=True
@@ -71,7 +77,7 @@ class RewardRole(HostedRole):
                 record["answer"] = verdict.answer
             is_first_failure = verdict.failure is not None and not has_failed
             has_failed = has_failed or is_first_failure
-            if limit < 0 or rollout.position < limit or purpose == "train" and limit and is_first_failure:
+            if rollout.sample_id in logged or purpose == "train" and limit and is_first_failure:
                 record |= _logged(rollout, text, dataset[rollout.row])
             records.append(record)
         return records

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,17 +16,21 @@ from megarl.config.roles import tells_experts
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.flow.job_roles import Rollout
 from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.rollout.draws import draw_key
+from megarl.runtime.hosting import WorkerContext
 from megarl.workers.actor import ActorRole
+from megarl.workers.engine_steps import EngineSteps
 from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
 from megarl.workers.kv_cache import EngineKVCache, releases_here, with_kv_cache_bytes
 from megarl.workers.offload_manager import KV_CACHE, needs
+from megarl.workers.request_stream import Answer, RequestStream
 from megarl.workers.store import RolloutBlock, RolloutSample
 
 if TYPE_CHECKING:
@@ -37,12 +43,17 @@ class RolloutRole(HostedRole):
 
     actor: ActorRole | None = None
     """The actor in this process, if there is one."""
+    context: WorkerContext | None = None
+    """What the rank offers for requests that outlive a call: events to the driver and the idle hook."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.mode = engine_mode(self.config, dist.get_world_size())
         self.engine: Engine | None = None
         """The engine. None on ranks that only lend their device to an out-of-process engine."""
+        self.stream: RequestStream | None = None
+        """Requests that outlive a call; None without an engine."""
+        self._kv_cache: EngineKVCache | None = None
 
     @needs("parameters", of="actor")
     def setup(self) -> None:
@@ -63,6 +74,8 @@ class RolloutRole(HostedRole):
         }
         sources = megatron_atlases(self.shape, self.meshes[f"actor{self.suffix}"], config.actor)
         self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
+        if self.config.streaming.staleness:
+            self._start_stream()
 
     def _start_engine(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> Engine | None:
         if self.mode == "in-process":
@@ -90,10 +103,39 @@ class RolloutRole(HostedRole):
             config = with_kv_cache_bytes(config, self.shape, sources, self.offload_manager)
         engine = RolloutEngine(config, self.shape, self.mesh.ranks, sources, parameters, self.suffix)
         if releases:
-            self.offload_manager.add(
-                self.name, EngineKVCache(engine, engine.inference.kv_cache.num_bytes), (KV_CACHE,)
-            )
+            self._kv_cache = EngineKVCache(engine, engine.inference.kv_cache.num_bytes)
+            self.offload_manager.add(self.name, self._kv_cache, (KV_CACHE,))
         return engine
+
+    def _start_stream(self) -> None:
+        """Let this rank take steps of the engine between calls. Collective over the world."""
+        group = None
+        if self.mode == "in-process" and self.mesh.tp > 1:
+            for ranks in dict.fromkeys(self.mesh.peers(rank, "tp") for rank in self.mesh.ranks):
+                made = dist.new_group(list(ranks), backend="gloo")
+                group = made if self.rank in ranks else group
+        if self.engine is None:
+            return
+        self.stream = RequestStream(
+            self.engine, self.store.source("train" + self.suffix), self._sample, self._report
+        )
+        if self.context.idle_hook is None:
+            self.context.idle_hook = EngineSteps(group)
+        self.context.idle_hook.add(self)
+
+    # What the idle hook asks of an engine.
+
+    def has_unfinished(self) -> bool:
+        return self.stream.has_unfinished()
+
+    def is_held(self) -> bool:
+        """Return whether the weights are between two versions, or the KV cache is released."""
+        is_updated = self.actor is not None and self.actor.has_new_weights and self.engine.shares_weights
+        has_cache = self._kv_cache is None or self._kv_cache.is_resident
+        return is_updated or not has_cache or self.engine.version is None
+
+    def step(self) -> None:
+        self.stream.step()
 
     @property
     def replica(self) -> int:
@@ -114,70 +156,149 @@ class RolloutRole(HostedRole):
 
         Collective over the rollout ranks and the other actor ranks, which call ActorRole.send_weights."""
         if self.engine is not None:
+            if self.stream is not None and self.config.streaming.weight_update == "wait":
+                self.stream.drain()
             if self.actor is not None:
                 self.actor.model.merge_adapters()
-            return {"sync/bytes": float(self.engine.sync(version))}
+            num_bytes = self.engine.sync(version)
+            if self.actor is not None:
+                self.actor.has_new_weights = False
+            return {"sync/bytes": float(num_bytes)}
         if self.actor is not None:
             self.actor.send_weights_to(self.mesh, version)
         return {}
 
     @needs(KV_CACHE)
-    def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False) -> list[Sample]:
+    def generate(
+        self,
+        purpose: str,
+        visits: Mapping[int, int],
+        greedy: bool = False,
+        engines: Sequence[int] | None = None,
+        wait: bool = True,
+    ) -> list[Sample]:
         """Sample responses to dataset rows. The first rank of each engine returns the engine's samples,
         ordered as `visits`; its other ranks return [].
 
-        The samples of the last call for this purpose are released. Prompts are spread over the engines in
-        contiguous blocks. Every sample draws by a unique key (run seed, purpose, visit, index). Its draws
-        therefore do not depend on layout, batch or step.
+        The samples of the last call for this purpose are released, unless the call does not wait. Every
+        sample draws by a unique key (run seed, purpose, visit, index). Its draws therefore do not depend on
+        layout, batch or step.
 
         Args:
             visits: visit of each prompt -> its row. The visit is the group of its samples. A held-out row is
                 its own visit, so it draws the same noise at every evaluation.
+            engines: number of the engine of each visit. Default: the engines take contiguous blocks of equal
+                size.
+            wait: whether the call returns when all samples are finished. Otherwise it queues the requests and
+                returns [] at once. Finished groups are then reported by events. Only with --staleness above
+                0, and for training.
 
         Returns: the samples of this engine, on its first rank only."""
         rollouts = self.store.source(purpose + self.suffix)
-        rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
+        if wait:
+            rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
         if self.engine is None:
             return []
+        answers = self._answers(purpose, self._own(visits, engines), greedy)
+        how = {"temperature": 0.0} if greedy else self._sampling()
+        if not wait:
+            self.stream.add(answers, **how)
+            return []
+        outputs = self.engine.generate(
+            [answer.prompt for answer in answers], [answer.key for answer in answers], **how
+        )
+        made = [
+            self._sample(answer.after(output), output.finish_reason, output.experts)
+            for answer, output in zip(answers, outputs, strict=True)
+        ]
+        rollouts.add(RolloutBlock(made))
+        if self.stream is not None:
+            self.stream.collect()
+        return self._records(made)
+
+    def _own(self, visits: Mapping[int, int], engines: Sequence[int] | None) -> list[tuple[int, int]]:
+        """Return (visit, row) of the visits of this rank's engine."""
+        if engines is not None:
+            return [
+                one for one, engine in zip(visits.items(), engines, strict=True) if engine == self.replica
+            ]
+        num_engines = self.mesh.dp
+        first, end = (number * len(visits) // num_engines for number in (self.replica, self.replica + 1))
+        return list(visits.items())[first:end]
+
+    def _answers(self, purpose: str, visits: list[tuple[int, int]], greedy: bool) -> list[Answer]:
         config, n = self.config, self.config.batch.num_samples_per_prompt
         if purpose == "eval":
             n = 1 if greedy else config.run.eval_num_samples
-        first = self.replica * len(visits) // self.mesh.dp
-        mine = list(visits.items())[first : (self.replica + 1) * len(visits) // self.mesh.dp]
-        answers = [(visit, row, index) for visit, row in mine for index in range(n)]
-        prompts = self.encoders[purpose].prompts([row for _, row, _ in answers])
-        keys = [draw_key(config.batch.seed, purpose, visit, index) for visit, _, index in answers]
-        how = {"temperature": 0.0}
-        if not greedy:
-            sampling = config.sampling
-            how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        outputs = self.engine.generate(prompts, keys, **how)
-        has_experts = tells_experts(config, self.shape)
-        made = [
-            RolloutSample(
-                visit * n + index,
-                row,
-                group=visit,
-                version=self.engine.version,
-                prompt=prompt,
-                response=output.token_ids,
-                log_probs=output.log_probs,
-                experts=output.experts if has_experts else None,
-                digest=digest(prompt, output.token_ids),
-                position=first * n + place,
-            )
-            for place, ((visit, row, index), prompt, output) in enumerate(
-                zip(answers, prompts, outputs, strict=True)
-            )
-        ]
-        rollouts.add(RolloutBlock(made))
-        if self.rank != self.owners[0]:
-            return []
+        asked = [(visit, row, index) for visit, row in visits for index in range(n)]
+        prompts = self.encoders[purpose].prompts([row for _, row, _ in asked])
         return [
-            rollout.record(self.owners, truncated=output.finish_reason == "length")
-            for rollout, output in zip(made, outputs, strict=True)
+            Answer(
+                visit * n + index, row, visit, prompt, draw_key(config.batch.seed, purpose, visit, index)
+            )
+            for (visit, row, index), prompt in zip(asked, prompts, strict=True)
         ]
 
+    def _sample(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
+        return RolloutSample(
+            answer.sample_id,
+            answer.row,
+            group=answer.group,
+            versions=answer.versions,
+            prompt=answer.prompt,
+            response=answer.response,
+            log_probs=answer.log_probs,
+            truncated=finish_reason == "length",
+            experts=experts if self._has_experts else None,
+            digest=digest(answer.prompt, answer.response),
+        )
+
+    @cached_property
+    def _has_experts(self) -> bool:
+        return tells_experts(self.config, self.shape)
+
+    def _records(self, made: Sequence[RolloutSample]) -> list[Sample]:
+        """Return the driver's records of these samples, on the first rank of the engine only."""
+        return [sample.record(self.owners) for sample in made] if self.rank == self.owners[0] else []
+
+    def _report(self, finished: list[RolloutSample]) -> None:
+        """Tell the driver of groups that are finished."""
+        if records := self._records(finished):
+            self.context.emit(GROUPS_FINISHED, FinishedGroups(self.name, records))
+
+    def save_requests(self, folder: str, visits: list[int]) -> dict[str, str]:
+        """Write the engine's samples of these groups, finished or not, for a checkpoint. Returns file -> its
+        SHA-256 on the first rank of the engine, and {} on others.
+
+        Unfinished responses are computed anew from their prefixes, as they are after a resume."""
+        if self.stream is None:
+            return {}
+        path = Path(folder) / f"{self.name}_engine_{self.replica}.msgpack"
+        is_writer = self.rank == self.owners[0]
+        digest_of_file = self.stream.save(path if is_writer else None, visits)
+        return {path.name: digest_of_file} if is_writer else {}
+
+    @needs(KV_CACHE)
+    def load_requests(self, folder: str, visits: Mapping[int, int], engines: Sequence[int]) -> None:
+        """Queue groups as `generate` does without waiting, and go on where `save_requests` has left them,
+        with any number of engines."""
+        if self.stream is None:
+            return
+        answers = self._answers("train", self._own(visits, engines), greedy=False)
+        files = sorted(Path(folder).glob(f"{self.name}_engine_*.msgpack"))
+        self.stream.load(answers, files, **self._sampling())
+
+    def _sampling(self) -> dict[str, float]:
+        sampling = self.config.sampling
+        return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+
+    def set_version(self, version: int) -> None:
+        """Give the engine's weights, which have not changed, the number of a later version."""
+        if self.engine is not None:
+            self.engine.inference.set_version(version)
+
     def shut_down(self) -> None:
+        if self.stream is not None:
+            self.stream.abort()
         if self.engine is not None:
             self.engine.shutdown()

@@ -38,22 +38,25 @@ class RolloutSample:
     row: int
     """Row of the prompt in the data set."""
     group: int
-    version: int
-    """Version of the weights that sampled the response: the number of their weight sync."""
     prompt: list[int]
     response: list[int]
     log_probs: list[float]
     """Log-probs of the response tokens, under the sampling distribution."""
+    versions: list[int]
+    """Version of the weights that sampled each token of the response: the number of their weight sync."""
+    truncated: bool = False
+    """True if the response was cut at max_response_length."""
     experts: torch.Tensor | None = None
     """Experts of each token in the engine, [tokens, layers, topk] (--moe-routing-replay engine)."""
     digest: int | None = None
     """Digest of the tokens, see `megarl.invariants.digest`."""
-    position: int = 0
-    """Place among the samples of the same call on all engines.
 
-    The first samples are logged with their texts."""
+    @property
+    def version(self) -> int:
+        """Version of the oldest token of the response."""
+        return self.versions[0]
 
-    def record(self, owners: tuple[int, ...], truncated: bool = False) -> Sample:
+    def record(self, owners: tuple[int, ...]) -> Sample:
         """Return the ids and lengths of this sample, which go to the driver in place of its tokens."""
         num_response = len(self.response)
         return Sample(
@@ -61,7 +64,7 @@ class RolloutSample:
             len(self.prompt) + num_response,
             num_response,
             owners,
-            truncated,
+            self.truncated,
             self.digest,
             self.group,
             self.version,

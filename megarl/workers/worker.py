@@ -30,6 +30,7 @@ from megarl.workers.actor import ActorRole
 from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.critic import CriticRole
 from megarl.workers.data import DataRole
+from megarl.runtime.hosting import WorkerContext
 from megarl.runtime.mailbox import world_store
 from megarl.workers.offload_manager import OffloadManager
 from megarl.workers.reference import AdapterlessReferenceRole, ReferenceRole
@@ -103,11 +104,16 @@ def _check_that_ranks_agree() -> None:
         )
 
 
-def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
+def build_roles(
+    config: TrainConfig, world_size: int, context: WorkerContext | None = None
+) -> dict[str, object]:
     """Return name -> this rank's part of each role that it hosts. Models and engines are built later, when
     the driver calls setup().
 
-    Collective over the world: process groups of all meshes are made here, in the same order on every rank."""
+    Collective over the world: process groups of all meshes are made here, in the same order on every rank.
+
+    Args:
+        context: what the rank offers to its roles; needed with --staleness above 0."""
     if trains_in_fp32(config):
         torch.set_float32_matmul_precision("highest")  # PyTorch's default, which NVIDIA's containers change
     meshes, store = role_meshes(config, world_size), SampleStore()
@@ -118,7 +124,7 @@ def build_roles(config: TrainConfig, world_size: int) -> dict[str, object]:
     if config.algorithm.needs_rollout:
         roles["data"] = _data_role(config, meshes, store)
         for suffix, of_actor in configs_of_actors(config).items():
-            roles |= _roles_of_actor(suffix, of_actor, meshes, store, offload_manager)
+            roles |= _roles_of_actor(suffix, of_actor, meshes, store, offload_manager, context)
     elif dist.get_rank() in meshes["actor"].ranks:
         from megarl.workers.sft import SFTActorRole
 
@@ -169,6 +175,7 @@ def _roles_of_actor(
     meshes: Mapping[str, MeshSpec],
     store: SampleStore,
     offload_manager: OffloadManager,
+    context: WorkerContext | None,
 ) -> dict[str, object]:
     """Return name -> role for the roles of one actor (actor, reference, critic, rollout, ...) that are on
     this rank.
@@ -203,6 +210,7 @@ def _roles_of_actor(
     if rollout in here:
         roles[rollout], roles[reward] = RolloutRole(rollout, *shared), RewardRole(reward, *shared)
         roles[rollout].actor, roles[reward].rollout = roles.get(actor), roles[rollout]
+        roles[rollout].context = context
     elif actor in here:
         roles[actor].rollout_mesh = meshes[rollout]
     return roles

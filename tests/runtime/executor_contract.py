@@ -115,6 +115,8 @@ class ContractRole:
 
     # The idle hook.
 
+    role, method = "both", "idle step"
+
     def start_idling(self, limit: int):
         self.idle_steps, self.idle_limit, self.context.idle_hook = 0, limit, self
 

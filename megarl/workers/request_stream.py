@@ -1,0 +1,238 @@
+"""Keep the requests of one engine that outlive the call that made them, until their groups are finished.
+
+    stream.add(answers, temperature=1.0)       whole groups, queued at once
+    stream.step()                              one step of the engine; finished groups go to store and driver
+    stream.save(path, visits)                  everything so far, for a checkpoint
+    stream.load(answers, folder, ...)          the same groups in another process, which continue
+
+A response that continues after a checkpoint is a new request, whose prompt ends in the tokens sampled before.
+`save` does the same with the unfinished requests of the running job, so that a job that was interrupted
+computes what this one does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.messages import decode, encode
+from megarl.rollout.interface import Output, Request
+from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
+
+if TYPE_CHECKING:
+    from megarl.rollout.engine import Engine, Response
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response that is sampled: which one it is, its prompt, and what was sampled before."""
+
+    sample_id: int
+    row: int
+    group: int
+    prompt: list[int]
+    key: int
+    """Key of its random draws, see megarl/rollout/draws.py."""
+    response: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each token of `response`."""
+
+    def after(self, output: Output | Response) -> Answer:
+        """Return the answer with the tokens that were sampled since."""
+        return replace(
+            self,
+            response=[*self.response, *output.token_ids],
+            log_probs=[*self.log_probs, *output.log_probs],
+            versions=[*self.versions, *output.versions],
+        )
+
+
+@dataclass(frozen=True)
+class SavedAnswer:
+    """An answer in a checkpoint."""
+
+    answer: Answer
+    finish_reason: str | None
+    """None while it is unfinished."""
+    experts: tuple[str, list[int], bytes] | None = None
+    """dtype, sizes and content of the experts of its tokens."""
+
+
+class RequestStream:
+    """The unfinished groups of one engine.
+
+    Args:
+        table: gets the samples of finished groups.
+        make_sample: returns the sample of a finished answer, its finish reason and the experts of its tokens.
+        report: is given the samples of groups that have finished."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        table: SampleTable[RolloutBlock],
+        make_sample: Callable[[Answer, str, torch.Tensor | None], RolloutSample],
+        report: Callable[[list[RolloutSample]], None],
+    ) -> None:
+        self._engine, self._table, self._make_sample, self._report = engine, table, make_sample, report
+        self._answers: dict[str, Answer] = {}  # unfinished, by request id
+        self._how: dict[str, float] = {}
+        self._max_tokens = engine.config.sampling.max_response_length
+        self._missing: Counter[int] = Counter()  # unfinished answers of each group
+        self._finished: dict[int, list[RolloutSample]] = {}  # of unfinished groups
+
+    def add(self, answers: Sequence[Answer], **how: float) -> None:
+        """Queue whole groups, all of them before the engine's next step.
+
+        Args:
+            how: temperature, top_p and top_k of all requests."""
+        self._how = how
+        self._missing.update(answer.group for answer in answers)
+        self._queue(answers)
+
+    def _queue(self, answers: Sequence[Answer]) -> None:
+        requests = [
+            Request(
+                f"sample/{answer.sample_id}",
+                [*answer.prompt, *answer.response],
+                answer.key,
+                max_tokens=self._max_tokens - len(answer.response),
+                **self._how,
+            )
+            for answer in answers
+        ]
+        self._engine.add(requests)
+        self._answers |= {request.id: answer for request, answer in zip(requests, answers, strict=True)}
+
+    def has_unfinished(self) -> bool:
+        return bool(self._answers)
+
+    def step(self) -> None:
+        """Take a step of the engine, and report the groups that are finished by it."""
+        self._engine.step()
+        self.collect()
+
+    def collect(self) -> None:
+        """Report the groups that the engine has finished by now, in its own steps and in those of calls."""
+        for output in self._engine.take():
+            answer = self._answers.pop(output.id).after(output)
+            self._end(answer, output.finish_reason, output.experts)
+        self._report_whole_groups()
+
+    def _end(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> None:
+        self._missing[answer.group] -= 1
+        sample = self._make_sample(answer, finish_reason, experts)
+        self._finished.setdefault(answer.group, []).append(sample)
+
+    def _report_whole_groups(self) -> None:
+        whole = [group for group in self._finished if not self._missing[group]]
+        done: list[RolloutSample] = []
+        for group in whole:
+            del self._missing[group]
+            done += sorted(self._finished.pop(group), key=lambda sample: sample.sample_id)
+        if done:
+            self._table.add(RolloutBlock(done))
+            self._report(done)
+
+    def drain(self) -> None:
+        """Take steps until every request is finished."""
+        while self.has_unfinished():
+            self.step()
+
+    def abort(self) -> None:
+        """Forget all unfinished requests."""
+        self._engine.inference.abort([*self._answers])
+        self._answers.clear()
+        self._missing.clear()
+        self._finished.clear()
+
+    # Checkpoints.
+
+    def save(self, path: Path | None, visits: Iterable[int]) -> str:
+        """Write the samples of these groups, finished or not, and return the SHA-256 of the file. Unfinished
+        requests are computed anew from their prefixes, as after a resume.
+
+        Args:
+            path: None on ranks that do not write."""
+        engine, wanted = self._engine.inference, {*visits}
+        engine.pause()
+        try:
+            self.collect()
+            sampled = {output.id: output for output in engine.progress()}
+            unfinished = [answer.after(sampled[name]) for name, answer in self._answers.items()]
+            engine.abort([*self._answers])
+            engine.reset_cache()
+            self._queue([self._from(answer) for answer in unfinished])
+        finally:
+            engine.resume()
+        finished = [sample for group in self._finished.values() for sample in group]
+        finished += [self._table.block(sample).rollouts[sample] for sample in self._table]
+        saved = [SavedAnswer(answer, None) for answer in unfinished] + [*map(_saved, finished)]
+        data = encode([one for one in saved if one.answer.group in wanted])
+        if path is not None:
+            with open(path, "wb") as file:
+                file.write(data)
+                os.fsync(file.fileno())
+        return hashlib.sha256(data).hexdigest()
+
+    def load(self, answers: Sequence[Answer], files: Iterable[Path], **how: float) -> None:
+        """Queue whole groups as `add`, and go on where the files of `save` have left them."""
+        wanted = {answer.sample_id for answer in answers}
+        found = {
+            one.answer.sample_id: one
+            for file in files
+            for one in decode(file.read_bytes(), list[SavedAnswer])
+            if one.answer.sample_id in wanted
+        }
+        self._how = how
+        self._missing.update(answer.group for answer in answers)
+        missing = []
+        for answer in answers:
+            saved = found.get(answer.sample_id)
+            if saved is None:
+                missing.append(answer)
+            elif saved.finish_reason is None:
+                missing.append(self._from(saved.answer))
+            else:
+                self._end(saved.answer, saved.finish_reason, _experts(saved))
+        self._queue(missing)
+        self._report_whole_groups()
+
+    def _from(self, answer: Answer) -> Answer:
+        """Return the answer that continues after its prefix, or begins anew where the engine cannot do that.
+
+        A stop string that begins in the prefix would not be found."""
+        if self._engine.inference.cannot_continue is None and not self._engine.config.sampling.stop:
+            return answer
+        return replace(answer, response=[], log_probs=[], versions=[])
+
+
+def _saved(sample: RolloutSample) -> SavedAnswer:
+    experts = None
+    if sample.experts is not None:
+        dtype = str(sample.experts.dtype).removeprefix("torch.")
+        experts = dtype, list(sample.experts.shape), sample.experts.numpy().tobytes()
+    answer = Answer(
+        sample.sample_id,
+        sample.row,
+        sample.group,
+        sample.prompt,
+        0,  # nothing is drawn any more
+        sample.response,
+        sample.log_probs,
+        sample.versions,
+    )
+    return SavedAnswer(answer, "length" if sample.truncated else "stop", experts)
+
+
+def _experts(saved: SavedAnswer) -> torch.Tensor | None:
+    if saved.experts is None:
+        return None
+    dtype, sizes, content = saved.experts
+    return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(sizes)
