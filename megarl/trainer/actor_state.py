@@ -37,7 +37,10 @@ class ActorState:
         self.eval_rows = inputs.eval_rows(config.run.eval_num_prompts)
         """Held-out row -> its data source."""
         self.kl = self.algorithm.build_kl_controller()
-        self.buffer = SampleBuffer()
+        batch = config.batch
+        self.buffer = SampleBuffer(
+            batch.num_prompts if self.algorithm.needs_rollout else batch.global_batch_size
+        )
         self.gate_limits = GateLimits.of(config, inputs.shape)
         self.gate_passed = False
         self.zero_reward_steps = 0
@@ -100,11 +103,11 @@ class ActorState:
         Raises: ValueError for rows that do not exist or do not fill whole mini-batches."""
         batch = self.config.batch
         if rows is None:
-            num_rows = batch.num_prompts if self.algorithm.needs_rollout else batch.global_batch_size
-            visits = self.cursor.next_visits(num_rows)
+            last_step = max(step, batch.train_iters)  # a user's own loop may train for more steps
+            visits = self.cursor.next_visits(self.buffer.num_to_admit(step - 1, last_step))
         else:
             visits = self.cursor.visit(self._checked(rows))
-        self.buffer.admit(visits, self.num_samples_per_prompt, step)
+        self.buffer.admit(visits, self.num_samples_per_prompt, step - 1)
 
     @property
     def num_samples_per_prompt(self) -> int:

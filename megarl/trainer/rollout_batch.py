@@ -10,7 +10,7 @@ from megarl.futures import Future
 from megarl.invariants import digest_of_reward
 from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
-from megarl.trainer.buffer import Group
+from megarl.trainer.groups import Group
 
 
 @dataclass

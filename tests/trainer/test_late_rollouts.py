@@ -34,11 +34,13 @@ def group_size(visit: int) -> int:
 
 
 class LateRollout:
-    """Engines that deliver every second group with the next step's, the newest first."""
+    """Engines that deliver the groups of four prompts per call, the newest first. The groups of visits 1 and 3
+    come two calls late."""
 
     def __init__(self) -> None:
-        self.late: list[int] = []
+        self.pending: list[int] = []
         self.delivered: list[int] = []
+        self.num_delivered = 4
 
     def setup(self) -> None:
         pass
@@ -50,15 +52,28 @@ class LateRollout:
         pass
 
     def generate(self, purpose: str, visits: dict[int, int], greedy: bool = False) -> list[Sample]:
-        in_time = [visit for index, visit in enumerate(visits) if index % 2 == 0]
-        groups, self.late = [*in_time, *self.late][::-1], [visit for visit in visits if visit not in in_time]
+        self.pending = sorted([*self.pending, *visits], key=lambda visit: visit + 8 * (visit in (1, 3)))
+        groups, self.pending = self.pending[: self.num_delivered], self.pending[self.num_delivered :]
         samples = [
             Sample(LARGEST_GROUP * visit + index, 5 + index, 3, group=visit)
-            for visit in groups
+            for visit in groups[::-1]
             for index in range(group_size(visit))
         ]
         self.delivered = [sample.sample_id for sample in samples]
         return samples
+
+
+class Data:
+    """Notes what the mini-batches of every step hold."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def distribute(
+        self, shard: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
+    ) -> dict[str, float]:
+        self.steps.append([sample for mini_batch in mini_batches for sample in mini_batch.samples_of(0)])
+        return {}
 
 
 class Rewards:
@@ -73,19 +88,6 @@ class Rewards:
 
     def score(self, purpose: str, num_logged: int | None = None) -> list[dict]:
         return [{"sample_id": sample, "reward": 1.0} for sample in self.rollout.delivered]
-
-
-class Data:
-    """Notes what the mini-batches of every step hold."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[int]] = []
-
-    def distribute(
-        self, shard: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
-    ) -> dict[str, float]:
-        self.steps.append([sample for mini_batch in mini_batches for sample in mini_batch.samples_of(0)])
-        return {}
 
 
 class Actor:
@@ -126,8 +128,8 @@ def open_trainer(folder: Path, save: str) -> tuple[Trainer, Data, Actor]:
     progress = Progress(6, io.StringIO(), terminal=False)
     trainer = Trainer(job, started=Started(executor, inputs, 1, progress))
     buffer = trainer.state.first.buffer
-    buffer.staleness, admit = 2, buffer.admit  # late once, and once more if they are sampled anew
-    buffer.admit = lambda visits, _, step: admit(visits, {visit: group_size(visit) for visit in visits}, step)
+    buffer.staleness, admit = 2, buffer.admit
+    buffer.admit = lambda visits, _, version: admit(visits, {v: group_size(v) for v in visits}, version)
     return trainer, data, actor
 
 
@@ -158,23 +160,24 @@ def test_each_sample_is_trained_on_once(tmp_path):
     with open_trainer(tmp_path, "run")[0] as trainer:
         train(trainer, 6)
         data, actor = (trainer.executor.roles[name] for name in ("data", "actor"))
-        assert len(waiting_in(trainer)) == 2  # half of the last step's
-        check([data], [actor], num_admitted=24, waiting=waiting_in(trainer))
-        assert [len(groups) for groups in actor.groups] == [2, 4, 4, 4, 4, 4]
+        assert waiting_in(trainer) == set()  # admission ends with the last step
+        check([data], [actor], num_admitted=24, waiting=set())
+        assert [len(groups) for groups in actor.groups] == [4] * 6
+        assert actor.groups[0].keys() == {0, 2, 4, 5}  # the others are late
 
 
 def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path):
     with open_trainer(tmp_path, "before")[0] as trainer:
-        train(trainer, 3)
+        train(trainer, 1)
         first = [trainer.executor.roles[name] for name in ("data", "actor")]
         snapshot, waiting = json.loads(json.dumps(trainer.state.snapshot())), waiting_in(trainer)
         train(trainer, 1)  # what happens after the snapshot is lost
-        del first[0].steps[3:], first[1].groups[3:]
-    assert len(waiting) == 2
+        del first[0].steps[1:], first[1].groups[1:]
+    assert waiting == {1, 3, *range(6, 12)}
     with open_trainer(tmp_path, "after")[0] as trainer:
         trainer.state.restore(snapshot)
-        assert trainer.step == 3 and waiting_in(trainer) == waiting
-        train(trainer, 3)
+        assert trainer.step == 1 and waiting_in(trainer) == waiting
+        train(trainer, 5)
         second = [trainer.executor.roles[name] for name in ("data", "actor")]
         check(
             [first[0], second[0]],
@@ -186,6 +189,7 @@ def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path)
 
 def test_a_loop_may_leave_steps_out(tmp_path):
     with open_trainer(tmp_path, "run")[0] as trainer:
+        trainer.state.first.buffer.staleness = 0
         seen = []
         for step in trainer.steps():
             seen.append(step)
@@ -197,7 +201,7 @@ def test_a_loop_may_leave_steps_out(tmp_path):
 
 def test_synchronous_training_refuses_a_late_group(tmp_path):
     trainer = open_trainer(tmp_path, "run")[0]
-    trainer.state.first.buffer.staleness = 0
+    trainer.state.first.buffer.staleness, trainer.executor.roles["rollout"].num_delivered = 0, 1
     with pytest.raises(RuntimeError, match="samples of visit 1 are missing: groups must be complete"):
         train(trainer, 1)
     trainer.__exit__(RuntimeError, RuntimeError(), None)

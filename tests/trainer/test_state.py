@@ -5,6 +5,7 @@ pytest tests/trainer/test_state.py"""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.trainer.test_actor_state import config
 @pytest.fixture
 def state(tmp_path):
     one = config(tmp_path)
+    one = replace(one, batch=replace(one.batch, train_iters=9))
     return TrainState(one, {"": Inputs(ModelShape.load(one.model.model), range(7), None)})
 
 

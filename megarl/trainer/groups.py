@@ -1,0 +1,55 @@
+"""Describe a group: one use of a prompt, and the driver's records of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.packing import Sample
+
+
+@dataclass
+class Group:
+    """One use of a prompt (a visit), with those of its samples that are finished so far.
+
+    Example: Group(visit=4, row=17, num_samples=2, version=3, samples={8: Sample(8, ...), 9: Sample(9, ...)})
+    """
+
+    visit: int
+    """Number of this use of the prompt, unique in the run; see `DataCursor`."""
+    row: int
+    """Row of the training data."""
+    num_samples: int
+    """Number of samples of the finished group."""
+    version: int
+    """Number of training steps that were done when the prompt was admitted."""
+    engine: int | None = None
+    """Index of the engine that received the prompt last; None if the rollout role chose it."""
+    is_issued: bool = False
+    """Whether an engine has received the prompt."""
+    samples: dict[int, Sample] = field(default_factory=dict)
+    """Finished samples by sample id."""
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.samples) == self.num_samples
+
+    def record(self) -> dict[str, Any]:
+        """Return the group with its finished samples as values that JSON can represent."""
+        samples = [vars(sample) | {"owners": list(sample.owners)} for sample in self.samples.values()]
+        record = vars(self) | {"samples": samples}
+        del record["is_issued"]
+        return record
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Group:
+        """Return the group of a record. An unfinished group is not issued: its engine may be gone.
+
+        A record of an older checkpoint has the step of the group's admission, and no samples."""
+        version = record["version"] if "version" in record else record["step"] - 1
+        group = cls(record["visit"], record["row"], record["num_samples"], version, record.get("engine"))
+        for sample in record.get("samples", ()):
+            group.samples[sample["sample_id"]] = Sample(**{**sample, "owners": tuple(sample["owners"])})
+        group.is_issued = group.is_finished
+        return group
