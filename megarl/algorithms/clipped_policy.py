@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceInputs
 from megarl.algorithms.kl_controller import MAX_ERROR, MEASURED_KL, AdaptiveKLController, FixedKLController
-from megarl.config.errors import Fraction, NonNegative, Positive, above, at_least, below
+from megarl.config.errors import Fraction, NonNegative, Rule, above, at_least, below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +54,9 @@ class ClippedPolicy(Algorithm):
     at most 0.2 n / this."""
     entropy_coef: Annotated[float, above(-math.inf), below(math.inf)] = 0.0
     """Factor of the mean entropy, which is subtracted from the loss."""
-    tis_clip: Positive | None = None
+    tis_clip: Annotated[float, Rule(lambda clip: clip > 0, "must be above 0. Try 2, or none.")] | None = None
     """Truncated importance sampling: each token's loss is weighted by min(trainer's probability / engine's,
-    this). Default: none."""
+    this); none turns it off. Default: 2 with --staleness above 0, else none."""
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:
         if self.kl_mode == "none":

@@ -25,6 +25,7 @@ from megarl.config.installed import version_notes
 from megarl.config.mesh import role_meshes
 from megarl.config.roles import configs_of_actors
 from megarl.config.rules_files import checkpoint_notes
+from megarl.config.rules_streaming import correction_warnings
 from megarl.config.schema import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def examine(
     warnings = (
         *_core_warnings(config, world_size, new_run, ranks_per_node, machine),
         *(of_all_actors(config, _group_warnings) if new_run else ()),
+        *(of_all_actors(config, correction_warnings) if new_run else ()),
     )
     notes = [
         *(f"on this machine {error}" for error in of_disk if not machine.is_this),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megarl.config import rules_layout as layout
 from megarl.config import rules_rollout as rollout
+from megarl.config import rules_streaming as streaming
 from megarl.config import rules_training as training
 from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError, Errors, raise_errors
@@ -42,6 +43,10 @@ TRAINING: list[Rule] = [
     training.critic,
     training.sequence_length,
     training.profile,
+    streaming.staleness,
+    streaming.routing_replay,
+    streaming.max_tokens_per_step,
+    streaming.replay,
 ]
 OF_UPDATES: list[Rule] = [
     training.expert_balance,
@@ -49,6 +54,10 @@ OF_UPDATES: list[Rule] = [
     training.optimizer,
     training.evaluation_in_training,
     training.profile,
+    streaming.staleness,
+    streaming.routing_replay,
+    streaming.max_tokens_per_step,
+    streaming.replay,
 ]
 """Rules of TRAINING that an evaluation cannot break, as it updates no weights."""
 EVALUATION: list[Rule] = [training.evaluation_alone]

@@ -26,6 +26,7 @@ from megarl.config.schema import (
     ProfileConfig,
     RankCount,
     RunConfig,
+    StreamingConfig,
     TrainConfig,
 )
 
@@ -60,6 +61,7 @@ OF_JOB = frozenset(
         *(("placement", name) for name in _PLACEMENT_OF_JOB),
         *(("checkpoint", field.name) for field in dataclasses.fields(CheckpointConfig)),
         *(("profile", field.name) for field in dataclasses.fields(ProfileConfig)),
+        *(("streaming", field.name) for field in dataclasses.fields(StreamingConfig)),
         *(("run", f.name) for f in dataclasses.fields(RunConfig) if not f.name.startswith("gate_")),
     }
 )

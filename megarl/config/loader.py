@@ -28,6 +28,7 @@ from megarl.config.flags import (
 from megarl.config.other_flags import find_library_flag, passthrough_names
 from megarl.config.roles import absent_roles
 from megarl.config.rules_files import unreachable_paths
+from megarl.config.rules_streaming import stale_defaults
 from megarl.config.schema import TrainConfig
 from megarl.frameworks.answers import find_row
 from megarl.frameworks.rows import as_number, format_line
@@ -116,6 +117,12 @@ class _Loader:
     def num_actors(self) -> int:
         setting = self.settings.get(("placement", "num_actors"))
         return min(max(setting.value, 1), 64) if setting is not None and setting.valid else 1
+
+    @property
+    def stale_defaults(self) -> dict[str, object]:
+        """The defaults of the algorithm's fields that depend on --staleness."""
+        setting = self.settings.get(("streaming", "staleness"))
+        return stale_defaults(setting.value) if setting is not None and setting.valid else {}
 
     def sections(self) -> dict[str, object | None]:
         """Return name -> value for the fields of TrainConfig: None for an absent role, and for a section with
@@ -289,6 +296,8 @@ class _Loader:
             if setting is not None:
                 values[flag.field] = setting.value
                 complete &= setting.valid
+            elif section == "algorithm" and flag.default is None and flag.field in self.stale_defaults:
+                values[flag.field] = self.stale_defaults[flag.field]
             elif flag.required:
                 values[flag.field], complete = None, False
                 if self.number == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megarl.config.args_file import numbered
 from megarl.config.flags import (
@@ -16,6 +16,7 @@ from megarl.config.flags import (
     format_flag,
     section_flags,
 )
+from megarl.config.rules_streaming import stale_defaults
 from megarl.config.schema import TrainConfig
 
 _HEAD = """\
@@ -49,11 +50,13 @@ for _section, _cls in SECTIONS.items():
 def write_args(config: TrainConfig) -> str:
     """Return the text of the args file that parses back to an equal configuration.
 
-    The file holds every value, so that it means the same after a default has changed. A None that is the
-    default is left out."""
+    The file holds every value, so that it means the same after a default has changed. A None is left out if
+    it is the default with every --staleness."""
     cls = type(config.algorithm)
     chosen = format_flag("algorithm", algorithm_name(cls))
-    groups = [("algorithm", [chosen, *_lines(config.algorithm, section_flags("algorithm", cls))])]
+    always = stale_defaults(config.streaming.staleness)
+    lines = _lines(config.algorithm, section_flags("algorithm", cls), always)
+    groups = [("algorithm", [chosen, *lines])]
     for section_cls, section in _SECTION_OF.items():
         if section_cls in OF_ROLES:
             lines = _role_lines(config, section_cls)
@@ -70,12 +73,16 @@ def write_args(config: TrainConfig) -> str:
     return "\n".join("\n".join([f"# {title}", *lines, ""]) for title, lines in groups if lines)
 
 
-def _lines(node: object, flags: Sequence[Flag]) -> list[str]:
+def _lines(node: object, flags: Sequence[Flag], always: Iterable[str] = ()) -> list[str]:
+    """Return a line of an args file per flag, without those whose value None is the default.
+
+    Args:
+        always: fields that have a line even then."""
     values = [(flag, getattr(node, flag.field)) for flag in flags]
     return [
         format_flag(flag.name, value)
         for flag, value in values
-        if not (value is None and flag.default is None)
+        if value is not None or flag.default is not None or flag.field in always
     ]
 
 

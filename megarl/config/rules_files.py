@@ -341,6 +341,13 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
     for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
         if suffix in saved["actors"]:
             yield from _order_errors(of_actor, number, saved["actors"][suffix]["cursor"])
+    saved_staleness = max((actor.get("staleness", 0) for actor in saved["actors"].values()), default=0)
+    if config.streaming.staleness < saved_staleness:
+        yield (
+            f"--staleness ({config.streaming.staleness}): the run that --load continues had "
+            f"{saved_staleness}, and its checkpoint holds samples that may be as old. Try --staleness "
+            f"{saved_staleness}."
+        )
 
 
 def _order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:

@@ -256,6 +256,33 @@ class CheckpointConfig(Section):
 
 
 @section
+class StreamingConfig(Section):
+    """asynchronous rollouts"""
+
+    staleness: Natural = 0
+    """Training steps by which the weights that sampled a token may be older than the weights that are trained
+    on it. 0: synchronous training. Above 0 generation goes on during updates, and --tis-clip is on by
+    default. Not run on a GPU yet."""
+    rollout_order: Literal["in-order", "windowed"] = "windowed"
+    """Groups of samples that a step with --staleness trains on. in-order: those of the oldest prompts.
+    windowed: those of the oldest prompts that are complete, and all that would be too old at the next
+    step."""
+    weight_update: Literal["keep", "recompute", "wait"] = "recompute"
+    """With --staleness: what unfinished responses do when their engine gets new weights. keep: go on with the
+    KV cache of the old weights. recompute: go on, and compute the KV cache anew with the new weights. wait:
+    end first."""
+    num_canaries: Natural = 4
+    """With --staleness: prompts that each engine answers after each new version of its weights, only to
+    compare its log-probs with the trainer's. Nothing is trained on them. 0 is off."""
+    replay: str | None = None
+    """With --staleness: run folder whose order of samples, weights and updates is repeated. Default: none,
+    the order follows from what is ready first."""
+    max_tokens_per_step: Count | None = None
+    """With --staleness: tokens of one response that are generated for one step, at most; the rest follows for
+    the next step, unless the response is needed. Default: no limit."""
+
+
+@section
 class ProfileConfig(Section):
     """profiling"""
 
@@ -307,6 +334,7 @@ class TrainConfig:
     reward_models: RewardModelConfig = RewardModelConfig()
     run: RunConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    streaming: StreamingConfig = StreamingConfig()
     profile: ProfileConfig = ProfileConfig()
     transformer: dict[str, object] = field(default_factory=dict)
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""

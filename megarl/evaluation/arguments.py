@@ -18,7 +18,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.render import help_of
 from megarl.config.rules_training import NO_EVAL_DATA
-from megarl.config.schema import CheckpointConfig, LoRAConfig, TrainConfig
+from megarl.config.schema import CheckpointConfig, LoRAConfig, StreamingConfig, TrainConfig
 from megarl.files.checkpoints import run_of_model
 from megarl.inspect.models import model_folder
 from megarl.loggers.base import flags_of
@@ -172,6 +172,7 @@ def load_evaluation(argv: Sequence[str]) -> TrainConfig:
         lora=LoRAConfig(),  # exports and checkpoints are evaluated with their adapters merged
         data=replace(config.data, train_data=()),
         run=replace(config.run, eval_interval=0, log_with=()),
+        streaming=StreamingConfig(),
         checkpoint=CheckpointConfig(),
     )
 

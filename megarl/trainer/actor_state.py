@@ -135,6 +135,8 @@ class ActorState:
             "zero_reward_steps": self.zero_reward_steps,
             "equal_reward_steps": self.equal_reward_steps,
         }
+        if staleness := self.config.streaming.staleness:
+            state["staleness"] = staleness
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -136,6 +136,14 @@ MISTAKES = {
         rollout-engine in-process | rollout-ranks 0 ; actor-ranks 0-1
         rollout-max-num-seqs 0
         rollout-dtype float8
+        staleness -1
+        staleness one
+        rollout-order window | staleness 1
+        weight-update keep
+        num-canaries -1
+        max-tokens-per-step 64 | staleness 1
+        replay nowhere | staleness 1
+        tis-clip 0
         rollout-model x
         rollout-seed 3
         num-layers 4

@@ -14,6 +14,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.mesh import MeshSpec, role_meshes
 from megarl.config.roles import parse_ranks
+from megarl.config.rules_streaming import correction_warnings
 
 
 @pytest.fixture
@@ -765,6 +766,68 @@ RULES = {
         "fall to 0 at once. Try 1280.",
         "--kl-mode loss --kl-coef 0.1 --kl-controller adaptive --kl-horizon 1280",
     ),
+    "an order without stale samples": (
+        "--rollout-order in-order",
+        2,
+        {},
+        "--rollout-order (in-order): has no effect in synchronous training. Leave it out, or set "
+        "--staleness 1.",
+        "--rollout-order in-order --staleness 1",
+    ),
+    "requests at a commit without stale samples": (
+        "--weight-update keep",
+        2,
+        {},
+        "--weight-update (keep): has no effect in synchronous training. Leave it out, or set --staleness 1.",
+        "--weight-update keep --staleness 1",
+    ),
+    "canaries without stale samples": (
+        "--num-canaries 0",
+        2,
+        {},
+        "--num-canaries (0): has no effect in synchronous training. Leave it out, or set --staleness 1.",
+        "--num-canaries 0 --staleness 1",
+    ),
+    "parts of responses without stale samples": (
+        "--max-tokens-per-step 8",
+        2,
+        {},
+        "--max-tokens-per-step (8): has no effect in synchronous training. Leave it out, or set "
+        "--staleness 1.",
+        "--max-tokens-per-step 8 --staleness 1",
+    ),
+    "parts as long as responses": (
+        "--max-tokens-per-step 64 --staleness 1 --max-response-length 64",
+        2,
+        {},
+        "--max-tokens-per-step (64): must be below --max-response-length (64), or it has no effect. Leave "
+        "it out, or try 32.",
+        "--max-tokens-per-step 32 --staleness 1 --max-response-length 64",
+    ),
+    "a replay of no run": (
+        "--replay no/such --staleness 1",
+        2,
+        {},
+        "--replay (no/such): is not a run folder, because it holds no resolved.args. Name the folder that "
+        "was the run's --save.",
+        "--staleness 1",
+    ),
+    "stale samples of supervised fine-tuning": (
+        "--algorithm sft --staleness 2",
+        2,
+        {},
+        "--staleness (2): supervised fine-tuning samples no responses that could be stale. Leave it out.",
+        "--algorithm sft",
+    ),
+    "experts of several versions": (
+        "--moe-routing-replay engine --staleness 1",
+        2,
+        EXPERTS,
+        "--weight-update (recompute): with --moe-routing-replay engine a response must be sampled by one "
+        "version of the weights, because the engine reports other experts when it computes a prefix anew. "
+        "Try --weight-update wait, or try --moe-routing-replay policy.",
+        "--moe-routing-replay engine --staleness 1 --weight-update wait",
+    ),
     "idle rank of sft": (
         "--algorithm sft --actor-ranks 0",
         2,
@@ -783,6 +846,19 @@ def test_rules(name, findings):
     assert len(found) <= 3, "nothing that does not follow from the same mistake"
     if right is not None:
         assert findings(right, world_size, **shape) == []
+
+
+def test_a_loss_without_a_correction_for_stale_samples_is_warned_of(job):
+    def warnings(flags):
+        return [*correction_warnings(load_config([job, *flags.split()], REGISTRY))]
+
+    assert warnings("") == warnings("--staleness 2") == warnings("--staleness 2 --tis-clip 3") == []
+    (text,) = warnings("--staleness 2 --tis-clip none")
+    assert text == (
+        "--tis-clip (none): with --staleness 2 the loss does not correct for weights that were older when they "
+        "sampled: its ratio compares with the log-probs of the step's first weights, so it starts at exactly 1 "
+        "and clipping does not see staleness. Try --tis-clip 2."
+    )
 
 
 def test_roles_on_ranks_of_their_own(findings):

@@ -271,6 +271,7 @@ def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
                 batch=replace(other.batch, train_iters=first.batch.train_iters),
                 run=replace(first.run, **gates),
                 checkpoint=first.checkpoint,
+                streaming=first.streaming,
                 profile=first.profile,
             )
             for other in others
@@ -633,6 +634,40 @@ argv = "--algorithm sft --model m --train-data d --save s --train-iters 1 --roll
 load_config(argv, REGISTRY)
 print(*{"torch", "vllm", "megatron", "transformers"} & set(sys.modules))
 """
+
+
+def load_grpo(*args):
+    return load_config([*REQUIRED, "--algorithm=grpo", *args][2:], REGISTRY)
+
+
+@pytest.mark.parametrize(
+    "flags, clip",
+    [
+        ("", None),
+        ("--staleness 0", None),
+        ("--staleness 1", 2.0),
+        ("--staleness 1 --tis-clip 3", 3.0),
+        ("--staleness 1 --tis-clip none", None),
+        ("--tis-clip 3", 3.0),
+    ],
+)
+def test_the_importance_weights_are_on_by_default_where_samples_may_be_stale(tmp_path, flags, clip):
+    """The value is in resolved.args, which gives it again."""
+    config = load_grpo(*flags.split())
+    assert config.algorithm.tis_clip == clip
+    text = write_args(config)
+    stale = "--staleness" in flags and "--staleness 0" not in flags
+    assert (f"--tis-clip {'none' if clip is None else clip}" in text.splitlines()) == (
+        stale or clip is not None
+    )
+    assert load_config([write(tmp_path, "resolved.args", text)], REGISTRY) == config
+
+
+def test_every_actor_weighs_stale_samples_unless_its_own_flag_says_otherwise(tmp_path):
+    config = load_grpo("--staleness=1", "--num-actors=3", "--actor-2-tis-clip=none", "--actor-3-tis-clip=3")
+    clips = [one.algorithm.tis_clip for one in (config, *config.others)]
+    assert clips == [2.0, None, 3.0]
+    assert load_config([write(tmp_path, "resolved.args", write_args(config))], REGISTRY) == config
 
 
 def test_parsing_imports_no_framework():

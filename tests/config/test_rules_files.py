@@ -119,6 +119,22 @@ def findings(flags: str) -> tuple[str, ...]:
     return ()
 
 
+def test_a_run_with_stale_samples_goes_on_with_the_same_bound_or_a_larger_one(here):
+    folder = Path("stale/checkpoints/step_000003")
+    make_checkpoint(folder, 3)
+    body = read_job(folder)
+    body["actors"][""]["staleness"] = 2
+    write_job(folder, body)
+    smaller = [
+        f"--staleness ({number}): the run that --load continues had 2, and its checkpoint holds samples that "
+        "may be as old. Try --staleness 2."
+        for number in (0, 1)
+    ]
+    assert findings("--load stale") == (smaller[0],)
+    assert findings("--load stale --staleness 1") == (smaller[1],)
+    assert findings("--load stale --staleness 2") == findings("--load stale --staleness 3") == ()
+
+
 def test_what_can_be_continued(here):
     make_checkpoint(Path("mine/checkpoints/step_000003"), 3)
     Path("mine/resolved.args").write_text("")

@@ -286,6 +286,18 @@ def test_on_a_cpu_it_is_refused_and_changes_nothing(job):  # noqa: F811
     assert plain == kept and not any("margin" in line or "CUDA graphs" in line for line in plain)
 
 
+def test_a_kv_cache_that_is_released_cannot_be_kept_for_unfinished_responses(job):  # noqa: F811
+    keep = "--staleness 1 --weight-update keep"
+    assert examine(loaded(job, keep), 1, machine=GPU).errors == (
+        "--weight-update (keep): the engines release their KV cache while roles train "
+        "(--rollout-release-kv-cache), so unfinished responses compute it anew. Try --weight-update "
+        "recompute, or try --no-rollout-release-kv-cache.",
+    )
+    for flags in (f"{keep} --no-rollout-release-kv-cache", "--staleness 1"):
+        assert examine(loaded(job, flags), 1, machine=GPU).errors == ()
+    assert examine(loaded(job, keep), 1, machine=Machine(ram_bytes=10**12)).errors == ()
+
+
 @pytest.mark.parametrize(
     "environ, is_refused",
     [

@@ -1,0 +1,96 @@
+"""Check the flags of asynchronous rollouts, and return the defaults that depend on --staleness.
+
+In asynchronous training the weights that sampled a token may be older than those that are trained on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.errors import Errors, try_path
+from megarl.config.flags import refuse_set
+from megarl.config.rules_layout import Job
+from megarl.config.schema import TrainConfig
+
+ARGUMENTS = "resolved.args"
+"""File that every run folder holds."""
+TIS_CLIP = 2.0
+"""Default of --tis-clip for --staleness above 0, the value that other frameworks use."""
+
+
+def stale_defaults(staleness: int) -> dict[str, object]:
+    """Return field -> default for the algorithm's fields that are None by default and have another default
+    with this --staleness."""
+    return {"tis_clip": TIS_CLIP} if staleness > 0 else {}
+
+
+def staleness(job: Job) -> Errors:
+    """Yield an error per flag of asynchronous rollouts that does not fit --staleness or the algorithm."""
+    values = job.config.streaming
+    if not values.staleness:
+        yield from refuse_set(
+            values,
+            "has no effect in synchronous training. Leave it out, or set --staleness 1.",
+            *("rollout_order", "weight_update", "num_canaries", "replay", "max_tokens_per_step"),
+        )
+    elif not job.uses_rollout:
+        yield (
+            f"--staleness ({values.staleness}): supervised fine-tuning samples no responses that could be "
+            "stale. Leave it out."
+        )
+
+
+def routing_replay(job: Job) -> Errors:
+    """Yield an error for --moe-routing-replay engine if a response may be sampled by several versions of the
+    weights.
+
+    When a prefix is computed anew, the engine reports the experts of the new weights for tokens that were
+    sampled with the experts of the old weights. With --weight-update keep this happens at a checkpoint and
+    when the KV cache is full."""
+    values = job.config.streaming
+    is_replayed = job.config.experts.moe_routing_replay == "engine"
+    if is_replayed and job.uses_rollout and values.staleness and values.weight_update != "wait":
+        yield (
+            f"--weight-update ({values.weight_update}): with --moe-routing-replay engine a response must be "
+            "sampled by one version of the weights, because the engine reports other experts when it computes "
+            "a prefix anew. Try --weight-update wait, or try --moe-routing-replay policy."
+        )
+
+
+def max_tokens_per_step(job: Job) -> Errors:
+    """Yield an error for --max-tokens-per-step if no response can have that many tokens."""
+    limit, longest = job.config.streaming.max_tokens_per_step, job.config.sampling.max_response_length
+    if limit is not None and job.config.streaming.staleness and job.uses_rollout and limit >= longest:
+        yield (
+            f"--max-tokens-per-step ({limit}): must be below --max-response-length ({longest}), or it has no "
+            f"effect. Leave it out{f', or try {longest // 2}' if longest > 1 else ''}."
+        )
+
+
+def replay(job: Job) -> Errors:
+    """Yield an error for --replay if it names no run folder."""
+    run = job.config.streaming.replay
+    if run is None or not job.config.streaming.staleness or not job.uses_rollout:
+        return
+    if not (Path(run) / ARGUMENTS).is_file():
+        advice = try_path(
+            Path(run),
+            lambda folder: (folder / ARGUMENTS).is_file(),
+            "Name the folder that was the run's --save.",
+        )
+        yield f"--replay ({run}): is not a run folder, because it holds no {ARGUMENTS}.{advice}"
+
+
+def correction_warnings(config: TrainConfig) -> Errors:
+    """Yield a warning if samples may be stale and nothing in the loss corrects for it."""
+    algorithm, stale = config.algorithm, config.streaming.staleness
+    if not stale or not algorithm.needs_rollout or getattr(algorithm, "tis_clip", None) is not None:
+        return
+    head = "the loss does not correct for weights that were older when they sampled"
+    reason = (
+        "its ratio compares with the log-probs of the step's first weights, so it starts at exactly 1 and "
+        "clipping does not see staleness"
+    )
+    if hasattr(algorithm, "tis_clip"):
+        yield f"--tis-clip (none): with --staleness {stale} {head}: {reason}. Try --tis-clip {TIS_CLIP:g}."
+    else:
+        yield f"--staleness ({stale}): {head}: {reason}, and the algorithm has no --tis-clip. Try --staleness 0."
