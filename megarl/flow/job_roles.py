@@ -114,7 +114,6 @@ class Rollout(ServiceRole, kind="rollout"):
         """Copy the actor's current weights into the engine as `version`, and return metrics of the copy.
         Collective over the ranks."""
 
-
     @method(optional=True)
     def save_requests(self, folder: str, visits: list[int]) -> dict[str, str]:
         """Write the samples of these groups, finished or not, for a checkpoint. Each engine's first rank
@@ -136,10 +135,8 @@ class Reward(ServiceRole, kind="reward"):
     """A role that scores samples with reward functions, without a model. Each rank scores what its own
     rollout engine has generated."""
 
-    @method(reads=("tokens",), writes=("rewards",), phase="reward")
-    def score(
-        self, purpose: str, sample_ids: Sequence[int], num_logged: int | None = None
-    ) -> list[Record]:
+    @method(reads=("tokens", "lengths"), writes=("rewards",), phase="reward")
+    def score(self, purpose: str, sample_ids: Sequence[int], num_logged: int | None = None) -> list[Record]:
         """Score those of the samples that this engine has made. Its first rank returns sample_id, reward and
         texts of each (and the answer found in it, in an evaluation); its other ranks return [].
 

@@ -37,10 +37,14 @@ class ActorState:
         self.eval_rows = inputs.eval_rows(config.run.eval_num_prompts)
         """Held-out row -> its data source."""
         self.kl = self.algorithm.build_kl_controller()
-        batch = config.batch
+        batch, streaming = config.batch, config.streaming
         self.buffer = SampleBuffer(
-            batch.num_prompts if self.algorithm.needs_rollout else batch.global_batch_size
+            batch.num_prompts if self.algorithm.needs_rollout else batch.global_batch_size,
+            streaming.staleness,
+            streaming.rollout_order == "in-order",
         )
+        self.given_rows: list[int] = []
+        """Rows that are admitted before the next ones of the data."""
         self.gate_limits = GateLimits.of(config, inputs.shape)
         self.gate_passed = False
         self.zero_reward_steps = 0
@@ -101,13 +105,24 @@ class ActorState:
         Args:
             rows: rows of the training data; None takes the next ones.
         Raises: ValueError for rows that do not exist or do not fill whole mini-batches."""
-        batch = self.config.batch
+        last_step = max(step, self.config.batch.train_iters)  # a user's own loop may train for more steps
+        if rows is not None and self.buffer.staleness:
+            raise ValueError(
+                f"rows: with --staleness {self.buffer.staleness} a step trains on rows that were admitted "
+                "before. Call trainer.admit(rows), then trainer.rollout()."
+            )
         if rows is None:
-            last_step = max(step, batch.train_iters)  # a user's own loop may train for more steps
-            visits = self.cursor.next_visits(self.buffer.num_to_admit(step - 1, last_step))
+            count = self.buffer.num_to_admit(step - 1, last_step)
+            given, self.given_rows = self.given_rows[:count], self.given_rows[count:]
+            visits = self.cursor.visit(given) | self.cursor.next_visits(count - len(given))
         else:
             visits = self.cursor.visit(self._checked(rows))
         self.buffer.admit(visits, self.num_samples_per_prompt, step - 1)
+
+    def give_rows(self, rows: Sequence[int]) -> None:
+        """Let these rows be admitted before others, or raise ValueError for rows that do not exist."""
+        self._check_existing(rows)
+        self.given_rows += rows
 
     @property
     def num_samples_per_prompt(self) -> int:
@@ -116,9 +131,8 @@ class ActorState:
         return self.config.batch.num_samples_per_prompt if self.algorithm.needs_rollout else 1
 
     def _checked(self, rows: Sequence[int]) -> Sequence[int]:
-        total, batch = self.cursor.num_rows, self.config.batch
-        if outside := [row for row in rows if not 0 <= row < total]:
-            raise ValueError(f"rows ({outside[0]}) must be rows of --train-data: 0 to {total - 1}.")
+        self._check_existing(rows)
+        batch = self.config.batch
         if not rows or len(rows) * batch.num_samples_per_prompt % batch.global_batch_size:
             raise ValueError(
                 f"rows ({len(rows)} of them) x num_samples_per_prompt ({batch.num_samples_per_prompt}) "
@@ -126,6 +140,11 @@ class ActorState:
                 f"Try {batch.num_prompts} rows."
             )
         return rows
+
+    def _check_existing(self, rows: Sequence[int]) -> None:
+        total = self.cursor.num_rows
+        if outside := [row for row in rows if not 0 <= row < total]:
+            raise ValueError(f"rows ({outside[0]}) must be rows of --train-data: 0 to {total - 1}.")
 
     def snapshot(self) -> dict[str, Any]:
         """Return the part of the actor's state that a checkpoint holds, as values that JSON can represent."""
@@ -137,6 +156,8 @@ class ActorState:
         }
         if staleness := self.config.streaming.staleness:
             state["staleness"] = staleness
+        if self.given_rows:
+            state["given_rows"] = [*self.given_rows]
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -147,6 +168,7 @@ class ActorState:
         self.zero_reward_steps = state["zero_reward_steps"]
         self.equal_reward_steps = state.get("equal_reward_steps", 0)  # older checkpoints lack it
         self.buffer.restore(state.get("buffer", ()))
+        self.given_rows = [*state.get("given_rows", ())]
 
     def hidden_size(self, role: str) -> int:
         """Return the hidden size of a role's model, which the cost estimate of a sequence uses."""

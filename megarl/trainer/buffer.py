@@ -106,6 +106,28 @@ class SampleBuffer:
             group.is_issued, group.engine = True, engine
         return {group.visit: group.row for group in waiting}
 
+    def engines(self, num_engines: int) -> list[int]:
+        """Return the engine for each group of `waiting`: the one that it had, or one with few unfinished
+        samples. Groups of new prompts that come together form contiguous blocks.
+
+        Args:
+            num_engines: engines are numbered from 0."""
+        loads = [0] * num_engines
+        for group in self._groups.values():
+            if group.is_issued and group.engine is not None:
+                loads[group.engine] += group.num_samples - len(group.samples)
+        chosen = [group.engine for group in self.waiting()]
+        new = [i for i, engine in enumerate(chosen) if engine is None or engine >= num_engines]
+        for index, engine in zip(new, route(len(new), loads), strict=True):
+            chosen[index] = engine
+        return chosen
+
+    def forget_samples(self) -> None:
+        """Let every group wait for an engine again, without its samples: those are reported anew."""
+        for group in self._groups.values():
+            group.is_issued, group.samples = False, {}
+        self._finished = set()
+
     def lose_engine(self, engine: int) -> list[Group]:
         """Let the unfinished groups of an engine wait for another engine, and return them.
 
@@ -237,3 +259,8 @@ class SampleBuffer:
         restored = [Group.of_record(record) for record in groups]
         self._groups = {group.visit: group for group in restored}
         self._finished = {group.visit for group in restored if group.is_finished}
+
+
+def route(num_groups: int, loads: Sequence[int]) -> list[int]:
+    num = len(loads)
+    return [e for e in range(num) for _ in range(e * num_groups // num, (e + 1) * num_groups // num)]

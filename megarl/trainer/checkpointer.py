@@ -157,8 +157,9 @@ class Checkpointer:
         on where it left them. Call this when the engines have weights."""
         for name, rollout in self._rollouts.items():
             buffer = self._state.actor_of(name).buffer
-            if self._restored is not None and buffer.waiting():
-                engines = buffer.route(self._meshes[name].dp)
+            if self._restored is not None and len(buffer):
+                buffer.forget_samples()
+                engines = buffer.engines(self._meshes[name].dp)
                 folder = str(self._restored / REQUESTS)
                 rollout.load_requests(folder, buffer.issue(engines), engines).result()
 

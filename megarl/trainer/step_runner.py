@@ -175,13 +175,13 @@ class StepRunner:
 
     def _prompts(self, rollout: str, actor: ActorState) -> Sequence[object]:
         """Return the arguments of `Rollout.generate`, and free the samples that were trained on before."""
-        visits = actor.buffer.issue()
-        if not actor.config.streaming.staleness:  # the call releases the samples of the call before
-            return "train", visits
+        if not actor.buffer.staleness:  # the call releases the samples of the call before
+            return "train", actor.buffer.issue()
         source = f"train{actor.suffix}"
         if trained := self._trained.pop(source, None):
             Data(self.executor, "data").release(trained, source)
-        return "train", visits, False, actor.buffer.route(visits, self.meshes[rollout].dp), False
+        engines = actor.buffer.engines(self.meshes[rollout].dp)
+        return "train", actor.buffer.issue(engines), False, engines, False
 
     def end_of(self, node: Node, call: Future[Any]) -> Future[Any]:
         """Return the future of a node. Sampling ends when the actor's buffer has the groups of the step."""

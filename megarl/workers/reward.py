@@ -38,9 +38,7 @@ class RewardRole(HostedRole):
         if self.pool is not None:
             self.pool.close()
 
-    def score(
-        self, purpose: str, sample_ids: Sequence[int], num_logged: int | None = None
-    ) -> list[Record]:
+    def score(self, purpose: str, sample_ids: Sequence[int], num_logged: int | None = None) -> list[Record]:
         """Score those of the samples that this engine has made. Its first rank returns one record per sample,
         in the order of `sample_ids`; its other ranks return [].
 

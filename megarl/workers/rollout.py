@@ -233,9 +233,7 @@ class RolloutRole(HostedRole):
         asked = [(visit, row, index) for visit, row in visits for index in range(n)]
         prompts = self.encoders[purpose].prompts([row for _, row, _ in asked])
         return [
-            Answer(
-                visit * n + index, row, visit, prompt, draw_key(config.batch.seed, purpose, visit, index)
-            )
+            Answer(visit * n + index, row, visit, prompt, draw_key(config.batch.seed, purpose, visit, index))
             for (visit, row, index), prompt in zip(asked, prompts, strict=True)
         ]
 

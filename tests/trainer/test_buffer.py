@@ -4,7 +4,6 @@ pytest tests/trainer/test_buffer.py"""
 
 from __future__ import annotations
 
-import json
 
 import pytest
 from megarl.packing import Sample
