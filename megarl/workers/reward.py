@@ -55,6 +55,8 @@ class RewardRole(HostedRole):
             return []
         source = purpose + self.suffix
         mine = [sample for sample in sample_ids if sample in self.store.source(source)]
+        if not mine:
+            return []
         rollouts = self.store.rollouts(source, mine)
         dataset = self.rollout.datasets[purpose]
         texts = self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
