@@ -40,7 +40,7 @@ class LogRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     """Suffix of the actor: "" for the first, "_2" for the second."""
 
 
-class Start(LogRecord, tag="start"):
+class Start(LogRecord, frozen=True, tag="start"):
     """A job starts or resumes. `step` is the last completed step."""
 
     format: int
@@ -48,7 +48,7 @@ class Start(LogRecord, tag="start"):
     """Flag or other name -> value of everything that a replay must have in common with this job."""
 
 
-class EngineRecord(LogRecord):
+class EngineRecord(LogRecord, frozen=True):
     """Base class of the records of one engine."""
 
     engine: int
@@ -57,7 +57,7 @@ class EngineRecord(LogRecord):
     """Number of steps that the engine has made when the record takes effect."""
 
 
-class Admit(EngineRecord, tag="admit"):
+class Admit(EngineRecord, frozen=True, tag="admit"):
     """An engine receives prompts to train on, in this order."""
 
     version: int
@@ -65,46 +65,46 @@ class Admit(EngineRecord, tag="admit"):
     visits: tuple[int, ...]
 
 
-class Evaluate(Admit, tag="evaluate"):
+class Evaluate(Admit, frozen=True, tag="evaluate"):
     """An engine receives held-out prompts. Their visits are rows of the held-out data."""
 
     greedy: bool = False
 
 
-class Canary(Admit, tag="canary"):
+class Canary(Admit, frozen=True, tag="canary"):
     """An engine receives canary prompts, which compare it with the trainer."""
 
 
-class Commit(EngineRecord, tag="commit"):
+class Commit(EngineRecord, frozen=True, tag="commit"):
     """An engine switches to the weights of a version."""
 
     version: int
 
 
-class Checkpoint(EngineRecord, tag="checkpoint"):
+class Checkpoint(EngineRecord, frozen=True, tag="checkpoint"):
     """An engine's requests are saved in the checkpoint of `step`, and their KV cache is computed anew."""
 
 
-class EngineLost(EngineRecord, tag="engine_lost"):
+class EngineLost(EngineRecord, frozen=True, tag="engine_lost"):
     """An engine has died or hangs. `engine_step` is the last one that it reported."""
 
     visits: tuple[int, ...]
     """Groups that go to other engines."""
 
 
-class EngineJoined(EngineRecord, tag="engine_joined"):
+class EngineJoined(EngineRecord, frozen=True, tag="engine_joined"):
     """An engine joins with the weights of a version."""
 
     version: int
 
 
-class Take(LogRecord, tag="take"):
+class Take(LogRecord, frozen=True, tag="take"):
     """The training step trains on the groups of these visits."""
 
     visits: tuple[int, ...]
 
 
-class RewardFailed(LogRecord, tag="reward_failed"):
+class RewardFailed(LogRecord, frozen=True, tag="reward_failed"):
     """A scoring role gives a sample no score."""
 
     role: str

@@ -28,7 +28,7 @@ def route(num_groups: int, loads: Sequence[float | None], load_of_group: float =
     # Load of each engine beyond the lowest, in groups. Fractions, so that equal loads split exactly.
     ahead = {engine: (load - lowest) / Fraction(load_of_group) for engine, load in present.items()}
     while True:
-        level = (num_groups + sum(ahead.values())) / len(ahead)
+        level = Fraction(num_groups + sum(ahead.values())) / len(ahead)
         if not (above := [engine for engine, load in ahead.items() if load > level]):
             break
         for engine in above:  # the others do not reach its load, so it gets no group
