@@ -1,0 +1,232 @@
+"""Simulated engines and a simulated training loop around the real sample buffer: ids, lengths and versions only.
+
+A `Scenario` says how a run is shaped, and its seed decides everything random: lengths, the speed of engines,
+when an engine is lost or joins, when a step is dropped, and when the run stops and goes on from a checkpoint.
+The version counts up in every step, also while a critic warms up and the weights of the engines stay.
+`SimulatedRun(scenario).run()` trains to the end and raises AssertionError where a promise is broken."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+
+from megarl.packing import Sample
+from megarl.trainer.buffer import SampleBuffer
+from megarl.trainer.groups import Group
+from megarl.trainer.routing import route
+
+SAMPLES_PER_VISIT = 10
+"""Sample ids of a visit begin at visit * SAMPLES_PER_VISIT."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    num_prompts: int = 2
+    staleness: int = 1
+    in_order: bool = False
+    train_iters: int = 6
+    group_size: int = 2
+    """Largest number of samples of a group."""
+    num_engines: int = 2
+    max_num_seqs: int = 4
+    """Number of samples that an engine runs at a time."""
+    has_long_tail: bool = True
+    max_tokens: int | None = None
+    """Limit on the tokens of a sample in a step, which does not bind groups that are due."""
+    accidents: float = 0.1
+    """Probability of each kind of accident: in a step, or a tenth of it in an engine's step."""
+    seed: int = 0
+
+
+@dataclass
+class Request:
+    """A sample that an engine is asked for."""
+
+    sample_id: int
+    visit: int
+    length: int
+    versions: list[int] = field(default_factory=list)
+    """Version of each token that is sampled so far."""
+
+
+class SimulatedRun:
+    """One run of a scenario; see the module."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.random = scenario, random.Random(scenario.seed)
+        self.buffer = self._new_buffer()
+        self.engines: dict[int, list[Request]] = {i: [] for i in range(scenario.num_engines)}
+        self.num_engines_ever = scenario.num_engines
+        self.partial: dict[int, Request] = {}
+        """Unfinished samples that no engine has, with the tokens that are not lost, by sample id."""
+        self.version, self.num_admitted = 0, 0
+        self.admitted_at: dict[int, int] = {}
+        self.trained: list[list[int]] = []
+        """Visits of each training step."""
+        self.num_stops = self.num_drops = self.num_lost = 0
+
+    def run(self) -> SimulatedRun:
+        while self.version < self.scenario.train_iters:
+            self.train_step(self.version + 1)
+        assert len(self.buffer) == 0 and not any(self.engines.values())
+        self.check_nothing_is_lost()
+        return self
+
+    def train_step(self, step: int) -> None:
+        """Admit, wait, take, train and commit. A dropped step leaves everything but the engines' progress as
+        it was."""
+        self.admit()
+        self.wait_until_ready(step)
+        if self.happens():
+            self.stop_and_resume()
+            self.wait_until_ready(step)
+        groups = self.buffer.take(step)
+        self.check_groups(groups, step)
+        for _ in range(self.random.randrange(4)):  # engines go on while the step trains
+            self.tick(set())
+        if self.happens():
+            self.num_drops += 1
+            self.buffer.put_back(groups)
+            self.stop_and_resume()
+            return
+        self.trained.append([group.visit for group in groups])
+        self.version = step
+        self.check_nothing_is_lost()
+
+    def admit(self) -> None:
+        one = self.scenario
+        count = self.buffer.num_to_admit(self.version, one.train_iters)
+        expected = min(self.version + one.staleness + 1, one.train_iters) * one.num_prompts
+        assert count == expected - self.num_admitted
+        visits = {self.num_admitted + i: self.random.randrange(100) for i in range(count)}
+        sizes = {visit: self.random.randint(1, one.group_size) for visit in visits}
+        self.buffer.admit(visits, sizes, self.version)
+        self.admitted_at |= dict.fromkeys(visits, self.version)
+        self.num_admitted += count
+        self.issue()
+
+    def issue(self) -> None:
+        """Give the waiting groups to engines: those of their samples that are not finished."""
+        waiting = self.buffer.waiting()
+        loads = [
+            len(self.engines[engine]) if engine in self.engines else None
+            for engine in range(self.num_engines_ever)
+        ]
+        engines = route(len(waiting), loads, load_of_group=self.scenario.group_size)
+        visits = self.buffer.issue(engines)
+        assert [*visits] == [group.visit for group in waiting]
+        for group in waiting:
+            assert group.engine is not None
+            for index in range(group.num_samples):
+                sample = group.visit * SAMPLES_PER_VISIT + index
+                if sample not in group.samples:
+                    kept = self.partial.pop(sample, None)
+                    self.engines[group.engine].append(kept or Request(sample, group.visit, self.length()))
+
+    def length(self) -> int:
+        length = self.random.randint(1, 4)
+        return 8 * length if self.scenario.has_long_tail and self.random.random() < 0.1 else length
+
+    def wait_until_ready(self, step: int) -> None:
+        num_ticks = 0
+        while not self.buffer.is_ready(step):
+            due = {group.visit for group in self.buffer.due(step)}
+            assert due, f"step {step} waits, and every group that it may wait for is finished"
+            if self.random.random() < self.scenario.accidents / 10:
+                self.lose_engine()
+            self.tick(due)
+            num_ticks += 1
+            assert num_ticks < 5000, f"deadlock: step {step} waits for {due}"
+
+    def tick(self, due: set[int]) -> None:
+        """Let a random half of the engines, at least one, make a step."""
+        busy = [engine for engine, requests in self.engines.items() if requests]
+        for engine in self.random.sample(busy, (len(busy) + 1) // 2):
+            self.step_engine(engine, due)
+
+    def step_engine(self, engine: int, due: set[int]) -> None:
+        limit, requests, finished = self.scenario.max_tokens, self.engines[engine], []
+        running = [
+            request
+            for request in requests
+            if limit is None or request.visit in due or request.versions.count(self.version) < limit
+        ]
+        for request in running[: self.scenario.max_num_seqs]:
+            request.versions.append(self.version)
+            if len(request.versions) == request.length:
+                requests.remove(request)
+                n, first = request.length, request.versions[0]
+                finished.append(
+                    Sample(request.sample_id, n + 3, n, (engine,), group=request.visit, version=first)
+                )
+        self.random.shuffle(finished)
+        self.buffer.add(finished)
+
+    def happens(self) -> bool:
+        return self.random.random() < self.scenario.accidents
+
+    def lose_engine(self) -> None:
+        """Lose an engine, whose samples keep the tokens that it has reported; one joins if none is left."""
+        self.num_lost += 1
+        lost = self.random.choice([*self.engines])
+        requests = self.engines.pop(lost)
+        if not self.engines or self.random.random() < 0.5:
+            self.engines[self.num_engines_ever] = []
+            self.num_engines_ever += 1
+        self.keep_tokens(requests)
+        groups = {group.visit for group in self.buffer.lose_engine(lost)}
+        assert groups == {request.visit for request in requests}
+        self.issue()
+
+    def keep_tokens(self, requests: list[Request]) -> None:
+        for request in requests:
+            del request.versions[self.random.randint(0, len(request.versions)) :]
+            self.partial[request.sample_id] = request
+
+    def stop_and_resume(self) -> None:
+        """Go on from a checkpoint with another number of engines."""
+        self.num_stops += 1
+        self.check_nothing_is_lost()
+        saved = json.loads(json.dumps(self.buffer.snapshot()))
+        before, self.buffer = self.buffer.groups, self._new_buffer()
+        self.buffer.restore(saved)
+        for old, new in zip(before, self.buffer.groups, strict=True):
+            assert (old.visit, old.row, old.num_samples, old.version, old.engine, old.samples) == (
+                new.visit,
+                new.row,
+                new.num_samples,
+                new.version,
+                new.engine,
+                new.samples,
+            )
+        for requests in self.engines.values():
+            self.keep_tokens(requests)
+        self.num_engines_ever = self.random.randint(1, 4)
+        self.engines = {engine: [] for engine in range(self.num_engines_ever)}
+        self.issue()
+        assert not self.partial
+
+    def check_groups(self, groups: list[Group], step: int) -> None:
+        """Whole groups, in number and order as promised, and no token older than the staleness."""
+        one, visits = self.scenario, [group.visit for group in groups]
+        assert len(groups) == one.num_prompts and visits == sorted(visits)
+        if one.in_order or one.staleness == 0:
+            assert visits == [*range((step - 1) * one.num_prompts, step * one.num_prompts)]
+        for group in groups:
+            assert group.version == self.admitted_at[group.visit]
+            assert sorted(group.samples) == [
+                group.visit * SAMPLES_PER_VISIT + index for index in range(group.num_samples)
+            ]
+            for sample in group.samples.values():
+                assert group.version <= sample.version <= step - 1
+                assert step - 1 - sample.version <= one.staleness, "a token is too old"
+
+    def check_nothing_is_lost(self) -> None:
+        """Every admitted prompt was trained on once or is in the buffer."""
+        trained = [visit for step in self.trained for visit in step]
+        waiting = [group.visit for group in self.buffer.groups]
+        assert sorted(trained + waiting) == [*range(self.num_admitted)]
+
+    def _new_buffer(self) -> SampleBuffer:
+        return SampleBuffer(self.scenario.num_prompts, self.scenario.staleness, self.scenario.in_order)
