@@ -13,6 +13,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -265,7 +266,10 @@ class RemoteEngine(InferenceEngine):
 
     def step(self) -> None:
         is_still = self._is_paused or self.version is None or self._state.num_steps == self._held_at
-        if self._step_number is None and not is_still:
+        if self._step_number is None and is_still:
+            time.sleep(_STEP_S)
+            return
+        if self._step_number is None:
             self._step_number = self._send("step")
         self._end_step(_STEP_S)
 

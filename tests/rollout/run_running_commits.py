@@ -1,6 +1,6 @@
 """One engine whose weights change while requests run. Writes FOLDER/<kind>.json.
 
-    python tests/rollout/run_running_commits.py FOLDER vllm|vllm-process|vllm-processes|transformers|...
+    python tests/rollout/run_running_commits.py FOLDER vllm|vllm-process|vllm-processes|transformers|... ...
 
 Three models take turns, whose log-probs differ by more than 1. Each check compares what the engine says of a
 token with the models themselves."""
@@ -43,6 +43,7 @@ class Story:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.is_outside, backend = "process" in kind, kind.split("-")[0]
+        self.steps_by_itself = self.is_outside and backend == "vllm"
         tp = 2 if kind.endswith("processes") else 1
         model = jobs.make_folder(folder / "qwen3", "qwen3")
         config = jobs.job(
@@ -78,9 +79,11 @@ class Story:
     def take(self) -> None:
         self.outputs |= {output.id: output for output in self.inference.take()}
 
-    def steps(self, number: int) -> dict[str, Output]:
-        """Let the engine take so many steps and hold it there. Returns what is unfinished."""
+    def steps(self, number: int, wanted: list[Request]) -> dict[str, Output]:
+        """Let an engine that stands still take so many steps more with new requests. Returns what is unfinished."""
         begin = self.inference.num_steps
+        self.inference.hold(begin)
+        self.inference.add(wanted)
         self.inference.hold(begin + number)
         while self.inference.num_steps < begin + number:
             self.inference.step()
@@ -117,8 +120,7 @@ class Story:
         watched = self.finish()
         self.inference.reset_cache()
         version = self.inference.version
-        self.inference.add(requests())
-        then = self.steps(13)
+        then = self.steps(13, requests())
         self.inference.set_version(version + 1)
         labelled = self.finish()
         self.report["undisturbed"] = {
@@ -144,8 +146,7 @@ class Story:
     def switched(self, running: str, old: int, new: int) -> None:
         """Some requests run and some wait while the weights change. More requests enter afterwards."""
         version = self.inference.version
-        self.inference.add(requests())
-        before = self.steps(13)
+        before = self.steps(13, requests())
         self.commit(new, running)
         late = [Request(f"late{i}", GROUP, 900 + i, 20) for i in range(2)]
         self.inference.add(late)
@@ -186,8 +187,7 @@ class Story:
     def refused(self) -> None:
         """A commit that refuses unfinished requests changes nothing for them."""
         version = self.inference.version
-        self.inference.add(requests(10))
-        self.steps(3)
+        self.steps(3, requests(10))
         try:
             self.inference.commit(99)
         except RuntimeError as error:
@@ -206,12 +206,10 @@ class Story:
         free, found = self.inference.free_kv_tokens(), []
         for running in (False, True):
             if running:
-                self.inference.add([Request("old", ONE, 5, 60)])
-                self.steps(2)
+                self.steps(2, [Request("old", ONE, 5, 60)])
                 self.commit(1, "keep")
             before = self.inference.free_kv_tokens()
-            self.inference.add([Request(f"g{i}", GROUP, 50 + i, 8) for i in range(4)])
-            self.steps(4)
+            self.steps(4, [Request(f"g{i}", GROUP, 50 + i, 8) for i in range(4)])
             found.append(before - self.inference.free_kv_tokens())
             self.finish()
         self.report["group's tokens"] = found
@@ -220,27 +218,36 @@ class Story:
     def aborted(self) -> None:
         """Requests are aborted that run, wait, or have finished without being taken."""
         free = self.inference.free_kv_tokens()
-        self.inference.add(requests(50))
-        self.steps(2)
+        self.steps(2, requests())
         self.inference.abort(["0", "11"])
-        left = {output.id for output in self.inference.progress()}
-        self.inference.abort(sorted(left))
+        left = [output.id for output in self.inference.progress()]
+        self.inference.abort(left)
         self.inference.hold(None)
         self.inference.step()
+        begin = self.inference.num_steps
         self.inference.add([Request("short", ONE, 5, 1)])
-        last = None
-        while self.is_outside and self.inference.num_steps != last:  # nobody looks while it finishes
-            last = self.inference.num_steps
-            time.sleep(0.05)
-            if self.inference._rank is not None and not hasattr(self.inference, "llm"):
+        while self.inference.num_steps == begin:
+            if self.steps_by_itself:  # nobody looks while it finishes
+                time.sleep(0.01)
+            else:
                 self.inference.step()
-        if not self.is_outside:
-            self.inference.step()
         self.inference.abort(["short", "never seen"])
         for _ in range(3):
             self.inference.step()
         outputs = self.finish()
         self.report["aborted"] = [len(left), len(outputs), free - self.inference.free_kv_tokens()]
+
+    def aborted_within_a_step(self) -> None:
+        """In this process: a request is aborted while the step runs that samples its last token."""
+        core = self.inference.llm.llm_engine.engine_core.engine_core
+        self.steps(4, [Request("ends", ONE, 5, 5), Request("other", ONE, 6, 9)])
+        ends = [number for number, request in core.scheduler.requests.items() if request.max_tokens == 5]
+        core.aborts_queue.put(ends)
+        self.inference.hold(None)
+        self.inference.step()
+        self.inference.abort(["ends"])
+        outputs = self.finish()
+        self.report["aborted within a step"] = [len(ends), [*outputs], len(outputs["other"].token_ids)]
 
     def prompt_steps(self) -> None:
         """Time of a step while the engine runs, and while it stands still."""
@@ -251,8 +258,7 @@ class Story:
             self.inference.step()
             times.append(time.perf_counter() - begin)
         self.finish()
-        self.inference.add([Request("x", ONE, 1, 30)])
-        self.steps(2)
+        self.steps(2, [Request("x", ONE, 1, 30)])
         begin, cpu, still = time.perf_counter(), time.process_time(), 0
         while time.perf_counter() < begin + 0.3:
             self.inference.step()
@@ -279,25 +285,36 @@ def kept_log_probs(old, new, prompt: list[int], response: list[int], num_old: in
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder, kind = Path(sys.argv[1]), sys.argv[2]
+def tell(folder: Path, kind: str) -> dict:
+    """Run all checks on one engine. Returns the report."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    begin = time.perf_counter()
     story = Story(folder, kind)
     story.commit(0, "refuse")
+    begun = time.perf_counter()
     story.undisturbed()
     story.switched("keep", 0, 1)
     story.switched("recompute", 1, 2)
     story.refused()
     story.commit(0, "refuse")
-    story.switched("keep", 0, 2)
-    story.commit(0, "refuse")
     if kind.startswith("vllm"):
         story.shares()
     story.aborted()
+    if kind == "vllm":
+        story.aborted_within_a_step()
     story.prompt_steps()
-    (folder / f"{kind}.json").write_text(json.dumps(story.report))
+    story.report["seconds"] = [begun - begin, time.perf_counter() - begun]
     story.engine.shutdown()
+    if dist.is_initialized():  # an engine in this process has ended it
+        dist.destroy_process_group()
+    return story.report
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    for kind in sys.argv[2:]:
+        (folder / f"{kind}.json").write_text(json.dumps(tell(folder, kind)))
 
 
 if __name__ == "__main__":
