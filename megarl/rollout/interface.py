@@ -50,7 +50,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def has_unfinished(self) -> bool:
-        """Return whether a request waits or runs, or has finished unknown to this process."""
+        """Return whether a request waits or runs, as far as this process knows."""
 
     @abstractmethod
     def step(self) -> None:
