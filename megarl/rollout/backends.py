@@ -15,7 +15,7 @@ from megarl.rollout.interface import InferenceEngine
 from megarl.rollout.offer import Offer
 
 _BACKENDS = {
-    "vllm": ("megarl.rollout.vllm_engine", "megarl.rollout.vllm_engine"),
+    "vllm": ("megarl.rollout.vllm_engine", "megarl.rollout.vllm_processes"),
     "transformers": ("megarl.rollout.transformers_engine", "megarl.rollout.engine_process"),
 }
 """--rollout-backend -> the modules that define `start_in_process` and `start_process` for it."""

@@ -5,7 +5,7 @@
 
 Calls and answers are messages of declared types: a method's annotations say how its arguments and its result
 are read. The socket between both is the standard input of the process. The engine takes a step when the rank
-asks for one."""
+asks for one. The rank waits for the step's end only a moment, and else when it makes its next call."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,14 +25,17 @@ import torch.distributed as dist
 
 from megarl.messages import decode, encode
 from megarl.rollout.backends import EngineSetup
+from megarl.rollout.engine_core import check_step
 from megarl.rollout.engine_errors import EngineFailed, RemoteTraceback
 from megarl.rollout.environment import end_with_owner, engine_environment
-from megarl.rollout.interface import InferenceEngine, Output, Request, Running
+from megarl.rollout.interface import InferenceEngine
 from megarl.rollout.processes import EngineDied, how_it_ended, visible_devices
 from megarl.rollout.puller import Order, Outcome
+from megarl.rollout.requests import Output, Request, Running
 from megarl.rollout.transformers_engine import EngineOptions, TransformersEngine
 
 _START_S, _ANSWER_S = 300.0, 10.0
+_STEP_S = 0.01  # time that the rank waits for the end of a step
 
 
 def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
@@ -68,11 +72,14 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """Result of a step."""
+class State:
+    """State of the engine after a call that changes it."""
 
     finished: list[Output]
+    """Requests that have finished since the last State."""
     has_unfinished: bool
+    num_steps: int
+    free_kv_tokens: int
 
 
 class HostedEngine:
@@ -88,24 +95,32 @@ class HostedEngine:
             {name: (tuple(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in weights},
         )
 
-    def add(self, requests: list[Request]) -> None:
-        self.engine.add(requests)
+    def _state(self) -> State:
+        engine = self.engine
+        return State(engine.take(), engine.has_unfinished(), engine.num_steps, engine.free_kv_tokens())
 
-    def step(self) -> Stepped:
+    def add(self, requests: list[Request]) -> State:
+        self.engine.add(requests)
+        return self._state()
+
+    def step(self) -> State:
         self.engine.step()
-        return Stepped(self.engine.take(), self.engine.has_unfinished())
+        return self._state()
 
     def progress(self) -> list[Output]:
         return self.engine.progress()
 
-    def abort(self, ids: list[str]) -> None:
+    def abort(self, ids: list[str]) -> State:
         self.engine.abort(ids)
+        return self._state()
 
-    def reset_cache(self) -> None:
+    def reset_cache(self) -> State:
         self.engine.reset_cache()
+        return self._state()
 
-    def release_kv_cache(self) -> bool:
-        return self.engine.release_kv_cache()
+    def release_kv_cache(self) -> State:
+        self.engine.release_kv_cache()
+        return self._state()
 
     def pull_weights(self, order: Order) -> None:
         self.engine.pull_weights([order], 0.0)
@@ -113,8 +128,12 @@ class HostedEngine:
     def wait_for_weights(self, timeout_s: float) -> list[Outcome]:
         return self.engine.wait_for_weights(timeout_s)
 
-    def commit(self, version: int, running: Running) -> None:
+    def commit(self, version: int, running: Running) -> State:
         self.engine.commit(version, running)
+        return self._state()
+
+    def set_version(self, version: int) -> None:
+        self.engine.set_version(version)
 
     def give_up_weights(self) -> None:
         self.engine.give_up_weights()
@@ -164,8 +183,10 @@ class RemoteEngine(InferenceEngine):
             )
         theirs.close()
         self._number, self._is_paused, self._is_pulling = 0, False, False
+        self._step_number: int | None = None  # number of the call of a step that may be under way
+        self._held_at: int | None = None
         self._finished: list[Output] = []
-        self._has_unfinished = False
+        self._state = State([], has_unfinished=False, num_steps=0, free_kv_tokens=0)
         started = self._call("start", options, timeout_s=_START_S)
         self.device = started.device
         self.tensors = {
@@ -176,21 +197,37 @@ class RemoteEngine(InferenceEngine):
         }
 
     def _call(self, method: str, *arguments: object, timeout_s: float | None = _ANSWER_S):
-        """Return the result of a method of the HostedEngine.
+        """Return the result of a method of the HostedEngine, once a step under way has ended.
 
         Args:
             timeout_s: None waits as long as the process lives.
         Raises: TimeoutError if there is no answer in time."""
+        self._end_step(None)
+        answer = self._answer(self._send(method, *arguments), timeout_s)
+        if answer is None:
+            raise TimeoutError(
+                f"[rank {self._rank}] the engine's process did not answer within {timeout_s:.0f} s"
+            )
+        return decode(answer.result, _types(method)[1])
+
+    def _send(self, method: str, *arguments: object) -> int:
+        """Send a call, and return its number."""
         self._number += 1
+        call = Call(self._number, method, [encode(argument) for argument in arguments])
         try:
-            call = Call(self._number, method, [encode(argument) for argument in arguments])
             self._connection.send_bytes(encode(call))
-            answer = Answer(0)
-            while answer.number != self._number:  # an earlier call may have been given up
+        except ConnectionError:
+            self.version = None
+            raise self._death() from None
+        return self._number
+
+    def _answer(self, number: int, timeout_s: float | None) -> Answer | None:
+        """Return the answer to a call, or None if there is none in time. Raises the error of the process."""
+        answer = Answer(0)
+        try:
+            while answer.number != number:  # an earlier call may have been given up
                 if not self._connection.poll(timeout_s):
-                    raise TimeoutError(
-                        f"[rank {self._rank}] the engine's process did not answer within {timeout_s:.0f} s"
-                    )
+                    return None
                 answer = decode(self._connection.recv_bytes(), Answer)
         except (EOFError, ConnectionError):
             self.version = None
@@ -198,7 +235,21 @@ class RemoteEngine(InferenceEngine):
         if answer.error is not None:
             failed = EngineFailed(f"[rank {self._rank}] the engine failed: {answer.error}")
             raise failed from RemoteTraceback(answer.traceback)
-        return decode(answer.result, _types(method)[1])
+        return answer
+
+    def _end_step(self, timeout_s: float | None) -> None:
+        """Wait for the end of the step under way, if there is one, until the time is over."""
+        number, self._step_number = self._step_number, None
+        if number is not None:
+            answer = self._answer(number, timeout_s)
+            if answer is None:
+                self._step_number = number
+            else:
+                self._take_over(decode(answer.result, State))
+
+    def _take_over(self, state: State) -> None:
+        self._finished += state.finished
+        self._state = state
 
     def _death(self) -> EngineDied:
         try:
@@ -208,17 +259,19 @@ class RemoteEngine(InferenceEngine):
         return EngineDied(f"[rank {self._rank}] the process of the engine died ({how_it_ended(code)})")
 
     def add(self, requests: Sequence[Request]) -> None:
-        self._call("add", list(requests))
-        self._has_unfinished = self._has_unfinished or bool(requests)
+        self._take_over(self._call("add", list(requests)))
 
     def has_unfinished(self) -> bool:
-        return self._has_unfinished
+        return self._state.has_unfinished
 
     def step(self) -> None:
-        if not self._is_paused:
-            stepped = self._call("step", timeout_s=None)
-            self._finished += stepped.finished
-            self._has_unfinished = stepped.has_unfinished
+        is_still = self._is_paused or self.version is None or self._state.num_steps == self._held_at
+        if self._step_number is None and is_still:
+            time.sleep(_STEP_S)
+            return
+        if self._step_number is None:
+            self._step_number = self._send("step")
+        self._end_step(_STEP_S)
 
     def take(self) -> list[Output]:
         finished, self._finished = self._finished, []
@@ -228,8 +281,8 @@ class RemoteEngine(InferenceEngine):
         return self._call("progress")
 
     def abort(self, ids: Sequence[str]) -> None:
-        self._call("abort", list(ids))
-        self._has_unfinished = bool(self.progress())
+        self._take_over(self._call("abort", list(ids)))
+        self._finished = [output for output in self._finished if output.id not in ids]
 
     def pause(self) -> None:
         self._is_paused = True
@@ -237,11 +290,25 @@ class RemoteEngine(InferenceEngine):
     def resume(self) -> None:
         self._is_paused = False
 
+    @property
+    def num_steps(self) -> int:
+        self._end_step(None)
+        return self._state.num_steps
+
+    def hold(self, step: int | None) -> None:
+        check_step(step, self.num_steps)
+        self._held_at = step
+
+    def free_kv_tokens(self) -> int:
+        """Return the number that the engine has reported with its last step or request."""
+        return self._state.free_kv_tokens
+
     def reset_cache(self) -> None:
-        self._call("reset_cache")
+        self._take_over(self._call("reset_cache"))
 
     def release_kv_cache(self) -> bool:
-        return self._call("release_kv_cache")
+        self._take_over(self._call("release_kv_cache"))
+        return True
 
     def write_weights(self, copy: Callable[[], object]) -> None:
         raise TypeError("another process holds the weights: call pull_weights")
@@ -256,8 +323,15 @@ class RemoteEngine(InferenceEngine):
         return self._call("wait_for_weights", timeout_s, timeout_s=timeout_s + _ANSWER_S)
 
     def commit(self, version: int, running: Running = "refuse") -> None:
+        self._end_step(None)
+        if running == "refuse" and self._state.has_unfinished:
+            raise RuntimeError(f"version {version} cannot be committed: requests are unfinished")
         self._is_pulling, self.version = False, None
-        self._call("commit", version, running)
+        self._take_over(self._call("commit", version, running))
+        self.version = version
+
+    def set_version(self, version: int) -> None:
+        self._call("set_version", version)
         self.version = version
 
     def give_up_weights(self) -> None:

@@ -8,57 +8,23 @@
         for output in engine.take():
             print(output.id, output.token_ids, output.versions)
 
-vllm_engine.py and transformers_engine.py implement it; backends.py starts them by --rollout-backend.
+vllm_engine.py, vllm_processes.py, transformers_engine.py and engine_process.py implement it; backends.py
+starts them by --rollout-backend. requests.py defines what enters and leaves an engine.
 engine.py and out_of_process.py connect an engine to the weight syncs and know this interface only."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
+
+from megarl.rollout.requests import Output, Request, Running
 
 if TYPE_CHECKING:
     from megarl.reshard.atlas import Atlas
     from megarl.rollout.puller import Order, Outcome
-
-Running = Literal["refuse", "keep", "recompute"]
-"""What a commit does with unfinished requests: refuse them, keep their KV cache, or compute it anew."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response to sample. Stop tokens and stop strings are those of the job."""
-
-    id: str
-    """Unique among the engine's unfinished requests."""
-    prompt: list[int]
-    key: int
-    """Key of the random draws, see draws.py."""
-    max_tokens: int
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0  # off
-
-
-@dataclass(frozen=True)
-class Output:
-    """The tokens of one request."""
-
-    id: str
-    token_ids: list[int]
-    """Sampled tokens, including the token that ended the response."""
-    log_probs: list[float]
-    """Log-prob of each token in the distribution that it was sampled from."""
-    versions: list[int]
-    """Version of the weights that sampled each token."""
-    finish_reason: str | None
-    """"stop" or "length"; None while the request is unfinished."""
-    experts: torch.Tensor | None = None
-    """Experts of each token of prompt and response with --moe-routing-replay engine, else None."""
 
 
 class InferenceEngine(ABC):
@@ -84,11 +50,14 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def has_unfinished(self) -> bool:
-        """Return whether a request waits or runs."""
+        """Return whether a request waits or runs, as far as this process knows."""
 
     @abstractmethod
     def step(self) -> None:
-        """Take one step, unless the engine is paused. Collective over the ranks of an in-process engine."""
+        """Take one step. Out of process: receive what the engine reports, and wait for it some 10 ms at most.
+
+        Collective over the ranks of an in-process engine. Does nothing while the engine is paused or held,
+        and in process while its weights are being overwritten."""
 
     @abstractmethod
     def take(self) -> list[Output]:
@@ -96,11 +65,11 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def progress(self) -> list[Output]:
-        """Return the tokens of every unfinished request, as far as the engine has reported them."""
+        """Return all tokens so far of every unfinished request. The requests go on undisturbed."""
 
     @abstractmethod
     def abort(self, ids: Sequence[str]) -> None:
-        """Forget unfinished requests. `take` does not return them."""
+        """Forget requests that are unfinished or not taken yet. `take` does not return them."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -108,6 +77,21 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def resume(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Number of engine steps since the start that computed something."""
+
+    @abstractmethod
+    def hold(self, step: int | None) -> None:
+        """Go on to just before step number `step`, from 0, and stand still until another call. None goes on.
+
+        Requests can be added and weights committed meanwhile. Raises: ValueError if that step is past."""
+
+    @abstractmethod
+    def free_kv_tokens(self) -> int:
+        """Return for how many tokens the KV cache has room now, beside the running requests."""
 
     @abstractmethod
     def reset_cache(self) -> None:
@@ -134,9 +118,15 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def commit(self, version: int, running: Running = "refuse") -> None:
-        """Sample with the written weights, as `version`, from the next step on, without earlier prefixes.
+        """Sample with the written weights, as `version`, from the next step on.
 
-        Raises: RuntimeError if the unfinished requests do not allow what `running` says."""
+        A request that starts later, or was preempted, finds no cached prefix of earlier weights. Requests that
+        run keep their KV cache or compute it anew, as `running` says.
+        Raises: RuntimeError for unfinished requests unless `running` allows them."""
+
+    @abstractmethod
+    def set_version(self, version: int) -> None:
+        """Give the weights another version, which tokens have from the next step on. Nothing else changes."""
 
     @abstractmethod
     def give_up_weights(self) -> None:

@@ -12,18 +12,21 @@ SUPPORTED_VLLM = "0.32.0"
 
 
 def register() -> None:
-    """Register the weight-transfer backend and, on CPU, the norms. May be called again.
+    """Register the weight-transfer backend, methods of the engine core and, on CPU, the norms. May be called
+    again.
 
     In a process of an out-of-process engine it also starts the watch that ends the process with its owner
     rank."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from megarl.rollout import engine_core
     from megarl.rollout.engine_errors import tell_owner
     from megarl.rollout.environment import end_with_owner
 
     end_with_owner()
     tell_owner()
+    engine_core.register()
     with contextlib.suppress(ValueError):  # vLLM's error for a name that is already registered
         WeightTransferEngineFactory.register_engine(
             BACKEND, "megarl.rollout.weight_transfer", "MegarlWeightTransferEngine"

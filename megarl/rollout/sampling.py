@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.rollout.draws import draw_seeds, token_noise
-from megarl.rollout.interface import Request
+from megarl.rollout.requests import Request
 
 
 def sample(

@@ -9,6 +9,9 @@ therefore does this:
     schedule             one token for every running request, unless a request waits or one needs a new block
     update_from_output   append it, and report a request once, with all its tokens, when it stops
 
+`take_unreported` reports what is known so far. The scheduler also counts the steps that computed something,
+and stands still before the step `held_at`.
+
 Everything else is vLLM's own code. The engine argument `scheduler_cls` names this class. The class changes
 the base class's state, so it is used only with the vLLM version that it was written for
 (plugin.SUPPORTED_VLLM)."""
@@ -55,6 +58,10 @@ class _Decoding:
 
 class DecodeScheduler(Scheduler):
     def __init__(self, *args, **kwargs) -> None:
+        self.num_steps = 0
+        """Number of steps that computed something."""
+        self.held_at: int | None = None
+        """Number of the step, from 0, before which the engine stands still."""
         super().__init__(*args, **kwargs)
         self._known: dict[str, _Decoding] = {}  # every plain request that has been running
         self._decoding: dict[str, _Decoding] = {}  # requests of the current fast-path steps
@@ -86,13 +93,25 @@ class DecodeScheduler(Scheduler):
             )
         )
 
+    @property
+    def _pause_state(self) -> PauseState:
+        """vLLM's own attribute. An engine that is held behaves as one that is paused and keeps requests."""
+        return PauseState.PAUSED_ALL if self.num_steps == self.held_at else self._wanted_pause_state
+
+    @_pause_state.setter
+    def _pause_state(self, state: PauseState) -> None:
+        self._wanted_pause_state = state
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._short_steps and not self._interrupted():
-            return self._schedule_decode()
-        for decoding in self._decoding.values():
-            decoding.request.update_block_hashes()
-        self._decoding = {}
-        return super().schedule(throttle_prefills)
+            output = self._schedule_decode()
+        else:
+            for decoding in self._decoding.values():
+                decoding.request.update_block_hashes()
+            self._decoding = {}
+            output = super().schedule(throttle_prefills)
+        self.num_steps += output.total_num_scheduled_tokens > 0
+        return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -103,7 +122,24 @@ class DecodeScheduler(Scheduler):
         for of_client in outputs.values():
             for output in of_client.outputs:
                 self._prepend_unreported(output)
-        self._start_decoding()
+        self._short_steps = 0
+        if scheduler_output.total_num_scheduled_tokens:  # else the workers have dropped their batch
+            self._start_decoding()
+        return outputs
+
+    def take_unreported(self) -> list[EngineCoreOutput]:
+        """Return the tokens of unfinished requests that were not reported yet. From now on they are."""
+        outputs = []
+        for request_id, decoding in self._known.items():
+            if decoding.tokens and request_id in self.requests:
+                outputs.append(
+                    EngineCoreOutput(
+                        request_id=request_id,
+                        new_token_ids=decoding.tokens,
+                        new_logprobs=decoding.new_logprobs(),
+                    )
+                )
+                decoding.tokens, decoding.log_probs, decoding.ranks = [], [], []
         return outputs
 
     def _interrupted(self) -> bool:
@@ -131,7 +167,7 @@ class DecodeScheduler(Scheduler):
             for request_id, decoding in self._known.items()
             if request_id in self.requests
         }
-        self._short_steps, steps = 0, self.block_size
+        steps = self.block_size
         if not self._is_plain_engine or self._can_admit():
             return
         for request in self.running:
@@ -184,6 +220,8 @@ class DecodeScheduler(Scheduler):
 
     def _update_decode(self, model_runner_output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         self._short_output = None
+        if len(self.running) != len(self._decoding):  # some were aborted while the step ran
+            self._decoding = {key: value for key, value in self._decoding.items() if key in self.requests}
         sampled, index, logprobs = (
             model_runner_output.sampled_token_ids,
             model_runner_output.req_id_to_index,

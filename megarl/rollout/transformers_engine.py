@@ -24,11 +24,13 @@ from megarl.reshard.atlas import hf_sizes
 from megarl.reshard.transformers_atlas import transformers_atlas
 from megarl.rollout.backends import EngineSetup
 from megarl.rollout.engine_arguments import stop_tokenizer
+from megarl.rollout.engine_core import check_step
 from megarl.rollout.environment import undisturbed
-from megarl.rollout.interface import InferenceEngine, Output, Request, Running
+from megarl.rollout.interface import InferenceEngine
 from megarl.rollout.kv_cache import num_cache_rows, sequence_bytes
 from megarl.rollout.offer import Offer, alias_weights
 from megarl.rollout.puller import Order, Outcome, Puller
+from megarl.rollout.requests import Output, Request, Running
 from megarl.rollout.sampling import sample
 from megarl.rollout.transformers_model import CachedModel, end_ids
 
@@ -138,6 +140,8 @@ class TransformersEngine(InferenceEngine):
         self._rows: list[_Sequence] = []
         self._finished: list[Output] = []
         self._is_paused = False
+        self._num_steps = 0
+        self._held_at: int | None = None
 
     # ------------------------------------------------------------------ requests
 
@@ -149,7 +153,7 @@ class TransformersEngine(InferenceEngine):
 
     @torch.no_grad()
     def step(self) -> None:
-        if self._is_paused:
+        if self._is_paused or self._num_steps == self._held_at or self.version is None:
             return
         logits = [self._logits(0, self._rows)] if self._rows else []
         if entering := self._admit():
@@ -157,6 +161,7 @@ class TransformersEngine(InferenceEngine):
             logits.append(self._logits(len(self._rows) - len(entering), entering))
         if not logits:
             return
+        self._num_steps += 1
         positions = [len(sequence.tokens) for sequence in self._rows]
         tokens, log_probs = sample(torch.cat(logits), [s.request for s in self._rows], positions)
         for sequence, token, log_prob in zip(self._rows, tokens, log_probs, strict=True):
@@ -221,12 +226,24 @@ class TransformersEngine(InferenceEngine):
         for row in reversed(range(len(self._rows))):
             if self._rows[row].request.id in ids:
                 self._remove(row)
+        self._finished = [output for output in self._finished if output.id not in ids]
 
     def pause(self) -> None:
         self._is_paused = True
 
     def resume(self) -> None:
         self._is_paused = False
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def hold(self, step: int | None) -> None:
+        check_step(step, self._num_steps)
+        self._held_at = step
+
+    def free_kv_tokens(self) -> int:
+        return (self._options.num_rows - len(self._rows)) * self._options.max_length
 
     def reset_cache(self) -> None:
         """Let running requests compute their keys and values anew. They wait for it first of all."""
@@ -259,6 +276,9 @@ class TransformersEngine(InferenceEngine):
             raise RuntimeError(f"version {version} cannot be committed: {self._puller.outcome.problem}")
         if running == "recompute":
             self.reset_cache()
+        self.version = version
+
+    def set_version(self, version: int) -> None:
         self.version = version
 
     def give_up_weights(self) -> None:

@@ -1,15 +1,13 @@
-"""Implement the interface of an inference engine by vLLM, in this process or in processes of its own.
+"""Implement the interface of an inference engine by vLLM in this process.
 
-In this process the ranks of the world take the engine's steps together. In processes of its own vLLM runs the
-model by itself, and `step` waits for what it reports. The process of the first rank talks to it."""
+The ranks of the world take the engine's steps together. vllm_processes.py runs vLLM in processes of its own.
+"""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,28 +15,24 @@ import torch.distributed as dist
 from megarl.batch import expert_dtype
 from megarl.config.hf_config import ModelShape
 from megarl.config.roles import tells_experts
-from megarl.messages import decode, encode
 from megarl.reshard.atlas import Atlas
-from megarl.reshard.engine_atlas import engine_atlas
 from megarl.rollout.backends import EngineSetup
 from megarl.rollout.draws import draw_arguments
 from megarl.rollout.engine_arguments import engine_arguments
-from megarl.rollout.engine_errors import EngineErrors
+from megarl.rollout.engine_core import check_step
 from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
 from megarl.rollout.kv_memory import KVCacheMemory
-from megarl.rollout.interface import InferenceEngine, Output, Request, Running
+from megarl.rollout.interface import InferenceEngine
 from megarl.rollout.offer import Offer
 from megarl.rollout.plugin import register
-from megarl.rollout.processes import UNIPROC, EngineProcesses, starting_engine
 from megarl.rollout.puller import Order, Outcome
+from megarl.rollout.requests import Output, Request, Running
 
 if TYPE_CHECKING:
     import numpy as np
     from vllm import LLM, SamplingParams
-
-T = TypeVar("T")
-_EXTENSION = "megarl.rollout.extension.WorkerExtension"
-_ANSWER_S = 10.0  # added to the time limit of the call itself
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine import EngineCoreOutputs
 
 
 def start_in_process(setup: EngineSetup, offer: Offer) -> InferenceEngine:
@@ -63,22 +57,6 @@ def start_in_process(setup: EngineSetup, offer: Offer) -> InferenceEngine:
     return VllmEngine(llm, setup)
 
 
-def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
-    """Start vLLM in processes of its own, which use the devices of the engine's ranks.
-
-    Raises: ValueError for engine arguments that cannot work; EngineFailed if vLLM cannot start."""
-    tp, errors = len(setup.ranks), EngineErrors()
-    executor = "mp" if tp > 1 else UNIPROC
-    with starting_engine(tp, "--rollout-tensor-parallel-size", errors.path) as LLM:
-        on_cpu = not torch.cuda.is_available()
-        arguments = engine_arguments(setup.config, setup.shape, on_cpu, setup.num_engines, executor)
-        try:
-            llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
-        except Exception as error:  # its cause is in the engine
-            raise errors.explained(error, dist.get_rank()) from None
-    return VllmProcesses(llm, setup, double_buffer, errors)
-
-
 class VllmEngine(InferenceEngine):
     """vLLM in this process. Its weights are overwritten in place."""
 
@@ -86,6 +64,10 @@ class VllmEngine(InferenceEngine):
         self.llm, self._setup = llm, setup
         self._tells_experts = tells_experts(setup.config, setup.shape)
         self._is_updating = self._is_paused = False
+        self._is_still = False  # whether the engine is paused until a version is committed
+        self._held_at: int | None = None
+        self._salt: str | None = None  # keeps new requests from prefixes that earlier weights computed
+        self._num_commits = 0
         self._requests: dict[str, Request] = {}  # vLLM's external id -> unfinished request
         self._finished: list[Output] = []
         self.kv_cache = KVCacheMemory(llm, self._take_step)
@@ -106,13 +88,19 @@ class VllmEngine(InferenceEngine):
             self.atlases[rank], self.tensors[rank] = atlas, tensors
 
         self.llm.init_weight_transfer_engine({"init_info": {"expose": expose}})
+        self.llm.llm_engine.engine_core.engine_core.megarl_deliver = self._receive
         self.device = next(iter(self.tensors[rank].values())).device.type
+
+    def _core(self, method: str, *arguments: object):
+        """Return the result of a method of engine_core.py, called between two engine steps."""
+        return getattr(self.llm.llm_engine.engine_core.engine_core, f"megarl_{method}")(*arguments)
 
     # ------------------------------------------------------------------ requests
 
     def add(self, requests: Sequence[Request]) -> None:
         params = [self._sampling_params(request) for request in requests]
-        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        salt = {} if self._salt is None else {"cache_salt": self._salt}
+        prompts = [{"prompt_token_ids": request.prompt} | salt for request in requests]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
         # vLLM returns its internal id: the external id, a dash and random characters.
         self._requests |= {
@@ -143,7 +131,8 @@ class VllmEngine(InferenceEngine):
         return self.llm.llm_engine.has_unfinished_requests()
 
     def step(self) -> None:
-        if not self._is_paused:
+        is_held = self._held_at is not None and self.num_steps == self._held_at
+        if not (self._is_paused or is_held or self.version is None):
             self._take_step()
 
     def release_kv_cache(self) -> bool:
@@ -154,14 +143,25 @@ class VllmEngine(InferenceEngine):
         self.kv_cache.restore()
 
     def _take_step(self) -> None:
-        for output in self.llm.llm_engine.step():
+        self._note(self.llm.llm_engine.step())
+
+    def _receive(self, outputs: EngineCoreOutputs) -> None:
+        """Take over tokens that the engine core reports outside a step."""
+        processor = self.llm.llm_engine.output_processor
+        done = processor.process_outputs(outputs.outputs, weight_version=outputs.weight_version)
+        self._note(done.request_outputs)
+
+    def _note(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
             if output.finished:
                 request, completion = self._requests.pop(output.request_id), output.outputs[0]
+                starts = [(span.version, span.start) for span in completion.weight_versions]
                 self._finished.append(
                     self._output(
                         request,
                         list(completion.token_ids),
                         completion.logprobs.logprobs,
+                        starts,
                         completion.finish_reason,
                         completion.routed_experts,
                     )
@@ -172,16 +172,20 @@ class VllmEngine(InferenceEngine):
         request: Request,
         token_ids: list[int],
         log_probs: list[float],
-        finish_reason: str | None,
-        rows: np.ndarray | None,
+        starts: Sequence[tuple[str, int]],
+        finish_reason: str | None = None,
+        rows: np.ndarray | None = None,
     ) -> Output:
+        """Args:
+        starts: each version that sampled tokens, and the first of these tokens."""
         if len(token_ids) != len(log_probs):
             raise RuntimeError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs")
         experts = None
         if self._tells_experts and finish_reason is not None:
             experts = routed_experts(rows, len(request.prompt) + len(token_ids), self._setup.shape)
-        # `commit` refuses to change the weights of unfinished requests: one version sampled all tokens.
-        versions = [self.version] * len(token_ids)
+        versions = []
+        for version, start in starts:
+            versions[start:] = [int(version)] * (len(token_ids) - start)
         return Output(request.id, token_ids, log_probs, versions, finish_reason, experts)
 
     def take(self) -> list[Output]:
@@ -189,14 +193,18 @@ class VllmEngine(InferenceEngine):
         return finished
 
     def progress(self) -> list[Output]:
+        self._core("report")
+        return self._progress()
+
+    def _progress(self) -> list[Output]:
+        """Return the tokens of unfinished requests that this process knows of."""
         states = self.llm.llm_engine.output_processor.request_states.values()
         return [
             self._output(
                 self._requests[state.external_req_id],
                 list(state.detokenizer.output_token_ids),
                 list(state.logprobs_processor.logprobs.logprobs),
-                None,
-                None,
+                state.weight_version_starts,
             )
             for state in states
         ]
@@ -206,6 +214,7 @@ class VllmEngine(InferenceEngine):
         self.llm.llm_engine.abort_request(theirs)
         for number in theirs:
             del self._requests[number]
+        self._finished = [output for output in self._finished if output.id not in ids]
 
     def pause(self) -> None:
         self.llm.sleep(level=0, mode="keep")
@@ -214,6 +223,17 @@ class VllmEngine(InferenceEngine):
     def resume(self) -> None:
         self.llm.wake_up(tags=["scheduling"])
         self._is_paused = False
+
+    @property
+    def num_steps(self) -> int:
+        return self._core("num_steps")
+
+    def hold(self, step: int | None) -> None:
+        check_step(step, self.num_steps)
+        self._held_at = step
+
+    def free_kv_tokens(self) -> int:
+        return self._core("free_kv_tokens")
 
     def reset_cache(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -234,17 +254,31 @@ class VllmEngine(InferenceEngine):
         raise TypeError("this process holds the weights: call write_weights")
 
     def commit(self, version: int, running: Running = "refuse") -> None:
-        if running != "refuse":
-            raise RuntimeError(
-                f"vLLM cannot {running} requests over a change of weights yet: its outputs do not say "
-                "which version sampled which token"
-            )
+        is_idle = not self.has_unfinished()
+        if running == "refuse" and not is_idle:
+            raise RuntimeError(f"version {version} cannot be committed: requests are unfinished")
         self._is_updating, self.version = False, None
-        self.llm.finish_weight_update(str(version))
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError(
-                f"the prefix cache could not be cleared for version {version}: requests are still running"
-            )
+        self._num_commits += 1
+        if not is_idle:
+            self._stand_still()
+        salt = f"commit {self._num_commits}"
+        self._salt = self._core("switch", str(version), running == "recompute", salt)
+        self.version = version
+        self._go_on()
+
+    def _stand_still(self) -> None:
+        """Pause the engine until a version is committed, unless it is paused already."""
+        if not self._is_paused:
+            self._is_still = True
+            self.pause()
+
+    def _go_on(self) -> None:
+        if self._is_still:
+            self._is_still = False
+            self.resume()
+
+    def set_version(self, version: int) -> None:
+        self._core("label", str(version))
         self.version = version
 
     def give_up_weights(self) -> None:
@@ -256,141 +290,6 @@ class VllmEngine(InferenceEngine):
         """Stop vLLM, which destroys torch's default process group with its own."""
         self.version = None
         self.llm.llm_engine.engine_core.shutdown()
-
-
-class VllmProcesses(VllmEngine):
-    """vLLM in processes of its own. A call fails as soon as one of them has died or logged an error."""
-
-    def __init__(self, llm: LLM, setup: EngineSetup, double_buffer: bool, errors: EngineErrors) -> None:
-        self._double_buffer, self._errors, self._rank = double_buffer, errors, dist.get_rank()
-        self.process = f"engine of rank {self._rank}"
-        self._processes = EngineProcesses(
-            llm, lambda pid, how: f"[rank {self._rank}] the process of vLLM's engine died ({how})"
-        )
-        super().__init__(llm, setup)
-
-    def _connect(self) -> None:
-        """Tell vLLM's workers their ranks, and ask for the sizes and atlases of their weights."""
-        llm, ranks = self.llm, list(self._setup.ranks)
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        llm.init_weight_transfer_engine({"init_info": {"ranks": ranks, "double_buffer": self._double_buffer}})
-        self.tensors = {
-            rank: {
-                name: torch.empty(size, dtype=getattr(torch, dtype), device="meta")
-                for name, (size, dtype) in weights.items()
-            }
-            for rank, weights in zip(ranks, llm.collective_rpc("megarl_weights"), strict=True)
-        }
-        if engine_atlas("vllm", self._setup.shape) is None:
-            told = llm.collective_rpc("megarl_atlas")
-            self.atlases = {rank: decode(data, Atlas) for rank, data in zip(ranks, told, strict=True)}
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. The engine is paused meanwhile.
-
-        Otherwise timing would decide which requests share a batch, and thus the last bits of their
-        log-probs."""
-        was_paused, add = self._is_paused, super().add
-        if not was_paused:
-            self.pause()
-        self._explained(lambda: add(requests))
-        if not was_paused:
-            self.resume()
-
-    def step(self) -> None:
-        try:
-            super().step()
-        except Exception as error:  # without a look at the processes if all is well, as there are many steps
-            failure = error
-
-            def fail() -> None:
-                raise failure
-
-            self._explained(fail)
-
-    def pause(self) -> None:
-        self._explained(super().pause)
-
-    def resume(self) -> None:
-        self._explained(super().resume)
-
-    def write_weights(self, copy: Callable[[], object]) -> None:
-        raise TypeError("another process holds the weights: call pull_weights")
-
-    def pull_weights(self, orders: Sequence[Order], timeout_s: float) -> None:
-        if not self._double_buffer:
-            self.version = None  # the copies overwrite the weights in place
-        self._ask(self.llm.start_weight_update)
-        self._is_updating = True
-        encoded = [{"order": encode(order)} for order in orders]
-        self._ask(lambda: self.llm.update_weights({"update_info": encoded}), timeout_s)
-
-    def wait_for_weights(self, timeout_s: float) -> list[Outcome]:
-        wait = self.llm.collective_rpc
-        outcomes = self._ask(lambda: wait("megarl_wait_for_weights", args=(timeout_s,)), timeout_s)
-        return [Outcome(*outcome) for outcome in outcomes]
-
-    def commit(self, version: int, running: Running = "refuse") -> None:
-        commit = super().commit
-        self._ask(lambda: commit(version, running))
-
-    def give_up_weights(self) -> None:
-        if self._is_updating and not self._processes.have_died():
-            self._is_updating = False
-            self._ask(lambda: self.llm.collective_rpc("megarl_give_up_weights"))
-            self._ask(self.llm.finish_weight_update)
-
-    def release_kv_cache(self) -> bool:
-        return False  # another rank of the engine may be sampling
-
-    def restore_kv_cache(self) -> None:
-        pass
-
-    def check_alive(self) -> None:
-        self._explained(lambda: None)
-
-    def shutdown(self) -> None:
-        """End vLLM's processes."""
-        self.version = None
-        self._processes.shutdown()
-
-    def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
-        """Return the result of a call to vLLM.
-
-        Raises: TimeoutError if vLLM does not answer within timeout_s + _ANSWER_S. vLLM's own client would
-        wait for ever."""
-        answer: Future = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(call())
-            except Exception as error:  # thread boundary
-                answer.set_exception(error)
-
-        def result() -> object:
-            try:
-                return answer.result(timeout_s + _ANSWER_S)
-            except TimeoutError:
-                if answer.done():
-                    raise
-                raise TimeoutError(
-                    f"[rank {self._rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s"
-                ) from None
-
-        threading.Thread(target=run, name="ask_engine", daemon=True).start()
-        return self._explained(result)
-
-    def _explained(self, call: Callable[[], T]) -> T:
-        """Return the result of a call to vLLM; its errors become those that the engine has logged.
-
-        After the death of a process every call raises the same error."""
-        try:
-            return self._processes.call(call)
-        except Exception as error:
-            failure = error
-        if self._processes.death is not None:
-            self.version = None
-        raise self._errors.explained(failure, self._rank)
 
 
 def routed_experts(rows: np.ndarray | None, num_tokens: int, shape: ModelShape) -> torch.Tensor:

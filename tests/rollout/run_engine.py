@@ -22,7 +22,7 @@ from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.vllm_atlas import TABLES
 from megarl.rollout.draws import draw_key
 from megarl.rollout.engine import RolloutEngine
-from megarl.rollout.interface import Request
+from megarl.rollout.requests import Request
 
 KEYS = [draw_key(7, "train", visit, index) for visit in range(8) for index in range(2)]
 LONG = {"count": 12, "vocab_size": 150, "seed": 6, "length": (120, 200)}
@@ -135,6 +135,7 @@ def step_by_step(engine: RolloutEngine, asked, sampled) -> dict:
     inference.add(wanted[8:])
     inference.step()
     paused = {output.id: output for output in inference.progress()}
+    refused_commit = refusal(lambda: inference.commit(8))
     inference.resume()
     done = {output.id for output in inference.take()}
     inference.abort([number for number in ("0", "1", "9", "10") if number not in done][:2])
@@ -157,7 +158,7 @@ def step_by_step(engine: RolloutEngine, asked, sampled) -> dict:
             and output.versions == [7] * len(output.token_ids)
             for number, output in outputs.items()
         ),
-        "cannot_keep": refusal(lambda: inference.commit(8, "keep")),
+        "refused_commit": refused_commit,
     }
 
 

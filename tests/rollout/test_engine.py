@@ -164,7 +164,7 @@ def test_a_prefix_that_is_admitted_anew_goes_on_as_it_would_have(report, story):
 def test_requests_enter_pause_and_leave_between_steps(story):
     assert story["stood_still"] and story["are_prefixes"] and story["unfinished_in_the_pause"] > 10
     assert story["aborted"] == 2 and story["missing"] == [] and story["same_as_generate"]
-    assert "vLLM cannot keep requests over a change of weights yet" in story["cannot_keep"]
+    assert story["refused_commit"] == "version 8 cannot be committed: requests are unfinished"
 
 
 def test_prompts_longer_than_an_engine_step_give_the_same_samples(report, story):

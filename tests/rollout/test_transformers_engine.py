@@ -25,10 +25,10 @@ from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.hf_weights import load_hf
 from megarl.rollout.draws import draw_key
 from megarl.rollout.engine import Response
-from megarl.rollout.interface import Output, Request
 from megarl.rollout.offer import Offer
 from megarl.rollout.out_of_process import OutOfProcessEngine
 from megarl.rollout.processes import EngineDied
+from megarl.rollout.requests import Output, Request
 from megarl.rollout.transformers_engine import EngineOptions, TransformersEngine
 from tests.rollout import jobs
 
