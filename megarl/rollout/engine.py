@@ -43,6 +43,8 @@ class Response(NamedTuple):
     """Sampled tokens, including the end-of-sequence or stop token that ended the response."""
     log_probs: list[float]
     """Log-prob log pi(token) of each token, at the sampling temperature."""
+    versions: list[int]
+    """Version of the weights that sampled each token."""
     finish_reason: str
     """Reason why the response ended: "stop" or "length"."""
     experts: torch.Tensor | None = None
@@ -168,7 +170,9 @@ class Engine:
         ]
         outputs = self._complete(requests) if requests else {}
         return [
-            Response(output.token_ids, output.log_probs, output.finish_reason, output.experts)
+            Response(
+                output.token_ids, output.log_probs, output.versions, output.finish_reason, output.experts
+            )
             for output in (outputs[request.id] for request in requests)
         ]
 

@@ -18,7 +18,7 @@ from megarl.runtime.executor import Executor
 from megarl.flow import Actor, Data, Flow, Metrics, Node, Reward, RewardModel, Rollout
 from megarl.flow.job_roles import Record
 from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver, base
-from megarl.invariants import check_plan, check_samples
+from megarl.invariants import check_plan, check_samples, check_versions
 from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -146,6 +146,8 @@ class StepRunner:
             return (batch.row_of,)
         if called is Actor.receive_rows:
             return batch.visits, self._plan_rows(batch)
+        if called is Actor.log_probs and actor.config.streaming.staleness:
+            return (batch.step - 1,) if self.batches.is_on_policy(node.role) else ()
         if called is Actor.advantages:
             rewards = [batch.rewards[sample] for sample in batch.sample_ids]
             return batch.sample_ids, batch.group_ids, rewards, actor.kl.coef, batch.reward_digests
@@ -202,6 +204,8 @@ class StepRunner:
         groups = actor.buffer.take(self.batches.step)
         batch.take(groups)
         check_samples(batch.samples, {group.visit: group.num_samples for group in groups}, longest)
+        if staleness := actor.config.streaming.staleness:
+            check_versions(batch.samples, batch.step, staleness)
         keys = [key for key in self.hidden_size if self.batches.batch_of(key) is batch]
         ranks = sorted({rank for role in (rollout, *keys) for rank in self.meshes[role].ranks})
         for key in keys:

@@ -158,7 +158,7 @@ class RolloutRole(HostedRole):
                 visit * n + index,
                 row,
                 group=visit,
-                version=self.engine.version,
+                versions=output.versions,
                 prompt=prompt,
                 response=output.token_ids,
                 log_probs=output.log_probs,
