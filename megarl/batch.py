@@ -10,12 +10,13 @@ Example: prompt (5, 6) with response (7, 1), and prompt (8,) with response (9, 9
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, make_dataclass
 
 import torch
 
 from megarl.flow.columns import BATCH_COLUMNS, COLUMNS, TOKEN_COLUMNS
+from megarl.packing import Sample
 
 _Columns = make_dataclass(
     "_Columns",
@@ -119,6 +120,15 @@ class Batch(_Columns):
                 f"{list(self.tokens.shape)}. Batch.scatter makes it from values of the response tokens."
             )
         setattr(self, name, column.detach().cpu())
+
+    def set_versions(self, samples: Sequence[Sample]) -> None:
+        """Store the column weight_versions, which says by which weights each response token was sampled.
+
+        Args:
+            samples: the driver's records of the samples of the batch, in the same order."""
+        runs = torch.tensor([run for sample in samples for run in sample.runs], dtype=torch.int32)
+        versions, counts = runs.view(-1, 2).unbind(1)
+        self.weight_versions = self.scatter(versions.repeat_interleave(counts), torch.int32)
 
     def select(self, rows: list[int]) -> Batch:
         """Return a batch of the samples at these positions, in this order."""

@@ -4,7 +4,9 @@ The checks are cheap and always on. Nothing else would report that a run trains 
 
     where                        invariant
     samples from the engines     every group is complete, every response has a token, ids are unique
-    samples before sending       group and weight version are those that the engine's rank recorded
+    versions of the weights      they never decrease within a response, and none is newer than the weights
+                                 that are trained, or older than --staleness allows (if it is above 0)
+    samples before sending       group and weight versions are those that the engine's rank recorded
     plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens
     batch on a training rank     the tokens are those that the engine made, the mask covers the response
     scores                       each is finite, and of the response that was sampled
@@ -14,7 +16,7 @@ The checks are cheap and always on. Nothing else would report that a run trains 
     columns                      every sample has the rows that were written for it, also on another mesh
     columns of log-probs, ...    finite on response tokens, 0 elsewhere
 
-The checks of these rows are, in this order: check_samples, workers.store, check_plan,
+The checks of these rows are, in this order: check_samples, check_versions, workers.store, check_plan,
 batch_invariants.check_batch, check_scores, check_rewards, check_reward_digests, workers.recompute,
 batch_invariants.check_digests, batch_invariants.check_column.
 
@@ -30,6 +32,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from megarl.failures import ExplainedError
 from megarl.packing import MiniBatch, Sample
@@ -101,6 +104,38 @@ def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max
             raise InvariantError(
                 f"sample {s.sample_id} has {s.response_length} response tokens of {s.length}: there must be "
                 f"at least one, after a prompt, and at most {max_length} together"
+            )
+
+
+def check_versions(samples: Iterable[Sample], step: int, staleness: int) -> None:
+    """Raise InvariantError if a response token was sampled by weights that are newer than those that the step
+    trains, or older than --staleness allows, or newer than the weights that sampled a later token.
+
+    Args:
+        step: number of the step, which trains the weights of version step - 1.
+        staleness: --staleness, the largest accepted age in versions."""
+    for s in samples:
+        versions = [version for version, _ in s.runs]
+        for before, after in pairwise(versions):
+            if before >= after:
+                raise InvariantError(
+                    f"sample {s.sample_id}: version {before} of the weights sampled a token before version "
+                    f"{after} did: versions must not decrease within a response"
+                )
+        if (count := sum(count for _, count in s.runs)) != s.response_length:
+            raise InvariantError(
+                f"sample {s.sample_id} has {s.response_length} response tokens, and {count} versions of weights "
+                "that sampled them"
+            )
+        if not 0 <= versions[0] <= versions[-1] < step:
+            raise InvariantError(
+                f"sample {s.sample_id} was sampled by versions {versions[0]} to {versions[-1]} of the weights, "
+                f"and step {step} trains version {step - 1}: they must be from 0 to {step - 1}"
+            )
+        if (age := step - 1 - versions[0]) > staleness:
+            raise InvariantError(
+                f"sample {s.sample_id} has a token that version {versions[0]} of the weights sampled, and step "
+                f"{step} trains version {step - 1}: it is {age} versions old, and --staleness is {staleness}"
             )
 
 

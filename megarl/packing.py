@@ -41,7 +41,25 @@ class Sample:
     Samples of one group answer the same prompt, and are compared with each other. Any number of samples may
     have the same group. The rollout role uses the visit of the prompt as the number."""
     version: int = -1
-    """Number of the weight sync whose weights sampled this sample, or -1 if no engine did (SFT)."""
+    """Version of the weights that sampled the first response token, the oldest one; -1 if no engine did
+    (SFT)."""
+    version_runs: tuple[tuple[int, int], ...] = ()
+    """(version, number of consecutive response tokens that its weights sampled), from the first token to the
+    last; empty if all tokens are of `version`."""
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """`version_runs`, also for a sample of one version."""
+        return self.version_runs or ((self.version, self.response_length),)
+
+    @property
+    def last_version(self) -> int:
+        """Version of the weights that sampled the last response token, the newest one."""
+        return self.runs[-1][0]
+
+    def tokens_of(self, version: int) -> int:
+        """Return how many response tokens the weights of a version sampled."""
+        return sum(count for one, count in self.runs if one == version)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.batch import TOKEN_COLUMNS, Batch, MicroBatch
+from megarl.batch import column_dtype, TOKEN_COLUMNS, Batch, MicroBatch
 from tests.launch import succeed
 
 
@@ -93,11 +93,12 @@ def test_every_column_that_is_there_is_carried_and_the_others_stay_away():
     batch.tokens = number_of_token
     for i, name in enumerate(TOKEN_COLUMNS[1:]):
         assert set(batch.columns) == {"rollout_log_probs", *TOKEN_COLUMNS[1 : 1 + i]}
-        batch.set_column(name, number_of_token + 0.5**i)
+        batch.set_column(name, (number_of_token + 0.5**i).to(column_dtype(name)))
         both = Batch.cat([batch.select_samples([1, 4]), batch.select_samples([7])])
         assert both.columns.keys() == batch.columns.keys()
         for j, carried in enumerate(TOKEN_COLUMNS[1 : 2 + i]):
-            assert both.columns[carried].tolist() == (both.tokens + 0.5**j).tolist()
+            expected = (both.tokens + 0.5**j).to(column_dtype(carried))
+            assert torch.equal(both.columns[carried], expected)
 
 
 def test_a_stored_column_has_no_gradient():

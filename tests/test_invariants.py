@@ -27,6 +27,7 @@ from megarl.invariants import (
     check_rewards,
     check_samples,
     check_scores,
+    check_versions,
     digest,
     digest_of_reward,
 )
@@ -285,6 +286,46 @@ def test_a_change_on_the_way_is_caught(name):
     change(step)
     with pytest.raises(InvariantError, match=words):
         check(step)
+
+
+STALE = Sample(5, 9, 6, (0,), version=3, version_runs=((3, 4), (5, 2)))
+"""Trained by step 6, with --staleness 2."""
+
+
+def test_versions_within_the_bound_pass():
+    whole = Sample(6, 9, 6, (0,), version=3)
+    check_versions([STALE, whole, replace(whole, version=5)], step=6, staleness=2)
+    check_versions([Sample(0, 2, 1, (0,), version=0)], step=1, staleness=1)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"version": 2, "version_runs": ((2, 1), (3, 3), (5, 2))},
+            "sample 5 has a token that version 2 of the weights sampled, and step 6 trains version 5: it is 3 "
+            "versions old, and --staleness is 2",
+        ),
+        (
+            {"version_runs": ((3, 3), (5, 1), (4, 2))},
+            "sample 5: version 5 of the weights sampled a token before version 4 did: versions must not decrease "
+            "within a response",
+        ),
+        (
+            {"version_runs": ((3, 4), (6, 2))},
+            "sample 5 was sampled by versions 3 to 6 of the weights, and step 6 trains version 5: they must be "
+            "from 0 to 5",
+        ),
+        ({"version": -1, "version_runs": ()}, "sample 5 was sampled by versions -1 to -1 of the weights"),
+        (
+            {"version_runs": ((3, 4), (5, 1))},
+            "sample 5 has 6 response tokens, and 5 versions of weights that sampled them",
+        ),
+    ],
+)
+def test_a_wrong_version_is_caught(change, words):
+    with pytest.raises(InvariantError, match=re.escape(words)):
+        check_versions([replace(STALE, sample_id=4), replace(STALE, **change)], step=6, staleness=2)
 
 
 def test_samples_without_a_digest_and_empty_ranks_pass():

@@ -44,6 +44,9 @@ class Column:
     """Place of the values. The driver reads its columns before it issues a call that needs them."""
     is_sampled: bool = False
     """Whether the engine makes the column together with the tokens, which then represent it in flows."""
+    is_recorded: bool = False
+    """Whether the driver's records of the samples hold the values. Each rank fills the column from them, and no
+    message has it."""
 
 
 COLUMNS: dict[str, Column] = {
@@ -65,6 +68,13 @@ COLUMNS: dict[str, Column] = {
             name="rollout_log_probs",
             is_sampled=True,
             holds="Log-probability under the engine that sampled the token.",
+        ),
+        Column(
+            name="weight_versions",
+            dtype="int32",
+            is_sampled=True,
+            is_recorded=True,
+            holds="Version of the weights that sampled the token; only with --staleness.",
         ),
         Column(
             name="old_log_probs",
@@ -111,7 +121,11 @@ TOKEN_COLUMNS = tuple(name for name in BATCH_COLUMNS if not COLUMNS[name].row)
 """Batch columns with one number per token. The number is 0 on tokens that are not part of the response."""
 COMPUTED_COLUMNS = tuple(name for name in TOKEN_COLUMNS if not COLUMNS[name].is_sampled)
 """Token columns that a role computes from the samples. Exchanges move them between meshes."""
-SAMPLED_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.is_sampled and not column.row)
+SAMPLED_COLUMNS = tuple(
+    name
+    for name, column in COLUMNS.items()
+    if column.is_sampled and not column.row and not column.is_recorded
+)
 """Token columns that every sample has when it comes from the engine."""
 DRIVER_COLUMNS = tuple(name for name, column in COLUMNS.items() if column.on == "driver")
 """Columns whose values return to the driver. A call that reads one waits for the values."""

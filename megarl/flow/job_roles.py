@@ -201,9 +201,14 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         reports=True,
         phase="log_probs",
     )
-    def log_probs(self) -> Metrics:
+    def log_probs(self, version: int | None = None) -> Metrics:
         """Write the column old_log_probs, and return metrics (mismatch/*) that compare it with the engine's
-        log-probs."""
+        log-probs.
+
+        Args:
+            version: version of the weights now, with --staleness. Tokens that older weights sampled are
+                compared in off_policy/*, which the gate does not judge. None compares all tokens in
+                mismatch/*."""
 
     @method(
         reads=("rewards", "old_log_probs", "ref_log_probs", "values"),

@@ -23,6 +23,7 @@ from typing import Any
 
 from megarl.failures import ExplainedError
 from megarl.packing import Sample
+from megarl.trainer.routing import route
 from megarl.trainer.groups import Group
 
 
@@ -260,7 +261,3 @@ class SampleBuffer:
         self._groups = {group.visit: group for group in restored}
         self._finished = {group.visit for group in restored if group.is_finished}
 
-
-def route(num_groups: int, loads: Sequence[int]) -> list[int]:
-    num = len(loads)
-    return [e for e in range(num) for _ in range(e * num_groups // num, (e + 1) * num_groups // num)]

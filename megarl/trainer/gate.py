@@ -80,10 +80,13 @@ class LogProbGate:
 
     def check_first(self, log_probs: Future[Metrics]) -> None:
         """Raise GateError if an actor's `log_probs` disagree with the engine's. Does nothing for an actor
-        that has passed the gate in this run."""
+        that has passed the gate in this run.
+
+        Without a token of the current weights (--staleness) there is nothing to judge, and the actor has not
+        passed."""
         actor = self._state.actor_of(log_probs.role)
-        if not actor.gate_passed:
-            self.check(actor, combine(log_probs.result()))
+        if not actor.gate_passed and (mismatch := combine(log_probs.result()))["mismatch/tokens"]:
+            self.check(actor, mismatch)
             actor.gate_passed = True
 
     def check(self, actor: ActorState, mismatch: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ from megarl.metrics import combine
 from megarl.role_names import kind_and_suffix
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.scores import scores_of
+from megarl.trainer.staleness import staleness_metrics
 from megarl.trainer.state import TrainState
 from megarl.trainer.step_batches import StepBatches
 
@@ -47,6 +48,8 @@ def metrics_of_actors(
         metrics[suffix] = _metrics_of_calls(batches, own_reports, batches.of_actor[suffix])
         if actor.algorithm.needs_rollout:
             metrics[suffix] |= _metrics_of_samples(batches, suffix, actor.weight_of)
+            if (bound := actor.config.streaming.staleness) and (of_actor := batches.of_actor[suffix]).samples:
+                metrics[suffix] |= staleness_metrics(of_actor.samples, of_actor.step, bound)
         metrics[suffix] |= phase_times(own_seconds)
     return metrics
 

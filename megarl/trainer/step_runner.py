@@ -19,7 +19,7 @@ from megarl.flow import Actor, Data, Flow, Metrics, Node, Reward, RewardModel, R
 from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.flow.job_roles import Record
 from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver, base
-from megarl.invariants import check_plan, check_samples
+from megarl.invariants import check_plan, check_samples, check_versions
 from megarl.messages import decode, encode
 from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
 from megarl.trainer.gate import LogProbGate
@@ -161,6 +161,8 @@ class StepRunner:
             return (batch.row_of,)
         if called is Actor.receive_rows:
             return batch.visits, self._plan_rows(batch)
+        if called is Actor.log_probs and actor.config.streaming.staleness:
+            return (batch.step - 1,) if self.batches.is_on_policy(node.role) else ()
         if called is Actor.advantages:
             rewards = [batch.rewards[sample] for sample in batch.sample_ids]
             return batch.sample_ids, batch.group_ids, rewards, actor.kl.coef, batch.reward_digests
@@ -250,6 +252,8 @@ class StepRunner:
         batch.take(groups)
         self._trained[f"train{actor.suffix}"] = batch.sample_ids
         check_samples(batch.samples, {group.visit: group.num_samples for group in groups}, longest)
+        if staleness := actor.config.streaming.staleness:
+            check_versions(batch.samples, batch.step, staleness)
         keys = [key for key in self.hidden_size if self.batches.batch_of(key) is batch]
         ranks = sorted({rank for role in (rollout, *keys) for rank in self.meshes[role].ranks})
         for key in keys:

@@ -61,6 +61,8 @@ class ActorRole(PolicyRole):
     _has_warned_unchecked = False
     has_new_weights = False
     """Whether an update has begun since the weights were last copied into the engine of this process."""
+    _is_compared: torch.Tensor | None = None
+    """[T] bool: tokens of the batch that the last `log_probs` compared in mismatch/*; None: all."""
     rollout_mesh: MeshSpec | None = None
     """Mesh of the engines, if none is on this rank."""
     sender: WeightSync | None = None
@@ -100,19 +102,49 @@ class ActorRole(PolicyRole):
         self.sender.finish()
 
     @needs("parameters")
-    def log_probs(self) -> dict[str, float]:
+    def log_probs(self, version: int | None = None) -> dict[str, float]:
         """Write the column old_log_probs, and return metrics (mismatch/*) that compare it with the engine's
         log-probs.
 
-        Returns: this rank's part of the metrics mismatch/*, whose limits are in megarl/gate_limits.py.
-        The metric kl is the estimate k3 of KL(engine || trainer)."""
+        Args:
+            version: version of the weights now. Tokens that older weights sampled are compared in
+                off_policy/*, see `_is_current`. None, or a batch without versions, compares all tokens in
+                mismatch/*.
+        Returns: this rank's part of the metrics mismatch/*, whose limits are in megarl/gate_limits.py, and of
+            off_policy/*. Of a kind of which the step has no token on any rank there is no metric but
+            mismatch/tokens. The metric kl is the estimate k3 of KL(engine || trainer)."""
         self.write_log_probs("old_log_probs")
+        self._is_compared = None
         if not self.model.reports:
             return {}
         batch = self.shard.batch
         log_probs = batch.old_log_probs[batch.response_mask].double()
         gap = log_probs - batch.rollout_log_probs[batch.response_mask].double()
         num_tokens = sum(m.num_tokens for m in self.shard.mini_batches)
+        if version is None or batch.weight_versions is None:
+            return self._mismatch(log_probs, gap, num_tokens)
+        self._is_compared = self._is_current(version)
+        compared = self._is_compared[batch.response_mask]
+        num_compared = self._num_current(version)
+        metrics = {"mismatch/tokens": 0}
+        if num_compared:
+            metrics = self._mismatch(log_probs[compared], gap[compared], num_compared)
+        if num_stale := num_tokens - num_compared:
+            stale = gap[~compared]
+            metrics |= {
+                "off_policy/mean_abs": stale.abs().sum().item() / num_stale,
+                "off_policy/max_abs": stale.abs().max().item() if len(stale) else 0.0,
+                "off_policy/kl": (stale.expm1() - stale).sum().item() / num_stale,
+                "off_policy/tokens": len(stale),
+            }
+        return metrics
+
+    def _mismatch(self, log_probs: torch.Tensor, gap: torch.Tensor, num_tokens: int) -> dict[str, float]:
+        """Return this rank's part of the metrics mismatch/* of tokens.
+
+        Args:
+            gap: trainer's log-probs - engine's.
+            num_tokens: number of the tokens on all ranks."""
         outlier = GateLimits.of(self.config, self.shape).outlier
         return {
             "mismatch/mean_abs": gap.abs().sum().item() / num_tokens,
@@ -124,13 +156,42 @@ class ActorRole(PolicyRole):
             "mismatch/kl": (gap.expm1() - gap).sum().item() / num_tokens,
         }
 
+    @property
+    def _recomputes(self) -> bool:
+        """Whether unfinished responses get a KV cache of the new weights at a weight sync."""
+        return self.config.streaming.weight_update == "recompute"
+
+    def _is_current(self, version: int) -> torch.Tensor:
+        """Return [T] bool: whether trainer and engine must agree on a response token, because it was sampled by
+        these weights over a KV cache of these weights.
+
+        With --weight-update recompute these are all tokens of the version. Otherwise the KV cache of a
+        response that older weights began is theirs, so only samples wholly of the version count."""
+        batch = self.shard.batch
+        is_current = batch.response_mask & (batch.weight_versions == version)
+        if self._recomputes:
+            return is_current
+        is_whole = batch.tokens_per_sample(is_current) == batch.response_lengths
+        return is_current & batch.spread(is_whole).bool()
+
+    def _num_current(self, version: int) -> int:
+        """Return the number of tokens for which `_is_current` is true on all ranks together."""
+        counts = (
+            (sample.tokens_of(version), sample.response_length)
+            for sample in self.store.layouts[self.shard_key].planned
+        )
+        return sum(count for count, length in counts if self._recomputes or count == length)
+
     def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
         """Return the `count` tokens of this rank where the log-probs of trainer and engine differ most, with
-        both values. Only one rank of each data-parallel replica returns some."""
+        both values, of those that the gate judges. Only one rank of each data-parallel replica returns
+        some."""
         if not self.model.reports:
             return []
         batch = self.shard.batch
         gap = (batch.old_log_probs - batch.rollout_log_probs).abs()
+        if self._is_compared is not None:
+            gap = gap.where(self._is_compared, 0.0)
         rows = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
         return [
             {

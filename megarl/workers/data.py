@@ -48,6 +48,7 @@ class DataRole(RandomStateOfRank):
         shard_keys: Mapping[str, str],
         vocab_sizes: Mapping[str, int],
         formats: Mapping[str, Formats] | None = None,
+        has_versions: bool = False,
     ) -> None:
         """Keep the meshes (the ranks of each role and their parallel sizes) between which samples will move.
 
@@ -55,8 +56,10 @@ class DataRole(RandomStateOfRank):
             meshes: mesh of every role.
             shard_keys: role -> shard key, see `config.mesh.shard_keys`.
             vocab_sizes: role -> vocabulary of its model.
-            formats: shard key -> formats of the further columns that engines report for this mesh."""
+            formats: shard key -> formats of the further columns that engines report for this mesh.
+            has_versions: whether batches get the column weight_versions."""
         self.store, self.vocab_sizes, self.formats = store, vocab_sizes, formats or {}
+        self.has_versions = has_versions
         self.meshes = {key: meshes[key] for key in shard_keys.values()}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
@@ -105,6 +108,8 @@ class DataRole(RandomStateOfRank):
         if self.rank in mesh.ranks:
             check_batch(batch, {s: layout.samples[s].digest for s in wanted}, self.vocab_sizes[key])
             check_digests(batch, digests, "that the engine reported for it")
+            if self.has_versions:
+                batch.set_versions([layout.samples[sample] for sample in wanted])
             self.store.set_batch(key, BatchShard(batch, mini_batches, digests))
         received = [sample for ids in route.incoming.values() for sample in ids]
         num_tokens = sum(layout.lengths[sample] for sample in received)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Generic, TypeVar
 
 import torch
@@ -38,12 +39,12 @@ class RolloutSample:
     row: int
     """Row of the prompt in the data set."""
     group: int
+    versions: list[int]
+    """Version of the weights that sampled each response token: the number of training steps before them."""
     prompt: list[int]
     response: list[int]
     log_probs: list[float]
     """Log-probs of the response tokens, under the sampling distribution."""
-    versions: list[int]
-    """Version of the weights that sampled each token of the response: the number of their weight sync."""
     truncated: bool = False
     """True if the response was cut at max_response_length."""
     experts: torch.Tensor | None = None
@@ -53,12 +54,26 @@ class RolloutSample:
 
     @property
     def version(self) -> int:
-        """Version of the oldest token of the response."""
+        """Version of the weights that sampled the first response token."""
         return self.versions[0]
 
+    @property
+    def version_runs(self) -> tuple[tuple[int, int], ...]:
+        """(version, number of consecutive tokens) of the response, as in `Sample`."""
+        if self.versions.count(self.versions[0]) == len(self.versions):
+            return ()
+        return tuple((version, len([*tokens])) for version, tokens in groupby(self.versions))
+
     def record(self, owners: tuple[int, ...]) -> Sample:
-        """Return the ids and lengths of this sample, which go to the driver in place of its tokens."""
+        """Return the ids and lengths of this sample, which go to the driver in place of its tokens.
+
+        Raises: InvariantError unless every response token has a version."""
         num_response = len(self.response)
+        if len(self.versions) != num_response:
+            raise InvariantError(
+                f"sample {self.sample_id} has {num_response} response tokens, and {len(self.versions)} "
+                "versions of weights that sampled them"
+            )
         return Sample(
             self.sample_id,
             len(self.prompt) + num_response,
@@ -68,6 +83,7 @@ class RolloutSample:
             self.digest,
             self.group,
             self.version,
+            self.version_runs,
         )
 
 
@@ -181,6 +197,16 @@ class BatchLayout:
     samples: dict[int, Sample]
     """Driver's records, by sample id."""
 
+    @property
+    def planned(self) -> list[Sample]:
+        """Records of the samples of all mini-batches, on all ranks."""
+        return [
+            self.samples[sample]
+            for mini_batch in self.mini_batches
+            for dp_rank in range(len(mini_batch.micro_batches))
+            for sample in mini_batch.samples_of(dp_rank)
+        ]
+
     @cached_property
     def lengths(self) -> dict[int, int]:
         """Number of tokens of each sample."""
@@ -273,14 +299,14 @@ class SampleStore:
         return [table.block(s).rollouts[s] for s in (table if sample_ids is None else sample_ids)]
 
     def check_records(self, source: str, samples: Iterable[Sample]) -> None:
-        """Raise InvariantError if the driver's record of a sample made on this rank has another group, weight
-        version or digest."""
+        """Raise InvariantError if the driver's record of a sample made on this rank has another group, digest
+        or other weight versions."""
         table = self.source(source)
         for sample in samples:
             if sample.sample_id not in table:
                 continue
             made = table.block(sample.sample_id).rollouts[sample.sample_id]
-            for name in ("group", "version", "digest"):
+            for name in ("group", "version", "version_runs", "digest"):
                 if getattr(made, name) != getattr(sample, name):
                     raise InvariantError(
                         f"{name} of sample {sample.sample_id} is {getattr(made, name)} where it was sampled, and "

@@ -149,7 +149,8 @@ def _data_role(config: TrainConfig, meshes: Mapping[str, MeshSpec], store: Sampl
         if tells_experts(configs[suffix], shape)
     }
     vocab_sizes = {role: shapes[actor_suffix(role, meshes)].vocab_size for role in meshes}
-    return DataRole(store, meshes, keys, vocab_sizes, formats)
+    has_versions = config.streaming.staleness > 0
+    return DataRole(store, meshes, keys, vocab_sizes, formats, has_versions)
 
 
 def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:

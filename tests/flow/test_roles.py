@@ -93,6 +93,7 @@ def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
         "tokens": "rollout_2.generate",
         "response_mask": "rollout_2.generate",
         "rollout_log_probs": "rollout_2.generate",
+        "weight_versions": "rollout_2.generate",
         "old_log_probs": "actor_2.log_probs",
         "ref_log_probs": "reference_2.log_probs",
         "values": "critic_2.values",

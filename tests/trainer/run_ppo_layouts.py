@@ -95,7 +95,7 @@ class FixedRollout:
             prompt = [rng.randrange(5, 200) for _ in range(rng.randint(2, 9))]
             response = [rng.randrange(5, 200) for _ in range(rng.randint(1, 14))]
             log_probs = [-5.0 - rng.random() for _ in response]
-            made.append(RolloutSample(sample_id, 0, visit, 0, prompt, response, log_probs))
+            made.append(RolloutSample(sample_id, 0, visit, [0] * len(response), prompt, response, log_probs))
         rollouts = self.store.source(purpose + self.suffix)
         rollouts.release()
         rollouts.add(RolloutBlock(made))

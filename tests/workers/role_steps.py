@@ -82,7 +82,7 @@ class Step:
                 r["sample"],
                 0,
                 r["group"],
-                0,
+                r.get("versions", [0] * len(r["response"])),
                 r["prompt"],
                 r["response"],
                 r["rollout"],

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megarl.batch import TOKEN_COLUMNS, Batch
+from megarl.batch import Batch
 from megarl.config.mesh import MeshSpec, replicas, shard_keys
+from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.packing import Sample, preferred_ranks, plan_mini_batches
 from megarl.invariants import InvariantError
 from megarl.workers import data, exchange
@@ -44,8 +47,17 @@ def random_samples(seed: int) -> list[Sample]:
     engines, samples = rng.choice(ENGINES), []
     for i in rng.sample(range(1000), rng.choice([1, 2, rng.randint(3, 40)])):
         length = rng.randint(2, 60)
-        samples.append(Sample(i, length, rng.randint(1, length - 1), rng.choice(engines)))
+        sample = Sample(i, length, rng.randint(1, length - 1), rng.choice(engines))
+        versions = versions_of(sample)
+        runs = tuple((version, len([*tokens])) for version, tokens in groupby(versions))
+        samples.append(replace(sample, version=versions[0], version_runs=runs if len(runs) > 1 else ()))
     return samples
+
+
+def versions_of(sample: Sample) -> list[int]:
+    """Versions of the weights that sampled the response tokens: some change several times."""
+    rng = random.Random(f"versions {sample.sample_id}")
+    return sorted(rng.choices(range(3, 3 + rng.randint(1, 4)), k=sample.response_length))
 
 
 FORMATS = {"actor": {"routed_experts": (torch.int16, (3, 5))}}
@@ -82,7 +94,8 @@ def rolled_out(seed: int, samples: list[Sample], rank: int) -> RolloutBlock:
             tokens, split = tokens_of(seed, s), s.length - s.response_length
             log_probs = [-s.sample_id - k / 64 for k in range(s.response_length)]
             of_engine = tokens[:split], tokens[split:], log_probs, experts_of(seed, s)
-            made.append(RolloutSample(s.sample_id, 0, s.group, s.version, *of_engine))
+            versions = [version for version, count in s.runs for _ in range(count)]
+            made.append(RolloutSample(s.sample_id, 0, s.group, versions, *of_engine))
     return RolloutBlock(made)
 
 
@@ -106,6 +119,9 @@ def check_samples(seed: int, batch: Batch, samples: list[Sample]) -> None:
         -s.sample_id - k / 64 for s in samples for k in range(s.response_length)
     ]
     assert not batch.rollout_log_probs[~batch.response_mask].any()
+    versions = [version for s in samples for version, count in s.runs for _ in range(count)]
+    assert batch.weight_versions[batch.response_mask].tolist() == versions
+    assert not batch.weight_versions[~batch.response_mask].any()
 
 
 def expected(seed: int, name: str, samples: list[Sample]) -> list[int]:
@@ -146,7 +162,7 @@ def one_round(seed: int, rank: int, role: DataRole) -> None:
                 )
 
     written = rng.choice([key for key in store.layouts])
-    columns = rng.sample(TOKEN_COLUMNS[1:], rng.randint(1, 3))
+    columns = rng.sample(COMPUTED_COLUMNS, rng.randint(1, 3))
     write(seed, columns, written, by_id, rank, store)
     have = [written]
     for key in rng.sample(
@@ -184,7 +200,12 @@ def check_columns(
             for name in columns
         )
         check_samples(seed, batch, members)
-    assert batch.columns.keys() <= {"rollout_log_probs", *columns, *FORMATS.get(key, ())}
+    assert batch.columns.keys() <= {
+        "rollout_log_probs",
+        "weight_versions",
+        *columns,
+        *FORMATS.get(key, ()),
+    }
 
 
 def raises(text: str, call, *arguments, error: type[Exception] = ValueError) -> None:
@@ -270,7 +291,14 @@ def main() -> None:
         return send_and_receive(operations)
 
     dist.batch_isend_irecv = counted
-    role = DataRole(SampleStore(), MESHES, KEYS, vocab_sizes=dict.fromkeys(MESHES, 2**40), formats=FORMATS)
+    role = DataRole(
+        SampleStore(),
+        MESHES,
+        KEYS,
+        vocab_sizes=dict.fromkeys(MESHES, 2**40),
+        formats=FORMATS,
+        has_versions=True,
+    )
     refused(rank, role)
     swapped(rank, role)
     for seed in range(rounds):

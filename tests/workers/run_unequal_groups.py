@@ -23,6 +23,8 @@ from tests.workers.role_steps import MAX_TOKENS, Step, build, main, make_rows
 
 GROUPS = {70_000_000_000: 1, 12: 3, 5: 5}
 """Group -> number of its samples. Neither ids nor groups follow from each other."""
+VERSIONS = [[1], [2], [1, 2], [2], [0, 1, 2], [2], [0], [1, 1, 2], [2]]
+"""Versions of the weights that sampled each response, in equal parts."""
 REWARDS = [0.75, 0.0, 1.0, None, 2.0, 0.5, 0.5, -1.0, 0.25]
 
 
@@ -31,23 +33,32 @@ def unequal_rows() -> list[dict]:
     ids = random.Random(0).sample(range(1000), len(groups))
     rows = make_rows(1)[: len(groups)]
     return [
-        row | {"sample": sample, "group": group, "reward": reward}
-        for row, sample, group, reward in zip(rows, ids, groups, REWARDS, strict=True)
+        row
+        | {"sample": sample, "group": group, "reward": reward}
+        | {"versions": [of[i * len(of) // len(row["response"])] for i in range(len(row["response"]))]}
+        for row, sample, group, reward, of in zip(rows, ids, groups, REWARDS, VERSIONS, strict=True)
     ]
 
 
 def run(folder: Path, data: Path) -> None:
-    roles, meshes = build("--algorithm grpo --lr 1e-4 --kl-coef 0", data, folder / "run")
+    flags = "--algorithm grpo --lr 1e-4 --kl-coef 0 --staleness 2 --tis-clip none"
+    roles, meshes = build(flags, data, folder / "run")
     rows = unequal_rows()
     step = Step(roles, meshes, rows, seed=1)
     batch = RolloutBatch(1, {group: 0 for group in GROUPS}, samples=step.samples)
     batch.rewards = {row["sample"]: row["reward"] for row in rows}
     check_samples(batch.samples, GROUPS, max_length=32)
     check_plan(step.plan, batch.samples, max_tokens=MAX_TOKENS)
-    step.call("actor", "log_probs")
+    actor, gaps = roles["actor"], {}
+    for how in ("recompute", "keep", "wait"):
+        streaming = replace(actor.config.streaming, weight_update=how)
+        actor.config = replace(actor.config, streaming=streaming)
+        gaps[how] = step.call("actor", "log_probs", 2), actor.worst_tokens(1)
+    gaps["none is current"] = step.call("actor", "log_probs", 3), []
+    gaps["all are current"] = step.call("actor", "log_probs"), actor.worst_tokens(1000)
     arguments = [batch.sample_ids, batch.group_ids, list(batch.rewards.values()), 0.0, batch.reward_digests]
     told = step.call("actor", "advantages", *arguments)
-    shard = roles["actor"].shard.batch
+    shard = actor.shard.batch
     report = {
         "advantages": {
             int(sample): shard.advantages[start]
@@ -57,6 +68,7 @@ def run(folder: Path, data: Path) -> None:
         },
         "metrics": told | step.call("actor", "update", 0.0),
         "refused": [],
+        "gaps": gaps,
     }
     report["advantages"] = {s: a.item() for s, a in report["advantages"].items()}
     by_division = [sample // 3 for sample in batch.sample_ids]

@@ -84,16 +84,21 @@ def role(monkeypatch) -> DataRole:
     """Of a single process, in a job of two ranks as far as plans go. A message would be an error."""
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: pytest.fail("something was sent"))
     meshes = {"actor": MESH, "critic": MeshSpec((0, 1)), "odd": MeshSpec((1, 0))}
-    role = DataRole(SampleStore(), meshes, shard_keys(meshes), vocab_sizes=dict.fromkeys(meshes, 100))
+    role = DataRole(
+        SampleStore(), meshes, shard_keys(meshes), vocab_sizes=dict.fromkeys(meshes, 100), has_versions=True
+    )
     made = [
-        RolloutSample(0, 0, 7, 2, [5], [1, 2], [-0.5, -1.0]),
-        RolloutSample(1, 0, 7, 2, [6, 7], [3], [-2.0]),
+        RolloutSample(0, 0, 7, [2, 3], [5], [1, 2], [-0.5, -1.0]),
+        RolloutSample(1, 0, 7, [2], [6, 7], [3], [-2.0]),
     ]
     role.store.source("train").add(RolloutBlock(made))
     return role
 
 
-SAMPLES = [Sample(0, 3, 2, (0,), group=7, version=2), Sample(1, 3, 1, (0,), group=7, version=2)]
+SAMPLES = [
+    Sample(0, 3, 2, (0,), group=7, version=2, version_runs=((2, 1), (3, 1))),
+    Sample(1, 3, 1, (0,), group=7, version=2),
+]
 UNKNOWN = Sample(2, 4, 2, (0,))
 """Rank 0 should have it, and does not."""
 
@@ -215,6 +220,7 @@ def test_columns_that_cannot_be_moved_are_refused_before_anything_is_sent(role, 
         ),
         ("returns of sample 1", lambda batch: setattr(batch, "returns", batch.returns.roll(3))),
         ("rollout_log_probs of sample 0", lambda batch: batch.rollout_log_probs[2].add_(1e-6)),
+        ("weight_versions of sample 0", lambda batch: batch.weight_versions[2].sub_(1)),
         ("tokens of sample 1", lambda batch: batch.tokens[5].add_(1)),
         ("tokens of sample 1", lambda batch: setattr(batch, "response_mask", batch.response_mask.roll(-1))),
         ("tokens of sample 1", lambda batch: setattr(batch, "sample_ids", batch.sample_ids.flip(0))),
@@ -230,6 +236,18 @@ def test_a_column_that_changed_since_it_was_written_makes_no_micro_batch(role, w
     change(shard.batch)
     with pytest.raises(InvariantError, match=words):
         shard.micro_batch([1, 0])
+
+
+def test_every_response_token_has_the_version_that_sampled_it(role):
+    role.distribute("actor", SAMPLES, plan(SAMPLES))
+    batch = role.store.batch("actor").batch
+    assert batch.weight_versions.tolist() == [0, 2, 3, 0, 0, 2] and batch.weight_versions.dtype == torch.int32
+    assert batch.select([1]).weight_versions.tolist() == [0, 0, 2]
+    role.distribute("actor", [], plan([]))
+    assert role.store.batch("actor").batch.weight_versions.tolist() == []
+    role.has_versions = False  # --staleness 0
+    role.distribute("actor", SAMPLES, plan(SAMPLES))
+    assert "weight_versions" not in role.store.batch("actor").batch.columns
 
 
 def test_columns_of_other_tokens_are_refused(role):

@@ -5,6 +5,7 @@ pytest tests/workers/test_store.py"""
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ def rollout(sample_id: int, group: int = 0, version: int = 0) -> RolloutSample:
     prompt, response = [5, 6], [7] * (1 + sample_id % 3)
     log_probs = [-0.5 - sample_id] * len(response)
     bound = digest(prompt, response)
-    return RolloutSample(sample_id, 2, group, version, prompt, response, log_probs, digest=bound)
+    versions = [version] * len(response)
+    return RolloutSample(sample_id, 2, group, versions, prompt, response, log_probs, digest=bound)
 
 
 def make_store(*blocks: tuple[int, ...]) -> SampleStore:
@@ -57,10 +59,19 @@ def test_samples_are_read_by_id_whatever_block_they_came_in():
 
 def test_the_record_says_what_the_driver_has_to_know():
     (made,) = make_store((8,)).rollouts("train")
-    made.group, made.version = 17, 3
-    assert made.record((0, 1), truncated=True) == Sample(
+    made.group, made.versions = 17, [3, 3, 3]
+    record = made.record((0, 1), truncated=True)
+    assert record == Sample(
         8, 5, 3, (0, 1), truncated=True, digest=digest([5, 6], [7, 7, 7]), group=17, version=3
     )
+    assert record.last_version == 3 and record.tokens_of(3) == 3 and record.tokens_of(2) == 0
+    made.versions = [3, 4, 4]
+    record = made.record((0, 1))
+    assert (record.version, record.last_version, record.version_runs) == (3, 4, ((3, 1), (4, 2)))
+    assert [record.tokens_of(version) for version in (2, 3, 4)] == [0, 1, 2]
+    made.versions = [3, 4]
+    with pytest.raises(InvariantError, match="sample 8 has 3 response tokens, and 2 versions of weights"):
+        made.record((0, 1))
 
 
 def test_a_block_is_packed_once_however_many_batches_read_it(monkeypatch):
@@ -177,11 +188,12 @@ def test_a_rank_without_samples_keeps_its_empty_batch():
     assert len(role.store.batch("actor").batch) == 0
 
 
-@pytest.mark.parametrize("change", [{"group": 3}, {"version": 1}, {"digest": 5}])
+@pytest.mark.parametrize("change", [{"group": 3}, {"version": 1}, {"version_runs": ((0, 1),)}, {"digest": 5}])
 def test_a_record_that_the_driver_has_wrong_is_refused(change):
     role, (name, wrong) = make_role((4, 9)), *change.items()
     samples = [records(4)[0], replace(records(9)[0], **change)]
     with pytest.raises(
-        InvariantError, match=f"{name} of sample 9 is .* where it was sampled, and {wrong} in"
+        InvariantError,
+        match=f"{name} of sample 9 is .* where it was sampled, and {re.escape(str(wrong))} in",
     ):
         distribute(role, samples)

@@ -219,7 +219,7 @@ def run_rank(folder: str, rank: int, arguments: argparse.Namespace) -> None:
             s.sample_id,
             0,
             s.group,
-            s.version,
+            [s.version] * s.response_length,
             [1] * (s.length - s.response_length),
             [2] * s.response_length,
             [-1.0] * s.response_length,
