@@ -19,6 +19,7 @@ The buffer holds numbers only; the tokens are on the ranks."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from megarl.failures import ExplainedError
@@ -163,7 +164,11 @@ class SampleBuffer:
         """Return whether `take(step)` would return the groups of this step.
 
         Raises: SampleBufferError if the step cannot become ready; see `take`."""
-        if len(self._finished) < min(self._size_of_step, len(self)):  # the usual case, and a cheap test
+        # Two cheap tests come first, because this is called for each group that an engine finishes.
+        if len(self._finished) < min(self._size_of_step, len(self)):
+            return False
+        in_last_step = takewhile(lambda group: self._last_step(group) <= step, self._groups.values())
+        if not all(group.visit in self._finished for group in in_last_step):
             return False
         return self._chosen(step) is not None
 
