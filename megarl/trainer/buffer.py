@@ -24,8 +24,8 @@ from typing import Any
 
 from megarl.failures import ExplainedError
 from megarl.packing import Sample
-from megarl.trainer.routing import route
 from megarl.trainer.groups import Group
+from megarl.trainer.routing import route
 
 
 class SampleBufferError(ExplainedError, RuntimeError):
@@ -124,12 +124,6 @@ class SampleBuffer:
             chosen[index] = engine
         return chosen
 
-    def forget_samples(self) -> None:
-        """Let every group wait for an engine again, without its samples: those are reported anew."""
-        for group in self._groups.values():
-            group.is_issued, group.samples = False, {}
-        self._finished = set()
-
     def lose_engine(self, engine: int) -> list[Group]:
         """Let the unfinished groups of an engine wait for another engine, and return them.
 
@@ -197,13 +191,6 @@ class SampleBuffer:
             self._finished.remove(group.visit)
         return chosen
 
-    def put_back(self, groups: Iterable[Group]) -> None:
-        """Return the groups of a dropped step, with their samples, to their places in the buffer."""
-        for group in groups:
-            self._groups[group.visit] = group
-            self._finished.add(group.visit)
-        self._groups = dict(sorted(self._groups.items()))  # visits count up in the order of admission
-
     @property
     def _size_of_step(self) -> int:
         return self.num_prompts if self.staleness else len(self)
@@ -252,17 +239,16 @@ class SampleBuffer:
         return next(late, None)
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Return the groups that have not been trained on, with their finished samples, as values that JSON
-        can represent."""
+        """Return the groups that have not been trained on, without their samples, as values that JSON can
+        represent."""
         return [group.record() for group in self._groups.values()]
 
     def restore(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the content by the groups of `snapshot`. Unfinished groups wait for an engine again; their
+        """Replace the content by the groups of `snapshot`. All of them wait for an engine again; their
         `engine` is the one that they had.
 
-        A sample's draws depend only on its visit and index, so a sample that is sampled again gets the same
-        tokens as before."""
+        The engines have the samples, finished or not, and report them again. A sample whose tokens are lost is
+        sampled again by the same draws, which depend only on its visit and index."""
         restored = [Group.of_record(record) for record in groups]
         self._groups = {group.visit: group for group in restored}
-        self._finished = {group.visit for group in restored if group.is_finished}
-
+        self._finished = set()

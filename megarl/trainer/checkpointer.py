@@ -158,7 +158,6 @@ class Checkpointer:
         for name, rollout in self._rollouts.items():
             buffer = self._state.actor_of(name).buffer
             if self._restored is not None and len(buffer):
-                buffer.forget_samples()
                 engines = buffer.engines(self._meshes[name].dp)
                 folder = str(self._restored / REQUESTS)
                 rollout.load_requests(folder, buffer.issue(engines), engines).result()

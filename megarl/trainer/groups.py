@@ -36,20 +36,13 @@ class Group:
         return len(self.samples) == self.num_samples
 
     def record(self) -> dict[str, Any]:
-        """Return the group with its finished samples as values that JSON can represent."""
-        samples = [vars(sample) | {"owners": list(sample.owners)} for sample in self.samples.values()]
-        record = vars(self) | {"samples": samples}
-        del record["is_issued"]
-        return record
+        """Return the group as values that JSON can represent, without its samples."""
+        return {name: value for name, value in vars(self).items() if name not in ("is_issued", "samples")}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Group:
-        """Return the group of a record. An unfinished group is not issued: its engine may be gone.
+        """Return the group of a record, which is not issued: its engine may be gone.
 
-        A record of an older checkpoint has the step of the group's admission, and no samples."""
+        A record of an older checkpoint has the step of the group's admission."""
         version = record["version"] if "version" in record else record["step"] - 1
-        group = cls(record["visit"], record["row"], record["num_samples"], version, record.get("engine"))
-        for sample in record.get("samples", ()):
-            group.samples[sample["sample_id"]] = Sample(**{**sample, "owners": tuple(sample["owners"])})
-        group.is_issued = group.is_finished
-        return group
+        return cls(record["visit"], record["row"], record["num_samples"], version, record.get("engine"))

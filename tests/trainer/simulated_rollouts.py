@@ -64,6 +64,8 @@ class SimulatedRun:
         self.admitted_at: dict[int, int] = {}
         self.trained: list[list[int]] = []
         """Visits of each training step."""
+        self.made: dict[int, Sample] = {}
+        """Finished samples that no step has trained on, which the engines' ranks hold."""
         self.num_stops = self.num_drops = self.num_lost = 0
 
     def run(self) -> SimulatedRun:
@@ -81,16 +83,18 @@ class SimulatedRun:
         if self.happens():
             self.stop_and_resume()
             self.wait_until_ready(step)
+        before = self.buffer.snapshot()
         groups = self.buffer.take(step)
         self.check_groups(groups, step)
         for _ in range(self.random.randrange(4)):  # engines go on while the step trains
             self.tick(set())
         if self.happens():
             self.num_drops += 1
-            self.buffer.put_back(groups)
-            self.stop_and_resume()
+            self.stop_and_resume(before)
             return
         self.trained.append([group.visit for group in groups])
+        for sample in (sample for group in groups for sample in group.samples):
+            del self.made[sample]
         self.version = step
         self.check_nothing_is_lost()
 
@@ -116,13 +120,17 @@ class SimulatedRun:
         engines = route(len(waiting), loads, load_of_group=self.scenario.group_size)
         visits = self.buffer.issue(engines)
         assert [*visits] == [group.visit for group in waiting]
+        reported = []
         for group in waiting:
             assert group.engine is not None
             for index in range(group.num_samples):
                 sample = group.visit * SAMPLES_PER_VISIT + index
-                if sample not in group.samples:
+                if sample in self.made:
+                    reported += [self.made[sample]] * (sample not in group.samples)
+                else:
                     kept = self.partial.pop(sample, None)
                     self.engines[group.engine].append(kept or Request(sample, group.visit, self.length()))
+        self.buffer.add(reported)
 
     def length(self) -> int:
         length = self.random.randint(1, 4)
@@ -160,6 +168,7 @@ class SimulatedRun:
                 finished.append(
                     Sample(request.sample_id, n + 3, n, (engine,), group=request.visit, version=first)
                 )
+        self.made |= {sample.sample_id: sample for sample in finished}
         self.random.shuffle(finished)
         self.buffer.add(finished)
 
@@ -184,22 +193,19 @@ class SimulatedRun:
             del request.versions[self.random.randint(0, len(request.versions)) :]
             self.partial[request.sample_id] = request
 
-    def stop_and_resume(self) -> None:
-        """Go on from a checkpoint with another number of engines."""
+    def stop_and_resume(self, snapshot: list[dict] | None = None) -> None:
+        """Go on from a checkpoint with another number of engines, which report again what is finished.
+
+        Args:
+            snapshot: of the buffer before a step that is dropped; None: of the buffer as it is."""
         self.num_stops += 1
-        self.check_nothing_is_lost()
-        saved = json.loads(json.dumps(self.buffer.snapshot()))
-        before, self.buffer = self.buffer.groups, self._new_buffer()
+        if snapshot is None:
+            self.check_nothing_is_lost()
+        saved = json.loads(json.dumps(snapshot or self.buffer.snapshot()))
+        self.buffer = self._new_buffer()
         self.buffer.restore(saved)
-        for old, new in zip(before, self.buffer.groups, strict=True):
-            assert (old.visit, old.row, old.num_samples, old.version, old.engine, old.samples) == (
-                new.visit,
-                new.row,
-                new.num_samples,
-                new.version,
-                new.engine,
-                new.samples,
-            )
+        assert self.buffer.snapshot() == saved
+        self.check_nothing_is_lost()
         for requests in self.engines.values():
             self.keep_tokens(requests)
         self.num_engines_ever = self.random.randint(1, 4)

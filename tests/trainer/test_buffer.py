@@ -232,5 +232,7 @@ def test_a_checkpoint_of_a_larger_staleness_is_refused():
     for num_prompts, staleness in ((1, 1), (1, 0)):
         other = SampleBuffer(num_prompts, staleness)
         other.restore(buffer.snapshot())
+        other.issue()
+        other.add(sample for visit in range(3) for sample in samples_of(visit, 1))
         with pytest.raises(SampleBufferError, match=r"Resume with the --staleness and --num-prompts of the"):
             other.is_ready(step=2)
