@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.batch import column_dtype, TOKEN_COLUMNS, Batch, MicroBatch
+from megarl.batch import TOKEN_COLUMNS, Batch, MicroBatch, column_dtype
 from tests.launch import succeed
 
 
