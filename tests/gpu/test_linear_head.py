@@ -19,6 +19,8 @@ from tests.kernels.test_fused_linear_policy_loss import (  # noqa: F401
 )
 from tests.kernels.test_linear_log_probs import test_no_tokens, test_values_and_gradients_against_fp64  # noqa: F401
 
+pytestmark = pytest.mark.real_gpu
+
 
 @pytest.fixture
 def cuda():
