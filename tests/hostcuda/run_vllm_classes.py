@@ -20,6 +20,8 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 EXTENSIONS = ("_C_stable_libtorch", "vllm_flash_attn._vllm_fa2_C", "vllm_flash_attn._vllm_fa3_C")
 TP_SIZES = (1, 2)
+LATENT_HEADS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""DeepSeek's own sizes. On CUDA vLLM has no attention for the tiny ones that tests use on a CPU."""
 
 
 class Kernels:
@@ -67,8 +69,12 @@ def traces(folder: Path) -> dict[str, dict]:
     from megarl.reshard.atlas import hf_sizes
     from megarl.rollout.trace import empty_model, trace_vllm_atlas
 
+    families = {
+        name: type(config).from_dict(config.to_dict() | LATENT_HEADS)
+        for name, config in jobs.UNTABLED.items()
+    }
     found = {}
-    for name, config in (jobs.UNTABLED | {"qwen2_moe": run_trace.UNKNOWN["qwen2_moe"]}).items():
+    for name, config in (families | {"qwen2_moe": run_trace.UNKNOWN["qwen2_moe"]}).items():
         config.architectures = [FAMILIES[config.model_type].architecture]
         config.save_pretrained(folder / name)
         engine, sizes = engine_config(folder / name), hf_sizes(ModelShape.load(folder / name))

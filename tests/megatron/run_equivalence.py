@@ -92,7 +92,7 @@ def having(atlas: Atlas, local: Tensors) -> Atlas:
 
 def distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
     """Largest difference; infinite if one is no number."""
-    return (mine - wanted).abs().max().nan_to_num(nan=torch.inf).item()
+    return (mine.cpu() - wanted.cpu()).abs().max().nan_to_num(nan=torch.inf).item()
 
 
 def worst(atlas: Atlas, local: Tensors, full: Tensors, relative: bool) -> tuple[float, str]:
