@@ -221,9 +221,9 @@ def gradients_at_step(model: TrainedModel) -> Tensors:
     Of a distributed optimizer over several ranks on a CPU only, where its reduce-scatter leaves the whole sum
     (megarl/megatron/fixes.py). NCCL's leaves each rank its part, and nothing is returned."""
     gradients: Tensors = {}
-    distributed = any(part.ddp_config.use_distributed_optimizer for part in model.ddp)
-    if model.device.type == "cuda" and distributed and model.groups.dp_cp.size() > 1:
-        return gradients
+    if model.device.type == "cuda" and model.groups.dp_cp.size() > 1:
+        if any(part.ddp_config.use_distributed_optimizer for part in model.ddp):
+            return gradients
 
     def step(check=None):
         del model.step
