@@ -33,6 +33,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+sys.path.insert(0, str(Path(__file__).parent))  # also with `python -P`
+from kernel_ir import Work, analyse
+
 MAX_SHARED_BYTES = {80: 166912, 90: 232448, 100: 232448}
 """Compute capability -> largest dynamic shared memory of a block."""
 SM_SHARED_BYTES = {80: 167936, 90: 233472, 100: 233472}
@@ -72,6 +75,10 @@ class Report:
     """Percentage of a multiprocessor's warps that can be resident."""
     limited_by: str = ""
     """What a multiprocessor runs out of first: registers, shared memory, blocks or warps."""
+    element: str = ""
+    """What `work` is counted by."""
+    work: Work | None = None
+    """Bytes and operations of one element."""
     problem: str | None = None
 
 
@@ -160,7 +167,9 @@ def modules(files: list[Path] | None) -> list[ModuleType]:
 
 
 def name_of(case) -> str:
-    """Return the kernel's name with the constants that distinguish its cases."""
+    """Return the kernel's name with what distinguishes its cases."""
+    if case.variant:
+        return f"{case.kernel.__name__.strip('_').removesuffix('_kernel')} {case.variant}"
     constants = " ".join(
         value if isinstance(value, str) else f"{key}={value}" for key, value in case.constants.items()
     )
@@ -196,9 +205,10 @@ def _compile(index: int) -> Report:
         bulk_copy=len(BULK_COPY.findall(compiled.asm["ptx"])),
         occupancy=percent,
         limited_by=limited_by,
+        element=case.element,
         **counts,
     )
-    problems = []
+    report, problems = _analyse(case, report, compiled.asm["ttir"])
     if report.spill_store_bytes or report.spill_load_bytes:
         problems.append(
             f"spills: {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded "
@@ -219,6 +229,23 @@ def _compile(index: int) -> Report:
     if missing:
         problems.append(f"does not use {' and '.join(missing)}, which it is fast by")
     return dataclasses.replace(report, problem="; ".join(problems) or None)
+
+
+def _analyse(case, report: Report, ir: str) -> tuple[Report, list[str]]:
+    """Return the report with the work of an element, and what is wrong with the kernel's integers. Only
+    cases that say how many elements they compute have a cost."""
+    from megarl.kernels.aot import ARGUMENTS
+
+    analysis = analyse(ir, ARGUMENTS)
+    num_elements = case.num_elements or case.constants.get("BLOCK")
+    if num_elements:
+        total = dataclasses.asdict(analysis.work)
+        work = Work(**{name: round(value / num_elements, 2) for name, value in total.items()})
+        if case.bytes_per_element is not None:
+            work.bytes = round(case.bytes_per_element, 4)
+        report = dataclasses.replace(report, work=work)
+    problems = [f"{text}: multiply in int64, at the shape of megarl.kernels.aot" for text in analysis.overflows]
+    return report, problems
 
 
 def compile_case(case, capability: int):
