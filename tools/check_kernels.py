@@ -7,7 +7,8 @@ memory.
 AOT_CASES of each megarl.kernels.*_triton lists the kernels to compile. The table has, per kernel and compute
 capability, registers per thread, bytes of spill stores and loads, bytes of shared memory per block, the
 numbers of tensor-core (mma.sync, wgmma, tcgen05) and bulk-copy (cp.async.bulk.tensor) instructions, and the
-occupancy: the percentage of a multiprocessor's warps that can be resident, and what limits it.
+occupancy: the percentage of a multiprocessor's warps that can be resident, and what limits it. An integer that
+may overflow at the shape of `megarl.kernels.aot` fails too. `tools/kernel_table.py` writes the table for people.
 
 --triton-path names a folder with another Triton, made with `pip install --no-deps --target DIR
 triton==3.6.0`."""
@@ -116,12 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 changes the default
     import triton
 
-    cases = [
-        case
-        for module in modules(arguments.files)
-        for case in module.AOT_CASES
-        if (arguments.only or "") in name_of(case)
-    ]
+    cases = cases_of(arguments.files, arguments.only)
     pairs = [
         (case, capability)
         for case in cases
@@ -131,11 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     if not pairs:
         parser.error(f"nothing to compile: --only ({arguments.only}) must be part of a name in an AOT_CASES")
     logger.info("Triton %s, %s", triton.__version__, Path(triton.__file__).parent)
-    # Workers are forked, so that they have the modules already. This process compiles nothing.
-    with ProcessPoolExecutor(
-        arguments.jobs, mp_context=multiprocessing.get_context("fork"), initializer=_share, initargs=(pairs,)
-    ) as pool:
-        reports = list(pool.map(_compile, range(len(pairs))))
+    reports = compile_pairs(pairs, arguments.jobs)
     print_table(reports)
     if arguments.json:
         table = {"triton": triton.__version__, "kernels": [dataclasses.asdict(report) for report in reports]}
@@ -145,6 +137,20 @@ def main(argv: list[str] | None = None) -> int:
         logger.error("%s, sm_%d: %s", report.kernel, report.capability, report.problem)
     logger.info("%d of %d compilations are as they should be", len(reports) - len(problems), len(reports))
     return 1 if problems else 0
+
+
+def cases_of(files: list[Path] | None, only: str | None) -> list:
+    """Return the cases whose name has `only` in it."""
+    return [case for module in modules(files) for case in module.AOT_CASES if (only or "") in name_of(case)]
+
+
+def compile_pairs(pairs: list, jobs: int) -> list[Report]:
+    """Compile each (case, capability) and return the reports in their order."""
+    # Workers are forked, so that they have the modules already. This process compiles nothing.
+    with ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("fork"), initializer=_share, initargs=(pairs,)
+    ) as pool:
+        return list(pool.map(_compile, range(len(pairs))))
 
 
 def modules(files: list[Path] | None) -> list[ModuleType]:
@@ -244,7 +250,9 @@ def _analyse(case, report: Report, ir: str) -> tuple[Report, list[str]]:
         if case.bytes_per_element is not None:
             work.bytes = round(case.bytes_per_element, 4)
         report = dataclasses.replace(report, work=work)
-    problems = [f"{text}: multiply in int64, at the shape of megarl.kernels.aot" for text in analysis.overflows]
+    problems = [
+        f"{text}: multiply in int64, at the shape of megarl.kernels.aot" for text in analysis.overflows
+    ]
     return report, problems
 
 

@@ -231,7 +231,9 @@ def _result(operation: str, line: str, operands: list[Interval | None]) -> Inter
         "arith.addi": (low + other_low, high + other_high),
         "arith.subi": (low - other_high, high - other_low),
         "arith.muli": (min(products), max(products)),
-        "arith.divsi": (min(low, 0), max(high, 0)) if other_low < 1 else (low // other_high, high // other_low),
+        "arith.divsi": (min(low, 0), max(high, 0))
+        if other_low < 1
+        else (low // other_high, high // other_low),
         "arith.remsi": (0, max(min(high, other_high - 1), 0)) if low >= 0 else None,
         "arith.minsi": (min(low, other_low), min(high, other_high)),
         "arith.maxsi": (max(low, other_low), max(high, other_high)),

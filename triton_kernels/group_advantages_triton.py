@@ -83,6 +83,7 @@ AOT_CASES = [
         _group_advantages_kernel,
         dict(NORMALIZE_BY_STD=True, BLOCK=_BLOCK, BLOCK_OTHERS=_BLOCK_OTHERS),
         {"group_ids_ptr": "*i64", "num_samples": "i32", "eps": "fp32"},
+        variant="normalized",
         element="pair of samples",
         num_elements=_BLOCK * _BLOCK_OTHERS,
         bytes_per_element=16 / NUM_SAMPLES,  # the other samples come from a cache

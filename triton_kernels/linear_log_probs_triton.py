@@ -263,7 +263,5 @@ AOT_CASES = [
         if tiles.capabilities
         for entropy in (True, False)
     ),
-    aot_case(
-        _target_logits_kernel, {"BLOCK": 1024}, _TYPES, aligned=("num_hidden",), element="hidden value"
-    ),
+    aot_case(_target_logits_kernel, {"BLOCK": 1024}, _TYPES, aligned=("num_hidden",), element="hidden value"),
 ]

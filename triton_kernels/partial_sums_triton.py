@@ -40,7 +40,5 @@ def reduce_partials(partials: Tensor, max_row: int = -1) -> tuple[Tensor, ...]:
 
 
 AOT_CASES = [
-    aot_case(
-        _reduce_kernel, dict(MAX_ROW=7, BLOCK=_BLOCK), {"num_blocks": "i32"}, element="partial sum"
-    )
+    aot_case(_reduce_kernel, dict(MAX_ROW=7, BLOCK=_BLOCK), {"num_blocks": "i32"}, element="partial sum")
 ]
