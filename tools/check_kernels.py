@@ -7,8 +7,9 @@ memory.
 AOT_CASES of each megarl.kernels.*_triton lists the kernels to compile. The table has, per kernel and compute
 capability, registers per thread, bytes of spill stores and loads, bytes of shared memory per block, the
 numbers of tensor-core (mma.sync, wgmma, tcgen05) and bulk-copy (cp.async.bulk.tensor) instructions, and the
-occupancy: the percentage of a multiprocessor's warps that can be resident, and what limits it. An integer that
-may overflow at the shape of `megarl.kernels.aot` fails too. `tools/kernel_table.py` writes the table for people.
+occupancy: the percentage of a multiprocessor's warps that can be resident, and what limits it. An integer
+that may overflow at the shape of `megarl.kernels.aot` fails too. `tools/kernel_table.py` writes the table
+into the documentation.
 
 --triton-path names a folder with another Triton, made with `pip install --no-deps --target DIR
 triton==3.6.0`."""

@@ -125,7 +125,7 @@ class _Reader:
 
     def _enter_loop(self, line: str) -> None:
         """Give the loop's variable its interval and count the trips of a loop within a loop."""
-        variable, first, end, step = re.search(r"for (%\w+) = (%\w+) to (%\w+) step (%\w+)", line).groups()
+        variable, first, end, step = re.search(r"for (%\S+) = (%\S+) to (%\S+) step (%\S+)", line).groups()
         low, high, by = self._interval(first), self._interval(end), self._interval(step)
         bits = line.rsplit(":", 1)[1].strip(" {")
         self._check(f"the last step of {variable}", bits, (low[0], high[1] + by[1]))

@@ -40,14 +40,28 @@ class GPU:
     """16 per clock and multiprocessor, where fp32 has 64 (sm_80) or 128 (sm_90, sm_100) multiply-adds."""
 
 
+def _gpu(name: str, capability: int, *peaks: float, special_rate: int) -> GPU:
+    """Return a GPU of peaks in 1e12: memory, fp32, fp64, tensor. `special_rate`: fp32 operations per special
+    function."""
+    memory, fp32, fp64, tensor = (peak * 1e12 for peak in peaks)
+    special = fp32 / special_rate
+    return GPU(
+        name=name,
+        capability=capability,
+        memory=memory,
+        fp32=fp32,
+        fp64=fp64,
+        tensor=tensor,
+        special=special,
+    )
+
+
 GPUS = (
-    # NVIDIA A100 data sheet: 80 GB SXM.
-    GPU(name="A100", capability=80, memory=2.039e12, fp32=19.5e12, fp64=9.7e12, tensor=312e12, special=19.5e12 / 8),
-    # NVIDIA H100 data sheet: SXM.
-    GPU(name="H100", capability=90, memory=3.35e12, fp32=67e12, fp64=34e12, tensor=989e12, special=67e12 / 16),
-    # NVIDIA DGX B200 (64 TB/s of eight) and HGX B200 data sheets.
-    GPU(name="B200", capability=100, memory=8e12, fp32=75e12, fp64=37e12, tensor=2250e12, special=75e12 / 16),
-)  # fmt: skip
+    _gpu("A100", 80, 2.039, 19.5, 9.7, 312, special_rate=8),  # NVIDIA A100 data sheet, 80 GB SXM
+    _gpu("H100", 90, 3.35, 67, 34, 989, special_rate=16),  # NVIDIA H100 data sheet, SXM
+    # NVIDIA's data sheets of DGX B200 (memory: 64 TB/s of eight GPUs) and HGX B200.
+    _gpu("B200", 100, 8, 75, 37, 2250, special_rate=16),
+)
 RESOURCES = ("memory", "fp32", "fp64", "tensor cores", "special functions")
 
 
@@ -101,7 +115,8 @@ def table(reports: list[Report], triton_version: str) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
         *map(cost_row, kernels),
         "",
-        f"Registers per thread / bytes of spills / bytes of shared memory / occupancy in percent, Triton {triton_version}:",
+        "Registers per thread / bytes of spills / bytes of shared memory / occupancy in percent, "
+        f"Triton {triton_version}:",
         "",
         "| kernel | " + " | ".join(f"sm_{gpu.capability}" for gpu in GPUS) + " |",
         "|---|---|---|---|",
