@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from megarl.runtime.hosting import step_until
 from megarl.workers.engine_steps import EngineSteps
 from tests.workers.test_engine_steps import CountedEngine

@@ -34,6 +34,12 @@ def answers(*visits: int) -> list[Answer]:
     return [make_answer(visit, index) for visit in visits for index in range(GROUP_SIZE)]
 
 
+LONG = [
+    visit for visit in range(50) if min(len(whole_response(one.key, one.prompt)) for one in answers(visit)) > 4
+]
+"""Visits whose responses all have five tokens or more."""
+
+
 class Stream:
     """A stream with what it has reported, one list of samples per report."""
 
@@ -199,16 +205,16 @@ def test_a_checkpoint_goes_on_with_any_number_of_engines(tmp_path, seed):
 
 def test_a_sample_that_no_file_has_begins_anew(tmp_path):
     before, after = Stream(tmp_path), Stream(tmp_path)
-    before.stream.add(answers(0), **SAMPLING)
+    before.stream.add(answers(LONG[0]), **SAMPLING)
     before.step(2)
-    files = save_all([before], tmp_path, [0])
-    after.stream.load(answers(0, 1), files, **SAMPLING)
+    files = save_all([before], tmp_path, LONG[:1])
+    after.stream.load(answers(*LONG[:2]), files, **SAMPLING)
     prompts = {one.request.id: len(one.request.prompt) for one in after.inference.requests}
-    expected = {f"sample/{one.sample_id}": len(one.prompt) for one in answers(0, 1)}
+    expected = {f"sample/{one.sample_id}": len(one.prompt) for one in answers(*LONG[:2])}
     longer = {name: prompts[name] - length for name, length in expected.items()}
     assert sorted(longer.values()) == [0, 0, 0, 2, 2, 2]
     after.stream.drain()
-    check_samples(after.samples, 0, 1)
+    check_samples(after.samples, *LONG[:2])
 
 
 @pytest.mark.parametrize("reason", ["stop strings", "the engine", None])
@@ -218,15 +224,15 @@ def test_a_response_that_cannot_continue_begins_anew_in_both_jobs(tmp_path, reas
         for job in jobs:
             job.inference.cannot_continue = "this engine draws by its own seeds"
     before, after = jobs
-    before.stream.add(answers(0), **SAMPLING)
+    before.stream.add(answers(LONG[0]), **SAMPLING)
     before.step(3)
-    files = save_all([before], tmp_path, [0])
-    after.stream.load(answers(0), files, **SAMPLING)
+    files = save_all([before], tmp_path, LONG[:1])
+    after.stream.load(answers(LONG[0]), files, **SAMPLING)
     for job in jobs:
         assert len(job.inference.requests) == GROUP_SIZE
         job.inference.set_version(4)
         job.stream.drain()
-        check_samples(job.samples, 0)
+        check_samples(job.samples, LONG[0])
         for sample in job.samples:
             kept = 0 if reason else 3
             assert sample.versions == [0] * kept + [4] * (len(sample.response) - kept)
@@ -234,25 +240,24 @@ def test_a_response_that_cannot_continue_begins_anew_in_both_jobs(tmp_path, reas
 
 def test_a_checkpoint_computes_the_cache_of_unfinished_requests_anew_and_lets_the_engine_go_on(tmp_path):
     job = Stream(tmp_path)
-    job.stream.add(answers(0, 1), **SAMPLING)
+    job.stream.add(answers(*LONG[:2]), **SAMPLING)
     job.step(1)
     order = [one.request.id for one in job.inference.requests]
-    digest = job.stream.save(None, [0, 1])  # a rank that does not write
+    digest = job.stream.save(None, LONG[:2])  # a rank that does not write
     assert job.inference.num_resets == 1 and [*tmp_path.iterdir()] == []
     assert [one.request.id for one in job.inference.requests] == order
-    assert digest == job.stream.save(tmp_path / "file", [1, 0])
+    assert digest == job.stream.save(tmp_path / "file", LONG[:2])
     job.step(1)
     assert job.inference.num_steps == 2  # it is not paused any more
 
 
 def test_an_aborted_stream_forgets_its_requests_and_takes_new_ones(tmp_path):
     job = Stream(tmp_path)
-    job.stream.add(answers(0, 1), **SAMPLING)
-    job.step(12)
-    assert not job.groups == [0, 1] and job.inference.has_unfinished()
-    job.reports.clear()
+    job.stream.add(answers(*LONG[:2]), **SAMPLING)
+    job.step(2)
+    assert job.reports == [] and job.inference.has_unfinished()
     job.stream.abort()
     assert not job.stream.has_unfinished() and not job.inference.has_unfinished()
-    job.stream.add(answers(0, 5), **SAMPLING)
+    job.stream.add(answers(LONG[0], LONG[2]), **SAMPLING)
     job.stream.drain()
-    check_samples(job.samples, 0, 5)
+    check_samples(job.samples, LONG[0], LONG[2])
