@@ -1,5 +1,5 @@
-"""Whole jobs whose engines answer prompts of later steps while a step trains: each prompt is trained on once, no
-token is too old, and a checkpoint loses nothing.
+"""Whole jobs whose engines answer prompts of later steps while a step trains: each prompt is trained on
+once, no token is too old, and a checkpoint loses nothing.
 
 pytest tests/e2e/test_streaming.py             GRPO with --staleness 1 on two engines, resumed on one
 pytest tests/e2e/test_streaming.py -m nightly     PPO, other layouts and engines, faults, SIGTERM"""

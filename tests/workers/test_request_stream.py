@@ -1,8 +1,10 @@
-"""Requests that outlive a call: groups are reported whole and once, and a checkpoint loses and doubles nothing.
+"""Requests that outlive a call: groups are reported whole and once, and a checkpoint loses and doubles
+nothing.
 
     pytest tests/workers/test_request_stream.py
 
-The stream, the engine's base class and the sample table are the real ones, around the engine of small_engine.py."""
+The stream, the engine's base class and the sample table are the real ones, around the engine of
+small_engine.py."""
 
 from __future__ import annotations
 
