@@ -27,18 +27,8 @@ from megarl.config.render import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.futures import Future
-from megarl.flow import (
-    Actor,
-    Flow,
-    Metrics,
-    ModelRole,
-    Node,
-    PlacedRole,
-    Roles,
-    Rollout,
-    ServiceRole,
-    role_class,
-)
+from megarl.flow import Actor, Flow, Metrics, ModelRole, Node, PlacedRole, Roles, Rollout, ServiceRole
+from megarl.flow import role_class
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
 from megarl.trainer.announce import wait_for_setups
@@ -197,6 +187,7 @@ class Trainer:
             self._begin_step()
             yield self.step
             if self.state.in_step:  # the loop has left the step out: the next one has another number
+                self.state.check_left_out()
                 self._complete_step()
             self.checkpoint_if_due()
 
@@ -207,8 +198,8 @@ class Trainer:
         rewards.
 
         Other nodes that are ready run meanwhile. The call begins a step unless one has begun (see `steps`). A
-        second call before `update` discards the step's samples and samples again. In supervised fine-tuning
-        the batch is the next rows of the data.
+        second call before `update` discards the step's samples and samples again; with --staleness it is an
+        error. In supervised fine-tuning the batch is the next rows of the data.
 
         Args:
             flow: flow of a step, rollout and update, if not the algorithm's.
@@ -216,8 +207,8 @@ class Trainer:
                 apply to all actors that sample, or are given by name: {"actor": [...], "actor_2": [...]}.
                 Only in synchronous training: see `admit`.
         Returns: the first actor's batch, which holds the other actors' batches.
-        Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank
-        fails."""
+        Raises: FlowError before anything runs; ValueError for rows that do not fit, and with --staleness for
+        rows and for a second call; RemoteError if a rank fails."""
         if not self.state.in_step:
             self._begin_step()
         flow = self.flow if flow is None else flow
@@ -421,7 +412,7 @@ class Trainer:
         for actor in self.state.actors.values():
             needs[actor.actor, "advantages"] = actor.algorithm.advantage_reads
             needs[actor.actor, "update"] = actor.algorithm.loss_reads
-        flow.validate(self.meshes, needs)
+        flow.validate(self.meshes, needs, self.config.streaming.staleness)
 
     def _rows_of_actors(
         self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
