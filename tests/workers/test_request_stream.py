@@ -35,7 +35,9 @@ def answers(*visits: int) -> list[Answer]:
 
 
 LONG = [
-    visit for visit in range(50) if min(len(whole_response(one.key, one.prompt)) for one in answers(visit)) > 4
+    visit
+    for visit in range(50)
+    if min(len(whole_response(one.key, one.prompt)) for one in answers(visit)) > 4
 ]
 """Visits whose responses all have five tokens or more."""
 
