@@ -76,6 +76,17 @@ class TrainState:
         self._before_step = self._snapshots()
         self.in_step = True
 
+    def check_left_out(self) -> None:
+        """Raise ValueError if the running step may not end without an update: with --staleness the samples in
+        the buffer would become too old."""
+        if staleness := self.first.config.streaming.staleness:
+            raise ValueError(
+                f"step {self.step} has ended without an update. With --staleness {staleness} every step "
+                "trains on samples of earlier ones, or these become too old. Call "
+                "trainer.update(trainer.rollout()) in each step, or leave the loop. To learn nothing from a "
+                "sample, set its reward in batch.rewards to None."
+            )
+
     def complete_step(self) -> None:
         """Count the running step as completed."""
         self.completed, self.in_step = self.step, False

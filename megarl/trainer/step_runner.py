@@ -77,7 +77,16 @@ class StepRunner:
 
         Args:
             rows: suffix of each actor that admits prompts -> rows of the training data; None takes the next
-                ones."""
+                ones.
+        Raises: ValueError with --staleness, if the step has its samples already."""
+        staleness = self.state.first.config.streaming.staleness
+        has_samples = any(batch.samples for batch in self.batches.of_actor.values())
+        if staleness and self.batches.step == self.state.step and has_samples:
+            raise ValueError(
+                f"rollout() was called before in step {self.state.step}: with --staleness {staleness} the "
+                "step has taken its samples from the buffer, and nothing is discarded. Call "
+                "trainer.update(batch) first."
+            )
         self.batches = StepBatches(self.state.step, flow, self.state.actors)
         for suffix, rows_of_actor in rows.items():
             actor = self.state.actors[suffix]

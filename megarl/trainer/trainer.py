@@ -195,6 +195,7 @@ class Trainer:
             self._begin_step()
             yield self.step
             if self.state.in_step:  # the loop has left the step out: the next one has another number
+                self.state.check_left_out()
                 self._complete_step()
             self.checkpoint_if_due()
 
@@ -205,8 +206,8 @@ class Trainer:
         rewards.
 
         Other nodes that are ready run meanwhile. The call begins a step unless one has begun (see `steps`). A
-        second call before `update` discards the step's samples and samples again. In supervised fine-tuning
-        the batch is the next rows of the data.
+        second call before `update` discards the step's samples and samples again; with --staleness it is an
+        error. In supervised fine-tuning the batch is the next rows of the data.
 
         Args:
             flow: flow of a step, rollout and update, if not the algorithm's.
@@ -214,8 +215,8 @@ class Trainer:
                 apply to all actors that sample, or are given by name: {"actor": [...], "actor_2": [...]}.
                 Only in synchronous training: see `admit`.
         Returns: the first actor's batch, which holds the other actors' batches.
-        Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank
-        fails."""
+        Raises: FlowError before anything runs; ValueError for rows that do not fit, and with --staleness for
+        rows and for a second call; RemoteError if a rank fails."""
         if not self.state.in_step:
             self._begin_step()
         flow = self.flow if flow is None else flow
@@ -419,7 +420,7 @@ class Trainer:
         for actor in self.state.actors.values():
             needs[actor.actor, "advantages"] = actor.algorithm.advantage_reads
             needs[actor.actor, "update"] = actor.algorithm.loss_reads
-        flow.validate(self.meshes, needs)
+        flow.validate(self.meshes, needs, self.config.streaming.staleness)
 
     def _check_current(self, batch: RolloutBatch) -> None:
         batches = self.runner.batches

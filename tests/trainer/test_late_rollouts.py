@@ -17,6 +17,7 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.hf_config import ModelShape
+from megarl.flow import FlowError, symbolic_roles
 from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.loggers.console import Progress
 from megarl.packing import MiniBatch, Sample
@@ -234,6 +235,27 @@ def test_a_loop_may_leave_steps_out(tmp_path):
             if step % 2:
                 trainer.update(trainer.rollout())
         assert seen == [1, 2, 3, 4, 5, 6] and trainer.step == 6
+
+
+def test_stale_training_refuses_what_would_lose_samples_and_goes_on(tmp_path):
+    with open_trainer(tmp_path, "run", staleness=1)[0] as trainer:
+        steps = trainer.steps()
+        next(steps)
+        with pytest.raises(ValueError, match=r"rows: with --staleness 1 .* Call trainer.admit\(rows\)"):
+            trainer.rollout(rows=[3, 4, 5, 6])
+        trainer.admit([7, 2])
+        batch = trainer.rollout()
+        assert batch.rows[:2] == [7, 2]  # before the next rows of the data
+        with pytest.raises(
+            ValueError, match="called before in step 1: with --staleness 1 the step has taken"
+        ):
+            trainer.rollout()
+        with pytest.raises(FlowError, match=r"staleness \(3\) must be the job's --staleness \(1\)"):
+            trainer.rollout(symbolic_roles("actor")[0].rollout(staleness=3))
+        trainer.update(batch)
+        next(steps)
+        with pytest.raises(ValueError, match="step 2 has ended without an update"):
+            next(steps)
 
 
 def test_synchronous_training_refuses_a_late_group(tmp_path):
