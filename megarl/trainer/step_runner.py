@@ -135,9 +135,9 @@ class StepRunner:
         for suffix, metrics in of_actors.items():
             actor, batch = self.state.actors[suffix], self.batches.of_actor[suffix]
             actor.update_kl(metrics, self.batches.batch_of(actor.actor))
+            self.canaries.check(suffix)  # first, because its error names the engine
             if "mismatch/max_abs" in metrics:  # a user's own loop may compute no log-probs
                 self.gate.check(actor, metrics)
-            self.canaries.check(suffix)
             warnings += [actor.note_useless_rewards(batch), actor.note_unscored_updates(metrics, batch.step)]
         return [warning for warning in warnings if warning]
 
