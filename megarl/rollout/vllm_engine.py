@@ -102,6 +102,8 @@ class VllmEngine(InferenceEngine):
         salt = {} if self._salt is None else {"cache_salt": self._salt}
         prompts = [{"prompt_token_ids": request.prompt} | salt for request in requests]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
+        if first := [internal for internal, request in zip(ids, requests, strict=True) if request.is_first]:
+            self._core("put_first", first)
         # vLLM returns its internal id: the external id, a dash and random characters.
         self._requests |= {
             internal.split("-")[0]: request for internal, request in zip(ids, requests, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,9 @@ from megarl.flow.job_roles import Rollout
 from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
+from megarl.rollout.canaries import canary_length, canary_prompts, num_response_tokens
 from megarl.rollout.draws import draw_key
+from megarl.rollout.requests import Request
 from megarl.runtime.hosting import WorkerContext
 from megarl.workers.actor import ActorRole
 from megarl.workers.engine_steps import EngineSteps
@@ -220,6 +223,50 @@ class RolloutRole(HostedRole):
         if self.stream is not None:
             self.stream.collect()
         return self._records(made)
+
+    @needs(KV_CACHE)
+    def sample_canaries(self, count: int) -> list[Sample]:
+        """Sample `count` canaries with this rank's engine, before all requests that wait. Requests that run
+        go on in the same steps.
+
+        The canaries of the last call are released. Prompts and draws are the same at every call and on every
+        engine, so that only the weights and the KV cache can make a difference."""
+        rollouts, config = self.store.source("canary" + self.suffix), self.config
+        rollouts.release()
+        if self.engine is None:
+            return []
+        first, limit = -1 - self.replica * count, num_response_tokens(config)
+        prompts = canary_prompts(
+            self.encoders["train"],
+            len(self.datasets["train"]),
+            count,
+            canary_length(config, self.engine.device == "cpu"),
+        )
+        answers = [
+            Answer(first - index, row, first - index, prompt, draw_key(config.batch.seed, "canary", index))
+            for index, (row, prompt) in enumerate(prompts)
+        ]
+        outputs = self.engine.complete(
+            [
+                Request(
+                    f"canary/{answer.sample_id}",
+                    answer.prompt,
+                    answer.key,
+                    max_tokens=limit,
+                    is_first=True,
+                    **self._sampling(),
+                )
+                for answer in answers
+            ]
+        )
+        made = [
+            self._sample(answer.after(output), output.finish_reason, output.experts)
+            for answer, output in zip(answers, outputs, strict=True)
+        ]
+        rollouts.add(RolloutBlock(made))
+        if self.stream is not None:
+            self.stream.collect()
+        return [replace(record, trained=False) for record in self._records(made)]
 
     def _own(self, visits: Mapping[int, int], engines: Sequence[int] | None) -> list[tuple[int, int]]:
         """Return (visit, row) of the visits of this rank's engine."""
