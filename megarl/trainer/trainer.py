@@ -46,6 +46,7 @@ from megarl.trainer.failed_step import save_failed_step
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.profiled_steps import ProfiledSteps
 from megarl.trainer.own_ranks import Started, start_ranks
+from megarl.trainer.replay import DriverLog
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.run_folder import TIMELINE, Run
 from megarl.trainer.scheduler import NodeResult
@@ -113,6 +114,9 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config, self.executor, self.meshes, self.state, self.run_folder, self.stop
         )
+        if config.streaming.staleness:
+            log = DriverLog(config, started.world_size, self.run_folder.progress.note)
+            self.runner.log = self.checkpointer.log = log
         self.profiled = ProfiledSteps(config, self.executor, self.run_folder)
         self._contexts.push(self._finish)
         self.flow = flow_of_actors(config, self.meshes)
@@ -155,6 +159,8 @@ class Trainer:
         setups = {name: PlacedRole(self.executor, name).setup() for name in self.meshes}
         wait_for_setups(setups, self.run_folder.progress.note)
         self.checkpointer.restore()
+        if self.runner.log is not None:
+            self.runner.log.start(self.state)
         if not self.state.first.algorithm.needs_rollout:
             self.runner.row_lengths = self.roles.actor.load_dataset().first() or []
         else:
@@ -366,10 +372,11 @@ class Trainer:
 
     def checkpoint_if_due(self) -> None:
         """Begin a checkpoint every --save-interval steps and at the end, unless this step has one."""
-        interval = self.config.checkpoint.save_interval
-        if not interval or self.state.in_step or self.step == self.checkpointer.last_step:
+        interval, log = self.config.checkpoint.save_interval, self.runner.log
+        if self.state.in_step or self.step == self.checkpointer.last_step:
             return
-        if self.step % interval == 0 or self.is_done:
+        is_due = interval and (self.step % interval == 0 or self.is_done)
+        if log is not None and log.must_save(self.step) or is_due:
             self.checkpointer.save()
 
     def export_if_due(self) -> None:
