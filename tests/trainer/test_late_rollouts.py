@@ -245,7 +245,8 @@ def test_stale_training_refuses_what_would_lose_samples_and_goes_on(tmp_path):
             trainer.rollout(rows=[3, 4, 5, 6])
         trainer.admit([7, 2])
         batch = trainer.rollout()
-        assert batch.rows[:2] == [7, 2]  # before the next rows of the data
+        waiting = {group.visit: group.row for group in trainer.state.first.buffer.groups}
+        assert (batch.visits[0], waiting[1]) == (7, 2)  # before the next rows; visit 1 is late
         with pytest.raises(
             ValueError, match="called before in step 1: with --staleness 1 the step has taken"
         ):
