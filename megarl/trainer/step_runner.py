@@ -113,7 +113,9 @@ class StepRunner:
         """Run the rest of the step. Returns the calls whose results are metrics."""
         self.results = self.scheduler.resume()
         for node in self.batches.flow.nodes:
-            if node.declaration() is Rollout.sync and self.skips(node):
+            if node.declaration() is not Rollout.sync or not self.skips(node):
+                continue
+            if self.state.actor_of(node.role).buffer.staleness:  # versions are counted
                 Rollout(self.executor, node.role).set_version(self.batches.step)
         reporting = {
             node.name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.config.mesh import engine_mode
+from megarl.config.mesh import engine_mode, group_timeout
 from megarl.config.reward_models import needs_ground_truth
 from megarl.config.roles import tells_experts
 from megarl.data.encoder import PromptEncoder
@@ -117,10 +117,11 @@ class RolloutRole(HostedRole):
 
     def _start_stream(self) -> None:
         """Let this rank take steps of the engine between calls. Collective over the world."""
-        group = None
+        group, timeout = None, group_timeout(self.config.placement.call_timeout_s)
         if self.mode == "in-process" and self.mesh.tp > 1:
             for ranks in dict.fromkeys(self.mesh.peers(rank, "tp") for rank in self.mesh.ranks):
-                made = dist.new_group(list(ranks), backend="gloo")
+                # a rank waits here while another one is in a call
+                made = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
                 group = made if self.rank in ranks else group
         if self.engine is None:
             return
