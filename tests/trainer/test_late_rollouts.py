@@ -232,8 +232,8 @@ def test_canaries_of_every_step_are_scored_and_not_trained_on(tmp_path):
         data, actor = (trainer.executor.roles[name] for name in ("data", "actor"))
         assert [sorted(canaries) for canaries in data.canaries] == [[-4, -3, -2, -1]] * 6
         assert actor.versions == [0, 1, 2, 3, 4, 5]
-        rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert [(row["canary/tokens"], row["canary/max_abs"]) for row in rows] == [(8.0, 0.0)] * 6
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["canary/tokens"], row["canary/max_abs"]) for row in rows] == [(8.0, 0.0)] * 6
     with open_trainer(tmp_path, "synchronous", staleness=0)[0] as trainer:
         train(trainer, 1)
         assert not trainer.executor.roles["data"].canaries and not trainer.executor.roles["actor"].versions
