@@ -1,7 +1,7 @@
 """Compare trainer and engine by canaries, in asynchronous training.
 
-Most tokens that a step trains on were sampled by older weights, so their log-probs differ from the trainer's without
-a fault. Canaries are samples that only serve the comparison:
+Most tokens that a step trains on were sampled by older weights, so their log-probs differ from the trainer's
+without a fault. Canaries are samples that only serve the comparison:
 
     sample   each engine samples the same prompts after each commit, beside the requests that run
     send     their tokens go to the actor's ranks, beside the batch that is trained on
@@ -122,7 +122,7 @@ class Canaries:
             where = f"engine {engine} of rollout{suffix}, weights of version {of_engine[0].version}"
             if len(own) != wanted:
                 raise InvariantError(
-                    f"{where}: {len(own)} of {wanted} tokens of its canaries were scored. Every canary must be"
+                    f"{where}: {len(own)} of {wanted} tokens of its canaries were scored: all must be"
                 )
             if (error := canary_error(own, actor.gate_limits)) is not None:
                 raise GateError(f"{where}, canaries: {error}", own)
@@ -149,16 +149,16 @@ def check_delivery(
         where = f"engine {engine} of {rollout}"
         if len({sample.sample_id for sample in own}) != count or len(own) != count:
             raise InvariantError(
-                f"{where} has delivered {len(own)} of {count} canaries of version {version}: every engine must "
-                "deliver each one once after every commit"
+                f"{where} has delivered {len(own)} of {count} canaries of version {version}: every engine "
+                "must deliver each one once after every commit"
             )
         versions = sorted({one for sample in own for one, _ in sample.runs})
         if versions != [version]:
             found = " and ".join(map(str, versions))
             raise InvariantError(
-                f"{where} has sampled its canaries by version {found} of the weights, and the trainer's weights "
-                f"are version {version}. The last commit did not reach the engine, or did not change its version. "
-                "A loop of your own must call sync in every step, or set --num-canaries 0"
+                f"{where} has sampled its canaries by version {found} of the weights, and the trainer's "
+                f"weights are version {version}. The last commit did not reach the engine, or did not change "
+                "its version. A loop of your own must call sync in every step, or set --num-canaries 0"
             )
 
 
@@ -166,8 +166,8 @@ def canary_error(tokens: Sequence[Token], limits: GateLimits) -> str | None:
     """Return the error message if trainer and engine disagree on an engine's canaries, else None.
 
     Where two experts are a rounding error apart, trainer and engine may choose differently, and then disagree
-    on the whole response. So mixtures of experts in fp32 are judged without the worst one of several canaries.
-    """
+    on the whole response. So mixtures of experts in fp32 are judged without the worst one of several
+    canaries."""
     if limits.multiples is FP32_EXPERTS:
         worst = max(tokens, key=lambda token: abs(token["trainer"] - token["engine"]))["sample_id"]
         tokens = [token for token in tokens if token["sample_id"] != worst] or tokens

@@ -262,7 +262,7 @@ class RolloutRole(HostedRole):
             return []
         first, limit = -1 - self.replica * count, num_response_tokens(config)
         prompts = canary_prompts(
-            self.encoders["train"],
+            lambda row: self.encoders["train"].prompts([row])[0],
             len(self.datasets["train"]),
             count,
             canary_length(config, self.engine.device == "cpu"),

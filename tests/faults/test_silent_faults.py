@@ -181,7 +181,7 @@ FAULTS = [
     SilentFault(
         "a_group_reported_twice",
         "a group that was trained on comes again",
-        "SampleBufferError: sample .* belongs to no prompt that is being sampled",
+        "SampleBufferError: sample .* (belongs to no prompt that is being sampled|was sampled more than once)",
         ASYNCHRONOUS,
     ),
 ]

@@ -7,7 +7,6 @@ Planted faults in whole jobs: tests/faults/test_silent_faults.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -109,8 +108,7 @@ def test_a_prompt_fills_two_blocks_if_the_engine_takes_so_many_tokens(flags, len
 
 def test_prompts_are_neighbouring_rows_of_the_data():
     rows = [[10, 11], [20], [30, 31, 32]]
-    encoder = SimpleNamespace(prompts=lambda wanted: [list(rows[row]) for row in wanted])
-    found = canary_prompts(encoder, len(rows), 2, 7)
+    found = canary_prompts(lambda row: rows[row], len(rows), 2, 7)
     assert found == [(0, [10, 11, 20, 30, 31, 32, 10]), (1, [20, 30, 31, 32, 10, 11, 20])]
 
 

@@ -19,11 +19,13 @@ from megarl.algorithms import REGISTRY
 from megarl.config.hf_config import ModelShape
 from megarl.flow import FlowError, symbolic_roles
 from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
+from megarl.invariants import InvariantError
 from megarl.loggers.console import Progress
 from megarl.packing import MiniBatch, Sample
 from megarl.runtime.hosting import WorkerContext
 from megarl.runtime.inline_executor import InlineExecutor
 from megarl.trainer.executors import interfaces_of
+from megarl.trainer.gate import GateError
 from megarl.trainer.own_ranks import Started
 from megarl.trainer.preflight import Inputs
 from megarl.trainer.trainer import Trainer
@@ -46,7 +48,7 @@ class LateRollout:
 
     def __init__(self, context: WorkerContext) -> None:
         self.pending: list[int] = []
-        self.num_delivered, self.version = 4, 0
+        self.num_delivered, self.version, self.num_skipped = 4, 0, 0
         self.context, context.idle_hook = context, self
 
     def setup(self) -> None:
@@ -74,6 +76,12 @@ class LateRollout:
         groups, self.pending = self.pending[: self.num_delivered], self.pending[self.num_delivered :]
         return [sample for visit in groups[::-1] for sample in self.samples(visit)]
 
+    def sample_canaries(self, count: int) -> list[Sample]:
+        return [
+            Sample(-1 - index, 9, 2, group=-1 - index, version=self.version, trained=False)
+            for index in range(count - self.num_skipped)
+        ]
+
     def samples(self, visit: int) -> list[Sample]:
         return [
             Sample(LARGEST_GROUP * visit + index, 5 + index, 3, group=visit, version=self.version)
@@ -97,11 +105,13 @@ class Data:
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
         self.released: list[int] = []
+        self.canaries: list[list[int]] = []
 
     def distribute(
         self, shard: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
     ) -> dict[str, float]:
-        self.steps.append([sample for mini_batch in mini_batches for sample in mini_batch.samples_of(0)])
+        notes = self.canaries if rollouts == "canary" else self.steps
+        notes.append([sample for mini_batch in mini_batches for sample in mini_batch.samples_of(0)])
         return {}
 
     def release(self, sample_ids: list[int], source: str) -> None:
@@ -122,17 +132,29 @@ class Rewards:
 class Actor:
     def __init__(self) -> None:
         self.groups: list[Counter] = []
+        self.versions: list[int] = []
+        """Version of each `log_probs` with canaries."""
+        self.gap = 0.0
 
     def setup(self) -> None:
         pass
 
-    def log_probs(self, version: int | None = None) -> dict[str, float]:
+    def log_probs(self, version: int | None = None, canaries: bool = False) -> dict[str, float]:
         """Trainer and engine agree exactly."""
+        self.versions += [version] * canaries
         zero = ("mean_abs", "clipped_abs", "max_abs", "outliers", "kl")
         return {f"mismatch/{name}": 0.0 for name in zero} | {
             "mismatch/log_prob_abs": 1.0,
             "mismatch/tokens": 10,
         }
+
+    def canary_tokens(self) -> list[dict[str, float]]:
+        gap = self.gap if len(self.versions) > 1 else 0.0
+        return [
+            {"sample_id": -1 - index, "position": at, "token": 3, "trainer": -1.0, "engine": -1.0 - gap}
+            for index in range(4)
+            for at in (7, 8)
+        ]
 
     def advantages(self, sample_ids, group_ids, rewards, kl_coef, digests=None) -> dict[str, float]:
         self.groups.append(Counter(group_ids))
@@ -205,6 +227,34 @@ def test_each_sample_is_trained_on_once(tmp_path):
         assert not last and sorted(data.released) == sorted(sum(data.steps[:-1], []))
 
 
+def test_canaries_of_every_step_are_scored_and_not_trained_on(tmp_path):
+    with open_trainer(tmp_path, "run")[0] as trainer:
+        train(trainer, 6)
+        data, actor = (trainer.executor.roles[name] for name in ("data", "actor"))
+        assert [sorted(canaries) for canaries in data.canaries] == [[-4, -3, -2, -1]] * 6
+        assert actor.versions == [0, 1, 2, 3, 4, 5]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["canary/tokens"], row["canary/max_abs"]) for row in rows] == [(8.0, 0.0)] * 6
+    with open_trainer(tmp_path, "synchronous", staleness=0)[0] as trainer:
+        train(trainer, 1)
+        assert not trainer.executor.roles["data"].canaries and not trainer.executor.roles["actor"].versions
+
+
+def test_a_canary_that_differs_or_is_missing_ends_the_job(tmp_path):
+    trainer, _, actor = open_trainer(tmp_path, "differs")
+    actor.gap = 1e-2
+    with pytest.raises(GateError, match="engine 0 of rollout, weights of version 1, canaries: trainer"):
+        train(trainer, 2)
+    trainer.__exit__(RuntimeError, RuntimeError(), None)
+    trainer = open_trainer(tmp_path, "missing")[0]
+    trainer.executor.roles["rollout"].num_skipped = 1
+    with pytest.raises(
+        InvariantError, match="engine 0 of rollout has delivered 3 of 4 canaries of version 0"
+    ):
+        train(trainer, 1)
+    trainer.__exit__(RuntimeError, RuntimeError(), None)
+
+
 def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path):
     with open_trainer(tmp_path, "before")[0] as trainer:
         train(trainer, 1)
@@ -215,6 +265,7 @@ def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path)
     assert waiting == {1, 3, *range(6, 12)}
     with open_trainer(tmp_path, "after")[0] as trainer:
         trainer.state.restore(snapshot)
+        trainer.executor.roles["rollout"].version = 1  # a job restores before its first sync
         assert trainer.step == 1 and waiting_in(trainer) == waiting
         train(trainer, 5)
         second = [trainer.executor.roles[name] for name in ("data", "actor")]

@@ -402,6 +402,6 @@ def a_group_reported_twice(module) -> None:
 
     def counts(self, finished):
         seen.extend(finished)
-        return len({sample.group for sample in seen}) > 6
+        return any(sample.group >= 8 for sample in finished)  # admitted after step 1
 
     wrap(module.RolloutRole, "_report", report, from_call=1, counts=counts)
