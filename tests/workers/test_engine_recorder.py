@@ -83,8 +83,9 @@ class Job:
             recorder.catch_up()
             if step == self.late:
                 engine.hold(None)
+                engine.add((99,))
                 done = engine.num_steps
-                while engine.left and engine.num_steps == done:
+                while engine.num_steps == done:
                     engine.step()
             with recorder.taking_effect(Commit(step=step, version=step)):
                 engine.version = step
