@@ -46,10 +46,13 @@ class Sample:
     version_runs: tuple[tuple[int, int], ...] = ()
     """(version, number of consecutive response tokens that its weights sampled), from the first token to the
     last; empty if all tokens are of `version`."""
+    trained: bool = True
+    """False for a sample that is scored but not trained on, such as a canary. No loss denominator counts
+    it."""
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """`version_runs`, also for a sample of one version."""
+        """The `version_runs` of the sample, with one entry where a single version sampled all tokens."""
         return self.version_runs or ((self.version, self.response_length),)
 
     @property
@@ -70,8 +73,9 @@ class MiniBatch:
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     num_tokens: int
-    """Number of response tokens on all ranks, a loss denominator."""
+    """Number of response tokens that are trained on, on all ranks, a loss denominator."""
     num_sequences: int
+    """Number of samples that are trained on, on all ranks."""
 
     def samples_of(self, dp_rank: int) -> list[int]:
         return [s for micro in self.micro_batches[dp_rank] for s in micro]
@@ -145,7 +149,8 @@ def _plan_one(
     micro_batches = tuple(
         tuple(tuple(s.sample_id for s in micro) for micro in _split_up(bins, count)) for bins in packed
     )
-    return MiniBatch(micro_batches, sum(s.response_length for s in samples), len(samples))
+    trained = [s for s in samples if s.trained]
+    return MiniBatch(micro_batches, sum(s.response_length for s in trained), len(trained))
 
 
 def _balance(

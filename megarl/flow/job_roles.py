@@ -109,6 +109,14 @@ class Rollout(ServiceRole, kind="rollout"):
             wait: False queues the requests and returns [] at once. The engines take steps while their ranks
                 wait for calls, and report the groups that are finished as events (see flow/events.py)."""
 
+    @method(optional=True, phase="rollout")
+    def sample_canaries(self, count: int) -> list[Sample]:
+        """Sample `count` canaries on every engine: short responses to long prompts, the same at every call,
+        which are scored but not trained on. The engine's other requests go on in the same steps.
+
+        Returns: the samples of this engine on its first rank only. Engine e has the ids -1 - e * count and
+            below."""
+
     @method(reads=("weights:actor",), writes=("weights:rollout",), reports=True, phase="reshard")
     def sync(self, version: int) -> Metrics:
         """Copy the actor's current weights into the engine as `version`, and return metrics of the copy.
@@ -207,14 +215,20 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         reports=True,
         phase="log_probs",
     )
-    def log_probs(self, version: int | None = None) -> Metrics:
+    def log_probs(self, version: int | None = None, canaries: bool = False) -> Metrics:
         """Write the column old_log_probs, and return metrics (mismatch/*) that compare it with the engine's
         log-probs.
 
         Args:
             version: version of the weights now, with --staleness. Tokens that older weights sampled are
                 compared in off_policy/*, which the gate does not judge. None compares all tokens in
-                mismatch/*."""
+                mismatch/*.
+            canaries: whether the pass also scores the canaries that were distributed."""
+
+    @method(optional=True)
+    def canary_tokens(self) -> list[dict[str, int | float]]:
+        """Return trainer's and engine's log-prob of each response token of the scored canaries, in the form
+        of `worst_tokens`. One rank of each data-parallel replica returns those of the replica."""
 
     @method(
         reads=("rewards", "old_log_probs", "ref_log_probs", "values"),

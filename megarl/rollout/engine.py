@@ -168,7 +168,6 @@ class Engine:
         cannot generate any more."""
         prefixes = [[]] * len(prompts) if prefixes is None else prefixes
         limit = max_tokens or self._sampling.max_response_length
-        self.inference.check_alive()
         self._check(prompts, keys, prefixes, limit)
         first = self._num_generated
         self._num_generated += len(prompts)
@@ -184,19 +183,30 @@ class Engine:
             )
             for index, (prompt, key, prefix) in enumerate(zip(prompts, keys, prefixes, strict=True))
         ]
-        with adding:
-            if requests:
-                self.inference.add(requests)
-        missing = {request.id for request in requests}
-        while missing:
-            self.step()
-            missing -= self._outputs.keys()
         return [
             Response(
                 output.token_ids, output.log_probs, output.versions, output.finish_reason, output.experts
             )
-            for output in (self._outputs.pop(request.id) for request in requests)
+            for output in self.complete(requests, adding)
         ]
+
+    def complete(
+        self, requests: Sequence[Request], adding: AbstractContextManager[None] = nullcontext()
+    ) -> list[Output]:
+        """Queue requests, take steps until all of them are finished, and return their outputs in this order.
+        Requests of `add` go on in the same steps.
+
+        Args:
+            adding: context in which the requests are queued.
+        Collective and with the errors of `step`. Raises: RuntimeError before the first sync."""
+        with adding:
+            if requests:
+                self.add(requests)
+        missing = {request.id for request in requests}
+        while missing:
+            self.step()
+            missing -= self._outputs.keys()
+        return [self._outputs.pop(request.id) for request in requests]
 
     # Requests that outlive a call.
 

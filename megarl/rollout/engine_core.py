@@ -67,6 +67,14 @@ def switch(core: EngineCore, version: str, recompute: bool, salt: str) -> str | 
     return needed
 
 
+def put_first(core: EngineCore, ids: list[str]) -> None:
+    """Put waiting requests before all others that wait, in this order."""
+    waiting = core.scheduler.waiting
+    requests = [core.scheduler.requests[name] for name in ids]
+    waiting.remove_requests(requests)
+    waiting.prepend_requests(requests[::-1])
+
+
 def num_steps(core: EngineCore) -> int:
     """Return the number of steps that computed something; with a scheduler of vLLM's own, all steps."""
     scheduler = core.scheduler
@@ -102,5 +110,5 @@ def register() -> None:
     """Add the methods to vLLM's class, as `megarl_<name>`. May be called again."""
     from vllm.v1.engine.core import EngineCore
 
-    for method in (report, deliver, label, switch, num_steps, hold, free_kv_tokens):
+    for method in (report, deliver, label, switch, put_first, num_steps, hold, free_kv_tokens):
         setattr(EngineCore, f"megarl_{method.__name__}", method)

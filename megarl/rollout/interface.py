@@ -46,7 +46,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. The engine starts on none of them before all are queued."""
+        """Queue requests, those with `is_first` before all others. The engine starts on none of them before
+        all are queued."""
 
     @abstractmethod
     def has_unfinished(self) -> bool:

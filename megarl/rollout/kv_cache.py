@@ -19,6 +19,11 @@ MAX_CPU_KV_CACHE_BYTES = 2**30
 Requests wait for each other if the cache is too small for all."""
 
 
+def block_size(config: TrainConfig, on_cpu: bool) -> int:
+    """Return the number of tokens in a KV-cache block of vLLM."""
+    return config.rollout.block_size or (CPU_BLOCK_SIZE if on_cpu else GPU_BLOCK_SIZE)
+
+
 def most_sequences(config: TrainConfig, num_engines: int) -> int:
     """Return how many sequences one engine can have at once.
 

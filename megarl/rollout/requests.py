@@ -25,6 +25,8 @@ class Request:
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0  # off
+    is_first: bool = False
+    """Whether the request starts before all others that wait."""
 
 
 @dataclass(frozen=True)

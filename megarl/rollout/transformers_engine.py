@@ -146,7 +146,9 @@ class TransformersEngine(InferenceEngine):
     # ------------------------------------------------------------------ requests
 
     def add(self, requests: Sequence[Request]) -> None:
-        self._waiting += [_Sequence(request, list(request.prompt)) for request in requests]
+        sequences = [_Sequence(request, list(request.prompt)) for request in requests]
+        self._waiting += [sequence for sequence in sequences if not sequence.request.is_first]
+        self._waiting.extendleft(sequence for sequence in reversed(sequences) if sequence.request.is_first)
 
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._rows)

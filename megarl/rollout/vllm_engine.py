@@ -102,6 +102,8 @@ class VllmEngine(InferenceEngine):
         salt = {} if self._salt is None else {"cache_salt": self._salt}
         prompts = [{"prompt_token_ids": request.prompt} | salt for request in requests]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
+        if first := [internal for internal, request in zip(ids, requests, strict=True) if request.is_first]:
+            self._core("put_first", first)
         # vLLM returns its internal id: the external id, a dash and random characters.
         self._requests |= {
             internal.split("-")[0]: request for internal, request in zip(ids, requests, strict=True)
@@ -176,8 +178,10 @@ class VllmEngine(InferenceEngine):
         finish_reason: str | None = None,
         rows: np.ndarray | None = None,
     ) -> Output:
-        """Args:
-        starts: each version that sampled tokens, and the first of these tokens."""
+        """Return the tokens of a request with the version that sampled each.
+
+        Args:
+            starts: each version that sampled tokens, and the index of its first token."""
         if len(token_ids) != len(log_probs):
             raise RuntimeError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs")
         experts = None

@@ -118,11 +118,11 @@ class SampleBuffer:
         for group in self._groups.values():
             if group.is_issued and group.engine is not None:
                 loads[group.engine] += group.num_samples - len(group.samples)
-        chosen = [group.engine for group in self.waiting()]
-        new = [i for i, engine in enumerate(chosen) if engine is None or engine >= num_engines]
-        for index, engine in zip(new, route(len(new), loads), strict=True):
-            chosen[index] = engine
-        return chosen
+        waiting = [group.engine for group in self.waiting()]
+        kept = {i: engine for i, engine in enumerate(waiting) if engine is not None and engine < num_engines}
+        new = [i for i in range(len(waiting)) if i not in kept]
+        chosen = kept | dict(zip(new, route(len(new), loads), strict=True))
+        return [chosen[i] for i in range(len(waiting))]
 
     def lose_engine(self, engine: int) -> list[Group]:
         """Let the unfinished groups of an engine wait for another engine, and return them.
@@ -213,11 +213,12 @@ class SampleBuffer:
             raise SampleBufferError(
                 f"step {step} needs {size} prompts, but {len(self)} are admitted: num_to_admit says how many"
             )
-        if late := self._first_late(self.groups, step):  # whatever is finished
+        if late := self._first_late(self.groups, step):  # also if enough groups are finished
             raise SampleBufferError(
-                f"visit {late.visit} was admitted at version {late.version}. With staleness {self.staleness} its "
-                f"last step is {self._last_step(late)}, and step {step} comes too late for it. Resume with the "
-                "--staleness and --num-prompts of the checkpoint, and train on rollouts in every step"
+                f"visit {late.visit} was admitted at version {late.version}. With staleness {self.staleness} "
+                f"its last step is {self._last_step(late)}, and step {step} comes too late for it. Resume with "
+                "the --staleness and --num-prompts of the checkpoint. In a loop of your own call rollout() and "
+                "update() in every step"
             )
         chosen = [group for group in self._candidates(step) if group.is_finished][:size]
         if len(chosen) < size:

@@ -22,6 +22,7 @@ from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver,
 from megarl.invariants import check_plan, check_samples, check_versions
 from megarl.messages import decode, encode
 from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
+from megarl.trainer.canaries import Canaries
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.group_future import GroupFuture
 from megarl.trainer.replay import DriverLog
@@ -67,6 +68,7 @@ class StepRunner:
         self.results: dict[str, NodeResult] = {}
         """Futures of the step's issued nodes, by node name."""
         self.scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
+        self.canaries = Canaries(executor, meshes, state, self.shard_key_of)
         self.log: DriverLog | None = None
         """Log of asynchronous rollouts; None in synchronous training."""
         self._num_reported = 0
@@ -80,8 +82,18 @@ class StepRunner:
 
         Args:
             rows: suffix of each actor that admits prompts -> rows of the training data; None takes the next
-                ones."""
+                ones.
+        Raises: ValueError with --staleness, if the step has its samples already."""
+        staleness = self.state.first.config.streaming.staleness
+        has_samples = any(batch.samples for batch in self.batches.of_actor.values())
+        if staleness and self.batches.step == self.state.step and has_samples:
+            raise ValueError(
+                f"rollout() was called before in step {self.state.step}: with --staleness {staleness} the "
+                "step has taken its samples from the buffer, and nothing is discarded. Call "
+                "trainer.update(batch) first."
+            )
         self.batches = StepBatches(self.state.step, flow, self.state.actors)
+        self.canaries.begin_step()
         for suffix, rows_of_actor in rows.items():
             actor = self.state.actors[suffix]
             actor.admit(rows_of_actor, self.state.step)
@@ -123,7 +135,8 @@ class StepRunner:
         for result in self.results.values():
             if result.node is not None and isinstance(result.future, GroupFuture):
                 seconds[result.role, result.node.method] += result.future.waited_s
-        return metrics_of_actors(self.batches, self.state, reports, seconds)
+        of_actors = metrics_of_actors(self.batches, self.state, reports, seconds)
+        return {suffix: own | self.canaries.metrics(suffix) for suffix, own in of_actors.items()}
 
     def judge(self, of_actors: Mapping[str, Mapping[str, float]]) -> list[str]:
         """Update every actor's KL controller with the metrics of the step, and check its log-prob gate.
@@ -134,6 +147,7 @@ class StepRunner:
         for suffix, metrics in of_actors.items():
             actor, batch = self.state.actors[suffix], self.batches.of_actor[suffix]
             actor.update_kl(metrics, self.batches.batch_of(actor.actor))
+            self.canaries.check(suffix)  # first, because its error names the engine
             if "mismatch/max_abs" in metrics:  # a user's own loop may compute no log-probs
                 self.gate.check(actor, metrics)
             warnings += [actor.note_useless_rewards(batch), actor.note_unscored_updates(metrics, batch.step)]
@@ -165,7 +179,9 @@ class StepRunner:
         if called is Actor.receive_rows:
             return batch.visits, self._plan_rows(batch)
         if called is Actor.log_probs and actor.config.streaming.staleness:
-            return (batch.step - 1,) if self.batches.is_on_policy(node.role) else ()
+            if not self.batches.is_on_policy(node.role):
+                return ()
+            return batch.step - 1, self.canaries.are_sent(actor.suffix)
         if called is Actor.advantages:
             rewards = [batch.rewards[sample] for sample in batch.sample_ids]
             return batch.sample_ids, batch.group_ids, rewards, actor.kl.coef, batch.reward_digests
@@ -191,15 +207,17 @@ class StepRunner:
 
     def end_of(self, node: Node, call: Future[Any]) -> Future[Any]:
         """Return the future of a node. Sampling ends when the actor's buffer has the groups of the step."""
-        if node.declaration() is not Rollout.generate or node.background:
+        actor, step = self.state.actor_of(node.role), self.batches.step
+        buffer, called = actor.buffer, None if node.background else node.declaration()
+        if called is Actor.log_probs:
+            self.canaries.ask(actor.suffix)
+        if called is not Rollout.generate or not buffer.staleness:
             return call
-        buffer, step = self.state.actor_of(node.role).buffer, self.batches.step
-        if not buffer.staleness:
-            return call
+        self.canaries.sample(node.role)
 
         def is_ready() -> bool:
             self.take_finished_groups()
-            return buffer.is_ready(step)
+            return buffer.is_ready(step) and self.canaries.is_ready(node.role)
 
         ranks = [*self.meshes[node.role].ranks]
         return GroupFuture(self.executor, call, is_ready, lambda: self._num_reported, ranks)
@@ -214,6 +232,8 @@ class StepRunner:
     def _check_gate(self, actor: str, results: Mapping[str, NodeResult]) -> None:
         for result in results.values():
             if result.role == actor and result.node and result.node.declaration() is Actor.log_probs:
+                if not self.state.actor_of(actor).gate_passed:
+                    self.canaries.check(self.state.actor_of(actor).suffix)
                 self.gate.check_first(result)
 
     def skips(self, node: Node) -> bool:
@@ -279,6 +299,7 @@ class StepRunner:
             data = Data(self.executor, "data", ranks)
             sent = data.distribute(key, batch.samples, mini_batches, f"train{actor.suffix}")
             batch.transfers.append(sent)
+        self.canaries.send(rollout, self.batches.step)
 
     def _take_rows(self, suffix: str) -> None:
         """Take the rows of a step of supervised fine-tuning: each row is a finished group of one sample."""

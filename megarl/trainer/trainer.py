@@ -28,14 +28,12 @@ from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.futures import Future
 from megarl.flow import (
-    Actor,
     Flow,
     Metrics,
     ModelRole,
     Node,
     PlacedRole,
     Roles,
-    Rollout,
     ServiceRole,
     role_class,
 )
@@ -203,6 +201,7 @@ class Trainer:
             self._begin_step()
             yield self.step
             if self.state.in_step:  # the loop has left the step out: the next one has another number
+                self.state.check_left_out()
                 self._complete_step()
             self.checkpoint_if_due()
 
@@ -213,8 +212,8 @@ class Trainer:
         rewards.
 
         Other nodes that are ready run meanwhile. The call begins a step unless one has begun (see `steps`). A
-        second call before `update` discards the step's samples and samples again. In supervised fine-tuning
-        the batch is the next rows of the data.
+        second call before `update` discards the step's samples and samples again; with --staleness it is an
+        error. In supervised fine-tuning the batch is the next rows of the data.
 
         Args:
             flow: flow of a step, rollout and update, if not the algorithm's.
@@ -222,13 +221,13 @@ class Trainer:
                 apply to all actors that sample, or are given by name: {"actor": [...], "actor_2": [...]}.
                 Only in synchronous training: see `admit`.
         Returns: the first actor's batch, which holds the other actors' batches.
-        Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank
-        fails."""
+        Raises: FlowError before anything runs; ValueError for rows that do not fit, and with --staleness for
+        rows and for a second call; RemoteError if a rank fails."""
         if not self.state.in_step:
             self._begin_step()
         flow = self.flow if flow is None else flow
         self._validate(flow)
-        return self.runner.sample(flow, self._rows_of_actors(flow, rows)).first
+        return self.runner.sample(flow, self.state.rows_of_actors(flow, rows)).first
 
     def admit(self, rows: Sequence[int], actor: str = "actor") -> None:
         """Let an actor's engines answer these rows of the training data next, before other rows. They are
@@ -428,21 +427,7 @@ class Trainer:
         for actor in self.state.actors.values():
             needs[actor.actor, "advantages"] = actor.algorithm.advantage_reads
             needs[actor.actor, "update"] = actor.algorithm.loss_reads
-        flow.validate(self.meshes, needs)
-
-    def _rows_of_actors(
-        self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
-    ) -> dict[str, Sequence[int] | None]:
-        """Return suffix of each sampling actor -> the data rows to sample responses to; None takes the next
-        rows."""
-        given: dict[str, Sequence[int] | None]
-        if isinstance(rows, Mapping):
-            given = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
-        else:
-            given = {suffix: rows for suffix in self.state.actors}
-        admitting = (Rollout.generate, Actor.receive_rows)
-        suffixes = [node.index for node in flow.nodes if node.declaration() in admitting]
-        return {suffix: given.get(suffix) for suffix in suffixes if suffix in self.state.actors}
+        flow.validate(self.meshes, needs, self.config.streaming.staleness)
 
     def _check_current(self, batch: RolloutBatch) -> None:
         batches = self.runner.batches

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.base import AdvantageInputs, LossInputs
-from megarl.batch import MicroBatch
+from megarl.batch import Batch, MicroBatch
 from megarl.gate_limits import GateLimits
 from megarl.config.mesh import MeshSpec
 from megarl.batch_invariants import check_column
@@ -27,6 +27,7 @@ from megarl.workers.objective import Objective
 from megarl.workers.offload_manager import needs
 from megarl.workers.policy import PolicyRole
 from megarl.workers.recompute import check_advantages
+from megarl.workers.store import BatchShard
 
 if TYPE_CHECKING:
     from megarl.megatron.loss_check import LossCheck, PassLimit
@@ -63,6 +64,8 @@ class ActorRole(PolicyRole):
     """Whether an update has begun since the weights were last copied into the engine of this process."""
     _is_compared: torch.Tensor | None = None
     """[T] bool: tokens of the batch that the last `log_probs` compared in mismatch/*; None: all."""
+    _canaries: BatchShard | None = None
+    """Canaries that the last `log_probs` scored."""
     rollout_mesh: MeshSpec | None = None
     """Mesh of the engines, if none is on this rank."""
     sender: WeightSync | None = None
@@ -102,7 +105,7 @@ class ActorRole(PolicyRole):
         self.sender.finish()
 
     @needs("parameters")
-    def log_probs(self, version: int | None = None) -> dict[str, float]:
+    def log_probs(self, version: int | None = None, canaries: bool = False) -> dict[str, float]:
         """Write the column old_log_probs, and return metrics (mismatch/*) that compare it with the engine's
         log-probs.
 
@@ -110,10 +113,12 @@ class ActorRole(PolicyRole):
             version: version of the weights now. Tokens that older weights sampled are compared in
                 off_policy/*, see `_is_current`. None, or a batch without versions, compares all tokens in
                 mismatch/*.
+            canaries: whether the pass also scores the canaries that were distributed, for `canary_tokens`.
         Returns: this rank's part of the metrics mismatch/*, whose limits are in megarl/gate_limits.py, and of
             off_policy/*. Of a kind of which the step has no token on any rank there is no metric but
             mismatch/tokens. The metric kl is the estimate k3 of KL(engine || trainer)."""
-        self.write_log_probs("old_log_probs")
+        self._canaries = self.store.batch(self.store.canaries_of(self.shard_key)) if canaries else None
+        self.write_log_probs("old_log_probs", self._canaries)
         self._is_compared = None
         if not self.model.reports:
             return {}
@@ -192,17 +197,15 @@ class ActorRole(PolicyRole):
         gap = (batch.old_log_probs - batch.rollout_log_probs).abs()
         if self._is_compared is not None:
             gap = gap.where(self._is_compared, 0.0)
-        rows = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
-        return [
-            {
-                "sample_id": int(batch.sample_ids[rows[i]]),
-                "position": int(i - batch.cu_seqlens[rows[i]]),
-                "token": int(batch.tokens[i]),
-                "trainer": float(batch.old_log_probs[i]),
-                "engine": float(batch.rollout_log_probs[i]),
-            }
-            for i in gap.topk(min(count, len(gap))).indices.tolist()
-        ]
+        return _log_probs_at(batch, gap.topk(min(count, len(gap))).indices.tolist())
+
+    def canary_tokens(self) -> list[dict[str, int | float]]:
+        """Return trainer's and engine's log-prob of each response token of the canaries of this rank's
+        replica. Only one rank of each data-parallel replica returns some."""
+        if not self.model.reports or self._canaries is None:
+            return []
+        batch = self._canaries.batch
+        return _log_probs_at(batch, batch.response_mask.nonzero().flatten().tolist())
 
     def advantages(
         self,
@@ -327,3 +330,18 @@ class ActorRole(PolicyRole):
             is_whole = len(rows) == len(micro.response_positions)
             self._is_token_level = check_token_level(self.algorithm, inputs, is_whole)
         super().check_inputs(check, micro, rows, inputs)
+
+
+def _log_probs_at(batch: Batch, tokens: list[int]) -> list[dict[str, int | float]]:
+    """Return trainer's and engine's log-prob of these tokens of a batch, and where the tokens are."""
+    rows = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+    return [
+        {
+            "sample_id": int(batch.sample_ids[rows[i]]),
+            "position": int(i - batch.cu_seqlens[rows[i]]),
+            "token": int(batch.tokens[i]),
+            "trainer": float(batch.old_log_probs[i]),
+            "engine": float(batch.rollout_log_probs[i]),
+        }
+        for i in tokens
+    ]

@@ -74,7 +74,8 @@ class DataRole(RandomStateOfRank):
 
         Args:
             key: shard key of the mesh.
-            samples: at least those of `mini_batches`, with their owners.
+            samples: at least those of `mini_batches`, with their owners. If they are not `trained`, they
+                become the canaries that are scored beside the mesh's batch, which stays.
             mini_batches: as planned for the mesh.
             source: the rollout source of the samples.
         Returns: batch/samples_moved and batch/bytes_moved, which count the data that this rank received.
@@ -92,9 +93,10 @@ class DataRole(RandomStateOfRank):
                     f"[data rank {self.rank}] sample {sample} is wanted by {self._name(key)}, but {known}."
                 )
         self.store.check_records(source, samples)
-        self.store.release_batch(key)  # release the old batch before the new one takes memory
+        stored = key if all(s.trained for s in samples) else self.store.canaries_of(key)
+        self.store.release_batch(stored)  # release the old batch before the new one takes memory
         layout = BatchLayout(source, mini_batches, {s.sample_id: s for s in samples})
-        self.store.layouts[key] = layout
+        self.store.layouts[stored] = layout
         wanted: list[int] = []
         if self.rank in mesh.ranks:
             dp_rank = mesh.coordinates(self.rank)["dp"]
@@ -110,7 +112,7 @@ class DataRole(RandomStateOfRank):
             check_digests(batch, digests, "that the engine reported for it")
             if self.has_versions:
                 batch.set_versions([layout.samples[sample] for sample in wanted])
-            self.store.set_batch(key, BatchShard(batch, mini_batches, digests))
+            self.store.set_batch(stored, BatchShard(batch, mini_batches, digests))
         received = [sample for ids in route.incoming.values() for sample in ids]
         num_tokens = sum(layout.lengths[sample] for sample in received)
         return {

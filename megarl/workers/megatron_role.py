@@ -142,11 +142,16 @@ class MegatronRole(HostedRole):
         Raises: MissingSampleError if some of its samples were released."""
         return self.store.batch(self.shard_key)
 
-    def micro_batches(self, mini_batches: list[MiniBatch]) -> list[MicroBatch]:
+    def micro_batches(
+        self, mini_batches: list[MiniBatch], shard: BatchShard | None = None
+    ) -> list[MicroBatch]:
         """Return the micro-batches of this rank in these mini-batches, in order: one per forward pass.
 
+        Args:
+            shard: the batch shard with their samples. Default: the shard that the role trains on.
         Raises: InvariantError if a sample no longer has the tokens or values written for it."""
-        shard, dp_rank = self.shard, self.model.groups.dp.rank()
+        shard = self.shard if shard is None else shard
+        dp_rank = self.model.groups.dp.rank()
         return [shard.micro_batch(ids) for m in mini_batches for ids in m.micro_batches[dp_rank]]
 
     def write_column(

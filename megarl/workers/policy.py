@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from megarl.batch_invariants import check_column
 from megarl.workers.megatron_role import MegatronRole
 
 if TYPE_CHECKING:
+    from megarl.workers.store import BatchShard
     from megarl.megatron.policy import Policy
 
 
@@ -18,9 +22,18 @@ class PolicyRole(MegatronRole):
 
         return self.build_as(Policy)
 
-    def write_log_probs(self, column: str) -> None:
+    def write_log_probs(self, column: str, canaries: BatchShard | None = None) -> None:
         """Compute the log-probs of this rank's response tokens under the policy, and store them as the token
-        column `column`."""
+        column `column`.
+
+        Args:
+            canaries: samples that the same pass scores, in micro-batches of their own."""
         micro_batches = self.micro_batches(self.shard.mini_batches)
-        log_probs = self.model.log_probs(micro_batches, self.config.sampling.temperature)
+        extra = [] if canaries is None else self.micro_batches(canaries.mini_batches, canaries)
+        log_probs = self.model.log_probs([*micro_batches, *extra], self.config.sampling.temperature)
+        if extra and log_probs is not None:
+            of_canaries = torch.cat(log_probs[len(micro_batches) :])
+            canaries.set_column(column, canaries.batch.scatter(of_canaries))
+            check_column(canaries.batch, column, 0.0)
+            log_probs = log_probs[: len(micro_batches)]
         self.write_column(column, log_probs, largest=0.0)

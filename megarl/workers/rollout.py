@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +23,10 @@ from megarl.flow.job_roles import Rollout
 from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
+from megarl.rollout.canaries import canary_length, canary_prompts, num_response_tokens
 from megarl.rollout.draws import draw_key
-from megarl.rollout.replay_log import Admit, Checkpoint, Evaluate
+from megarl.rollout.replay_log import Admit, Canary, Checkpoint, Evaluate
+from megarl.rollout.requests import Request
 from megarl.runtime.hosting import WorkerContext
 from megarl.workers.actor import ActorRole
 from megarl.workers.engine_recorder import EngineRecorder
@@ -214,6 +217,11 @@ class RolloutRole(HostedRole):
 
         Returns: the samples of this engine, on its first rank only."""
         rollouts = self.store.source(purpose + self.suffix)
+        if wait and purpose == "train" and self.config.streaming.staleness:
+            raise ValueError(
+                f"generate: with --staleness {self.config.streaming.staleness} the samples of earlier calls "
+                "wait for later steps. Call generate(..., wait=False), or let trainer.rollout() do it."
+            )
         if wait:
             rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
         if self.engine is None:
@@ -240,6 +248,51 @@ class RolloutRole(HostedRole):
             self.stream.collect()
         return self._records(made)
 
+    @needs(KV_CACHE)
+    def sample_canaries(self, count: int) -> list[Sample]:
+        """Sample `count` canaries with this rank's engine, before all requests that wait. Requests that run
+        go on in the same steps.
+
+        The canaries of the last call are released. Prompts and draws are the same at every call and on every
+        engine, so that only the weights and the KV cache can make a difference."""
+        rollouts, config = self.store.source("canary" + self.suffix), self.config
+        rollouts.release()
+        if self.engine is None:
+            return []
+        first, limit = -1 - self.replica * count, num_response_tokens(config)
+        prompts = canary_prompts(
+            self.encoders["train"],
+            len(self.datasets["train"]),
+            count,
+            canary_length(config, self.engine.device == "cpu"),
+        )
+        answers = [
+            Answer(first - index, row, first - index, prompt, draw_key(config.batch.seed, "canary", index))
+            for index, (row, prompt) in enumerate(prompts)
+        ]
+        outputs = self.engine.complete(
+            [
+                Request(
+                    f"canary/{answer.sample_id}",
+                    answer.prompt,
+                    answer.key,
+                    max_tokens=limit,
+                    is_first=True,
+                    **self._sampling(),
+                )
+                for answer in answers
+            ],
+            self._recorded("canary", [(index, row) for index, (row, _) in enumerate(prompts)]),
+        )
+        made = [
+            self._sample(answer.after(output), output.finish_reason, output.experts)
+            for answer, output in zip(answers, outputs, strict=True)
+        ]
+        rollouts.add(RolloutBlock(made))
+        if self.stream is not None:
+            self.stream.collect()
+        return [replace(record, trained=False) for record in self._records(made)]
+
     def _own(self, visits: Mapping[int, int], engines: Sequence[int] | None) -> list[tuple[int, int]]:
         """Return (visit, row) of the visits of this rank's engine."""
         if engines is not None:
@@ -251,7 +304,7 @@ class RolloutRole(HostedRole):
         return list(visits.items())[first:end]
 
     def _recorded(
-        self, purpose: str, own: list[tuple[int, int]], greedy: bool
+        self, purpose: str, own: list[tuple[int, int]], greedy: bool = False
     ) -> AbstractContextManager[None]:
         """Return the context in which the engine receives these prompts, which it logs."""
         if self.recorder is None:
@@ -261,7 +314,8 @@ class RolloutRole(HostedRole):
             return self.recorder.taking_effect(
                 Evaluate(step=version, version=version, visits=visits, greedy=greedy)
             )
-        return self.recorder.taking_effect(Admit(step=version + 1, version=version, visits=visits))
+        kind = Canary if purpose == "canary" else Admit
+        return self.recorder.taking_effect(kind(step=version + 1, version=version, visits=visits))
 
     def _answers(self, purpose: str, visits: list[tuple[int, int]], greedy: bool) -> list[Answer]:
         config, n = self.config, self.config.batch.num_samples_per_prompt

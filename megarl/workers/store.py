@@ -325,6 +325,11 @@ class SampleStore:
         self.mesh(key).add(shard)
         self._batches[key] = shard
 
+    @staticmethod
+    def canaries_of(key: str) -> str:
+        """Return the key of the batch shard that holds the canaries scored beside a batch."""
+        return f"{key} canaries"
+
     def release_batch(self, key: str, sample_ids: Iterable[int] | None = None) -> None:
         """Free samples of a batch shard, or the whole shard (None). Raises: MissingSampleError for a sample
         that is not there."""

@@ -31,6 +31,10 @@ PPO_DISJOINT = (
     "--critic-ranks",
     "1",
 )
+ASYNCHRONOUS = (
+    *("--staleness", "1"),
+    *("--rollout-block-size", "32", "--max-prompt-length", "64"),  # a canary has 68 tokens: two blocks and 4
+)
 FORKS = (
     "--reward-num-workers",
     "1",
@@ -140,6 +144,45 @@ FAULTS = [
         "one tensor of the engine not written by a sync",
         "SyncError: .*down_proj.* is not what rank",
         ("--no-reshard-alias",),
+    ),
+    SilentFault(
+        "prefix_cache_stays_stale",
+        "prefixes of earlier weights served after a commit",
+        "GateError: engine 0 of rollout, weights of version 1, canaries: trainer and engine disagree .*"
+        "canary/clipped_abs .*TOO LARGE",
+        (*ASYNCHRONOUS, "--weight-update", "keep"),
+    ),
+    SilentFault(
+        "version_stays_the_old_one",
+        "a commit does not change the engine's version",
+        "InvariantError: engine 0 of rollout has sampled its canaries by version 0 of the weights, and the "
+        "trainer's weights are version 1",
+        ASYNCHRONOUS,
+    ),
+    SilentFault(
+        "one_engine_stays_stale",
+        "one engine of two goes on with its old weights",
+        "GateError: engine 1 of rollout, weights of version 1, canaries: trainer and engine disagree",
+        (*ASYNCHRONOUS, "--no-reshard-alias"),
+        quick=True,
+    ),
+    SilentFault(
+        "a_canary_skipped",
+        "one engine samples a canary less",
+        "InvariantError: engine 1 of rollout has delivered 3 of 4 canaries of version 1",
+        ASYNCHRONOUS,
+    ),
+    SilentFault(
+        "a_token_of_another_version",
+        "one token's version wrong where it was sampled",
+        "InvariantError: sample .* versions must not decrease within a response",
+        ASYNCHRONOUS,
+    ),
+    SilentFault(
+        "a_group_reported_twice",
+        "a group that was trained on comes again",
+        "SampleBufferError: sample .* belongs to no prompt that is being sampled",
+        ASYNCHRONOUS,
     ),
 ]
 SILENT = table.Table(

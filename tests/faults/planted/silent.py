@@ -312,3 +312,96 @@ def one_tensor_stays_stale(module) -> None:
     wrap(
         module.MegarlWeightTransferEngine, "receive_weights", receive_weights, STEP + 1
     )  # the first is before step 1
+
+
+# Asynchronous rollouts. The first commit is before step 1.
+
+
+@planted("rank", "megarl.rollout.vllm_engine")
+def prefix_cache_stays_stale(module) -> None:
+    """A commit neither empties the prefix cache nor gives later requests a salt."""
+
+    def commit(original, self, version, running="refuse"):
+        core = self.llm.llm_engine.engine_core.engine_core
+        core.reset_prefix_cache = lambda *arguments: True
+        original(self, version, running)
+        self._salt = None
+
+    wrap(module.VllmEngine, "commit", commit)
+
+
+@planted("rank", "megarl.rollout.vllm_engine")
+def version_stays_the_old_one(module) -> None:
+    """The engine samples with new weights under the version of the old ones."""
+
+    def commit(original, self, version, running="refuse"):
+        original(self, version, running)
+        self.set_version(version - 1)
+
+    wrap(module.VllmEngine, "commit", commit)
+
+
+@planted("rank", "megarl.rollout.vllm_engine")
+def one_engine_stays_stale(module) -> None:
+    """The engine of rank 1 has the new weights until the sync has verified them, and then the old ones
+    (--no-reshard-alias: shared weights cannot be stale)."""
+    kept = []
+
+    def commit(original, self, version, running="refuse"):
+        original(self, version, running)
+        for tensor, before in zip(weights(self), kept, strict=True):
+            tensor.copy_(before)
+
+    def weights(engine):
+        return [tensor for of_rank in engine.tensors.values() for tensor in of_rank.values()]
+
+    def counts(self, *arguments):
+        if not kept:
+            kept.extend(tensor.clone() for tensor in weights(self))
+        return os.environ["RANK"] == "1"
+
+    wrap(module.VllmEngine, "commit", commit, counts=counts)
+
+
+@planted("rank", "megarl.workers.rollout")
+def a_canary_skipped(module) -> None:
+    """The engine of rank 1 delivers all canaries but the last."""
+    wrap(
+        module.RolloutRole,
+        "sample_canaries",
+        lambda original, self, count: original(self, count)[:-1],
+        counts=lambda *arguments: os.environ["RANK"] == "1",
+    )
+
+
+@planted("rank", "megarl.workers.rollout")
+def a_token_of_another_version(module) -> None:
+    """The first token of a response has the version after that of the others."""
+
+    def sample(original, self, answer, *arguments):
+        made = original(self, answer, *arguments)
+        made.versions[0] += 1
+        return made
+
+    wrap(
+        module.RolloutRole,
+        "_sample",
+        sample,
+        from_call=1,
+        counts=lambda self, answer, *arguments: len(answer.versions) > 1 and answer.group == 5,
+    )
+
+
+@planted("rank", "megarl.workers.rollout")
+def a_group_reported_twice(module) -> None:
+    """With the groups of a later step an engine reports a group of the first one again."""
+    seen = []
+
+    def report(original, self, finished):
+        original(self, finished + seen[:1])
+
+    def counts(self, finished):
+        seen.extend(finished)
+        return len({sample.group for sample in seen}) > 6
+
+    wrap(module.RolloutRole, "_report", report, from_call=1, counts=counts)

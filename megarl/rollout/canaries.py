@@ -1,0 +1,53 @@
+"""Choose the prompts of canaries: samples that only compare an engine with the trainer.
+
+A canary's prompt fills two blocks of the engine's KV cache, so that it would find the blocks of the canary before
+it if the engine kept them over a change of the weights. It consists of neighbouring prompts of the training
+data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.config.schema import TrainConfig
+from megarl.rollout.kv_cache import block_size
+
+if TYPE_CHECKING:
+    from megarl.data.encoder import PromptEncoder
+
+NUM_TOKENS = 8
+"""Number of response tokens of a canary, unless a stop token ends the response earlier."""
+NUM_BLOCKS = 2
+"""Number of whole KV-cache blocks of a canary's prompt."""
+_REST = 4  # tokens after the last whole block: an engine computes the last token of a prompt anew
+
+
+def num_response_tokens(config: TrainConfig) -> int:
+    """Return the largest number of response tokens of a canary."""
+    return min(NUM_TOKENS, config.sampling.max_response_length)
+
+
+def canary_length(config: TrainConfig, on_cpu: bool) -> int:
+    """Return the number of tokens of a canary's prompt: two blocks and a few, or as many as the engine takes.
+
+    It may exceed --max-prompt-length. An engine takes --max-prompt-length + --max-response-length tokens. Where
+    these are fewer than two blocks, hardly a prefix of any request is cached."""
+    sampling = config.sampling
+    most = sampling.max_prompt_length + sampling.max_response_length - num_response_tokens(config)
+    return min(NUM_BLOCKS * block_size(config, on_cpu) + _REST, most)
+
+
+def canary_prompts(
+    encoder: PromptEncoder, num_rows: int, count: int, length: int
+) -> list[tuple[int, list[int]]]:
+    """Return (first row, prompt) of each canary. Every prompt has `length` tokens.
+
+    Canary i begins at row i * num_rows // count, and goes on with the next rows until it is long enough."""
+    found = []
+    for index in range(count):
+        first = row = index * num_rows // count
+        tokens: list[int] = []
+        while len(tokens) < length:
+            tokens += encoder.prompts([row])[0]
+            row = (row + 1) % num_rows
+        found.append((first, tokens[:length]))
+    return found
