@@ -196,9 +196,11 @@ class Engine:
         """Queue requests, take steps until all of them are finished, and return their outputs in this order.
         Requests of `add` go on in the same steps.
 
+        Collective and with the errors of `step`.
+
         Args:
             adding: context in which the requests are queued.
-        Collective and with the errors of `step`. Raises: RuntimeError before the first sync."""
+        Raises: RuntimeError before the first sync."""
         with adding:
             if requests:
                 self.add(requests)

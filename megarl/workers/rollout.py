@@ -282,7 +282,7 @@ class RolloutRole(HostedRole):
                 )
                 for answer in answers
             ],
-            self._recorded("canary", [(index, row) for index, (row, _) in enumerate(prompts)]),
+            self._recorded("canary", [(answer.group, answer.row) for answer in answers]),
         )
         made = [
             self._sample(answer.after(output), output.finish_reason, output.experts)
