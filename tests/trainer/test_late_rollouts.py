@@ -126,7 +126,7 @@ class Actor:
     def setup(self) -> None:
         pass
 
-    def log_probs(self, version: int | None = None) -> dict[str, float]:
+    def log_probs(self, version: int | None = None, canaries: bool = False) -> dict[str, float]:
         """Trainer and engine agree exactly."""
         zero = ("mean_abs", "clipped_abs", "max_abs", "outliers", "kl")
         return {f"mismatch/{name}": 0.0 for name in zero} | {
