@@ -1,6 +1,6 @@
 """The log of an asynchronous run: written, damaged, cut after a resume, and read back as a plan.
 
-pytest tests/trainer/test_replay.py"""
+pytest tests/rollout/test_replay_log.py"""
 
 from __future__ import annotations
 
@@ -8,61 +8,68 @@ from pathlib import Path
 
 import pytest
 
-from megarl.loggers.json_lines import ENGINES, cut_after
-from megarl.trainer.replay import (
+from megarl.loggers.json_lines import cut_after
+from megarl.rollout.replay_log import (
+    DRIVER,
     Admit,
     Canary,
     Checkpoint,
     Commit,
-    EngineJoined,
-    EngineLost,
+    DriverPlan,
     Evaluate,
     ReplayError,
     ReplayLog,
-    ReplayPlan,
     RewardFailed,
+    Route,
+    Save,
     Start,
     Take,
+    path_of,
+    planned_records,
     read_log,
 )
 
-SETTINGS = {"--seed": 0, "--staleness": 1, "rows of --train-data": 7, "meshes": {"actor": {"dp": 2}}}
+SETTINGS = {"--seed": "0", "--staleness": "1", "bytes of rows.jsonl": "700"}
+ENGINE = "rollout_0"
 RECORDS = [
-    Admit(step=1, engine=0, engine_step=0, version=0, visits=(0, 1)),
-    Admit(step=1, engine=1, engine_step=0, version=0, visits=(2, 3)),
+    Admit(step=1, engine_step=0, version=0, visits=(0, 1)),
+    Commit(step=1, engine_step=57, version=1),
+    Canary(step=1, engine_step=57, version=1, visits=(4, 5)),
+    Evaluate(step=1, engine_step=60, version=1, visits=(0,), greedy=True),
+    Checkpoint(step=2, engine_step=99),
+]
+OF_DRIVER = [
+    Route(step=1, visits=(0, 1), engines=(1, 0)),
     Take(step=1, visits=(1,)),
-    RewardFailed(step=1, role="reward", sample_id=13, reason="late"),
-    Commit(step=1, engine=0, engine_step=57, version=1),
-    Canary(step=1, engine=0, engine_step=57, version=1, visits=(4, 5)),
-    Evaluate(step=1, engine=0, engine_step=60, version=1, visits=(0,), greedy=True),
-    EngineLost(step=2, engine=1, engine_step=9, visits=(3,)),
-    EngineJoined(step=2, engine=2, engine_step=0, version=1),
+    RewardFailed(step=1, role="reward", samples=(13, 14)),
     Take(step=2, visits=(0,)),
     Take(step=2, visits=(9,), suffix="_2"),
-    Checkpoint(step=2, engine=0, engine_step=99),
+    Save(step=2),
 ]
 
 
-def write_log(folder: Path, *records, step: int = 0, settings=SETTINGS) -> Path:
-    log = ReplayLog(folder, step, settings)
+def write_log(folder: Path, *records, name: str = ENGINE, step: int = 0, settings=None) -> Path:
+    log = ReplayLog(folder, name, step, settings)
     log.write(*records)
     log.close()
-    return folder / ENGINES
+    return path_of(folder, name)
 
 
 def test_every_kind_of_record_is_read_as_it_was_written(tmp_path):
-    path = write_log(tmp_path, *RECORDS)
-    assert read_log(tmp_path) == [Start(step=0, format=1, settings=SETTINGS), *RECORDS]
+    path = write_log(tmp_path, *RECORDS, *OF_DRIVER, settings=SETTINGS)
+    records = [Start(step=0, format=1, settings=SETTINGS), *RECORDS, *OF_DRIVER]
+    assert read_log(tmp_path, ENGINE) == records
+    assert path == tmp_path / "engines" / "rollout_0.jsonl"
     assert path.read_text().splitlines()[1] == (
-        '{"kind":"admit","engine":0,"engine_step":0,"version":0,"visits":[0,1],"step":1}'
+        '{"kind":"admit","step":1,"engine_step":0,"version":0,"visits":[0,1]}'
     )
 
 
 def test_a_record_is_in_the_file_when_the_call_returns(tmp_path):
-    log = ReplayLog(tmp_path, 0, SETTINGS)
+    log = ReplayLog(tmp_path, ENGINE, 0)
     for number, record in enumerate(RECORDS, 2):
         log.write(record)
-        assert len(read_log(tmp_path)) == number
+        assert len(read_log(tmp_path, ENGINE)) == number
     log.close()
 
 
@@ -72,7 +79,7 @@ def test_a_last_line_that_a_killed_job_did_not_finish_is_left_out(tmp_path):
     last = len(whole.splitlines(keepends=True)[-1])
     for num_bytes in range(1, last):
         path.write_bytes(whole[:-num_bytes])
-        assert read_log(tmp_path)[1:] == RECORDS[:-1]
+        assert read_log(tmp_path, ENGINE)[1:] == RECORDS[:-1]
 
 
 @pytest.mark.parametrize(
@@ -92,70 +99,75 @@ def test_a_damaged_line_is_named(tmp_path, line, error):
     path.write_bytes(path.read_bytes() + line + b"\n")
     write_log(tmp_path, RECORDS[1])
     with pytest.raises(ReplayError) as raised:
-        read_log(tmp_path)
+        read_log(tmp_path, ENGINE)
     assert str(path) in str(raised.value) and error in str(raised.value)
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path):
-    with pytest.raises(ReplayError, match=r"engines\.jsonl cannot be read \(No such file or directory\)"):
-        read_log(tmp_path)
-    (tmp_path / ENGINES).write_text("")
-    with pytest.raises(ReplayError, match=r"engines\.jsonl has no records"):
-        read_log(tmp_path)
-    (tmp_path / ENGINES).write_text('{"kind":"take","step":1,"visits":[]}\n')
+    with pytest.raises(ReplayError, match=r"driver\.jsonl cannot be read \(No such file or directory\)"):
+        read_log(tmp_path, DRIVER)
+    path = path_of(tmp_path, DRIVER)
+    path.parent.mkdir()
+    path.write_text("")
+    with pytest.raises(ReplayError, match=r"driver\.jsonl has no records"):
+        read_log(tmp_path, DRIVER)
+    path.write_text('{"kind":"take","step":1,"visits":[]}\n')
     with pytest.raises(ReplayError, match=r"line 1: the first record must be of kind start"):
-        read_log(tmp_path)
+        read_log(tmp_path, DRIVER)
 
 
-def test_a_plan_has_the_records_of_each_engine_and_the_visits_of_each_step(tmp_path):
-    write_log(tmp_path, *RECORDS)
-    plan = ReplayPlan.read(tmp_path, SETTINGS)
-    assert {engine: [step for step, _ in records] for engine, records in plan.engines.items()} == {
-        0: [0, 57, 57, 60, 99],
-        1: [0, 9],
-        2: [0],
-    }
-    assert plan.engines[0][0] == (0, RECORDS[0])
-    assert plan.taken == {1: (1,), 2: (0,)} and plan.failed_rewards == {1: [RECORDS[3]]}
-    assert ReplayPlan.read(tmp_path, SETTINGS, suffix="_2").taken == {2: (9,)}
+def test_the_drivers_plan_has_engines_and_groups_of_each_step(tmp_path):
+    write_log(tmp_path, *OF_DRIVER, name=DRIVER, settings=SETTINGS)
+    plan = DriverPlan.read(tmp_path, SETTINGS)
+    assert plan.engines == {("", 0): 1, ("", 1): 0}
+    assert plan.taken == {("", 1): (1,), ("", 2): (0,), ("_2", 2): (9,)}
+    assert plan.failed == {("reward", 1): (13, 14)}
+    assert plan.saved == {2} and plan.last_step == 2
 
 
-def test_a_resumed_run_continues_the_log_of_its_checkpoint(tmp_path):
-    later = [
-        Admit(step=3, engine=0, engine_step=99, version=2, visits=(6,)),
-        Take(step=3, visits=(6,)),
-    ]
-    path = write_log(tmp_path, *RECORDS, *later)
-    path.write_bytes(path.read_bytes() + b'{"kind":"take","st')  # the job was killed here
+def test_a_resumed_run_is_planned_as_one_that_never_stopped(tmp_path):
+    later = Admit(step=3, engine_step=99, version=2, visits=(6,))
+    repeated = Evaluate(
+        step=2, engine_step=99, version=2, visits=(0,)
+    )  # SIGTERM ended it, and it is repeated
+    path = write_log(tmp_path, *RECORDS, repeated, later)
+    path.write_bytes(path.read_bytes() + b'{"kind":"admit","st')  # the job was killed here
     cut_after(tmp_path, 2)
-    again = Admit(step=3, engine=0, engine_step=5, version=2, visits=(7,))
-    write_log(tmp_path, again, Take(step=3, visits=(7,)), step=2)
-    plan = ReplayPlan.read(tmp_path, SETTINGS)
-    assert plan.taken == {1: (1,), 2: (0,), 3: (7,)}
-    assert plan.engines[0][-2:] == [(99, RECORDS[-1]), (99 + 5, again)]  # as if the job had never stopped
+    again = Admit(step=3, engine_step=5, version=2, visits=(7,))
+    write_log(tmp_path, again, step=2)
+    moved = Admit(step=3, engine_step=99 + 5, version=2, visits=(7,))
+    assert planned_records(tmp_path, ENGINE, completed=0) == [*RECORDS, moved]
+    assert planned_records(tmp_path, ENGINE, completed=2) == [again]
+    with pytest.raises(ReplayError, match="goes on after step 1, and .* has no checkpoint of that step"):
+        planned_records(tmp_path, ENGINE, completed=1)
     cut_after(tmp_path, 0)
     assert path.read_bytes() == b""
+
+
+def test_a_run_that_began_from_a_checkpoint_of_another_is_planned_from_there(tmp_path):
+    record = Admit(step=3, engine_step=5, version=2, visits=(7,))
+    write_log(tmp_path, record, step=2)
+    assert planned_records(tmp_path, ENGINE, completed=2) == [record]
+    with pytest.raises(ReplayError, match=r"Replay from the step where that run began \(2\)"):
+        planned_records(tmp_path, ENGINE, completed=0)
 
 
 @pytest.mark.parametrize(
     "changed, error",
     [
-        ({"--seed": 1}, "--seed is 0 in that run and 1 in this job; a replay needs the same"),
-        ({"--staleness": 2}, "--staleness is 1 in that run and 2 in this job"),
-        ({"rows of --train-data": 8}, "rows of --train-data is 7 in that run and 8 in this job"),
-        ({"meshes": {"actor": {"dp": 4}}}, r"meshes\.actor\.dp is 2 in that run and 4 in this job"),
-        ({"meshes": {"actor": {"dp": 2}, "critic": {"dp": 1}}}, r"meshes\.critic is not set in that run"),
+        ({"--seed": "1"}, "--seed is 0 in that run and 1 in this job. A replay needs the same"),
+        ({"bytes of rows.jsonl": "8"}, "bytes of rows.jsonl is 700 in that run and 8 in this job"),
         ({"--weight-update": "keep"}, "--weight-update is not set in that run and keep in this job"),
     ],
 )
 def test_a_replay_with_other_settings_is_refused(tmp_path, changed, error):
-    write_log(tmp_path, *RECORDS)
+    write_log(tmp_path, *OF_DRIVER, name=DRIVER, settings=SETTINGS)
     with pytest.raises(ReplayError, match=error):
-        ReplayPlan.read(tmp_path, SETTINGS | changed)
+        DriverPlan.read(tmp_path, SETTINGS | changed)
 
 
 def test_a_run_that_changed_its_settings_at_a_resume_cannot_be_replayed(tmp_path):
-    write_log(tmp_path, *RECORDS)
-    write_log(tmp_path, step=2, settings=SETTINGS | {"--staleness": 2})
+    write_log(tmp_path, *OF_DRIVER, name=DRIVER, settings=SETTINGS)
+    write_log(tmp_path, name=DRIVER, step=2, settings=SETTINGS | {"--staleness": "2"})
     with pytest.raises(ReplayError, match="--staleness is 2 in that run and 1 in this job"):
-        ReplayPlan.read(tmp_path, SETTINGS)
+        DriverPlan.read(tmp_path, SETTINGS)
