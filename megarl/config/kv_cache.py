@@ -73,10 +73,11 @@ def device_errors(config: TrainConfig, world_size: int, has_gpu: bool, environ: 
         )
     if has_gpu and releases_kv_cache(config, world_size):
         yield from expandable_segments(environ)
-        if config.streaming.staleness and config.streaming.weight_update == "keep":
+        policy = config.streaming.weight_update
+        if config.streaming.staleness and policy != "recompute":
             yield (
-                "--weight-update (keep): the engines release their KV cache while roles train "
-                "(--rollout-release-kv-cache), so unfinished responses compute it anew. Try --weight-update "
+                f"--weight-update ({policy}): the engines release their KV cache while roles train "
+                "(--rollout-release-kv-cache), so unfinished responses must compute it anew. Try --weight-update "
                 "recompute, or try --no-rollout-release-kv-cache."
             )
 

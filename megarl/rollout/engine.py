@@ -210,11 +210,12 @@ class Engine:
 
         Raises: Aborted if the job shuts down; afterwards the engine cannot generate any more."""
         self.inference.step()
-        self._outputs |= {output.id: output for output in self.inference.take()}
+        self._receive()
 
     def take(self) -> list[Output]:
         """Return the requests of `add` that have finished since the last call, in the order in which they
         finished."""
+        self._receive()
         outputs, self._outputs = self._outputs, {}
         return [*outputs.values()]
 
@@ -244,6 +245,9 @@ class Engine:
                 )
         if any(prefixes) and self.inference.cannot_continue is not None:
             raise ValueError(f"prefixes: {self.inference.cannot_continue}")
+
+    def _receive(self) -> None:
+        self._outputs |= {output.id: output for output in self.inference.take()}
 
     def _check_version(self) -> None:
         if self.version is None:

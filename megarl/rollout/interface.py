@@ -85,7 +85,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def hold(self, step: int | None) -> None:
-        """Go on to just before step number `step`, from 0, and stand still until another call. None goes on.
+        """Go on to just before step number `step`, from 0, and stand still there. None goes on.
 
         Requests can be added and weights committed meanwhile. Raises: ValueError if that step is past."""
 
@@ -120,8 +120,8 @@ class InferenceEngine(ABC):
     def commit(self, version: int, running: Running = "refuse") -> None:
         """Sample with the written weights, as `version`, from the next step on.
 
-        A request that starts later, or was preempted, finds no cached prefix of earlier weights. Requests that
-        run keep their KV cache or compute it anew, as `running` says.
+        Requests that start later, or were preempted, find no cached prefix of earlier weights. Those that run
+        keep their KV cache or compute it anew, as `running` says.
         Raises: RuntimeError for unfinished requests unless `running` allows them."""
 
     @abstractmethod

@@ -163,8 +163,8 @@ class RequestStream:
         engine, wanted = self._engine.inference, {*visits}
         engine.pause()
         try:
-            self.collect()
             sampled = {output.id: output for output in engine.progress()}
+            self.collect()  # what has finished before the pause
             unfinished = [answer.after(sampled[name]) for name, answer in self._answers.items()]
             engine.abort([*self._answers])
             engine.reset_cache()

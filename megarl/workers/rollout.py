@@ -195,6 +195,11 @@ class RolloutRole(HostedRole):
 
         Returns: the samples of this engine, on its first rank only."""
         rollouts = self.store.source(purpose + self.suffix)
+        if wait and purpose == "train" and self.config.streaming.staleness:
+            raise ValueError(
+                f"generate: with --staleness {self.config.streaming.staleness} the samples of earlier calls "
+                "wait for later steps. Call generate(..., wait=False), or let trainer.rollout() do it."
+            )
         if wait:
             rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
         if self.engine is None:

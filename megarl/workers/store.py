@@ -1,6 +1,6 @@
 """Hold the samples of a rank and their columns, found by sample id, in memory until they are released.
 
-    store.source("train")    rollouts: samples of this rank's engine, with row, group and weight version
+    store.source("train")    rollouts: samples of this rank's engine, with row, group and weight versions
     store.mesh("actor")      batch shards: samples that a mesh of this rank trains on, with the columns that
                              its roles compute
 

@@ -104,7 +104,7 @@ class Story:
     # ------------------------------------------------------------------ checks
 
     def undisturbed(self) -> None:
-        """The same requests without a disturbance, with many looks at them, and with a stop and a new label."""
+        """The same requests undisturbed, with many looks at them, and with a stop and a new label."""
         self.inference.add(requests())
         expected = self.finish()
         self.inference.reset_cache()
