@@ -163,6 +163,8 @@ class RolloutRole(HostedRole):
             num_bytes = self.engine.sync(version)
             if self.actor is not None:
                 self.actor.has_new_weights = False
+            if self.stream is not None:
+                self.stream.go_on()
             return {"sync/bytes": float(num_bytes)}
         if self.actor is not None:
             self.actor.send_weights_to(self.mesh, version)
@@ -176,6 +178,7 @@ class RolloutRole(HostedRole):
         greedy: bool = False,
         engines: Sequence[int] | None = None,
         wait: bool = True,
+        due: Sequence[int] = (),
     ) -> list[Sample]:
         """Sample responses to dataset rows. The first rank of each engine returns the engine's samples,
         ordered as `visits`; its other ranks return [].
@@ -192,6 +195,7 @@ class RolloutRole(HostedRole):
             wait: whether the call returns when all samples are finished. Otherwise it queues the requests and
                 returns [] at once. Finished groups are then reported by events. Only with --staleness above
                 0, and for training.
+            due: groups that --max-tokens-per-step does not limit from now on. Only if the call does not wait.
 
         Returns: the samples of this engine, on its first rank only."""
         rollouts = self.store.source(purpose + self.suffix)
@@ -207,6 +211,7 @@ class RolloutRole(HostedRole):
         answers = self._answers(purpose, self._own(visits, engines), greedy)
         how = {"temperature": 0.0} if greedy else self._sampling()
         if not wait:
+            self.stream.go_on(due)
             self.stream.add(answers, **how)
             return []
         outputs = self.engine.generate(
@@ -299,6 +304,8 @@ class RolloutRole(HostedRole):
         """Give the engine's weights, which have not changed, the number of a later version."""
         if self.engine is not None:
             self.engine.inference.set_version(version)
+            if self.stream is not None:
+                self.stream.go_on()
 
     def shut_down(self) -> None:
         if self.stream is not None:

@@ -167,7 +167,9 @@ def train(contender: Contender, turn: int, arguments: argparse.Namespace) -> Run
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row.get("step", 0) > SKIPPED_STEPS and "time/step_s" in row]
     lines = (folder / "resolved.args").read_text()
-    sizes = [int(re.search(rf"--{flag} (\d+)", lines)[1]) for flag in ("num-prompts", "num-samples-per-prompt")]
+    sizes = [
+        int(re.search(rf"--{flag} (\d+)", lines)[1]) for flag in ("num-prompts", "num-samples-per-prompt")
+    ]
     return Run(
         samples_per_s=len(rows) * sizes[0] * sizes[1] / (end - start),
         step_s=(end - start) / len(rows),

@@ -65,7 +65,9 @@ def run(
                 measured.lines.append((time.time(), line.rstrip("\n")))
                 file.write(line)
                 if note_cpu(line):
-                    measured.cpu_seconds.append((time.time(), sum(map(_cpu_seconds, _descendants(process.pid)))))
+                    measured.cpu_seconds.append(
+                        (time.time(), sum(map(_cpu_seconds, _descendants(process.pid))))
+                    )
             process.wait()
         finally:
             ended.set()
