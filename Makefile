@@ -8,7 +8,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo $$python; break; }; done)
 
 # Tests that make their tensors on whatever device PyTorch finds.
-HOSTCUDA_TESTS := tests/hostcuda tests/reshard/test_sync.py $(addprefix tests/megatron/test_,values.py lora.py experts.py)
+HOSTCUDA_TESTS := tests/hostcuda tests/reshard/test_sync.py $(addprefix tests/megatron/test_,values.py lora.py experts.py) \
+	$(addprefix tests/gpu/test_,copier.py cuda_ipc.py policy.py offload.py two_gpus.py)
 
 ENV := .venv/.ready
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)

@@ -7,7 +7,9 @@ memory.
 AOT_CASES of each megarl.kernels.*_triton lists the kernels to compile. The table has, per kernel and compute
 capability, registers per thread, bytes of spill stores and loads, bytes of shared memory per block, the
 numbers of tensor-core (mma.sync, wgmma, tcgen05) and bulk-copy (cp.async.bulk.tensor) instructions, and the
-occupancy: the percentage of a multiprocessor's warps that can be resident, and what limits it.
+occupancy: the percentage of a multiprocessor's warps that can be resident, and what limits it. An integer
+that may overflow at the shape of `megarl.kernels.aot` fails too. `tools/kernel_table.py` writes the table
+into the documentation.
 
 --triton-path names a folder with another Triton, made with `pip install --no-deps --target DIR
 triton==3.6.0`."""
@@ -32,6 +34,9 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
+
+sys.path.insert(0, str(Path(__file__).parent))  # also with `python -P`
+from kernel_ir import Work, analyse
 
 MAX_SHARED_BYTES = {80: 166912, 90: 232448, 100: 232448}
 """Compute capability -> largest dynamic shared memory of a block."""
@@ -72,6 +77,10 @@ class Report:
     """Percentage of a multiprocessor's warps that can be resident."""
     limited_by: str = ""
     """What a multiprocessor runs out of first: registers, shared memory, blocks or warps."""
+    element: str = ""
+    """What `work` is counted by."""
+    work: Work | None = None
+    """Bytes and operations of one element."""
     problem: str | None = None
 
 
@@ -109,12 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 changes the default
     import triton
 
-    cases = [
-        case
-        for module in modules(arguments.files)
-        for case in module.AOT_CASES
-        if (arguments.only or "") in name_of(case)
-    ]
+    cases = cases_of(arguments.files, arguments.only)
     pairs = [
         (case, capability)
         for case in cases
@@ -124,11 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     if not pairs:
         parser.error(f"nothing to compile: --only ({arguments.only}) must be part of a name in an AOT_CASES")
     logger.info("Triton %s, %s", triton.__version__, Path(triton.__file__).parent)
-    # Workers are forked, so that they have the modules already. This process compiles nothing.
-    with ProcessPoolExecutor(
-        arguments.jobs, mp_context=multiprocessing.get_context("fork"), initializer=_share, initargs=(pairs,)
-    ) as pool:
-        reports = list(pool.map(_compile, range(len(pairs))))
+    reports = compile_pairs(pairs, arguments.jobs)
     print_table(reports)
     if arguments.json:
         table = {"triton": triton.__version__, "kernels": [dataclasses.asdict(report) for report in reports]}
@@ -138,6 +138,20 @@ def main(argv: list[str] | None = None) -> int:
         logger.error("%s, sm_%d: %s", report.kernel, report.capability, report.problem)
     logger.info("%d of %d compilations are as they should be", len(reports) - len(problems), len(reports))
     return 1 if problems else 0
+
+
+def cases_of(files: list[Path] | None, only: str | None) -> list:
+    """Return the cases whose name has `only` in it."""
+    return [case for module in modules(files) for case in module.AOT_CASES if (only or "") in name_of(case)]
+
+
+def compile_pairs(pairs: list, jobs: int) -> list[Report]:
+    """Compile each (case, capability) and return the reports in their order."""
+    # Workers are forked, so that they have the modules already. This process compiles nothing.
+    with ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("fork"), initializer=_share, initargs=(pairs,)
+    ) as pool:
+        return list(pool.map(_compile, range(len(pairs))))
 
 
 def modules(files: list[Path] | None) -> list[ModuleType]:
@@ -160,7 +174,9 @@ def modules(files: list[Path] | None) -> list[ModuleType]:
 
 
 def name_of(case) -> str:
-    """Return the kernel's name with the constants that distinguish its cases."""
+    """Return the kernel's name with what distinguishes its cases."""
+    if case.variant:
+        return f"{case.kernel.__name__.strip('_').removesuffix('_kernel')} {case.variant}"
     constants = " ".join(
         value if isinstance(value, str) else f"{key}={value}" for key, value in case.constants.items()
     )
@@ -196,9 +212,10 @@ def _compile(index: int) -> Report:
         bulk_copy=len(BULK_COPY.findall(compiled.asm["ptx"])),
         occupancy=percent,
         limited_by=limited_by,
+        element=case.element,
         **counts,
     )
-    problems = []
+    report, problems = _analyse(case, report, compiled.asm["ttir"])
     if report.spill_store_bytes or report.spill_load_bytes:
         problems.append(
             f"spills: {report.spill_store_bytes} B stored and {report.spill_load_bytes} B loaded "
@@ -219,6 +236,25 @@ def _compile(index: int) -> Report:
     if missing:
         problems.append(f"does not use {' and '.join(missing)}, which it is fast by")
     return dataclasses.replace(report, problem="; ".join(problems) or None)
+
+
+def _analyse(case, report: Report, ir: str) -> tuple[Report, list[str]]:
+    """Return the report with the work of an element, and what is wrong with the kernel's integers. Only
+    cases that say how many elements they compute have a cost."""
+    from megarl.kernels.aot import ARGUMENTS
+
+    analysis = analyse(ir, ARGUMENTS)
+    num_elements = case.num_elements or case.constants.get("BLOCK")
+    if num_elements:
+        total = dataclasses.asdict(analysis.work)
+        work = Work(**{name: round(value / num_elements, 2) for name, value in total.items()})
+        if case.bytes_per_element is not None:
+            work.bytes = round(case.bytes_per_element, 4)
+        report = dataclasses.replace(report, work=work)
+    problems = [
+        f"{text}: multiply in int64, at the shape of megarl.kernels.aot" for text in analysis.overflows
+    ]
+    return report, problems
 
 
 def compile_case(case, capability: int):

@@ -19,7 +19,8 @@
 # Without PARTs all of them run, in at most 37 minutes; `build tests`, `quickstart`, `bench_step bench_reshard` and `bench_kernels` each end
 # within ten. A part that fails does not stop the next.
 #
-# MEGARL_GPU_REHEARSAL=cpu runs every part on a machine without a GPU, small; its numbers say nothing.
+# MEGARL_GPU_REHEARSAL=cpu runs every part on a machine without a GPU, small; its numbers say nothing. MEGARL_GPU_REHEARSAL=hostcuda does so on
+# the emulated device (docs/emulated_gpu.md), where CUDA's own branches of the code run; kernels are skipped. summary.json says so.
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: tools/gpu_session.sh OUT [WHEELS [PART...]]}" && cd "$1" && pwd)
 wheels=${2:+$(cd "$2" && pwd)}
@@ -35,10 +36,18 @@ rehearsal=${MEGARL_GPU_REHEARSAL:-}
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 [ -n "$rehearsal" ] || export MEGARL_CUDA=ON MEGARL_CUDA_ARCHS=${MEGARL_CUDA_ARCHS:-native}
 unset MEGARL_KERNELS TRITON_INTERPRET
+case $rehearsal in
+  "" | cpu) ;;
+  hostcuda)
+    export MEGARL_KERNELS=torch HOSTCUDA_DEVICES=${HOSTCUDA_DEVICES:-2}
+    # Build the device, and start again with it.
+    [ -n "${HOSTCUDA:-}" ] || exec "$python" tests/hostcuda/build.py bash tools/gpu_session.sh "$out" "$wheels" "${parts[@]}" ;;
+  *) echo "MEGARL_GPU_REHEARSAL ($rehearsal) must be cpu or hostcuda, or unset on a machine with a GPU" >&2; exit 2 ;;
+esac
 
 record() { # record NAME EXIT SECONDS: into summary.json, with the last line of the part's log
   "$python" - "$out" "$@" <<'PYTHON'
-import json, os, sys, time
+import json, os, re, sys, time
 out, name, code, seconds = sys.argv[1:]
 path = f"{out}/summary.json"
 summary = json.load(open(path)) if os.path.exists(path) else {"parts": {}}
@@ -47,8 +56,11 @@ lines = open(log, errors="replace").read().strip().splitlines() if os.path.exist
 if name == "machine":
     summary["machine"] = json.loads(lines[-1])
 else:
+    says = lines[-1][:200] if lines else ""
+    skipped = re.match(r"(\d+ )?skipped\b", says)  # all tests of a part, or the part itself
+    result = {0: "skipped" if skipped else "passed", 124: "timed out", 137: "timed out"}.get(int(code), "failed")
     summary["parts"][name] = {
-        "exit": int(code), "seconds": int(seconds), "says": lines[-1][:200] if lines else "",
+        "result": result, "exit": int(code), "seconds": int(seconds), "says": says,
         "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 with open(path + ".new", "w") as file:
@@ -70,7 +82,7 @@ describe_machine() { # versions of what is there, "" for what is not; the last l
   nvidia-smi 2>&1
   nvcc --version 2>&1
   "$python" - <<'PYTHON'
-import importlib.metadata, json, platform, subprocess
+import importlib.metadata, json, os, platform, subprocess
 
 def version(package):
     try:
@@ -87,9 +99,14 @@ try:
     facts["cuda"] = torch.version.cuda or ""
 except ImportError:
     facts["gpus"] = []
+facts["rehearsal"] = os.environ.get("MEGARL_GPU_REHEARSAL", "")
 facts["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
 print(json.dumps(facts))
 PYTHON
+}
+
+skip() { # skip NAME WHY
+  run "$1" 10 echo "skipped: $2"
 }
 
 quickstart() {
@@ -110,10 +127,13 @@ for part in "${parts[@]}"; do
     tests) run tests 300 "$python" -m pytest --import-mode=importlib -q --durations=10 tests/gpu ;;
     quickstart) export -f quickstart; export out python rehearsal; run quickstart 420 bash -c quickstart ;;
     bench_step) run bench_step 300 "$python" tools/benchmarks/bench_step.py ${rehearsal:+--small} --json "$out/bench_step.json" ;;
-    bench_kernels) run bench_kernels 420 "$python" tools/benchmarks/bench_kernels.py ${rehearsal:+--small --repeats 1} --json "$out/bench_kernels.json" ;;
-    bench_reshard) run bench_reshard 150 "$python" tools/benchmarks/bench_reshard.py \
+    bench_kernels) [ "$rehearsal" != hostcuda ] || { skip bench_kernels "Triton's kernels do not run on the emulated device"; continue; }
+      run bench_kernels 420 "$python" tools/benchmarks/bench_kernels.py ${rehearsal:+--small --repeats 1} --json "$out/bench_kernels.json" ;;
+    bench_reshard) [ "$rehearsal" != hostcuda ] || { skip bench_reshard "the emulated copies are loops, which take minutes"; continue; }
+      run bench_reshard 150 "$python" tools/benchmarks/bench_reshard.py \
       $([ -n "$rehearsal" ] && echo --only-copies --repeats 1 || echo --device cuda --model-shape 7b) --json "$out/bench_reshard.json" ;;
-    sanitizer) run sanitizer 200 bash -c 'command -v compute-sanitizer > /dev/null || { echo "skipped: compute-sanitizer is not installed"; exit 0; }
+    sanitizer) [ "$rehearsal" != hostcuda ] || { skip sanitizer "compute-sanitizer needs a GPU"; continue; }
+      run sanitizer 200 bash -c 'command -v compute-sanitizer > /dev/null || { echo "skipped: compute-sanitizer is not installed"; exit 0; }
       exec compute-sanitizer --error-exitcode 9 --target-processes all "$0" -m pytest --import-mode=importlib -q tests/gpu/test_copier.py -k "not speed and not 32_bits"' "$python" ;;
     two_gpus) run two_gpus 300 "$python" -m pytest --import-mode=importlib -q -rs tests/gpu -m two_gpus ;;
   esac

@@ -6,7 +6,32 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+NUM_TOKENS, NUM_HIDDEN, VOCAB_SIZE = 32_768, 4_096, 152_064
+"""The shape that the kernels are checked and their table is computed at. 32k x 152k logits are more than
+2**31."""
+
+NUM_SAMPLES = 4_096
+"""Samples that group advantages are computed of, at that shape."""
+
+ARGUMENTS = {
+    "num_rows": NUM_TOKENS,
+    "num_tokens": NUM_TOKENS,
+    "num_columns": VOCAB_SIZE,
+    "num_real": VOCAB_SIZE,
+    "num_hidden": NUM_HIDDEN,
+    "row_stride": VOCAB_SIZE,
+    "out_stride": VOCAB_SIZE,
+    "hidden_stride": NUM_HIDDEN,
+    "weight_stride": NUM_HIDDEN,
+    "num_samples": NUM_SAMPLES,
+    "num_pairs": NUM_TOKENS,
+    "num_blocks": NUM_TOKENS,
+}
+"""Largest value of each integer argument of our kernels at that shape, by name."""
+
+Element = Literal["token", "logit", "hidden value", "partial sum", "pair of samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +54,15 @@ class AotCase:
     must_use: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Capability -> instructions that its PTX must have, e.g. {90: ("wgmma.mma_async",), 100:
     ("tcgen05.mma",)}."""
+    variant: str = ""
+    """What distinguishes this case from others of the kernel, for people; its constants if empty."""
+    element: Element = "token"
+    """What the kernel's cost is counted by."""
+    num_elements: int | None = None
+    """Elements that one pass through the kernel's code computes, each loop over elements entered once. None:
+    the constant BLOCK."""
+    bytes_per_element: float | None = None
+    """Bytes of GPU memory per element where operands come from a cache again. None: all loads and stores."""
 
 
 def aot_case(

@@ -122,4 +122,13 @@ _TYPES = {
     "beta": "fp32",
     "label_smoothing": "fp32",
 }
-AOT_CASES = [aot_case(_dpo_loss_kernel, dict(KIND=kind, BLOCK=_BLOCK), _TYPES) for kind in ("sigmoid", "ipo")]
+AOT_CASES = [
+    aot_case(
+        _dpo_loss_kernel,
+        dict(KIND=kind, BLOCK=_BLOCK),
+        _TYPES,
+        variant=kind,
+        num_elements=2 * _BLOCK,  # a block of the chosen sequence and one of the rejected sequence
+    )
+    for kind in ("sigmoid", "ipo")
+]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import aot_case
+from megarl.kernels.aot import NUM_SAMPLES, aot_case
 
 _BLOCK, _BLOCK_OTHERS = 16, 256
 
@@ -83,5 +83,9 @@ AOT_CASES = [
         _group_advantages_kernel,
         dict(NORMALIZE_BY_STD=True, BLOCK=_BLOCK, BLOCK_OTHERS=_BLOCK_OTHERS),
         {"group_ids_ptr": "*i64", "num_samples": "i32", "eps": "fp32"},
+        variant="normalized",
+        element="pair of samples",
+        num_elements=_BLOCK * _BLOCK_OTHERS,
+        bytes_per_element=16 / NUM_SAMPLES,  # the other samples come from a cache
     )
 ]

@@ -93,5 +93,10 @@ def kl_and_slope(
 
 
 AOT_CASES = [
-    aot_case(_kl_kernel, dict(KIND="k3", STRAIGHT_THROUGH=False, BLOCK=_BLOCK), {"num_tokens": "i32"})
+    aot_case(
+        _kl_kernel,
+        dict(KIND="k3", STRAIGHT_THROUGH=False, BLOCK=_BLOCK),
+        {"num_tokens": "i32"},
+        variant="k3",
+    )
 ]

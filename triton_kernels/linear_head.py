@@ -9,7 +9,11 @@ is more than a policy moves in a step. The products of bf16 inputs are exact in 
 bandwidth, not precision or FLOPs (`out_dtype`). PyTorch's CPU matrix product has no such output: there the
 logits of bf16 inputs are rounded to bf16.
 
-Memory: C V_tp 4 bytes, 6 with the bf16 gradient on CUDA, and nothing that grows with N V.
+Both products of the backward pass take bf16 dlogits on CUDA and add up in fp32, as far as their results:
+dweight is fp32, dhidden is rounded to bf16 once.
+
+Memory: C V_tp 4 bytes, 6 with the bf16 gradient on CUDA and there also C H 4, and nothing that grows with
+N V.
 """
 
 from __future__ import annotations
@@ -168,7 +172,13 @@ class LinearHead:
                 torch.addmm(grad_weight, dlogits.t(), hidden, out_dtype=grad_weight.dtype, out=grad_weight)
             else:
                 torch.addmm(grad_weight, dlogits.t(), hidden.to(grad_weight.dtype), out=grad_weight)
-        return dlogits.to(hidden.dtype) @ self.weight if with_hidden else None
+        if not with_hidden:
+            return None
+        dlogits = dlogits.to(hidden.dtype)
+        if hidden.is_cuda and hidden.dtype != self.dtype:
+            # cuBLAS may split the sum over the vocabulary and add its parts in the dtype of the result.
+            return torch.mm(dlogits, self.weight, out_dtype=self.dtype).to(hidden.dtype)
+        return dlogits @ self.weight
 
     def _gradient_buffer(self, kept: Tensor) -> Tensor:
         """Return the buffer for dlogits: the logits, or a bf16 buffer for CUDA's bf16 matrix products."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -39,11 +39,14 @@ from megarl.kernels.log_probs import (
     vocab_parallel_log_probs_ref,
 )
 
+if TYPE_CHECKING:
+    from megarl.kernels.linear_log_probs_triton import Tiles
+
 Method = Literal["fastest", "chunked"]
 
-_measured: dict[tuple, bool] = {}
+_measured: dict[tuple, Tiles | None] = {}
 """(device, dtype, rows up to a power of two, V_tp and H, vocabulary, entropy, group, strides, alignment) ->
-whether tiles are faster."""
+the fastest tiles, or None where chunks are faster."""
 
 
 def linear_log_probs_ref(
@@ -108,8 +111,9 @@ def linear_log_probs(
         )
     with torch.no_grad():
         head = LinearHead(hidden, weight, targets, vocab_size, group, temperature)
-        if method == "fastest" and _tiles_are_faster(head, with_entropy):
-            return _tiles(head, with_entropy)
+        tiles = _fastest_tiles(head, with_entropy) if method == "fastest" else None
+        if tiles is not None:
+            return _tiles(head, with_entropy, tiles)
         return _chunks(head, with_entropy)[:2]
 
 
@@ -177,13 +181,13 @@ def _chunks(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None
     return together(log_probs), together(entropy), together([softmax.shift for softmax in softmaxes])
 
 
-def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _tiles(head: LinearHead, with_entropy: bool, tiles: Tiles) -> tuple[Tensor, Tensor | None]:
     """Compute by the Triton kernel. Returns (log_probs [N], entropy [N] or None)."""
     from megarl.kernels import linear_log_probs_triton
 
     targets, is_local = local_columns(head.local_targets, head.num_real)
     log_probs, entropy, m, log_s = linear_log_probs_triton.linear_stats(
-        head.hidden, head.weight[: head.num_real], targets, head.temperature, with_entropy
+        head.hidden, head.weight[: head.num_real], targets, head.temperature, with_entropy, tiles
     )
     if head.group is not None:
         log_probs, entropy, _ = merge_ranks(log_probs, entropy, m + log_s, is_local, with_entropy, head.group)
@@ -192,11 +196,12 @@ def _tiles(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None]
     return log_probs, entropy if with_entropy else None
 
 
-def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
-    """Return whether the Triton kernel is faster, measured the first time a shape occurs, on its own inputs.
-    Ranks of a group agree, or their collectives would not match."""
+def _fastest_tiles(head: LinearHead, with_entropy: bool) -> Tiles | None:
+    """Return the tiles with which the Triton kernel is fastest, or None if chunks are faster. Measured the
+    first time a shape occurs, on its own inputs. Ranks of a group agree, or their collectives would not
+    match."""
     if not runs_triton(head.hidden):
-        return False
+        return None
     from megarl.kernels import linear_log_probs_triton
 
     # Nothing that ranks of a group differ in, such as their share of padding: either all of them have
@@ -215,29 +220,31 @@ def _tiles_are_faster(head: LinearHead, with_entropy: bool) -> bool:
     )
     if key not in _measured:
         group, head.group = head.group, None
-        tiles_s, chunks_s = math.inf, 1.0
+        choices = (None, *linear_log_probs_triton.tiles_of(head.hidden.device))
+        seconds = [1.0] + [math.inf] * (len(choices) - 1)
         if len(head.hidden) and head.num_real and linear_log_probs_triton.can_run(head.hidden, head.weight):
             # Triton's interpreter is never faster: there, what can run does.
-            tiles_s, chunks_s = (
-                (_seconds(f, head, with_entropy) for f in (_tiles, _chunks))
-                if head.hidden.is_cuda
-                else (0.0, 1.0)
-            )
-        head.group, slowest = group, torch.tensor([tiles_s, chunks_s], device=head.hidden.device)
+            seconds = [
+                _seconds(head, with_entropy, tiles) if head.hidden.is_cuda else float(tiles is None)
+                for tiles in choices
+            ]
+        head.group, slowest = group, torch.tensor(seconds, device=head.hidden.device)
         if group is not None:
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        _measured[key] = bool(slowest[0] < slowest[1])
+        _measured[key] = choices[int(slowest.argmin())]
     return _measured[key]
 
 
-def _seconds(function, head: LinearHead, with_entropy: bool) -> float:
-    """Return the seconds of the fastest of three runs, after one run to compile and warm up."""
-    function(head, with_entropy)
+def _seconds(head: LinearHead, with_entropy: bool, tiles: Tiles | None) -> float:
+    """Return the seconds of the fastest of three runs with tiles, or in chunks if None, after one run to
+    compile and warm up."""
+    function = lambda: _chunks(head, with_entropy) if tiles is None else _tiles(head, with_entropy, tiles)
+    function()
     seconds = []
     for _ in range(3):
         torch.cuda.synchronize(head.hidden.device)
         start = time.perf_counter()
-        function(head, with_entropy)
+        function()
         torch.cuda.synchronize(head.hidden.device)
         seconds.append(time.perf_counter() - start)
     return min(seconds)

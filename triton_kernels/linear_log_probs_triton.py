@@ -9,16 +9,38 @@ columns beyond the vocabulary become -1e30, a number, so that nothing has to be 
 target's logit is a dot product of its own instead of a comparison in the tile.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.kernels.aot import aot_case
+from megarl.kernels.aot import NUM_HIDDEN, VOCAB_SIZE, AotCase, aot_case
 
-_TILES = {"BM": 128, "BN": 256, "BK": 64, "GROUP_M": 8}
-_LAUNCH = {"num_warps": 8, "num_stages": 3}
-_SMALL_TILES = {"BM": 32, "BN": 128, "BK": 32, "GROUP_M": 8}
+
+class Tiles(NamedTuple):
+    """Tiles of BM rows and BN columns, BK hidden values at a time, and how they are launched."""
+
+    BM: int
+    BN: int
+    BK: int
+    num_warps: int
+    num_stages: int
+    capabilities: tuple[int, ...] = (80, 90, 100)
+    """Compute capabilities on which these tiles neither spill registers nor need too much shared memory
+    (`tools/check_kernels.py`). They are tried on no other."""
+
+
+CANDIDATES = (
+    Tiles(128, 256, 64, num_warps=8, num_stages=3),
+    Tiles(128, 256, 64, num_warps=8, num_stages=4),
+    Tiles(128, 128, 64, num_warps=8, num_stages=3),  # two blocks share a multiprocessor of an H100
+    Tiles(256, 256, 64, num_warps=8, num_stages=2, capabilities=()),  # spills
+    Tiles(128, 256, 64, num_warps=8, num_stages=5, capabilities=()),  # too much shared memory
+)
+_INTERPRETED = Tiles(32, 128, 32, num_warps=8, num_stages=3)
+_GROUP_M = 8
 _ROWS_PER_LAUNCH = 8192
 """Bounds what the tiles write: 12 bytes per row and 256 columns, 58 MB for 152k columns."""
 
@@ -106,8 +128,18 @@ def can_run(hidden: Tensor, weight: Tensor) -> bool:
     )
 
 
+def tiles_of(device: torch.device) -> tuple[Tiles, ...]:
+    """Return the tiles to try on a device; none on a GPU of a kind that nothing was checked for."""
+    if device.type != "cuda":
+        return (_INTERPRETED,)
+    major, minor = torch.cuda.get_device_capability(device)
+    # sm_86 and sm_89 have less shared memory than sm_80; sm_103 has what sm_100 has.
+    family = 100 if major == 10 else 10 * major + minor
+    return tuple(tiles for tiles in CANDIDATES if family in tiles.capabilities)
+
+
 def linear_stats(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy: bool, tiles: Tiles
 ) -> tuple[Tensor, ...]:
     """Return (log_q at the targets, entropy or zeros, maximum, log of the sum of exp(y - maximum)) over
     the rows of `weight`, each [N] fp32; of inputs that `can_run`, N and V > 0."""
@@ -118,23 +150,23 @@ def linear_stats(
             targets[first : first + _ROWS_PER_LAUNCH],
             temperature,
             with_entropy,
+            tiles,
         )
         for first in range(0, len(hidden), _ROWS_PER_LAUNCH)
     ]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
-def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[Tensor, ...]:
+def _stats_of_rows(hidden, weight, targets, temperature, with_entropy, tiles) -> tuple[Tensor, ...]:
     num_rows, num_hidden = hidden.shape
     device, num_columns = hidden.device, len(weight)
-    tiles, num_programs, precision = _SMALL_TILES, 1, "ieee"
+    num_programs, precision = 1, "ieee"
     if hidden.is_cuda:
-        tiles = _TILES
         num_programs, precision = torch.cuda.get_device_properties(device).multi_processor_count, "tf32"
         triton.set_allocator(
             lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
         )
-    num_n = triton.cdiv(num_columns, tiles["BN"])
+    num_n = triton.cdiv(num_columns, tiles.BN)
     m, s, u = (torch.empty(num_n, num_rows, dtype=torch.float32, device=device) for _ in range(3))
     _linear_stats_kernel[(num_programs,)](
         hidden,
@@ -148,11 +180,15 @@ def _stats_of_rows(hidden, weight, targets, temperature, with_entropy) -> tuple[
         hidden.stride(0),
         weight.stride(0),
         1 / temperature,
-        **tiles,
+        BM=tiles.BM,
+        BN=tiles.BN,
+        BK=tiles.BK,
+        GROUP_M=_GROUP_M,
         NUM_PROGRAMS=num_programs,
         ENTROPY=with_entropy,
         PRECISION=precision,
-        **_LAUNCH,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     y_target = torch.empty(num_rows, dtype=torch.float32, device=device)
     block = min(triton.next_power_of_2(num_hidden), 1024)
@@ -186,8 +222,8 @@ _TYPES = {
     "num_rows": "i32",
     "num_columns": "i32",
     "num_hidden": "i32",
-    "hidden_stride": "i64",
-    "weight_stride": "i64",
+    "hidden_stride": "i32",  # as Triton passes every integer that fits
+    "weight_stride": "i32",
     "inverse_temperature": "fp32",
     "temperature": "fp32",
 }
@@ -196,17 +232,36 @@ _MUST_USE = {
     90: ("wgmma.mma_async", "cp.async.bulk.tensor"),
     100: ("tcgen05.mma", "cp.async.bulk.tensor"),
 }
+
+
+def aot_case_of(tiles: Tiles, entropy: bool, capabilities: tuple[int, ...]) -> AotCase:
+    """Return the case of the kernel with these tiles."""
+    constants = {"BM": tiles.BM, "BN": tiles.BN, "BK": tiles.BK, "GROUP_M": _GROUP_M, "NUM_PROGRAMS": 132}
+    outputs = 3 if entropy else 2
+    return aot_case(
+        _linear_stats_kernel,
+        constants | {"ENTROPY": entropy, "PRECISION": "tf32"},
+        _TYPES,
+        aligned=("num_hidden",),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        capabilities=capabilities,
+        must_use=_MUST_USE,
+        variant=f"{tiles.BM} x {tiles.BN} x {tiles.BK}, {tiles.num_stages} stages"
+        + (", entropy" if entropy else ""),
+        element="logit",
+        num_elements=tiles.BM * tiles.BN,
+        # Each input once per launch, the rest from the L2 cache, and what a tile leaves behind.
+        bytes_per_element=2 * NUM_HIDDEN * (1 / _ROWS_PER_LAUNCH + 1 / VOCAB_SIZE) + 4 * outputs / tiles.BN,
+    )
+
+
 AOT_CASES = [
     *(
-        aot_case(
-            _linear_stats_kernel,
-            _TILES | {"NUM_PROGRAMS": 132, "ENTROPY": entropy, "PRECISION": "tf32"},
-            _TYPES,
-            aligned=("num_hidden",),
-            **_LAUNCH,
-            must_use=_MUST_USE,
-        )
+        aot_case_of(tiles, entropy, tiles.capabilities)
+        for tiles in CANDIDATES
+        if tiles.capabilities
         for entropy in (True, False)
     ),
-    aot_case(_target_logits_kernel, {"BLOCK": 1024}, _TYPES, aligned=("num_hidden",)),
+    aot_case(_target_logits_kernel, {"BLOCK": 1024}, _TYPES, aligned=("num_hidden",), element="hidden value"),
 ]

@@ -182,12 +182,19 @@ _TYPES = {
     "targets": "*i64",
     "num_columns": "i32",
     "num_real": "i32",
-    "row_stride": "i64",
-    "out_stride": "i64",
+    "row_stride": "i32",  # as Triton passes every integer that fits
+    "out_stride": "i32",
     "temperature": "fp32",
 }
 AOT_CASES = [
-    aot_case(kernel, constants | more, _TYPES | {"logits": dtype, "out": "*bf16"}, num_warps=_NUM_WARPS)
+    aot_case(
+        kernel,
+        constants | more,
+        _TYPES | {"logits": dtype, "out": "*bf16"},
+        num_warps=_NUM_WARPS,
+        variant=f"{dtype[1:]} logits" + (", entropy" if entropy else ""),
+        element="logit",
+    )
     for dtype, entropy in (("*bf16", True), ("*fp32", True), ("*fp32", False))
     for constants in [{"BLOCK": _BLOCK, "ENTROPY": entropy}]
     for kernel, more in (

@@ -39,4 +39,6 @@ def reduce_partials(partials: Tensor, max_row: int = -1) -> tuple[Tensor, ...]:
     return totals.unbind()
 
 
-AOT_CASES = [aot_case(_reduce_kernel, dict(MAX_ROW=7, BLOCK=_BLOCK), {"num_blocks": "i32"})]
+AOT_CASES = [
+    aot_case(_reduce_kernel, dict(MAX_ROW=7, BLOCK=_BLOCK), {"num_blocks": "i32"}, element="partial sum")
+]

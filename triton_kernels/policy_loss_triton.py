@@ -177,6 +177,7 @@ AOT_CASES = [
         _policy_loss_kernel,
         _CONSTANTS | dict(KIND=kind, HAS_DUAL_CLIP=kind == "ppo"),
         {"num_tokens": "i32"} | dict.fromkeys(_NUMBERS, "fp32"),
+        variant=f"{kind}, all options",
     )
     for kind in ("ppo", "cispo")
 ]

@@ -79,5 +79,10 @@ def value_loss(
 
 
 AOT_CASES = [
-    aot_case(_value_loss_kernel, dict(HAS_CLIP=True, BLOCK=_BLOCK), {"num_tokens": "i32", "clip_eps": "fp32"})
+    aot_case(
+        _value_loss_kernel,
+        dict(HAS_CLIP=True, BLOCK=_BLOCK),
+        {"num_tokens": "i32", "clip_eps": "fp32"},
+        variant="clipped",
+    )
 ]

@@ -68,6 +68,23 @@ def fix_megatron() -> tuple[str, ...]:
     return tuple(fix.name for fix in applied)
 
 
+@_fix("utils.py", 348, "return get_te_version() >= PkgVersion(version)")
+def hybrid_optimizer_without_transformer_engine() -> None:
+    """Make --optimizer-cpu-offload work where Transformer Engine is not installed.
+
+    The optimizer's configuration asks for the library's version, and fails with a TypeError if there is
+    none."""
+    import megatron.core.optimizer.optimizer_config as optimizer_config
+    from megatron.core.utils import get_te_version
+
+    original = optimizer_config.is_te_min_version
+
+    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+        return get_te_version() is not None and original(version, check_equality)
+
+    optimizer_config.is_te_min_version = is_te_min_version
+
+
 @_fix("tensor_parallel/random.py", 636, "self.fp8 = fp8 is not None")
 def recompute_without_transformer_engine() -> None:
     """Make selective recompute work where Transformer Engine is not installed.

@@ -118,11 +118,11 @@ class SampleBuffer:
         for group in self._groups.values():
             if group.is_issued and group.engine is not None:
                 loads[group.engine] += group.num_samples - len(group.samples)
-        chosen = [group.engine for group in self.waiting()]
-        new = [i for i, engine in enumerate(chosen) if engine is None or engine >= num_engines]
-        for index, engine in zip(new, route(len(new), loads), strict=True):
-            chosen[index] = engine
-        return chosen
+        waiting = [group.engine for group in self.waiting()]
+        kept = {i: engine for i, engine in enumerate(waiting) if engine is not None and engine < num_engines}
+        new = [i for i in range(len(waiting)) if i not in kept]
+        chosen = kept | dict(zip(new, route(len(new), loads), strict=True))
+        return [chosen[i] for i in range(len(waiting))]
 
     def lose_engine(self, engine: int) -> list[Group]:
         """Let the unfinished groups of an engine wait for another engine, and return them.

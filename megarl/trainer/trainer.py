@@ -28,14 +28,12 @@ from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.futures import Future
 from megarl.flow import (
-    Actor,
     Flow,
     Metrics,
     ModelRole,
     Node,
     PlacedRole,
     Roles,
-    Rollout,
     ServiceRole,
     role_class,
 )
@@ -222,7 +220,7 @@ class Trainer:
             self._begin_step()
         flow = self.flow if flow is None else flow
         self._validate(flow)
-        return self.runner.sample(flow, self._rows_of_actors(flow, rows)).first
+        return self.runner.sample(flow, self.state.rows_of_actors(flow, rows)).first
 
     def admit(self, rows: Sequence[int], actor: str = "actor") -> None:
         """Let an actor's engines answer these rows of the training data next, before other rows. They are
@@ -422,20 +420,6 @@ class Trainer:
             needs[actor.actor, "advantages"] = actor.algorithm.advantage_reads
             needs[actor.actor, "update"] = actor.algorithm.loss_reads
         flow.validate(self.meshes, needs)
-
-    def _rows_of_actors(
-        self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
-    ) -> dict[str, Sequence[int] | None]:
-        """Return suffix of each sampling actor -> the data rows to sample responses to; None takes the next
-        rows."""
-        given: dict[str, Sequence[int] | None]
-        if isinstance(rows, Mapping):
-            given = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
-        else:
-            given = {suffix: rows for suffix in self.state.actors}
-        admitting = (Rollout.generate, Actor.receive_rows)
-        suffixes = [node.index for node in flow.nodes if node.declaration() in admitting]
-        return {suffix: given.get(suffix) for suffix in suffixes if suffix in self.state.actors}
 
     def _check_current(self, batch: RolloutBatch) -> None:
         batches = self.runner.batches

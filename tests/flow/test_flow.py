@@ -72,7 +72,7 @@ def test_both_ways_to_write_a_flow_give_the_same_nodes():
             reads=("weights:actor", "weights:rollout"),
             writes=("tokens", "lengths"),
         ),
-        Node(role="reward", method="score", reads=("tokens",), writes=("rewards",)),
+        Node(role="reward", method="score", reads=("tokens", "lengths"), writes=("rewards",)),
         Node(role="reference", method="log_probs", reads=("tokens", "lengths"), writes=("ref_log_probs",)),
         Node(
             role="critic", method="values", reads=("tokens", "lengths", "weights:critic"), writes=("values",)

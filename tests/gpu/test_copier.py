@@ -67,6 +67,7 @@ def test_offsets_beyond_32_bits():
     assert Digest(views).full() == Digest([src, src[:2]]).full()
 
 
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_copy_runs_near_the_speed_of_memory(dtype):
     """Column slices of 1 GB, against the device's own copy of as many bytes; the benchmark says more."""

@@ -19,6 +19,8 @@ from tests.kernels.test_fused_linear_policy_loss import (  # noqa: F401
 )
 from tests.kernels.test_linear_log_probs import test_no_tokens, test_values_and_gradients_against_fp64  # noqa: F401
 
+pytestmark = pytest.mark.real_gpu
+
 
 @pytest.fixture
 def cuda():
@@ -59,15 +61,18 @@ def test_bf16_log_probs_and_gradients(cuda, num_tokens, num_hidden, vocab_size, 
 
 
 def test_tiles_are_what_the_chunks_are(cuda):
-    """Forced, whatever is faster here."""
+    """All that are tried on this GPU, whatever is faster."""
     from megarl.kernels import linear_log_probs as module
     from megarl.kernels.linear_head import LinearHead
+    from megarl.kernels.linear_log_probs_triton import tiles_of
 
     hidden, weight, targets = bf16_case(1000, 512, 50001)
     with torch.no_grad():
         head = LinearHead(hidden, weight, targets, 50001, None, 0.8)
-        for tiles, chunks in zip(module._tiles(head, True)[:2], module._chunks(head, True)[:2]):
-            torch.testing.assert_close(tiles, chunks, atol=1e-4, rtol=1e-5)
+        chunks = module._chunks(head, True)[:2]
+        for tiles in tiles_of(hidden.device):
+            for actual, expected in zip(module._tiles(head, True, tiles), chunks, strict=True):
+                torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_fused_bf16_accumulates_into_main_grad(cuda):

@@ -15,7 +15,7 @@ from statistics import mean
 import pytest
 import torch
 
-DEVICE = os.environ.get("MEGARL_GPU_REHEARSAL", "cuda")
+DEVICE = "cpu" if os.environ.get("MEGARL_GPU_REHEARSAL") == "cpu" else "cuda"
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU")
 CASES = [f"{model}, {dtype}" for model in ("policy", "critic") for dtype in ("fp32", "bf16")]
 

@@ -17,13 +17,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "device"
-CACHE = HERE.parents[1] / "build" / "hostcuda"
-sys.path.append(str(HERE.parents[1]))
+ROOT = HERE.parents[1]
+CACHE = ROOT / "build" / "hostcuda"
+sys.path.append(str(ROOT))
 from tests.reshard.emulated_cuda.sources import CSRC, HEADERS, host_sources  # noqa: E402
 
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-shared")
@@ -67,6 +69,34 @@ def build() -> Path:
             made.rename(folder)
         except OSError:  # the other one was faster
             assert folder.exists()
+    return folder
+
+
+IMPORTED_BY_TRANSFORMER_ENGINE = ("onnxscript==0.7.2", "onnx==1.23.2", "onnx_ir==1.1.0", "ml_dtypes==0.6.0")
+
+
+def transformer_engine() -> Path:
+    """Return a folder with the Python code of the Transformer Engine that megarl uses; installs it first.
+
+    Its extension is not there: it takes a quarter of an hour to compile, and cannot run here.
+
+    Raises: RuntimeError if pip does not install the packages."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    name, _, number = requirements["te"][0].partition("==")
+    packages = [f"{name.partition('[')[0]}=={number}", *IMPORTED_BY_TRANSFORMER_ENGINE]
+    folder = CACHE / hashlib.sha256(" ".join(packages).encode()).hexdigest()[:16]
+    if not folder.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as made:
+            options = ["--quiet", "--no-deps", "--no-compile", "--target", f"{made}/built"]
+            command = [sys.executable, "-m", "pip", "install", *options, *packages]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+            if done.returncode:
+                raise RuntimeError(f"{packages[0]} does not install: {done.stderr[-500:]}")
+            try:
+                Path(made, "built").rename(folder)
+            except OSError:  # another process was faster
+                assert folder.exists()
     return folder
 
 

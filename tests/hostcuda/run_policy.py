@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -227,6 +226,7 @@ def random_numbers() -> dict[str, bool]:
 
 
 def main(out: Path) -> None:
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     torch.set_num_threads(1)
     # The CPU's flash attention has no counterpart on the emulated device.
     torch.backends.cuda.enable_flash_sdp(False)

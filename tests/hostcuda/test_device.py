@@ -260,3 +260,11 @@ def test_a_machine_without_devices_has_no_cuda():
     )
     assert told.stdout == "False\n", told.stderr
     assert os.environ["HOSTCUDA"]
+
+
+@pytest.mark.parametrize("visible, count", [("", 0), ("2,0,9,1", 2)])
+def test_fewer_devices_are_visible(visible, count):
+    """The numbers before the first one without a device count, as with CUDA. An empty value leaves none."""
+    script = "import torch; print(torch.cuda.device_count(), torch.cuda.is_available())"
+    done = run("-P", "-c", script, timeout=120, environment={"CUDA_VISIBLE_DEVICES": visible})
+    assert done.stdout == f"{count} {count > 0}\n", done.stderr

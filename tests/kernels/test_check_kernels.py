@@ -6,6 +6,7 @@ pytest tests/kernels/test_check_kernels.py"""
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def matmul(x_ptr, y_ptr, BLOCK: tl.constexpr):
 def broken(x_ptr):
     tl.store(x_ptr, tl.no_such_function(1))
 
+@triton.jit
+def wide_row(x_ptr, row_stride):
+    tl.store(x_ptr + tl.program_id(0) * row_stride + tl.arange(0, 64), 1.0)
+
+@triton.jit
+def wide_row_in_int64(x_ptr, row_stride):
+    tl.store(x_ptr + tl.program_id(0).to(tl.int64) * row_stride + tl.arange(0, 64), 1.0)
+
 TYPES = dict(x_ptr="*fp32", y_ptr="*fp32")
 HALVES = dict(x_ptr="*bf16", y_ptr="*fp32")
 AOT_CASES = [
@@ -46,9 +55,21 @@ AOT_CASES = [
     AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=64), must_use={90: ("wgmma.mma_async",)}),
     AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=128), num_warps=8, num_stages=6, aligned=("x_ptr",)),
     AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=256), num_warps=16),  # its wgmma has too few registers
+    AotCase(kernel=wide_row, signature=dict(x_ptr="*fp32", row_stride="i32")),
+    AotCase(kernel=wide_row_in_int64, signature=dict(x_ptr="*fp32", row_stride="i32")),
     AotCase(kernel=broken, signature=dict(x_ptr="*fp32")),
     AotCase(kernel=broken, signature=dict(y_ptr="*fp32")),
 ]
+"""
+
+
+REJECTED = """
+from megarl.kernels.linear_log_probs_triton import CANDIDATES, aot_case_of
+
+AOT_CASES = []
+for tiles in CANDIDATES:
+    others = tuple({80, 90, 100} - set(tiles.capabilities))
+    AOT_CASES += [aot_case_of(tiles, True, others)] if others else []
 """
 
 
@@ -87,6 +108,30 @@ def test_every_kernel_of_ours_compiles_without_spills(tmp_path):
         row["registers"] > 0 and row["spill_store_bytes"] == row["spill_load_bytes"] == 0
         for row in rows.values()
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
+def test_every_kernel_compiles_with_other_versions_of_triton(tmp_path, version):
+    folders = os.environ.get("MEGARL_TRITON_PATHS", "").split(os.pathsep)
+    found = [f for f in folders if f and Path(f, f"triton-{version}.dist-info").is_dir()]
+    if not found:
+        pytest.skip(
+            f"MEGARL_TRITON_PATHS names no folder with Triton {version}: "
+            f"pip install --no-deps --target DIR triton=={version}"
+        )
+    returncode, output, rows = check_kernels(tmp_path, "--triton-path", found[0])
+    assert returncode == 0 and f"Triton {version}" in output, output
+    assert all(row["registers"] > 0 for row in rows.values())
+
+
+@pytest.mark.nightly
+def test_tiles_that_are_never_tried_do_not_fit(tmp_path):
+    """Each of them spills, needs too much shared memory, or misses its instructions."""
+    file = tmp_path / "rejected.py"
+    file.write_text(REJECTED)
+    _, output, rows = check_kernels(tmp_path, "--files", file)
+    assert len(rows) >= 6 and all(row["problem"] for row in rows.values()), output
 
 
 @pytest.mark.parametrize(
@@ -144,7 +189,16 @@ def test_spills_shared_memory_and_errors_are_found(tmp_path):
         "Insufficient registers" in rows["matmul BLOCK=256", 90]["problem"] and len(output) < 5000
     )  # Triton prints all of such PTX
     assert "broken, sm_90: does not compile" in output and "look at x_ptr, y_ptr" in output
-    assert "2 of 8 compilations are as they should be" in output
+    assert (
+        "= arith.muli" in rows["wide_row", 90]["problem"] and "beyond i32" in rows["wide_row", 90]["problem"]
+    )
+    assert rows["wide_row_in_int64", 90]["problem"] is None
+    # One pass through the loop and what follows: both factors in bf16, the fp32 product; 64 elements by BLOCK.
+    assert rows["matmul BLOCK=64", 90]["work"]["tensor"] == 2 * 64**3 / 64
+    assert rows["matmul BLOCK=64", 90]["work"]["bytes"] == (2 * 64**2 * 2 + 64**2 * 4) / 64
+    softmax = dict(bytes=8, fp32=2, fp64=0, tensor=0, special=0)
+    assert rows["softmax BLOCK=4096", 90]["work"] == softmax
+    assert "3 of 10 compilations are as they should be" in output
 
 
 @pytest.mark.parametrize(

@@ -339,3 +339,19 @@ def test_no_log_prob_is_above_zero(kernels, dtype, temperature):
     assert (
         (log_probs <= 0).all() and (log_probs == 0).sum() > count / 20 and (log_probs < 0).sum() > count / 20
     )
+
+
+def test_rows_beyond_32_bit_offsets(kernels):
+    """Row 2 begins 2**31 elements after row 0. Pages that nobody touches take no memory."""
+    num_columns, stride = 300, 2**30
+    values, targets, cotangents = make_case(3, num_columns, num_columns, torch.float16)
+    far = torch.empty(2 * stride + num_columns, dtype=values.dtype).as_strided(values.shape, (stride, 1))
+    results = []
+    for logits in (values.clone(), far.copy_(values)):
+        logits.requires_grad_()
+        outputs = vocab_parallel_log_probs(
+            logits, targets, vocab_size=num_columns, with_entropy=True, inplace=True
+        )
+        torch.autograd.backward(outputs, list(cotangents))
+        results.append([x.detach() for x in (*outputs, logits.grad)])
+    assert all(map(torch.equal, *results))

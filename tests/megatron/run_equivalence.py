@@ -92,15 +92,18 @@ def having(atlas: Atlas, local: Tensors) -> Atlas:
 
 def distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
     """Largest difference; infinite if one is no number."""
-    return (mine - wanted).abs().max().nan_to_num(nan=torch.inf).item()
+    return (mine.cpu() - wanted.cpu()).abs().max().nan_to_num(nan=torch.inf).item()
 
 
 def worst(atlas: Atlas, local: Tensors, full: Tensors, relative: bool) -> tuple[float, str]:
     """Largest difference and where it is; relative to the largest element of the canonical tensor, or
     absolute."""
     return max(
-        (distance(mine, wanted) / (full[name].abs().max().item() if relative else 1.0), name)
-        for name, mine, wanted in rectangles(atlas, local, full)
+        (
+            (distance(mine, wanted) / (full[name].abs().max().item() if relative else 1.0), name)
+            for name, mine, wanted in rectangles(atlas, local, full)
+        ),
+        default=(0.0, "no tensor"),
     )
 
 
@@ -215,8 +218,12 @@ def forward_only(model: TrainedModel, micros: list[MicroBatch]) -> dict[int, tor
 def gradients_at_step(model: TrainedModel) -> Tensors:
     """Filled with the gradients of the next update when its optimizer steps: summed over ranks, not clipped.
 
-    Of a distributed optimizer too: on a CPU its reduce-scatter leaves the whole sum (cpu_shim)."""
+    Of a distributed optimizer over several ranks on a CPU only, where its reduce-scatter leaves the whole sum
+    (megarl/megatron/fixes.py). NCCL's leaves each rank its part, and nothing is returned."""
     gradients: Tensors = {}
+    if model.device.type == "cuda" and model.groups.dp_cp.size() > 1:
+        if any(part.ddp_config.use_distributed_optimizer for part in model.ddp):
+            return gradients
 
     def step(check=None):
         del model.step

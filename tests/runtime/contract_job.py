@@ -78,7 +78,7 @@ def on_own_ranks(folder: Path) -> None:
         )
 
     job(contract.run, "a whole job")
-    for name in ("raises", "result_type", "deadline", "death", "killed"):
+    for name in ("raises", "idle", "result_type", "deadline", "death", "killed"):
         job(lambda executor: {name: contract.run_failure(executor, name)}, name)
     (folder / "found.json").write_text(json.dumps(found))
 

@@ -45,7 +45,7 @@ class ContractRole:
 
     def __init__(self, name: str, context: WorkerContext, notes: list, agree: Callable[[bool], bool]) -> None:
         self.name, self.context, self.notes, self.agree = name, context, notes, agree
-        self.idle_steps, self.idle_limit = 0, 0
+        self.idle_steps, self.idle_limit, self.fails_idle = 0, 0, False
 
     def echo(self, *args, **kwargs):
         return [args, kwargs]
@@ -115,10 +115,11 @@ class ContractRole:
 
     # The idle hook.
 
-    role, method = "both", "idle step"
+    role, method = "both", "start_idling"
 
-    def start_idling(self, limit: int):
+    def start_idling(self, limit: int, fails: bool = False):
         self.idle_steps, self.idle_limit, self.context.idle_hook = 0, limit, self
+        self.fails_idle = fails
 
     def stop_idling(self):
         self.context.idle_hook = None
@@ -128,6 +129,8 @@ class ContractRole:
         return self.idle_steps
 
     def step(self) -> bool:
+        if self.fails_idle:
+            raise ValueError(f"{self.idle_limit} steps are too many")
         if self.idle_steps < self.idle_limit:
             self.idle_steps += 1
             time.sleep(0.001 * (1 + self.context.rank))  # ranks are not equally fast
@@ -284,6 +287,16 @@ def events_come_in_order_and_before_the_value(executor: Executor) -> None:
     assert executor.wait_event(timeout_s=0.05) is None
 
 
+def events_of_one_name_are_taken_and_others_stay(executor: Executor) -> None:
+    executor.call("left", "emit", 2).result()
+    executor.call("left", "emit_later", 0.0).result()
+    executor.call("left", "emit", 1).result()
+    while "late" not in (names := [event.name for event in executor.take_events("late")]):
+        assert executor.wait_any([executor.call("left", "echo")], or_event=True) is not None
+    assert names == ["late"] and executor.take_events("late") == []
+    assert [event.payload["number"] for event in executor.take_events()] == [0, 1, 0]
+
+
 def events_wake_who_waits(executor: Executor) -> None:
     executor.call("left", "emit_later", 0.3).result()
     start = time.monotonic()
@@ -395,6 +408,7 @@ CHECKS = (
     wait_any_returns_what_is_done,
     large_values_arrive,
     events_come_in_order_and_before_the_value,
+    events_of_one_name_are_taken_and_others_stay,
     events_wake_who_waits,
     a_rank_takes_idle_steps_while_no_command_waits,
     ranks_take_the_same_number_of_idle_steps_before_a_command,
@@ -422,6 +436,19 @@ def an_error_names_everything_and_stays(executor: Executor) -> None:
     ):
         with pytest.raises(RemoteError, match=r"^\[both rank \d\] update failed at step 3"):
             again()
+
+
+def an_error_between_calls_names_the_hook_and_the_last_step(executor: Executor) -> None:
+    executor.label = "step 5"
+    executor.call("both", "start_idling", 7, fails=True).result()
+    with pytest.raises(RemoteError) as raised:
+        executor.wait_event(WAIT_S)
+    error = raised.value
+    assert (error.role, error.method, error.label) == ("both", "start_idling", "step 5")
+    first = f"[both rank {error.rank}] start_idling failed at step 5: ValueError: 7 steps are too many"
+    assert str(error).splitlines()[0] == first and "in step\n" in error.remote_traceback
+    with pytest.raises(RemoteError, match="7 steps are too many"):
+        executor.call("left", "echo").result()
 
 
 def _fails_with(text: str, method: str, *args: object) -> Callable[[Executor], None]:
@@ -454,6 +481,7 @@ def a_rank_that_dies_is_a_failure(executor: Executor) -> None:
 
 FAILURES: dict[str, Callable[[Executor], None]] = {
     "raises": an_error_names_everything_and_stays,
+    "idle": an_error_between_calls_names_the_hook_and_the_last_step,
     "result": _fails_with(
         r"^\[left rank 0\] generator failed: .*its result \(generator\) cannot be sent", "generator"
     ),

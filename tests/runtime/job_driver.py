@@ -182,6 +182,9 @@ class FlowHost:
     def arguments(self, node, results) -> tuple[tuple, dict]:
         return self.by_node.get(node.name, ()), {}
 
+    def end_of(self, node, call):
+        return call
+
     def move(self, columns, source_role, node) -> None:
         return None
 

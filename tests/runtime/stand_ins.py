@@ -50,7 +50,14 @@ class Rollout(Role):
         self.version = version
         return {"sync/bytes": 0.0}
 
-    def generate(self, purpose: str, visits: Mapping[int, int], greedy: bool = False):
+    def generate(
+        self,
+        purpose: str,
+        visits: Mapping[int, int],
+        greedy: bool = False,
+        engines: Sequence[int] | None = None,
+        wait: bool = True,
+    ):
         """Each rank answers its part of the prompts."""
         here = list(visits)[self.ranks.index(self.context.rank) :: len(self.ranks)]
         ids = [visit * self.group + i for visit in here for i in range(self.group)]
@@ -63,7 +70,7 @@ class Rollout(Role):
 
 
 class Reward(Role):
-    def score(self, purpose: str, num_logged: int | None = None):
+    def score(self, purpose: str, sample_ids: Sequence[int], num_logged: int | None = None):
         return [{"sample_id": s.sample_id, "reward": float(s.sample_id % 2)} for s in self.state.samples]
 
 

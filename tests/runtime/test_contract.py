@@ -63,7 +63,7 @@ RUN = {
 ENDS = {
     "inline": ["shutdown", *IN_PROCESS],
     "threads": ["shutdown", *IN_PROCESS],
-    "own_processes": ["shutdown", "raises", "result_type", "deadline", "death", "killed"],
+    "own_processes": ["shutdown", "raises", "idle", "result_type", "deadline", "death", "killed"],
     "torchrun": ["raises"],
 }
 

@@ -23,6 +23,7 @@ class _Rank(threading.Thread):
         self.commands: queue.SimpleQueue[tuple[int, Call | Shutdown]] = queue.SimpleQueue()
         self.token = AbortToken()
         self.context = WorkerContext(rank, report, self.token)
+        self.label: str | None = None  # of the last call
         self.num_kept = 0
         """Commands before this one are aborted if they raise."""
 
@@ -33,11 +34,17 @@ class _Rank(threading.Thread):
             self.report(Reply(-1, self.rank, failure=Failure.of(error, "worker", "start-up", None)))
             return
         while True:
-            step_until(self.context.idle_hook, lambda: not self.commands.empty())
+            try:
+                step_until(self.context.idle_hook, lambda: not self.commands.empty())
+            except Exception as error:  # thread boundary
+                hook, self.context.idle_hook = self.context.idle_hook, None
+                failure = Failure.of(error, hook.role, hook.method, self.label)
+                self.report(Reply(-1, self.rank, failure=failure))
             index, command = self.commands.get()
             if isinstance(command, Shutdown):
                 return
             if self.rank in command.ranks:
+                self.label = command.label
                 self.report(self._run_call(hosted, index, command))
 
     def _run_call(self, hosted: HostedRoles, index: int, call: Call) -> Reply:

@@ -134,6 +134,7 @@ ELSEWHERE = {
         for name in ("dapo_math", "gsm8k", "hendrycks_math", "hh_rlhf", "ultrafeedback")
     },
     "tools/check_kernels.py": "tests/kernels/test_check_kernels.py",
+    "tools/kernel_table.py": "tests/kernels/test_kernel_table.py",
     "tools/plot_quickstart.py": "tests/tools/test_plot_quickstart.py",
 }
 """Script -> the test that runs it."""
@@ -144,6 +145,7 @@ IMPORTED = {
     f"{BENCH}/measured_process.py": f"{BENCH}/bench_commits.py",
     f"{BENCH}/reshard_roles.py": f"{BENCH}/bench_reshard.py",
     f"{BENCH}/turns.py": f"{BENCH}/bench_kernels.py",
+    "tools/kernel_ir.py": "tools/check_kernels.py",
     "tools/data/prepare.py": "tools/data/gsm8k.py",
     "examples/sums/files.py": "tools/make_sums.py",
     "examples/sums/model.py": "examples/sums/files.py",

@@ -114,7 +114,7 @@ class FixedReward:
     def setup(self) -> None:
         pass
 
-    def score(self, purpose: str) -> list[dict]:
+    def score(self, purpose: str, sample_ids: list[int]) -> list[dict]:
         samples = self.store.source(purpose + self.suffix)
         rewards = [None if s % SAMPLES_PER_STEP == 4 else random.Random(s).random() for s in samples]
         return [{"sample_id": s, "reward": reward} for s, reward in zip(samples, rewards, strict=True)]

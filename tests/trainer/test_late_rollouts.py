@@ -17,8 +17,10 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.hf_config import ModelShape
+from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.loggers.console import Progress
 from megarl.packing import MiniBatch, Sample
+from megarl.runtime.hosting import WorkerContext
 from megarl.runtime.inline_executor import InlineExecutor
 from megarl.trainer.executors import interfaces_of
 from megarl.trainer.own_ranks import Started
@@ -34,33 +36,58 @@ def group_size(visit: int) -> int:
 
 
 class LateRollout:
-    """Engines that deliver the groups of four prompts per call, the newest first. The groups of visits 1 and 3
-    come two calls late."""
+    """An engine that finishes one group per step, between the calls. The groups of visits 1 and 3 come two
+    training steps late.
 
-    def __init__(self) -> None:
+    A call that waits returns four groups, the newest first."""
+
+    role, method = "rollout", "generate"
+
+    def __init__(self, context: WorkerContext) -> None:
         self.pending: list[int] = []
-        self.delivered: list[int] = []
-        self.num_delivered = 4
+        self.num_delivered, self.version = 4, 0
+        self.context, context.idle_hook = context, self
 
     def setup(self) -> None:
         pass
 
     def sync(self, version: int) -> dict[str, float]:
+        self.version = version
         return {}
 
     def shut_down(self) -> None:
         pass
 
-    def generate(self, purpose: str, visits: dict[int, int], greedy: bool = False) -> list[Sample]:
+    def generate(
+        self,
+        purpose: str,
+        visits: dict[int, int],
+        greedy: bool = False,
+        engines: list[int] | None = None,
+        wait: bool = True,
+    ) -> list[Sample]:
         self.pending = sorted([*self.pending, *visits], key=lambda visit: visit + 8 * (visit in (1, 3)))
+        if not wait:
+            assert engines == [0] * len(visits)
+            return []
         groups, self.pending = self.pending[: self.num_delivered], self.pending[self.num_delivered :]
-        samples = [
-            Sample(LARGEST_GROUP * visit + index, 5 + index, 3, group=visit)
-            for visit in groups[::-1]
+        return [sample for visit in groups[::-1] for sample in self.samples(visit)]
+
+    def samples(self, visit: int) -> list[Sample]:
+        return [
+            Sample(LARGEST_GROUP * visit + index, 5 + index, 3, group=visit, version=self.version)
             for index in range(group_size(visit))
         ]
-        self.delivered = [sample.sample_id for sample in samples]
-        return samples
+
+    # The idle hook.
+
+    def agree(self, value: bool) -> bool:
+        return value or not self.pending
+
+    def step(self) -> bool:
+        finished = FinishedGroups("rollout", self.samples(self.pending.pop(0)))
+        self.context.emit(GROUPS_FINISHED, finished)
+        return True
 
 
 class Data:
@@ -68,6 +95,7 @@ class Data:
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
+        self.released: list[int] = []
 
     def distribute(
         self, shard: str, samples: list[Sample], mini_batches: list[MiniBatch], rollouts: str = "train"
@@ -75,19 +103,19 @@ class Data:
         self.steps.append([sample for mini_batch in mini_batches for sample in mini_batch.samples_of(0)])
         return {}
 
+    def release(self, sample_ids: list[int], source: str) -> None:
+        self.released += sample_ids
+
 
 class Rewards:
-    def __init__(self, rollout: LateRollout) -> None:
-        self.rollout = rollout
-
     def setup(self) -> None:
         pass
 
     def shut_down(self) -> None:
         pass
 
-    def score(self, purpose: str, num_logged: int | None = None) -> list[dict]:
-        return [{"sample_id": sample, "reward": 1.0} for sample in self.rollout.delivered]
+    def score(self, purpose: str, sample_ids: list[int], num_logged: int | None = None) -> list[dict]:
+        return [{"sample_id": sample, "reward": 1.0} for sample in sample_ids]
 
 
 class Actor:
@@ -97,7 +125,7 @@ class Actor:
     def setup(self) -> None:
         pass
 
-    def log_probs(self) -> dict[str, float]:
+    def log_probs(self, version: int | None = None) -> dict[str, float]:
         """Trainer and engine agree exactly."""
         zero = ("mean_abs", "clipped_abs", "max_abs", "outliers", "kl")
         return {f"mismatch/{name}": 0.0 for name in zero} | {
@@ -113,22 +141,30 @@ class Actor:
         return {"policy/loss": 0.0}
 
 
-def open_trainer(folder: Path, save: str) -> tuple[Trainer, Data, Actor]:
+def open_trainer(folder: Path, save: str, staleness: int = 2) -> tuple[Trainer, Data, Actor]:
     job = config(folder)
     job = replace(
         job,
         algorithm=REGISTRY["grpo"](),
         batch=replace(job.batch, train_iters=6, num_prompts=4, global_batch_size=8),
         run=replace(job.run, save=str(folder / save), exit_loss=0.5),  # of fine-tuning alone
+        streaming=replace(job.streaming, staleness=staleness),
     )
-    rollout, data, actor = LateRollout(), Data(), Actor()
-    roles = {"actor": actor, "rollout": rollout, "reward": Rewards(rollout), "data": data}
-    executor = InlineExecutor(roles, interfaces_of(roles))
+    data, actor = Data(), Actor()
+    executor = InlineExecutor(
+        lambda context: {
+            "actor": actor,
+            "rollout": LateRollout(context),
+            "reward": Rewards(),
+            "data": data,
+        },
+        interfaces_of(("actor", "rollout", "reward", "data")),
+    )
     inputs = {"": Inputs(ModelShape.load(job.model.model), range(10), None)}
     progress = Progress(6, io.StringIO(), terminal=False)
     trainer = Trainer(job, started=Started(executor, inputs, 1, progress))
     buffer = trainer.state.first.buffer
-    buffer.staleness, admit = 2, buffer.admit
+    admit = buffer.admit
     buffer.admit = lambda visits, _, version: admit(visits, {v: group_size(v) for v in visits}, version)
     return trainer, data, actor
 
@@ -164,6 +200,8 @@ def test_each_sample_is_trained_on_once(tmp_path):
         check([data], [actor], num_admitted=24, waiting=set())
         assert [len(groups) for groups in actor.groups] == [4] * 6
         assert actor.groups[0].keys() == {0, 2, 4, 5}  # the others are late
+        last = {sample for sample in data.released if sample in {*data.steps[-1]}}
+        assert not last and sorted(data.released) == sorted(sum(data.steps[:-1], []))
 
 
 def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path):
@@ -188,8 +226,7 @@ def test_a_run_that_goes_on_from_a_snapshot_trains_on_what_was_waiting(tmp_path)
 
 
 def test_a_loop_may_leave_steps_out(tmp_path):
-    with open_trainer(tmp_path, "run")[0] as trainer:
-        trainer.state.first.buffer.staleness = 0
+    with open_trainer(tmp_path, "run", staleness=0)[0] as trainer:
         seen = []
         for step in trainer.steps():
             seen.append(step)
@@ -200,8 +237,8 @@ def test_a_loop_may_leave_steps_out(tmp_path):
 
 
 def test_synchronous_training_refuses_a_late_group(tmp_path):
-    trainer = open_trainer(tmp_path, "run")[0]
-    trainer.state.first.buffer.staleness, trainer.executor.roles["rollout"].num_delivered = 0, 1
+    trainer = open_trainer(tmp_path, "run", staleness=0)[0]
+    trainer.executor.roles["rollout"].num_delivered = 1
     with pytest.raises(RuntimeError, match="samples of visit 1 are missing: groups must be complete"):
         train(trainer, 1)
     trainer.__exit__(RuntimeError, RuntimeError(), None)

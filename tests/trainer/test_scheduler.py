@@ -86,6 +86,9 @@ class Host:
         self.saw[node.name] = [name for name, result in results.items() if result.done()]
         return (), {}
 
+    def end_of(self, node, call):
+        return call
+
     def move(self, columns, source_role, node):
         name = f"{','.join(columns)}:{source_role}->{node.role}"
         self.moves.append(name)
@@ -343,6 +346,9 @@ class Inline(Host):
 
     def arguments(self, node, results):
         return tuple(results[n].first() for n in results if node.function), {}
+
+    def end_of(self, node, call):
+        return call
 
     def move(self, columns, source_role, node):
         self.moves.append(columns)

@@ -30,6 +30,23 @@ int64_t from_environment(const char* name, int64_t otherwise) {
   return value && *value ? std::atoll(value) : otherwise;
 }
 
+// HOSTCUDA_DEVICES, or fewer by CUDA_VISIBLE_DEVICES: the numbers before the first one without a device count.
+// Which of the devices they name does not matter, as each process has its devices to itself.
+int64_t visible_devices() {
+  const int64_t there = from_environment("HOSTCUDA_DEVICES", 1);
+  const char* chosen = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (!chosen) return there;
+  int64_t count = 0;
+  for (const char* at = chosen; *at; ++at) {
+    char* end = nullptr;
+    const int64_t device = std::strtoll(at, &end, 10);
+    if (end == at || device < 0 || device >= there) break;
+    ++count;
+    if (*(at = end) != ',') break;
+  }
+  return count;
+}
+
 struct State {
   std::recursive_mutex lock;
   std::vector<Device> devices;
@@ -39,7 +56,7 @@ struct State {
   std::unordered_map<const void*, Block*> live;  // by the address of the tensor's first byte
   Clock host;                                    // what the host has waited for
   bool find_races = from_environment("HOSTCUDA_RACES", 1);
-  State() : devices(from_environment("HOSTCUDA_DEVICES", 1)) {
+  State() : devices(visible_devices()) {
     for (auto& device : devices) device.stats.total = from_environment("HOSTCUDA_MEMORY_MIB", 80 << 10) << 20;
   }
 };

@@ -1,0 +1,267 @@
+"""Requests that outlive a call: groups are reported whole and once, and a checkpoint loses and doubles
+nothing.
+
+    pytest tests/workers/test_request_stream.py
+
+The stream, the engine's base class and the sample table are the real ones, around the engine of
+small_engine.py."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.rollout.engine import Engine
+from megarl.workers.request_stream import Answer, RequestStream
+from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
+from tests.workers import small_engine
+from tests.workers.small_engine import STOP_TOKEN, experts_of, whole_response
+
+GROUP_SIZE = 3
+SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 7}
+
+
+def make_answer(visit: int, index: int) -> Answer:
+    sample_id = GROUP_SIZE * visit + index
+    prompt = [2 + visit % 40, *range(3, 3 + visit % 4)]
+    return Answer(sample_id, 100 + visit, visit, prompt, key=7 * sample_id + 1)
+
+
+def answers(*visits: int) -> list[Answer]:
+    return [make_answer(visit, index) for visit in visits for index in range(GROUP_SIZE)]
+
+
+LONG = [
+    visit
+    for visit in range(50)
+    if min(len(whole_response(one.key, one.prompt)) for one in answers(visit)) > 4
+]
+"""Visits whose responses all have five tokens or more."""
+
+
+class Stream:
+    """A stream with what it has reported, one list of samples per report."""
+
+    def __init__(self, folder: Path, stop: Sequence[str] = (), **options: object) -> None:
+        job = small_engine.config(folder, **({"stop": tuple(stop)} if stop else {}))
+        self.engine: Engine = small_engine.start(job, **options)
+        self.table: SampleTable[RolloutBlock] = SampleTable("train")
+        self.reports: list[list[RolloutSample]] = []
+        self.stream = RequestStream(self.engine, self.table, self._sample, self.reports.append)
+
+    @staticmethod
+    def _sample(answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
+        return RolloutSample(
+            answer.sample_id,
+            answer.row,
+            answer.group,
+            answer.versions,
+            answer.prompt,
+            answer.response,
+            answer.log_probs,
+            finish_reason == "length",
+            experts,
+        )
+
+    @property
+    def inference(self) -> small_engine.SmallEngine:
+        return self.engine.inference
+
+    @property
+    def groups(self) -> list[int]:
+        """Reported groups, in their order."""
+        return [of_group[0].group for report in self.reports for of_group in by_group(report)]
+
+    @property
+    def samples(self) -> list[RolloutSample]:
+        return [sample for report in self.reports for sample in report]
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.stream.has_unfinished():
+                self.stream.step()
+
+
+def by_group(report: list[RolloutSample]) -> list[list[RolloutSample]]:
+    """Split a report into groups, which must be whole and in the order of the sample ids."""
+    groups: dict[int, list[RolloutSample]] = {}
+    for sample in report:
+        groups.setdefault(sample.group, []).append(sample)
+    for visit, of_group in groups.items():
+        assert [sample.sample_id for sample in of_group] == [
+            GROUP_SIZE * visit + i for i in range(GROUP_SIZE)
+        ]
+    return [*groups.values()]
+
+
+def check_samples(samples: Sequence[RolloutSample], *visits: int) -> None:
+    """Check that these groups are there once, with the responses of uninterrupted requests."""
+    expected = {answer.sample_id: answer for answer in answers(*visits)}
+    assert sorted(sample.sample_id for sample in samples) == sorted(expected)
+    for sample in samples:
+        answer = expected[sample.sample_id]
+        response = whole_response(answer.key, answer.prompt)
+        assert (sample.row, sample.group, sample.prompt) == (answer.row, answer.group, answer.prompt)
+        assert sample.response == response and sample.log_probs == [-token / 8 for token in response]
+        assert sample.truncated == (response[-1] != STOP_TOKEN)
+        assert len(sample.versions) == len(response) and sample.versions == sorted(sample.versions)
+
+
+def test_groups_are_reported_whole_in_the_order_in_which_they_finish(tmp_path):
+    job = Stream(tmp_path, max_running=100)
+    job.stream.add(answers(*range(8)), **SAMPLING)
+    request = job.inference.requests[0].request
+    assert (request.temperature, request.top_p, request.top_k) == (0.8, 0.9, 7)
+    assert job.inference.num_steps == 0 and job.reports == []  # `add` returns at once
+    while job.stream.has_unfinished():
+        before = len(job.samples)
+        job.stream.step()
+        assert len(job.table) == len(job.samples) >= before
+    lengths = {
+        visit: max(len(whole_response(one.key, one.prompt)) for one in answers(visit)) for visit in range(8)
+    }
+    assert job.groups == sorted(job.groups, key=lambda visit: lengths[visit])  # all run at once
+    assert len({*lengths.values()}) > 2 and job.groups != sorted(job.groups)
+    assert all(job.reports)  # no report is empty
+    check_samples(job.samples, *range(8))
+
+
+def test_a_call_that_waits_runs_beside_the_stream(tmp_path):
+    job = Stream(tmp_path, max_running=4)
+    job.stream.add(answers(0, 1), **SAMPLING)
+    job.step(2)
+    asked = answers(20, 21)
+    told = job.engine.generate([one.prompt for one in asked], [one.key for one in asked], temperature=0.5)
+    assert [one.token_ids for one in told] == [whole_response(one.key, one.prompt) for one in asked]
+    assert job.reports == []  # the call does not report: the role does when it returns
+    job.stream.collect()
+    assert len(job.reports) == 1 and {*job.groups} <= {0, 1}  # they were queued before
+    job.stream.drain()
+    check_samples(job.samples, 0, 1)
+    assert not job.inference.has_unfinished() and job.engine.take() == []
+
+
+def test_each_token_has_the_version_that_sampled_it(tmp_path):
+    job = Stream(tmp_path, max_running=100)
+    job.stream.add(answers(0, 1, 2), **SAMPLING)
+    job.step(3)
+    job.inference.commit(1, "recompute")
+    job.step(2)
+    job.inference.set_version(2)
+    job.stream.drain()
+    check_samples(job.samples, 0, 1, 2)
+    for sample in job.samples:
+        assert sample.versions == [0, 0, 0, 1, 1, *[2] * len(sample.response)][: len(sample.response)]
+    assert {sample.versions[-1] for sample in job.samples} == {0, 1, 2}
+
+
+def save_all(jobs: Sequence[Stream], folder: Path, visits: Sequence[int]) -> list[Path]:
+    files = [folder / f"engine_{number}" for number in range(len(jobs))]
+    for job, file in zip(jobs, files, strict=True):
+        told = job.stream.save(file, visits)
+        assert told == hashlib.sha256(file.read_bytes()).hexdigest()
+    return files
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_checkpoint_goes_on_with_any_number_of_engines(tmp_path, seed):
+    rng = random.Random(seed)
+    visits = list(range(rng.randint(1, 9)))
+    options = {"max_running": rng.randint(1, 6), "has_experts": seed % 2 == 0}
+    before = [Stream(tmp_path, **options) for _ in range(rng.randint(1, 3))]
+    for visit in visits:
+        rng.choice(before).stream.add(answers(visit), **SAMPLING)
+    for job in before:
+        job.step(rng.randint(0, 30))
+    done = [visit for job in before for visit in job.groups]
+    trained = rng.sample(done, rng.randint(0, len(done)))  # a step has trained on them: not in the buffer
+    left = [visit for visit in visits if visit not in trained]
+    files = save_all(before, tmp_path, left)
+
+    after = [Stream(tmp_path, **options) for _ in range(rng.randint(1, 3))]
+    engine_of = {visit: rng.choice(after) for visit in left}
+    for job in after:
+        job.inference.set_version(1)
+        own = [visit for visit, engine in engine_of.items() if engine is job]
+        job.stream.load(answers(*own), files, **SAMPLING)
+        assert {*job.groups} == {*own} & {*done}  # finished groups are reported at once
+    for job in (*before, *after):
+        job.inference.set_version(1)
+        job.stream.drain()
+    samples = [sample for job in before for sample in job.samples]
+    check_samples(samples, *visits)  # the running job is not disturbed
+    resumed = [sample for job in after for sample in job.samples]
+    check_samples(resumed, *left)
+    uninterrupted = {sample.sample_id: sample for sample in samples}
+    for sample in resumed:
+        assert sample.versions == uninterrupted[sample.sample_id].versions
+        if options["has_experts"]:
+            assert torch.equal(sample.experts, experts_of([*sample.prompt, *sample.response]))
+    assert {
+        sample.sample_id for job in after for sample in (job.table.block(s).rollouts[s] for s in job.table)
+    } == {sample.sample_id for sample in resumed}
+
+
+def test_a_sample_that_no_file_has_begins_anew(tmp_path):
+    before, after = Stream(tmp_path), Stream(tmp_path)
+    before.stream.add(answers(LONG[0]), **SAMPLING)
+    before.step(2)
+    files = save_all([before], tmp_path, LONG[:1])
+    after.stream.load(answers(*LONG[:2]), files, **SAMPLING)
+    prompts = {one.request.id: len(one.request.prompt) for one in after.inference.requests}
+    expected = {f"sample/{one.sample_id}": len(one.prompt) for one in answers(*LONG[:2])}
+    longer = {name: prompts[name] - length for name, length in expected.items()}
+    assert sorted(longer.values()) == [0, 0, 0, 2, 2, 2]
+    after.stream.drain()
+    check_samples(after.samples, *LONG[:2])
+
+
+@pytest.mark.parametrize("reason", ["stop strings", "the engine", None])
+def test_a_response_that_cannot_continue_begins_anew_in_both_jobs(tmp_path, reason):
+    jobs = [Stream(tmp_path, stop=["end"] if reason == "stop strings" else []) for _ in range(2)]
+    if reason == "the engine":
+        for job in jobs:
+            job.inference.cannot_continue = "this engine draws by its own seeds"
+    before, after = jobs
+    before.stream.add(answers(LONG[0]), **SAMPLING)
+    before.step(3)
+    files = save_all([before], tmp_path, LONG[:1])
+    after.stream.load(answers(LONG[0]), files, **SAMPLING)
+    for job in jobs:
+        assert len(job.inference.requests) == GROUP_SIZE
+        job.inference.set_version(4)
+        job.stream.drain()
+        check_samples(job.samples, LONG[0])
+        for sample in job.samples:
+            kept = 0 if reason else 3
+            assert sample.versions == [0] * kept + [4] * (len(sample.response) - kept)
+
+
+def test_a_checkpoint_computes_the_cache_of_unfinished_requests_anew_and_lets_the_engine_go_on(tmp_path):
+    job = Stream(tmp_path)
+    job.stream.add(answers(*LONG[:2]), **SAMPLING)
+    job.step(1)
+    order = [one.request.id for one in job.inference.requests]
+    digest = job.stream.save(None, LONG[:2])  # a rank that does not write
+    assert job.inference.num_resets == 1 and [*tmp_path.iterdir()] == []
+    assert [one.request.id for one in job.inference.requests] == order
+    assert digest == job.stream.save(tmp_path / "file", LONG[:2])
+    job.step(1)
+    assert job.inference.num_steps == 2  # it is not paused any more
+
+
+def test_an_aborted_stream_forgets_its_requests_and_takes_new_ones(tmp_path):
+    job = Stream(tmp_path)
+    job.stream.add(answers(*LONG[:2]), **SAMPLING)
+    job.step(2)
+    assert job.reports == [] and job.inference.has_unfinished()
+    job.stream.abort()
+    assert not job.stream.has_unfinished() and not job.inference.has_unfinished()
+    job.stream.add(answers(LONG[0], LONG[2]), **SAMPLING)
+    job.stream.drain()
+    check_samples(job.samples, LONG[0], LONG[2])
