@@ -86,6 +86,13 @@ CASES = [
         json="OUT/out.json repeats",
     ),
     Case(
+        f"{BENCH}/bench_async.py",
+        "--checkpoint MODEL --data DATA --recipes tail --only colocated --settings S=0,S=1-keep --steps 3 "
+        "--repeats 1 --out OUT/r --json OUT/out.json",
+        says=r"\| tail \| colocated \| S=1-keep \| [\d.]+ \|",
+        json="OUT/out.json runs",
+    ),
+    Case(
         f"{BENCH}/bench_data_plane.py",
         "--samples 64 --length 64 --repeats 1 --exchange-samples 16 --json OUT/out.json",
         json="OUT/out.json exchange",
@@ -139,6 +146,7 @@ ELSEWHERE = {
 }
 """Script -> the test that runs it."""
 IMPORTED = {
+    f"{BENCH}/async_plants/sitecustomize.py": f"{BENCH}/bench_async.py",
     f"{BENCH}/e2e_summary.py": f"{BENCH}/bench_e2e.py",
     f"{BENCH}/head_contenders.py": f"{BENCH}/bench_kernels.py",
     f"{BENCH}/hf_buckets.py": f"{BENCH}/reshard_roles.py",

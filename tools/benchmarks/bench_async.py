@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def setting_name(staleness: str, update: str | None) -> str:
-    return f"S={staleness} {update}" if update else f"S={staleness}"
+    return f"S={staleness}-{update}" if update else f"S={staleness}"
 
 
 def list_contenders(arguments: argparse.Namespace) -> list[Contender]:
@@ -143,7 +143,7 @@ def list_contenders(arguments: argparse.Namespace) -> list[Contender]:
 
 def train(contender: Contender, turn: int, arguments: argparse.Namespace) -> Run:
     """Run one job, and return what was measured after its first steps."""
-    name = f"{contender.recipe}_{contender.placement}_{contender.setting.replace(' ', '_')}_{turn}"
+    name = f"{contender.recipe}_{contender.placement}_{contender.setting}_{turn}"
     folder, busy, load = arguments.out / name, arguments.out / f"{name}.busy", os.getloadavg()[0]
     busy.mkdir()
     python = [contender.checkout / ".venv" / "bin" / "python", "-P", "-m", "megarl.cli", "train"]
