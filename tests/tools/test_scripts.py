@@ -142,11 +142,11 @@ ELSEWHERE = {
     },
     "tools/check_kernels.py": "tests/kernels/test_check_kernels.py",
     "tools/kernel_table.py": "tests/kernels/test_kernel_table.py",
+    f"{BENCH}/async_plants/sitecustomize.py": "tests/tools/test_scripts.py",
     "tools/plot_quickstart.py": "tests/tools/test_plot_quickstart.py",
 }
 """Script -> the test that runs it."""
 IMPORTED = {
-    f"{BENCH}/async_plants/sitecustomize.py": f"{BENCH}/bench_async.py",
     f"{BENCH}/e2e_summary.py": f"{BENCH}/bench_e2e.py",
     f"{BENCH}/head_contenders.py": f"{BENCH}/bench_kernels.py",
     f"{BENCH}/hf_buckets.py": f"{BENCH}/reshard_roles.py",
