@@ -57,9 +57,22 @@ def routing_replay(job: Job) -> Errors:
 
 
 def max_tokens_per_step(job: Job) -> Errors:
-    """Yield an error for --max-tokens-per-step if no response can have that many tokens."""
+    """Yield an error for --max-tokens-per-step if no response can have that many tokens, or if a response
+    cannot be continued with other weights."""
     limit, longest = job.config.streaming.max_tokens_per_step, job.config.sampling.max_response_length
-    if limit is not None and job.config.streaming.staleness and job.uses_rollout and limit >= longest:
+    if limit is None or not job.config.streaming.staleness or not job.uses_rollout:
+        return
+    if job.config.streaming.weight_update == "wait":
+        yield (
+            f"--max-tokens-per-step ({limit}): a response goes on with the next version of the weights, but "
+            "with --weight-update wait one version samples all of it. Try --weight-update recompute."
+        )
+    if job.config.sampling.stop:
+        yield (
+            f"--max-tokens-per-step ({limit}): a response goes on as a new request, which does not find a stop "
+            "string that has begun before. Try --stop-token-ids in place of --stop."
+        )
+    if limit >= longest:
         yield (
             f"--max-tokens-per-step ({limit}): must be below --max-response-length ({longest}), or it has no "
             f"effect. Leave it out{f', or try {longest // 2}' if longest > 1 else ''}."
@@ -80,6 +93,11 @@ def replay(job: Job) -> Errors:
             "Name the folder that was the run's --save.",
         )
         yield f"--replay ({run}): is not a run folder, because it holds no {ARGUMENTS}.{advice}"
+    if job.config.streaming.max_tokens_per_step is not None and job.engine_mode == "out-of-process":
+        yield (
+            f"--replay ({run}): cannot repeat --max-tokens-per-step with engines in processes of their own, "
+            "where timing decides when a response continues. Leave one of the two out."
+        )
 
 
 def correction_warnings(config: TrainConfig) -> Errors:

@@ -278,8 +278,8 @@ class StreamingConfig(Section):
     """With --staleness: run folder whose order of samples, weights and updates is repeated. Default: none,
     the order follows from what is ready first."""
     max_tokens_per_step: Count | None = None
-    """With --staleness: tokens of one response that are generated for one step, at most; the rest follows for
-    the next step, unless the response is needed. Default: no limit."""
+    """With --staleness: tokens that one response gets from one version of the weights, at most. It goes on
+    after the next weight sync, or at once if the next step needs it. Default: no limit."""
 
 
 @section

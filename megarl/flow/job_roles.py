@@ -96,6 +96,7 @@ class Rollout(ServiceRole, kind="rollout"):
         greedy: bool = False,
         engines: Sequence[int] | None = None,
         wait: bool = True,
+        due: Sequence[int] = (),
     ) -> list[Sample]:
         """Sample responses to dataset rows. The first rank of each engine returns the engine's samples (ids
         and lengths); its other ranks return [].
@@ -107,7 +108,8 @@ class Rollout(ServiceRole, kind="rollout"):
             engines: number of the engine of each visit. Default: the engines take contiguous blocks of equal
                 size.
             wait: False queues the requests and returns [] at once. The engines take steps while their ranks
-                wait for calls, and report the groups that are finished as events (see flow/events.py)."""
+                wait for calls, and report the groups that are finished as events (see flow/events.py).
+            due: visits that --max-tokens-per-step does not limit from now on."""
 
     @method(optional=True, phase="rollout")
     def sample_canaries(self, count: int) -> list[Sample]:

@@ -205,7 +205,10 @@ class StepRunner:
             Data(self.executor, "data").release(trained, source)
         assert self.log is not None
         engines = self.log.route(actor.suffix, self.batches.step, actor.buffer, self.meshes[rollout].dp)
-        return "train", actor.buffer.issue(engines), False, engines, False
+        arguments = "train", actor.buffer.issue(engines), False, engines, False
+        if actor.config.streaming.max_tokens_per_step is None:
+            return arguments
+        return *arguments, [group.visit for group in actor.buffer.due(self.batches.step)]
 
     def end_of(self, node: Node, call: Future[Any]) -> Future[Any]:
         """Return the future of a node. Sampling ends when the actor's buffer has the groups of the step."""

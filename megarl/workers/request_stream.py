@@ -2,6 +2,7 @@
 
     stream.add(answers, temperature=1.0)       whole groups, queued at once
     stream.step()                              one step of the engine; finished groups go to store and driver
+    stream.go_on(due=[4])                      after a commit, with --max-tokens-per-step
     stream.save(path, visits)                  everything so far, for a checkpoint
     stream.load(answers, folder, ...)          the same groups in another process, which continue
 
@@ -71,7 +72,8 @@ class RequestStream:
     Args:
         table: gets the samples of finished groups.
         make_sample: returns the sample of a finished answer, its finish reason and the experts of its tokens.
-        report: is given the samples of groups that have finished."""
+        report: is given the samples of groups that have finished.
+    Raises: ValueError for --max-tokens-per-step if the engine cannot continue a response."""
 
     def __init__(
         self,
@@ -84,6 +86,11 @@ class RequestStream:
         self._answers: dict[str, Answer] = {}  # unfinished, by request id
         self._how: dict[str, float] = {}
         self._max_tokens = engine.config.sampling.max_response_length
+        self._limit = engine.config.streaming.max_tokens_per_step
+        if self._limit is not None and engine.inference.cannot_continue is not None:
+            raise ValueError(f"--max-tokens-per-step ({self._limit}): {engine.inference.cannot_continue}")
+        self._due: frozenset[int] = frozenset()  # groups without that limit
+        self._resting: list[Answer] = []  # unfinished, with all tokens that this version may sample
         self._missing: Counter[int] = Counter()  # unfinished answers of each group
         self._finished: dict[int, list[RolloutSample]] = {}  # of unfinished groups
 
@@ -97,20 +104,44 @@ class RequestStream:
         self._queue(answers)
 
     def _queue(self, answers: Sequence[Answer]) -> None:
+        allowed = [self._allowed_tokens(answer) for answer in answers]
+        self._resting += [answer for answer, number in zip(answers, allowed, strict=True) if not number]
+        asked = [(answer, number) for answer, number in zip(answers, allowed, strict=True) if number]
         requests = [
             Request(
                 f"sample/{answer.sample_id}",
                 [*answer.prompt, *answer.response],
                 answer.key,
-                max_tokens=self._max_tokens - len(answer.response),
+                max_tokens=number,
                 **self._how,
             )
-            for answer in answers
+            for answer, number in asked
         ]
-        self._engine.add(requests)
-        self._answers |= {request.id: answer for request, answer in zip(requests, answers, strict=True)}
+        if requests:
+            self._engine.add(requests)
+        self._answers |= {request.id: one for request, (one, _) in zip(requests, asked, strict=True)}
+
+    def _allowed_tokens(self, answer: Answer) -> int:
+        """Return how many tokens an answer may get from the current version."""
+        left = self._max_tokens - len(answer.response)
+        if self._limit is None or answer.group in self._due:
+            return left
+        return max(0, min(left, self._limit - answer.versions.count(self._engine.version)))
+
+    def go_on(self, due: Iterable[int] | None = None) -> None:
+        """Queue the answers that have used up --max-tokens-per-step and may go on: the weights have another
+        version, or the group is due.
+
+        Args:
+            due: groups that the next training step needs, which have no limit from now on. An answer that
+                runs reaches its old limit first. Default: the same groups as before."""
+        if due is not None:
+            self._due = frozenset(due)
+        resting, self._resting = self._resting, []
+        self._queue(resting)
 
     def has_unfinished(self) -> bool:
+        """Return whether an answer can get tokens now."""
         return bool(self._answers)
 
     def step(self) -> None:
@@ -120,9 +151,14 @@ class RequestStream:
 
     def collect(self) -> None:
         """Report the groups that the engine has finished by now, in its own steps and in those of calls."""
+        at_limit = []
         for output in self._engine.take():
             answer = self._answers.pop(output.id).after(output)
-            self._end(answer, output.finish_reason, output.experts)
+            if output.finish_reason == "length" and len(answer.response) < self._max_tokens:
+                at_limit.append(answer)
+            else:
+                self._end(answer, output.finish_reason, output.experts)
+        self._queue(at_limit)  # its request may have begun at an earlier version
         self._report_whole_groups()
 
     def _end(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> None:
@@ -149,6 +185,7 @@ class RequestStream:
         """Forget all unfinished requests."""
         self._engine.inference.abort([*self._answers])
         self._answers.clear()
+        self._resting.clear()
         self._missing.clear()
         self._finished.clear()
 
@@ -168,12 +205,13 @@ class RequestStream:
             unfinished = [answer.after(sampled[name]) for name, answer in self._answers.items()]
             engine.abort([*self._answers])
             engine.reset_cache()
+            resting = [*self._resting]
             self._queue([self._from(answer) for answer in unfinished])
         finally:
             engine.resume()
         finished = [sample for group in self._finished.values() for sample in group]
         finished += [self._table.block(sample).rollouts[sample] for sample in self._table]
-        saved = [SavedAnswer(answer, None) for answer in unfinished] + [*map(_saved, finished)]
+        saved = [SavedAnswer(answer, None) for answer in (*unfinished, *resting)] + [*map(_saved, finished)]
         data = encode([one for one in saved if one.answer.group in wanted])
         if path is not None:
             with open(path, "wb") as file:

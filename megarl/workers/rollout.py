@@ -186,6 +186,8 @@ class RolloutRole(HostedRole):
             if self.recorder is not None and not self.recorder.is_started:
                 self.recorder.start(version)
                 self.engine.committing = self.recorder.committing
+            if self.stream is not None:
+                self.stream.go_on()
             return {"sync/bytes": float(num_bytes)}
         if self.actor is not None:
             self.actor.send_weights_to(self.mesh, version)
@@ -199,6 +201,7 @@ class RolloutRole(HostedRole):
         greedy: bool = False,
         engines: Sequence[int] | None = None,
         wait: bool = True,
+        due: Sequence[int] = (),
     ) -> list[Sample]:
         """Sample responses to dataset rows. The first rank of each engine returns the engine's samples,
         ordered as `visits`; its other ranks return [].
@@ -215,6 +218,7 @@ class RolloutRole(HostedRole):
             wait: whether the call returns when all samples are finished. Otherwise it queues the requests and
                 returns [] at once. Finished groups are then reported by events. Only with --staleness above
                 0, and for training.
+            due: groups that --max-tokens-per-step does not limit from now on. Only if the call does not wait.
 
         Returns: the samples of this engine, on its first rank only."""
         rollouts = self.store.source(purpose + self.suffix)
@@ -232,6 +236,7 @@ class RolloutRole(HostedRole):
         how = {"temperature": 0.0} if greedy else self._sampling()
         if not wait:
             with recorded:
+                self.stream.go_on(due)
                 self.stream.add(answers, **how)
             return []
         outputs = self.engine.generate(
@@ -388,6 +393,8 @@ class RolloutRole(HostedRole):
         if self.engine is not None:
             with nullcontext() if self.recorder is None else self.recorder.committing(version):
                 self.engine.inference.set_version(version)
+            if self.stream is not None:
+                self.stream.go_on()
 
     @needs(KV_CACHE)
     def catch_up(self) -> None:

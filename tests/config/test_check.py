@@ -804,6 +804,22 @@ RULES = {
         "it out, or try 32.",
         "--max-tokens-per-step 32 --staleness 1 --max-response-length 64",
     ),
+    "parts of responses of one version": (
+        "--max-tokens-per-step 8 --staleness 1 --weight-update wait",
+        2,
+        {},
+        "--max-tokens-per-step (8): a response goes on with the next version of the weights, but with "
+        "--weight-update wait one version samples all of it. Try --weight-update recompute.",
+        "--max-tokens-per-step 8 --staleness 1 --weight-update recompute",
+    ),
+    "parts of responses with stop strings": (
+        "--max-tokens-per-step 8 --staleness 1 --stop END",
+        2,
+        {},
+        "--max-tokens-per-step (8): a response goes on as a new request, which does not find a stop string "
+        "that has begun before. Try --stop-token-ids in place of --stop.",
+        "--max-tokens-per-step 8 --staleness 1 --stop-token-ids 3",
+    ),
     "a replay of no run": (
         "--replay no/such --staleness 1",
         2,

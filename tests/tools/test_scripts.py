@@ -86,6 +86,13 @@ CASES = [
         json="OUT/out.json repeats",
     ),
     Case(
+        f"{BENCH}/bench_async.py",
+        "--checkpoint MODEL --data DATA --recipes tail --only colocated --settings S=0,S=1-keep --steps 3 "
+        "--repeats 1 --out OUT/r --json OUT/out.json",
+        says=r"\| tail \| colocated \| S=1-keep \| [\d.]+ \|",
+        json="OUT/out.json runs",
+    ),
+    Case(
         f"{BENCH}/bench_data_plane.py",
         "--samples 64 --length 64 --repeats 1 --exchange-samples 16 --json OUT/out.json",
         json="OUT/out.json exchange",
@@ -136,6 +143,7 @@ ELSEWHERE = {
     },
     "tools/check_kernels.py": "tests/kernels/test_check_kernels.py",
     "tools/kernel_table.py": "tests/kernels/test_kernel_table.py",
+    f"{BENCH}/async_plants/sitecustomize.py": "tests/tools/test_scripts.py",
     "tools/plot_quickstart.py": "tests/tools/test_plot_quickstart.py",
 }
 """Script -> the test that runs it."""

@@ -1,5 +1,5 @@
-"""Run a command as a benchmark sees it: when each line came, how long it took, how much memory it and its
-children held."""
+"""Run a command as a benchmark sees it: when each line came, how long it took, how much memory and CPU time it
+and its children used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,15 +28,25 @@ class Measured:
     count in each of them."""
     lines: list[tuple[float, str]] = field(default_factory=list)
     """(time.time() of its arrival, text) of every line of stdout and stderr."""
+    cpu_seconds: list[tuple[float, float]] = field(default_factory=list)
+    """(time.time(), CPU seconds of all processes so far) at each line that `note_cpu` chooses."""
 
 
 class ProcessFailed(RuntimeError):
     """The command ended with an exit code other than 0."""
 
 
-def run(command: list[str], log: Path, env: dict[str, str]) -> Measured:
+def run(
+    command: list[str],
+    log: Path,
+    env: dict[str, str],
+    note_cpu: Callable[[str], bool] = lambda line: False,
+) -> Measured:
     """Run to the end, output into `log`. Raises: ProcessFailed with the end of the log if the exit code is
-    not 0."""
+    not 0.
+
+    Args:
+        note_cpu: chooses the lines at whose arrival the CPU time is read."""
     measured = Measured(time.time())
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -53,6 +64,10 @@ def run(command: list[str], log: Path, env: dict[str, str]) -> Measured:
             for line in process.stdout:
                 measured.lines.append((time.time(), line.rstrip("\n")))
                 file.write(line)
+                if note_cpu(line):
+                    measured.cpu_seconds.append(
+                        (time.time(), sum(map(_cpu_seconds, _descendants(process.pid))))
+                    )
             process.wait()
         finally:
             ended.set()
@@ -97,6 +112,12 @@ def _peak_rss_bytes(pid: int) -> int:
     """0 for a process that has ended."""
     match = re.search(r"VmHWM:\s+(\d+) kB", _read(f"/proc/{pid}/status"))
     return int(match[1]) * 1024 if match else 0
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and of its children that have ended; 0 for one that has ended."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _read(path: str) -> str:

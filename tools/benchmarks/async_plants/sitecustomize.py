@@ -1,0 +1,74 @@
+"""Measure how busy the ranks of a job are, and let some of its answers be long (bench_async.py).
+
+Every process imports this at its start, because bench_async.py puts this folder on the PYTHONPATH.
+
+    BUSY=FOLDER           a rank appends "start end" of each call and of each engine step between calls to
+                          FOLDER/<rank>, times as of time.time()
+    LONG_ANSWERS=0.1      one answer in ten ignores the tokens that end an answer, chosen by the sample"""
+
+import functools
+import importlib.abc
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `plant(module)` when the module has been imported."""
+
+    def __init__(self, module, plant):
+        self.module, self.plant = module, plant
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_plant(module):
+            execute(module)
+            self.plant(module)
+
+        spec.loader.exec_module = execute_and_plant
+        return spec
+
+
+def note_times(owner, method):
+    """Let a method append its start and its end to the rank's file."""
+    original = getattr(owner, method)
+    path = Path(os.environ["BUSY"]) / os.environ.get("RANK", "0")
+
+    @functools.wraps(original)
+    def noted(*args, **kwargs):
+        start = time.time()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            with path.open("a") as file:  # a rank ends without a chance to write anything
+                file.write(f"{start} {time.time()}\n")
+
+    setattr(owner, method, noted)
+
+
+def lengthen_answers(module):
+    """Let vLLM's requests of the chosen samples run to their largest length."""
+    original = module.SamplingParams.update_from_generation_config
+
+    def lengthened(self, *args, **kwargs):
+        key = (self.extra_args or {}).get("megarl_draw_key", self.seed)
+        if key is not None and key % 1000 < 1000 * float(os.environ["LONG_ANSWERS"]):
+            self.ignore_eos, self.stop_token_ids = True, []
+        original(self, *args, **kwargs)
+
+    module.SamplingParams.update_from_generation_config = lengthened
+
+
+if "BUSY" in os.environ:
+    AfterImport("megarl.runtime.hosting", lambda module: note_times(module.HostedRoles, "run"))
+    AfterImport("megarl.workers.engine_steps", lambda module: note_times(module.EngineSteps, "step"))
+if "LONG_ANSWERS" in os.environ:
+    AfterImport("vllm.sampling_params", lengthen_answers)
