@@ -93,7 +93,7 @@ def replay(job: Job) -> Errors:
             "Name the folder that was the run's --save.",
         )
         yield f"--replay ({run}): is not a run folder, because it holds no {ARGUMENTS}.{advice}"
-    if job.config.streaming.max_tokens_per_step is not None and job.engine_mode == "out-of-process":
+    if job.config.streaming.max_tokens_per_step is not None and job.engine == "out-of-process":
         yield (
             f"--replay ({run}): cannot repeat --max-tokens-per-step with engines in processes of their own, "
             "where timing decides when a response continues. Leave one of the two out."

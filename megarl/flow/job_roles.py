@@ -141,8 +141,9 @@ class Rollout(ServiceRole, kind="rollout"):
         """Give the engine's weights, which have not changed, the number of a later version."""
 
     @method(optional=True, phase="rollout")
-    def catch_up(self) -> None:
+    def catch_up(self) -> Metrics:
         """With --replay let an engine in the trainer's process go on to the step of its next planned commit.
+        Returns no metrics.
 
         Once an update has begun, an engine that shares the actor's weights cannot take a step."""
 

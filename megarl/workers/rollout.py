@@ -397,12 +397,14 @@ class RolloutRole(HostedRole):
                 self.stream.go_on()
 
     @needs(KV_CACHE)
-    def catch_up(self) -> None:
-        """With --replay let an engine in this process go on to the step of its next planned commit.
+    def catch_up(self) -> dict[str, float]:
+        """With --replay let an engine in this process go on to the step of its next planned commit. Returns
+        no metrics.
 
         Once an update has begun, an engine that shares the actor's weights cannot take a step."""
         if self.recorder is not None and self.mode == "in-process":
             self.recorder.catch_up()
+        return {}
 
     def shut_down(self) -> None:
         if self.stream is not None:

@@ -171,7 +171,7 @@ def open_trainer(folder: Path, save: str, staleness: int = 2) -> tuple[Trainer, 
         algorithm=REGISTRY["grpo"](),
         batch=replace(job.batch, train_iters=6, num_prompts=4, global_batch_size=8),
         run=replace(job.run, save=str(folder / save), exit_loss=0.5),  # of fine-tuning alone
-        streaming=replace(job.streaming, staleness=staleness, num_canaries=0),
+        streaming=replace(job.streaming, staleness=staleness),
     )
     data, actor = Data(), Actor()
     executor = InlineExecutor(
