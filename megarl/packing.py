@@ -52,7 +52,7 @@ class Sample:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """`version_runs`, also for a sample of one version."""
+        """The `version_runs` of the sample, with one entry where a single version sampled all tokens."""
         return self.version_runs or ((self.version, self.response_length),)
 
     @property

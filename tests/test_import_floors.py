@@ -69,19 +69,23 @@ NO_TORCH = {
     "new",
 }
 """Rooms that the console script and the driver read before any device is touched."""
-NO_TORCH_FILES = {
-    f"megarl.runtime.{name}"
-    for name in (
-        "abort",
-        "background",
-        "end_message",
-        "executor",
-        "process",
-        "shutdown",
-        "signing",
-        "torchrun",
-    )
-} | {f"megarl.inspect.{name}" for name in ("curves", "plot", "runs", "show", "terminal")}
+NO_TORCH_FILES = (
+    {
+        f"megarl.runtime.{name}"
+        for name in (
+            "abort",
+            "background",
+            "end_message",
+            "executor",
+            "process",
+            "shutdown",
+            "signing",
+            "torchrun",
+        )
+    }
+    | {f"megarl.rollout.{name}" for name in ("replay_log", "replay_settings")}
+    | {f"megarl.inspect.{name}" for name in ("curves", "plot", "runs", "show", "terminal")}
+)
 """Files of other rooms that are read then, or that start at once without it."""
 WITH_TORCH = {"megarl.rewards.classifier"}
 """What nothing but the rank of its model imports."""

@@ -329,4 +329,5 @@ def flow_of_actors(config: TrainConfig, roles: Iterable[str]) -> Flow:
                 suffix
             )
         )
-    return flows[0].beside(*flows[1:])
+    flow, staleness = flows[0].beside(*flows[1:]), config.streaming.staleness
+    return flow.with_staleness(staleness) if staleness else flow

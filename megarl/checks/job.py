@@ -16,6 +16,7 @@ from megarl.checks.memory import ESTIMATED, Part, Parts, estimate
 from megarl.checks.model_notes import model_notes
 from megarl.checks.preview import preview
 from megarl.checks.profile import profile_errors
+from megarl.checks.replay import replay_errors
 from megarl.checks.syncs import sync_errors, unplanned
 from megarl.checks.weights import weight_errors
 from megarl.config.check import job_errors, of_all_actors
@@ -92,6 +93,7 @@ def examine(
         *weight_errors(config, new_run),
         *engine_errors(config, world_size, machine),
         *(profile_errors(config, machine) if new_run else ()),
+        *(replay_errors(config, world_size) if new_run else ()),
         *_gpu_errors(config, world_size, new_run, ranks_per_node, machine),
         *sync_errors(config, world_size),
         *(of_disk if machine.is_this else ()),

@@ -71,7 +71,9 @@ def replay(job: Job) -> Errors:
     run = job.config.streaming.replay
     if run is None or not job.config.streaming.staleness or not job.uses_rollout:
         return
-    if not (Path(run) / ARGUMENTS).is_file():
+    if Path(run).resolve() == Path(job.config.run.save).resolve():
+        yield f"--replay ({run}): is --save too, and a run cannot repeat itself. Try another --save."
+    elif not (Path(run) / ARGUMENTS).is_file():
         advice = try_path(
             Path(run),
             lambda folder: (folder / ARGUMENTS).is_file(),

@@ -38,6 +38,10 @@ def draw_text(flow: Graph, meshes: Meshes | None) -> str:
     table = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[4]]).rstrip() for row in rows
     ]
+    table += [
+        f"later steps: {writer} -> {rollout}, staleness <= {steps}"
+        for writer, rollout, steps in flow.stale_edges
+    ]
     return "\n".join([*table, f"longest chain: {' -> '.join(longest_chain(flow)) or 'none'}", ""])
 
 
@@ -56,7 +60,8 @@ def draw_svg(flow: Graph, meshes: Meshes | None) -> str:
     """Return the text of an SVG picture: nodes from left to right by depth, with a lane for each set of
     ranks.
 
-    An edge ends at the names of the columns that it carries. Background nodes and state are dashed."""
+    An edge ends at the names of the columns that it carries. Background nodes and state are dashed. A line
+    below the lanes leads from the last weights back to a rollout with a staleness."""
     edges = {
         node.name: [(need, columns) for need, columns in flow.dependencies[node.name].items() if columns]
         for node in flow.nodes
@@ -88,6 +93,10 @@ def draw_svg(flow: Graph, meshes: Meshes | None) -> str:
         shapes += [_box(node, *boxes[node.name], node_width, colour) for node in members]
         y = bottom + _PAD
     arrows = [arrow for name, into in edges.items() for arrow in _arrows(boxes, name, into, node_width)]
+    for writer, rollout, steps in flow.stale_edges:
+        y += _LINE
+        arrows += _stale_arrow(boxes[writer], boxes[rollout], node_width, y, steps)
+        y += _PAD
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{y:.0f}" '
@@ -138,6 +147,23 @@ def _arrows(
         )
         shapes.append(_label(x - 4, port_y + 4, text, "end", "#333"))
     return shapes
+
+
+def _stale_arrow(
+    writer: tuple[float, float, float],
+    rollout: tuple[float, float, float],
+    width: float,
+    y: float,
+    staleness: int,
+) -> list[str]:
+    """Return a dashed line from a writer of weights back to a rollout, below all lanes, and its label."""
+    start, end = writer[0] + width * 0.75, rollout[0] + width * 0.25
+    down, up = writer[1] + writer[2], rollout[1] + rollout[2]
+    return [
+        f'<path d="M{start:.0f},{down:.0f} V{y:.0f} H{end:.0f} V{up:.0f}" '
+        'fill="none" stroke="#666" stroke-opacity="0.7" stroke-dasharray="3 3"/>',
+        _label((start + end) / 2, y - 4, f"staleness <= {staleness}", "middle", "#333"),
+    ]
 
 
 def _label(x: float, y: float, text: str, anchor: str = "start", colour: str = "#000") -> str:

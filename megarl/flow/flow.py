@@ -47,11 +47,15 @@ class Flow(Graph):
     return a new Flow."""
 
     def then(
-        self, method: SymbolicMethod, reads: Iterable[str] | None = None, writes: Iterable[str] | None = None
+        self,
+        method: SymbolicMethod,
+        reads: Iterable[str] | None = None,
+        writes: Iterable[str] | None = None,
+        staleness: int | None = None,
     ) -> Flow:
         """Return the flow with one more node. `reads` and `writes` are required if the role's class declares
         no columns."""
-        return self._with(method.node(reads, writes)) if method else self
+        return self._with(replace(method.node(reads, writes), staleness=staleness)) if method else self
 
     def join(self, *methods: SymbolicMethod | None) -> Flow:
         """Return the flow with more nodes, which may run at the same time as far as their columns permit.
@@ -106,6 +110,13 @@ class Flow(Graph):
             return self._with(replace(function_node(work, reads, writes), background=True))
         return self._with(replace(work.node(reads, writes), background=True)) if work else self
 
+    def with_staleness(self, staleness: int) -> Flow:
+        """Return the same flow in which each rollout that names no staleness has this one."""
+        return Flow(
+            replace(node, staleness=staleness) if node.samples and node.staleness is None else node
+            for node in self.declared
+        )
+
     def of_actor(self, index: str) -> Flow:
         """Return the same flow for another actor: every role name gets the actor's index, e.g. "_2"."""
         return Flow(_renumbered(node, index) for node in self.declared) if index else self
@@ -117,18 +128,23 @@ class Flow(Graph):
     def _with(self, *nodes: Node) -> Flow:
         return Flow((*self.declared, *nodes))
 
-    def errors(self, meshes: Meshes | None = None, needs: Needs | None = None) -> list[str]:
+    def errors(
+        self, meshes: Meshes | None = None, needs: Needs | None = None, staleness: int | None = None
+    ) -> list[str]:
         """Return the errors of the flow, one line per error, or [] if it can run.
 
         Args:
             meshes: role -> its mesh. None reports only errors that need no meshes.
-            needs: columns that calls need in this job in addition to the columns of their nodes."""
-        return errors_of(self, meshes, needs)
+            needs: columns that calls need in this job in addition to the columns of their nodes.
+            staleness: the --staleness of the job, which rollouts must not contradict; None if unknown."""
+        return errors_of(self, meshes, needs, staleness)
 
-    def validate(self, meshes: Meshes | None = None, needs: Needs | None = None) -> None:
+    def validate(
+        self, meshes: Meshes | None = None, needs: Needs | None = None, staleness: int | None = None
+    ) -> None:
         """Raise FlowError with all errors of the flow, if there are any. The arguments are those of
         `errors`."""
-        if found := self.errors(meshes, needs):
+        if found := self.errors(meshes, needs, staleness):
             raise FlowError(found)
 
     def text(self, meshes: Meshes | None = None) -> str:
@@ -211,16 +227,19 @@ class SymbolicMethod:
         reads: Iterable[str] | None = None,
         writes: Iterable[str] | None = None,
         algorithm: HasAdvantages | None = None,
+        staleness: int | None = None,
     ) -> Any:
         """Return a new Flow with this call. In a @dataflow function, add the call to the function's flow and
         return a Traced.
 
         Args:
             inputs: values that other calls in the function returned. None represents a role that the job does
-                not have."""
+                not have.
+            staleness: of `actor.rollout`: training steps by which the weights that sampled a token may be
+                older than those that are trained on it. Default: the job's --staleness."""
         trace = self.role._trace
         if trace is None:
-            return Flow().then(self, reads, writes)
+            return Flow().then(self, reads, writes, staleness)
         if reads is None and writes is not None and not self.node().is_known:
             reads = [column for traced in inputs if traced for column in traced.columns]
         if not self:
@@ -229,7 +248,7 @@ class SymbolicMethod:
             return trace.extend(lambda flow: flow.advantages(algorithm, self.role), inputs)
         if self.method == "update":
             return trace.extend(lambda flow: flow.update(self.role), inputs)
-        return trace.extend(lambda flow: flow.then(self, reads, writes), inputs)
+        return trace.extend(lambda flow: flow.then(self, reads, writes, staleness), inputs)
 
 
 class Traced:

@@ -82,6 +82,20 @@ class Graph:
         return depth
 
     @cached_property
+    def stale_edges(self) -> list[tuple[str, str, int]]:
+        """Edges from one step to later ones, as (writer of weights, rollout, staleness).
+
+        The rollout samples for a step with weights that the writer left up to `staleness` steps earlier. Only
+        rollouts with a staleness above 0 have such an edge."""
+        edges = []
+        for node in self.nodes:
+            read = {*filter(is_state, node.reads or ())}
+            writers = [other.name for other in self.nodes if read & {*(other.writes or ())}]
+            if node.staleness and writers:
+                edges.append((writers[-1], node.name, node.staleness))
+        return edges
+
+    @cached_property
     def behind(self) -> dict[str, frozenset[str]]:
         """Node -> the names of all nodes that wait for it, directly or not."""
         behind: dict[str, frozenset[str]] = {}

@@ -138,6 +138,12 @@ class Rollout(ServiceRole, kind="rollout"):
     def set_version(self, version: int) -> None:
         """Give the engine's weights, which have not changed, the number of a later version."""
 
+    @method(optional=True, phase="rollout")
+    def catch_up(self) -> None:
+        """With --replay let an engine in the trainer's process go on to the step of its next planned commit.
+
+        Once an update has begun, an engine that shares the actor's weights cannot take a step."""
+
 
 class Reward(ServiceRole, kind="reward"):
     """A role that scores samples with reward functions, without a model. Each rank scores what its own

@@ -46,6 +46,8 @@ class Node:
         reads, writes: columns, or None for those that the role's class declares. If the class declares none,
             the flow is invalid.
         background: whether nothing on the critical path waits for the call.
+        staleness: of a rollout that samples: training steps by which the weights that sampled a token may be
+            older than those that are trained on it. None means the job's --staleness.
         function: called in the driver's process in place of a role's method. The role is then "driver".
         name: default "role.method"."""
 
@@ -54,6 +56,7 @@ class Node:
     reads: tuple[str, ...] | None = None
     writes: tuple[str, ...] | None = None
     background: bool = False
+    staleness: int | None = None
     function: Callable[..., Any] | None = None
     name: str = ""
 
@@ -77,6 +80,12 @@ class Node:
     def is_known(self) -> bool:
         """Whether it is known which columns the node reads and writes."""
         return self.reads is not None and self.writes is not None
+
+    @property
+    def samples(self) -> bool:
+        """Whether the node is a rollout that samples, and not one that only receives weights."""
+        is_rollout = kind_and_suffix(self.role)[0] == "rollout"
+        return is_rollout and not all(map(is_state, self.writes or ()))
 
     @property
     def index(self) -> str:
@@ -111,8 +120,4 @@ def function_node(
 def rollout_sources(nodes: Iterable[Node]) -> set[str]:
     """Return the indices ("", "_2") of the rollouts that sample. A rollout that only receives weights has no
     samples."""
-    return {
-        node.index
-        for node in nodes
-        if kind_and_suffix(node.role)[0] == "rollout" and not all(map(is_state, node.writes or ()))
-    }
+    return {node.index for node in nodes if node.samples}

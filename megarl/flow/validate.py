@@ -27,14 +27,18 @@ class FlowError(ValueError):
         super().__init__("the flow cannot run:\n" + "\n".join(f"  - {line}" for line in errors))
 
 
-def errors_of(graph: Graph, meshes: Meshes | None, needs: Needs | None = None) -> list[str]:
+def errors_of(
+    graph: Graph, meshes: Meshes | None, needs: Needs | None = None, staleness: int | None = None
+) -> list[str]:
     """Return one line per error of a flow, or [] if it can run.
 
     Args:
-        meshes: role -> its mesh, or None if roles may be on any ranks."""
+        meshes: role -> its mesh, or None if roles may be on any ranks.
+        staleness: the --staleness of the job, or None if it is not known."""
     if not graph.nodes:
         return ["flow (empty): it needs at least one node. Start it with actor.rollout()."]
     found = [*_names(graph), *_columns(graph, needs or {}), *_cycles(graph), *_background(graph)]
+    found += _staleness(graph, staleness)
     return [*_methods(graph), *([] if meshes is None else _roles(graph, meshes)), *found]
 
 
@@ -163,6 +167,27 @@ def _background(graph: Graph) -> Iterable[str]:
                     "node: the critical path cannot wait for it. "
                     f"Put {need} on the critical path, or {name} into the background too."
                 )
+
+
+def _staleness(graph: Graph, of_job: int | None) -> Iterable[str]:
+    for node in graph.nodes:
+        given = node.staleness
+        if given is None:
+            continue
+        if not node.samples:
+            yield (
+                f"node ({node.name}): staleness ({given}) is the age of samples, and this node makes none. "
+                f"Write actor.rollout(staleness={given})."
+            )
+        elif not isinstance(given, int) or given < 0:
+            yield (
+                f"node ({node.name}): staleness ({given}) must be a whole number, 0 or more. Try staleness=1."
+            )
+        elif of_job is not None and given != of_job:
+            yield (
+                f"node ({node.name}): staleness ({given}) must be the job's --staleness ({of_job}), for "
+                f"which the sample buffer is made. Leave it out, or start the job with --staleness {given}."
+            )
 
 
 def _near(name: str, names: Iterable[str]) -> str:

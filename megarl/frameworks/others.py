@@ -65,6 +65,17 @@ TABLE = (
     Row("mlflow-experiment-name", "--log-project {}"),
     Row("distributed-timeout-minutes", "--call-timeout-s {}", convert=seconds_of),
     Row(
+        "grpo.async_grpo.max_trajectory_age_steps max-staleness",
+        "--staleness {}",
+        note="no sample is discarded for its age (docs/asynchronous.md)",
+    ),
+    Row("async-queue-size", "--staleness {}", note="counts training steps"),
+    Row("async-train", "--staleness 1"),
+    Row(
+        "in-flight-weight-updates recompute-kv-cache-after-weight-updates",
+        instead="--weight-update says what unfinished responses do at a weight sync: keep, recompute or wait",
+    ),
+    Row(
         "micro-train-batch-size",
         instead="sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number",
     ),

@@ -281,7 +281,11 @@ TABLE = (
         instead="nothing to set: megarl decides it",
     ),
     Row(
-        "over-sampling-batch-size dynamic-sampling-filter-path partial-rollout rollout-function-path",
+        "partial-rollout mask-offpolicy-in-partial-rollout",
+        instead="--staleness 1: unfinished responses go on over a weight sync (docs/asynchronous.md)",
+    ),
+    Row(
+        "over-sampling-batch-size dynamic-sampling-filter-path rollout-function-path",
         instead="groups with equal rewards are not sampled again; their advantage is 0",
     ),
     Row("sglang-*", instead="the engine is vLLM: --rollout-NAME for its arguments"),

@@ -355,6 +355,18 @@ TABLE = (
         "trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.device", instead="nothing to set"
     ),
     Row(
+        "async_training.staleness_threshold",
+        instead="--staleness counts whole training steps; 1 is the nearest to any threshold up to 1",
+    ),
+    Row(
+        "async_training.partial_rollout",
+        instead="--weight-update recompute, the default of --staleness; wait is partial_rollout=False",
+    ),
+    Row(
+        "async_training.*",
+        instead="--staleness 1 makes rollouts asynchronous (docs/asynchronous.md)",
+    ),
+    Row(
         "trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl ray_init.* ray_kwargs.* "
         "trainer.esi_redundant_time",
         instead="there is no Ray",

@@ -14,6 +14,7 @@ engines in separate processes. The engine that samples is behind the interface o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ class Engine:
         """Finished requests that nobody has taken, by id."""
         self._num_generated = 0
         """Number of requests of `generate`, for their ids."""
+        self.committing: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext()
+        """Returns the context in which a version is committed."""
 
     @property
     def version(self) -> int | None:
@@ -126,7 +129,8 @@ class Engine:
     def commit(self, version: int) -> None:
         how = self.config.streaming
         goes_on = how.staleness > 0 and how.weight_update != "wait"
-        self.inference.commit(version, how.weight_update if goes_on else "refuse")
+        with self.committing(version):
+            self.inference.commit(version, how.weight_update if goes_on else "refuse")
 
     def give_up(self) -> None:
         """Abandon the sync in progress. With two buffers the old version stays usable."""
@@ -142,6 +146,7 @@ class Engine:
         top_p: float = 1.0,
         top_k: int = 0,
         prefixes: Sequence[list[int]] | None = None,
+        adding: AbstractContextManager[None] = nullcontext(),
     ) -> list[Response]:
         """Return one sampled response to each prompt, in the order of the prompts.
 
@@ -156,6 +161,7 @@ class Engine:
             prefixes: first tokens of each response, sampled before. The engine returns only the tokens after
                 them. These are the tokens that an uninterrupted response would have had. A stop string that
                 begins in a prefix is not found.
+            adding: context in which the requests are queued.
         Raises: RuntimeError before the first sync. ValueError for prompts that are too long, and for keys or
         prefixes that do not pair up. ValueError also for prefixes that leave nothing to sample, and for an
         engine that cannot continue after a prefix. Aborted if the job shuts down; afterwards the engine
@@ -181,16 +187,23 @@ class Engine:
             Response(
                 output.token_ids, output.log_probs, output.versions, output.finish_reason, output.experts
             )
-            for output in self.complete(requests)
+            for output in self.complete(requests, adding)
         ]
 
-    def complete(self, requests: Sequence[Request]) -> list[Output]:
+    def complete(
+        self, requests: Sequence[Request], adding: AbstractContextManager[None] = nullcontext()
+    ) -> list[Output]:
         """Queue requests, take steps until all of them are finished, and return their outputs in this order.
         Requests of `add` go on in the same steps.
 
-        Collective and with the errors of `step`. Raises: RuntimeError before the first sync."""
-        if requests:
-            self.add(requests)
+        Collective and with the errors of `step`.
+
+        Args:
+            adding: context in which the requests are queued.
+        Raises: RuntimeError before the first sync."""
+        with adding:
+            if requests:
+                self.add(requests)
         missing = {request.id for request in requests}
         while missing:
             self.step()

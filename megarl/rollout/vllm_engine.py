@@ -178,8 +178,10 @@ class VllmEngine(InferenceEngine):
         finish_reason: str | None = None,
         rows: np.ndarray | None = None,
     ) -> Output:
-        """Args:
-        starts: each version that sampled tokens, and the first of these tokens."""
+        """Return the tokens of a request with the version that sampled each.
+
+        Args:
+            starts: each version that sampled tokens, and the index of its first token."""
         if len(token_ids) != len(log_probs):
             raise RuntimeError(f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs")
         experts = None

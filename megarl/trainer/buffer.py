@@ -213,11 +213,12 @@ class SampleBuffer:
             raise SampleBufferError(
                 f"step {step} needs {size} prompts, but {len(self)} are admitted: num_to_admit says how many"
             )
-        if late := self._first_late(self.groups, step):  # whatever is finished
+        if late := self._first_late(self.groups, step):  # also if enough groups are finished
             raise SampleBufferError(
-                f"visit {late.visit} was admitted at version {late.version}. With staleness {self.staleness} its "
-                f"last step is {self._last_step(late)}, and step {step} comes too late for it. Resume with the "
-                "--staleness and --num-prompts of the checkpoint, and train on rollouts in every step"
+                f"visit {late.visit} was admitted at version {late.version}. With staleness {self.staleness} "
+                f"its last step is {self._last_step(late)}, and step {step} comes too late for it. Resume with "
+                "the --staleness and --num-prompts of the checkpoint. In a loop of your own call rollout() and "
+                "update() in every step"
             )
         chosen = [group for group in self._candidates(step) if group.is_finished][:size]
         if len(chosen) < size:

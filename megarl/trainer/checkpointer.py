@@ -47,6 +47,7 @@ from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
 from megarl.metrics import current_name
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
+from megarl.trainer.replay import DriverLog
 from megarl.trainer.run_folder import Run
 from megarl.trainer.state import TrainState
 from megarl.trainer.stop_request import StopRequest
@@ -106,6 +107,8 @@ class Checkpointer:
         """Step of the newest checkpoint that was begun or restored."""
         self.restored_metrics: dict[str, float] = {}
         """Metrics of the restored step."""
+        self.log: DriverLog | None = None
+        """Log of asynchronous rollouts; None in synchronous training."""
         self._saving: _Saving | None = None
         self._metrics: dict[int, dict[str, float]] = {}
         """Step of each checkpoint in the run folder -> the metrics of that step."""
@@ -120,7 +123,8 @@ class Checkpointer:
     def save(self) -> None:
         """Begin a checkpoint of the state between two steps. Returns when every rank has copied its state.
 
-        Waits for the previous checkpoint. Does nothing if the run has a checkpoint of this step.
+        Waits for the previous checkpoint. Does nothing if the run has a checkpoint of this step, or if --replay
+        repeats a run that has none.
 
         Raises: RemoteError if a rank cannot copy its state; OSError if the folder cannot be written."""
         self.wait()
@@ -128,6 +132,13 @@ class Checkpointer:
         folder = folder_of_step(self._run.folder, step)
         if step in self._metrics:  # the run already has a checkpoint of this step
             return
+        if self.log is not None:
+            if not self.log.may_save(step):
+                self._run.progress.note(
+                    f"step {step}: no checkpoint, as the replayed run has none of this step"
+                )
+                return
+            self.log.save(step)
         partial = folder.with_name(f".{folder.name}.partial")
         with self._stop.held(), _removed_if_failed(partial):
             shutil.rmtree(partial, ignore_errors=True)

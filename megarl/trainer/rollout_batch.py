@@ -104,8 +104,7 @@ class RolloutBatch:
 
     def score_of(self, role: str, sample: int) -> float | None:
         """Return the unweighted score that a role gave a sample, or None if the role failed."""
-        field = "reward" if kind_and_suffix(role)[0] == "reward" else "score"
-        score: float | None = self.records[role][sample][field]
+        score: float | None = self.records[role][sample][score_field(role)]
         return score
 
     def __repr__(self) -> str:
@@ -115,3 +114,8 @@ class RolloutBatch:
             f"RolloutBatch(step {self.step}, {len(self.samples)} samples, "
             f"{sum(s.length for s in self.samples)} tokens{mean})"
         )
+
+
+def score_field(role: str) -> str:
+    """Return the field of a scoring role's records that holds the score."""
+    return "reward" if kind_and_suffix(role)[0] == "reward" else "score"

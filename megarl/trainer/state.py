@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
+from megarl.flow import Actor, Flow, Rollout
 from megarl.role_names import actor_suffix
 from megarl.trainer.actor_state import ActorState
 from megarl.trainer.preflight import Inputs
@@ -53,10 +54,38 @@ class TrainState:
             raise ValueError(f"actor ({name}) must be one of {', '.join(names)}.")
         return names[name]
 
+    def rows_of_actors(
+        self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
+    ) -> dict[str, Sequence[int] | None]:
+        """Return suffix of each sampling actor -> the data rows to sample responses to; None takes the next
+        rows.
+
+        Args:
+            rows: rows for all sampling actors, or name of an actor -> its rows."""
+        given: dict[str, Sequence[int] | None]
+        if isinstance(rows, Mapping):
+            given = {self.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
+        else:
+            given = {suffix: rows for suffix in self.actors}
+        admitting = (Rollout.generate, Actor.receive_rows)
+        suffixes = [node.index for node in flow.nodes if node.declaration() in admitting]
+        return {suffix: given.get(suffix) for suffix in suffixes if suffix in self.actors}
+
     def begin_step(self) -> None:
         """Begin the next step, and remember the state of the actors, to which `drop_step` can return."""
         self._before_step = self._snapshots()
         self.in_step = True
+
+    def check_left_out(self) -> None:
+        """Raise ValueError if the running step may not end without an update: with --staleness the samples in
+        the buffer would become too old."""
+        if staleness := self.first.config.streaming.staleness:
+            raise ValueError(
+                f"step {self.step} has ended without an update. With --staleness {staleness} every step "
+                "trains on samples of earlier ones, or these become too old. Call "
+                "trainer.update(trainer.rollout()) in each step, or leave the loop. To learn nothing from a "
+                "sample, set its reward in batch.rewards to None."
+            )
 
     def complete_step(self) -> None:
         """Count the running step as completed."""

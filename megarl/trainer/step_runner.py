@@ -25,6 +25,7 @@ from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
 from megarl.trainer.canaries import Canaries
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.group_future import GroupFuture
+from megarl.trainer.replay import DriverLog
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.scheduler import NodeResult, Scheduler
 from megarl.trainer.scores import check_failed_rewards, take_scores
@@ -68,6 +69,8 @@ class StepRunner:
         """Futures of the step's issued nodes, by node name."""
         self.scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
         self.canaries = Canaries(executor, meshes, state, self.shard_key_of)
+        self.log: DriverLog | None = None
+        """Log of asynchronous rollouts; None in synchronous training."""
         self._num_reported = 0
         """Number of samples that engines have reported outside of calls."""
         self._trained: dict[str, list[int]] = {}
@@ -79,7 +82,16 @@ class StepRunner:
 
         Args:
             rows: suffix of each actor that admits prompts -> rows of the training data; None takes the next
-                ones."""
+                ones.
+        Raises: ValueError with --staleness, if the step has its samples already."""
+        staleness = self.state.first.config.streaming.staleness
+        has_samples = any(batch.samples for batch in self.batches.of_actor.values())
+        if staleness and self.batches.step == self.state.step and has_samples:
+            raise ValueError(
+                f"rollout() was called before in step {self.state.step}: with --staleness {staleness} the "
+                "step has taken its samples from the buffer, and nothing is discarded. Call "
+                "trainer.update(batch) first."
+            )
         self.batches = StepBatches(self.state.step, flow, self.state.actors)
         self.canaries.begin_step()
         for suffix, rows_of_actor in rows.items():
@@ -101,7 +113,9 @@ class StepRunner:
         """Run the rest of the step. Returns the calls whose results are metrics."""
         self.results = self.scheduler.resume()
         for node in self.batches.flow.nodes:
-            if node.declaration() is Rollout.sync and self.skips(node):
+            if node.declaration() is not Rollout.sync or not self.skips(node):
+                continue
+            if self.state.actor_of(node.role).buffer.staleness:  # versions are counted
                 Rollout(self.executor, node.role).set_version(self.batches.step)
         reporting = {
             node.name
@@ -189,7 +203,8 @@ class StepRunner:
         source = f"train{actor.suffix}"
         if trained := self._trained.pop(source, None):
             Data(self.executor, "data").release(trained, source)
-        engines = actor.buffer.engines(self.meshes[rollout].dp)
+        assert self.log is not None
+        engines = self.log.route(actor.suffix, self.batches.step, actor.buffer, self.meshes[rollout].dp)
         return "train", actor.buffer.issue(engines), False, engines, False
 
     def end_of(self, node: Node, call: Future[Any]) -> Future[Any]:
@@ -260,6 +275,10 @@ class StepRunner:
         longest = actor.config.sampling.max_prompt_length + actor.config.sampling.max_response_length
         actor.buffer.add(samples)
         groups = actor.buffer.take(self.batches.step)
+        if self.log is not None:
+            self.log.take(actor.suffix, self.batches.step, groups)
+            if self.log.is_replaying(self.batches.step):
+                batch.transfers.append(Rollout(self.executor, rollout).catch_up())
         batch.take(groups)
         self._trained[f"train{actor.suffix}"] = batch.sample_ids
         check_samples(batch.samples, {group.visit: group.num_samples for group in groups}, longest)
@@ -311,6 +330,8 @@ class StepRunner:
         weight_of = {
             role: weight for one in self.state.actors.values() for role, weight in one.weight_of.items()
         }
+        if self.log is not None:
+            per_rank = self.log.scores(role, batch.step, per_rank)
         take_scores(batch, role, per_rank, weight_of)
         scoring = [role for role in weight_of if self.batches.batch_of(role) is batch]
         if all(role in batch.records for role in scoring):

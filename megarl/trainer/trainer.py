@@ -28,14 +28,12 @@ from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.futures import Future
 from megarl.flow import (
-    Actor,
     Flow,
     Metrics,
     ModelRole,
     Node,
     PlacedRole,
     Roles,
-    Rollout,
     ServiceRole,
     role_class,
 )
@@ -48,6 +46,7 @@ from megarl.trainer.failed_step import save_failed_step
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.profiled_steps import ProfiledSteps
 from megarl.trainer.own_ranks import Started, start_ranks
+from megarl.trainer.replay import DriverLog
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.run_folder import TIMELINE, Run
 from megarl.trainer.scheduler import NodeResult
@@ -115,6 +114,9 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config, self.executor, self.meshes, self.state, self.run_folder, self.stop
         )
+        if config.streaming.staleness:
+            log = DriverLog(config, started.world_size, self.run_folder.progress.note)
+            self.runner.log = self.checkpointer.log = log
         self.profiled = ProfiledSteps(config, self.executor, self.run_folder)
         self._contexts.push(self._finish)
         self.flow = flow_of_actors(config, self.meshes)
@@ -157,6 +159,8 @@ class Trainer:
         setups = {name: PlacedRole(self.executor, name).setup() for name in self.meshes}
         wait_for_setups(setups, self.run_folder.progress.note)
         self.checkpointer.restore()
+        if self.runner.log is not None:
+            self.runner.log.start(self.state)
         if not self.state.first.algorithm.needs_rollout:
             self.runner.row_lengths = self.roles.actor.load_dataset().first() or []
         else:
@@ -197,6 +201,7 @@ class Trainer:
             self._begin_step()
             yield self.step
             if self.state.in_step:  # the loop has left the step out: the next one has another number
+                self.state.check_left_out()
                 self._complete_step()
             self.checkpoint_if_due()
 
@@ -207,8 +212,8 @@ class Trainer:
         rewards.
 
         Other nodes that are ready run meanwhile. The call begins a step unless one has begun (see `steps`). A
-        second call before `update` discards the step's samples and samples again. In supervised fine-tuning
-        the batch is the next rows of the data.
+        second call before `update` discards the step's samples and samples again; with --staleness it is an
+        error. In supervised fine-tuning the batch is the next rows of the data.
 
         Args:
             flow: flow of a step, rollout and update, if not the algorithm's.
@@ -216,13 +221,13 @@ class Trainer:
                 apply to all actors that sample, or are given by name: {"actor": [...], "actor_2": [...]}.
                 Only in synchronous training: see `admit`.
         Returns: the first actor's batch, which holds the other actors' batches.
-        Raises: FlowError before anything runs; ValueError for rows that do not fit; RemoteError if a rank
-        fails."""
+        Raises: FlowError before anything runs; ValueError for rows that do not fit, and with --staleness for
+        rows and for a second call; RemoteError if a rank fails."""
         if not self.state.in_step:
             self._begin_step()
         flow = self.flow if flow is None else flow
         self._validate(flow)
-        return self.runner.sample(flow, self._rows_of_actors(flow, rows)).first
+        return self.runner.sample(flow, self.state.rows_of_actors(flow, rows)).first
 
     def admit(self, rows: Sequence[int], actor: str = "actor") -> None:
         """Let an actor's engines answer these rows of the training data next, before other rows. They are
@@ -367,10 +372,11 @@ class Trainer:
 
     def checkpoint_if_due(self) -> None:
         """Begin a checkpoint every --save-interval steps and at the end, unless this step has one."""
-        interval = self.config.checkpoint.save_interval
-        if not interval or self.state.in_step or self.step == self.checkpointer.last_step:
+        interval, log = self.config.checkpoint.save_interval, self.runner.log
+        if self.state.in_step or self.step == self.checkpointer.last_step:
             return
-        if self.step % interval == 0 or self.is_done:
+        is_due = interval and (self.step % interval == 0 or self.is_done)
+        if log is not None and log.must_save(self.step) or is_due:
             self.checkpointer.save()
 
     def export_if_due(self) -> None:
@@ -421,21 +427,7 @@ class Trainer:
         for actor in self.state.actors.values():
             needs[actor.actor, "advantages"] = actor.algorithm.advantage_reads
             needs[actor.actor, "update"] = actor.algorithm.loss_reads
-        flow.validate(self.meshes, needs)
-
-    def _rows_of_actors(
-        self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
-    ) -> dict[str, Sequence[int] | None]:
-        """Return suffix of each sampling actor -> the data rows to sample responses to; None takes the next
-        rows."""
-        given: dict[str, Sequence[int] | None]
-        if isinstance(rows, Mapping):
-            given = {self.state.actor(name).suffix: list(of_actor) for name, of_actor in rows.items()}
-        else:
-            given = {suffix: rows for suffix in self.state.actors}
-        admitting = (Rollout.generate, Actor.receive_rows)
-        suffixes = [node.index for node in flow.nodes if node.declaration() in admitting]
-        return {suffix: given.get(suffix) for suffix in suffixes if suffix in self.state.actors}
+        flow.validate(self.meshes, needs, self.config.streaming.staleness)
 
     def _check_current(self, batch: RolloutBatch) -> None:
         batches = self.runner.batches

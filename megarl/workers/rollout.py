@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.config.mesh import engine_mode
+from megarl.config.mesh import engine_mode, group_timeout
 from megarl.config.reward_models import needs_ground_truth
 from megarl.config.roles import tells_experts
 from megarl.data.encoder import PromptEncoder
@@ -24,9 +25,11 @@ from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.rollout.canaries import canary_length, canary_prompts, num_response_tokens
 from megarl.rollout.draws import draw_key
+from megarl.rollout.replay_log import Admit, Canary, Checkpoint, Evaluate
 from megarl.rollout.requests import Request
 from megarl.runtime.hosting import WorkerContext
 from megarl.workers.actor import ActorRole
+from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.engine_steps import EngineSteps
 from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
@@ -56,6 +59,8 @@ class RolloutRole(HostedRole):
         """The engine. None on ranks that only lend their device to an out-of-process engine."""
         self.stream: RequestStream | None = None
         """Requests that outlive a call; None without an engine."""
+        self.recorder: EngineRecorder | None = None
+        """Log of what happens to the engine; None where `stream` is None."""
         self._kv_cache: EngineKVCache | None = None
 
     @needs("parameters", of="actor")
@@ -112,15 +117,24 @@ class RolloutRole(HostedRole):
 
     def _start_stream(self) -> None:
         """Let this rank take steps of the engine between calls. Collective over the world."""
-        group = None
+        group, timeout = None, group_timeout(self.config.placement.call_timeout_s)
         if self.mode == "in-process" and self.mesh.tp > 1:
             for ranks in dict.fromkeys(self.mesh.peers(rank, "tp") for rank in self.mesh.ranks):
-                made = dist.new_group(list(ranks), backend="gloo")
+                # a rank waits here while another one is in a call
+                made = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
                 group = made if self.rank in ranks else group
         if self.engine is None:
             return
         self.stream = RequestStream(
             self.engine, self.store.source("train" + self.suffix), self._sample, self._report
+        )
+        self.recorder = EngineRecorder(
+            self.engine.inference,
+            self.stream.step,
+            f"{self.name}_{self.replica}",
+            Path(self.config.run.save) if self.rank == self.owners[0] else None,
+            Path(replay) if (replay := self.config.streaming.replay) is not None else None,
+            timeout_s=self.config.placement.call_timeout_s / 2,  # before the driver gives the call up
         )
         if self.context.idle_hook is None:
             self.context.idle_hook = EngineSteps(group)
@@ -132,10 +146,11 @@ class RolloutRole(HostedRole):
         return self.stream.has_unfinished()
 
     def is_held(self) -> bool:
-        """Return whether the weights are between two versions, or the KV cache is released."""
+        """Return whether the weights are between two versions, the KV cache is released, or --replay says
+        so."""
         is_updated = self.actor is not None and self.actor.has_new_weights and self.engine.shares_weights
         has_cache = self._kv_cache is None or self._kv_cache.is_resident
-        return is_updated or not has_cache or self.engine.version is None
+        return is_updated or not has_cache or self.engine.version is None or self.recorder.is_held()
 
     def step(self) -> None:
         self.stream.step()
@@ -161,11 +176,16 @@ class RolloutRole(HostedRole):
         if self.engine is not None:
             if self.stream is not None and self.config.streaming.weight_update == "wait":
                 self.stream.drain()
+            if self.recorder is not None:
+                self.recorder.catch_up()  # before the weights are overwritten
             if self.actor is not None:
                 self.actor.model.merge_adapters()
             num_bytes = self.engine.sync(version)
             if self.actor is not None:
                 self.actor.has_new_weights = False
+            if self.recorder is not None and not self.recorder.is_started:
+                self.recorder.start(version)
+                self.engine.committing = self.recorder.committing
             return {"sync/bytes": float(num_bytes)}
         if self.actor is not None:
             self.actor.send_weights_to(self.mesh, version)
@@ -207,13 +227,18 @@ class RolloutRole(HostedRole):
             rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
         if self.engine is None:
             return []
-        answers = self._answers(purpose, self._own(visits, engines), greedy)
+        own = self._own(visits, engines)
+        answers, recorded = self._answers(purpose, own, greedy), self._recorded(purpose, own, greedy)
         how = {"temperature": 0.0} if greedy else self._sampling()
         if not wait:
-            self.stream.add(answers, **how)
+            with recorded:
+                self.stream.add(answers, **how)
             return []
         outputs = self.engine.generate(
-            [answer.prompt for answer in answers], [answer.key for answer in answers], **how
+            [answer.prompt for answer in answers],
+            [answer.key for answer in answers],
+            adding=recorded,
+            **how,
         )
         made = [
             self._sample(answer.after(output), output.finish_reason, output.experts)
@@ -257,7 +282,8 @@ class RolloutRole(HostedRole):
                     **self._sampling(),
                 )
                 for answer in answers
-            ]
+            ],
+            self._recorded("canary", [(answer.group, answer.row) for answer in answers]),
         )
         made = [
             self._sample(answer.after(output), output.finish_reason, output.experts)
@@ -277,6 +303,20 @@ class RolloutRole(HostedRole):
         num_engines = self.mesh.dp
         first, end = (number * len(visits) // num_engines for number in (self.replica, self.replica + 1))
         return list(visits.items())[first:end]
+
+    def _recorded(
+        self, purpose: str, own: list[tuple[int, int]], greedy: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return the context in which the engine receives these prompts, which it logs."""
+        if self.recorder is None:
+            return nullcontext()
+        visits, version = tuple(visit for visit, _ in own), self.engine.version
+        if purpose == "eval":
+            return self.recorder.taking_effect(
+                Evaluate(step=version, version=version, visits=visits, greedy=greedy)
+            )
+        kind = Canary if purpose == "canary" else Admit
+        return self.recorder.taking_effect(kind(step=version + 1, version=version, visits=visits))
 
     def _answers(self, purpose: str, visits: list[tuple[int, int]], greedy: bool) -> list[Answer]:
         config, n = self.config, self.config.batch.num_samples_per_prompt
@@ -325,7 +365,8 @@ class RolloutRole(HostedRole):
             return {}
         path = Path(folder) / f"{self.name}_engine_{self.replica}.msgpack"
         is_writer = self.rank == self.owners[0]
-        digest_of_file = self.stream.save(path if is_writer else None, visits)
+        with self.recorder.taking_effect(Checkpoint(step=self.engine.version)):
+            digest_of_file = self.stream.save(path if is_writer else None, visits)
         return {path.name: digest_of_file} if is_writer else {}
 
     @needs(KV_CACHE)
@@ -345,10 +386,20 @@ class RolloutRole(HostedRole):
     def set_version(self, version: int) -> None:
         """Give the engine's weights, which have not changed, the number of a later version."""
         if self.engine is not None:
-            self.engine.inference.set_version(version)
+            with nullcontext() if self.recorder is None else self.recorder.committing(version):
+                self.engine.inference.set_version(version)
+
+    @needs(KV_CACHE)
+    def catch_up(self) -> None:
+        """With --replay let an engine in this process go on to the step of its next planned commit.
+
+        Once an update has begun, an engine that shares the actor's weights cannot take a step."""
+        if self.recorder is not None and self.mode == "in-process":
+            self.recorder.catch_up()
 
     def shut_down(self) -> None:
         if self.stream is not None:
             self.stream.abort()
+            self.recorder.close()
         if self.engine is not None:
             self.engine.shutdown()

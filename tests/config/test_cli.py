@@ -212,6 +212,11 @@ def test_graph_prints_and_draws_the_flow_and_needs_config_json_alone(tmp_path, w
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step.svg"]
 
 
+def test_graph_draws_the_edge_of_asynchronous_rollouts(job, capsys):
+    assert cli.main(["graph", job, "--staleness", "2"]) == 0
+    assert "later steps: rollout.sync -> rollout.generate, staleness <= 2\n" in capsys.readouterr().out
+
+
 def test_graph_draws_supervised_fine_tuning(job, capsys):
     assert cli.main(["graph", job, "--algorithm", "sft"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -68,6 +68,7 @@ FILES = {
 PYTHON = {
     ("docs/algorithms.md", '"""REINFORCE leave-one-out'): "rloo",
     ("docs/algorithms.md", "from megarl.algorithms.rloo import RLOO"): "rloo",
+    ("docs/asynchronous.md", "import megarl"): "plain",
     ("docs/dataflow.md", "import megarl"): "quick",
     ("docs/dataflow.md", "@dataflow"): "quick",
     ("docs/kernels.md", "import torch"): "quick",

@@ -69,9 +69,31 @@ def _multiply_a_loss(model: type) -> None:
     model.update = update
 
 
+def engine_step_fails() -> None:
+    """The 20th step that an engine takes between calls (--staleness)."""
+    from megarl.workers.request_stream import RequestStream
+
+    original, steps = RequestStream.step, []
+
+    def step(self):
+        steps.append(None)
+        if len(steps) == 20:
+            raise RuntimeError("planted")
+        original(self)
+
+    RequestStream.step = step
+
+
 FAULTS = {
     f.__name__: f
-    for f in (temperature_not_applied, labels_off_by_one, stale_shard, loss_not_finite, value_loss_not_finite)
+    for f in (
+        temperature_not_applied,
+        labels_off_by_one,
+        stale_shard,
+        loss_not_finite,
+        value_loss_not_finite,
+        engine_step_fails,
+    )
 }
 
 if __name__ == "__main__":

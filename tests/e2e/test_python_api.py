@@ -119,6 +119,18 @@ def test_the_example_runs_with_its_own_reward_and_stop(sums_data, tmp_path):
 
 
 @pytest.mark.nightly
+def test_the_example_with_asynchronous_rollouts_asks_failed_prompts_again(sums_data, tmp_path):
+    flags = ("--train-iters", "4", "--staleness", "1", "--nproc-per-node", "1", "--num-rollouts-to-log", "-1")
+    script = EXAMPLE.with_name("retry_loop.py")
+    with started(script, *flags, data=sums_data, folder=tmp_path) as (process, _):
+        assert process.wait(150) == 0, (tmp_path / "out").read_text()
+    told = [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith("step ")]
+    assert [line.split(":")[0] for line in told] == ["step 1", "step 2", "step 3", "step 4"]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    assert max(row["staleness/max"] for row in rows(tmp_path)) <= 1
+
+
+@pytest.mark.nightly
 def test_by_hand_by_flow_and_inline_are_the_same_steps_and_a_failing_rank_is_told(sums_data, tmp_path):
     """Critic on rank 1, actor on rank 0, against one process without ranks: sums in another order, as in
     test_grpo_job.py."""

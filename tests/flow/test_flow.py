@@ -105,6 +105,59 @@ def test_both_ways_to_write_a_flow_give_the_same_nodes():
     ppo_flow().validate(COLOCATED)
 
 
+def test_both_ways_to_write_a_flow_say_how_stale_its_samples_may_be():
+    @dataflow
+    def stale(actor):
+        samples = actor.rollout(staleness=2)
+        return actor.advantages(samples, algorithm=GRPO)
+
+    actor, *_ = symbolic_roles(ROLES)
+    flow = actor.rollout(staleness=2).advantages(GRPO)
+    assert flow == stale() != actor.rollout().advantages(GRPO)
+    assert [node.staleness for node in flow.nodes] == [2, None, None]
+    assert flow.of_actor("_2").nodes[0].staleness == 2
+
+
+def test_a_rollout_without_a_staleness_has_the_job_s():
+    actor, *_ = symbolic_roles(ROLES)
+    synced = ppo_flow().with_staleness(2)
+    assert [node.name for node in synced.nodes if node.staleness] == ["rollout.generate"]
+    assert actor.rollout(staleness=1).with_staleness(2) == actor.rollout(staleness=1)
+    assert synced.stale_edges == [("rollout.sync", "rollout.generate", 2)] and ppo_flow().stale_edges == []
+    synced.validate(COLOCATED, staleness=2)
+    ppo_flow().validate(COLOCATED, staleness=2)
+    both = ppo_flow().with_staleness(1).beside(ppo_flow().of_actor("_2").with_staleness(1))
+    assert both.stale_edges == [
+        ("rollout.sync", "rollout.generate", 1),
+        ("rollout_2.sync", "rollout_2.generate", 1),
+    ]
+    assert actor.rollout(staleness=1).stale_edges == []  # weights that no node writes
+
+
+@pytest.mark.parametrize(
+    "flow, of_job, told",
+    [
+        (
+            ppo_flow().with_staleness(2),
+            1,
+            r"node \(rollout.generate\): staleness \(2\) must be the job's --staleness \(1\), .* start the "
+            "job with --staleness 2.",
+        ),
+        (ppo_flow().with_staleness(1), 0, r"staleness \(1\) must be the job's --staleness \(0\)"),
+        (ppo_flow().with_staleness(-1), None, r"staleness \(-1\) must be a whole number, 0 or more."),
+        (
+            ppo_flow().then(symbolic_roles("rollout")[0].sync, staleness=1),
+            1,
+            r"node \(rollout.sync\): staleness \(1\) is the age of samples, and this node makes none. Write "
+            r"actor.rollout\(staleness=1\).",
+        ),
+    ],
+)
+def test_a_staleness_that_the_job_does_not_have_is_named(flow, of_job, told):
+    with pytest.raises(FlowError, match=told):
+        flow.validate(staleness=of_job)
+
+
 def test_a_role_that_is_not_there_leaves_no_trace():
     present = COLOCATED.keys() - {"reference"}
     flow = ppo_flow(present)
@@ -388,6 +441,19 @@ def test_text_shows_order_ranks_and_columns():
     )
     assert max(map(len, lines)) < 140
     assert ranges([]) == "" and ranges([3]) == "3" and ranges([4, 0, 1]) == "0-1,4"
+
+
+def test_text_and_svg_show_the_edge_to_later_steps():
+    flow = ppo_flow().with_staleness(1)
+    lines = flow.text(COLOCATED).splitlines()
+    assert lines[-2] == "later steps: rollout.sync -> rollout.generate, staleness <= 1"
+    assert [*lines[:-2], lines[-1]] == ppo_flow().text(COLOCATED).splitlines()
+    tag = "{http://www.w3.org/2000/svg}"
+    drawn, plain = (ElementTree.fromstring(one.svg(COLOCATED)) for one in (flow, ppo_flow()))
+    assert len(list(drawn.iter(f"{tag}path"))) == len(list(plain.iter(f"{tag}path"))) + 1
+    [label] = [text for text in drawn.iter(f"{tag}text") if text.text == "staleness <= 1"]
+    bottom = max(float(r.get("y")) + float(r.get("height")) for r in drawn.iter(f"{tag}rect") if r.get("rx"))
+    assert bottom < float(label.get("y")) < float(drawn.get("height"))
 
 
 def test_svg_has_a_box_per_node_that_covers_no_other_and_an_arrow_per_edge():

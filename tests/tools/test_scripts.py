@@ -129,6 +129,7 @@ CASES = [
 ]
 ELSEWHERE = {
     "examples/own_loop.py": "tests/e2e/test_python_api.py",
+    "examples/retry_loop.py": "tests/e2e/test_python_api.py",
     **{
         f"tools/data/{name}.py": "tests/tools/test_data_scripts.py"
         for name in ("dapo_math", "gsm8k", "hendrycks_math", "hh_rlhf", "ultrafeedback")

@@ -105,7 +105,7 @@ def trainer(tmp_path):
 
 def admitted(trainer, flow, rows) -> dict[str, dict[int, int]]:
     """Suffix of each actor -> visit -> row, of the prompts that a step samples."""
-    chosen = trainer._rows_of_actors(flow, rows)
+    chosen = trainer.state.rows_of_actors(flow, rows)
     for suffix, of_actor in chosen.items():
         trainer.state.actors[suffix].admit(of_actor, step=1)
     return {suffix: trainer.state.actors[suffix].buffer.issue() for suffix in chosen}

@@ -17,6 +17,7 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.hf_config import ModelShape
+from megarl.flow import FlowError, symbolic_roles
 from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.invariants import InvariantError
 from megarl.loggers.console import Progress
@@ -170,7 +171,7 @@ def open_trainer(folder: Path, save: str, staleness: int = 2) -> tuple[Trainer, 
         algorithm=REGISTRY["grpo"](),
         batch=replace(job.batch, train_iters=6, num_prompts=4, global_batch_size=8),
         run=replace(job.run, save=str(folder / save), exit_loss=0.5),  # of fine-tuning alone
-        streaming=replace(job.streaming, staleness=staleness),
+        streaming=replace(job.streaming, staleness=staleness, num_canaries=0),
     )
     data, actor = Data(), Actor()
     executor = InlineExecutor(
@@ -285,6 +286,28 @@ def test_a_loop_may_leave_steps_out(tmp_path):
             if step % 2:
                 trainer.update(trainer.rollout())
         assert seen == [1, 2, 3, 4, 5, 6] and trainer.step == 6
+
+
+def test_stale_training_refuses_what_would_lose_samples_and_goes_on(tmp_path):
+    with open_trainer(tmp_path, "run", staleness=1)[0] as trainer:
+        steps = trainer.steps()
+        next(steps)
+        with pytest.raises(ValueError, match=r"rows: with --staleness 1 .* Call trainer.admit\(rows\)"):
+            trainer.rollout(rows=[3, 4, 5, 6])
+        trainer.admit([7, 2])
+        batch = trainer.rollout()
+        waiting = {group.visit: group.row for group in trainer.state.first.buffer.groups}
+        assert (batch.visits[0], waiting[1]) == (7, 2)  # before the next rows; visit 1 is late
+        with pytest.raises(
+            ValueError, match="called before in step 1: with --staleness 1 the step has taken"
+        ):
+            trainer.rollout()
+        with pytest.raises(FlowError, match=r"staleness \(3\) must be the job's --staleness \(1\)"):
+            trainer.rollout(symbolic_roles("actor")[0].rollout(staleness=3))
+        trainer.update(batch)
+        next(steps)
+        with pytest.raises(ValueError, match="step 2 has ended without an update"):
+            next(steps)
 
 
 def test_synchronous_training_refuses_a_late_group(tmp_path):

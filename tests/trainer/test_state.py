@@ -38,6 +38,15 @@ def test_a_step_counts_when_it_is_completed(state):
     assert (state.step, state.completed, state.in_step) == (1, 1, False)
 
 
+def test_a_step_without_an_update_is_refused_where_samples_become_too_old(state):
+    state.begin_step()
+    state.check_left_out()
+    stale = replace(state.first.config.streaming, staleness=1)
+    state.first.config = replace(state.first.config, streaming=stale)
+    with pytest.raises(ValueError, match="step 1 has ended without an update. With --staleness 1 every step"):
+        state.check_left_out()
+
+
 def test_a_dropped_step_leaves_the_state_as_it_was(state):
     admit_step(state)
     state.first.zero_reward_steps, state.first.equal_reward_steps = 3, 5

@@ -93,9 +93,10 @@ def rolled_out(seed: int, samples: list[Sample], rank: int) -> RolloutBlock:
         if rank in s.owners:
             tokens, split = tokens_of(seed, s), s.length - s.response_length
             log_probs = [-s.sample_id - k / 64 for k in range(s.response_length)]
-            of_engine = tokens[:split], tokens[split:], log_probs, False, experts_of(seed, s)
+            of_engine = tokens[:split], tokens[split:], log_probs
             versions = [version for version, count in s.runs for _ in range(count)]
-            made.append(RolloutSample(s.sample_id, 0, s.group, versions, *of_engine))
+            experts = experts_of(seed, s)
+            made.append(RolloutSample(s.sample_id, 0, s.group, versions, *of_engine, experts=experts))
     return RolloutBlock(made)
 
 

@@ -1,7 +1,7 @@
 """An engine without a model, whose tokens follow from the key and the tokens before them.
 
-A response is therefore the same in any company, at any time and after any interruption, as in a real engine whose
-weights do not change."""
+A response is therefore the same in any company, at any time and after any interruption, as in a real engine
+whose weights do not change."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ class Role:
 
 
 def test_only_sampling_needs_the_cache():
-    assert [called for called, parts in DECLARED.items() if KV_CACHE in parts] == ["RolloutRole.generate"]
+    needing = [called for called, parts in DECLARED.items() if KV_CACHE in parts]
+    assert sorted(needing) == ["RolloutRole.generate", "RolloutRole.load_requests"]
     assert len(DECLARED) > 20
 
 
@@ -290,8 +291,8 @@ def test_a_kv_cache_that_is_released_cannot_be_kept_for_unfinished_responses(job
     keep = "--staleness 1 --weight-update keep"
     assert examine(loaded(job, keep), 1, machine=GPU).errors == (
         "--weight-update (keep): the engines release their KV cache while roles train "
-        "(--rollout-release-kv-cache), so unfinished responses compute it anew. Try --weight-update "
-        "recompute, or try --no-rollout-release-kv-cache.",
+        "(--rollout-release-kv-cache), so unfinished responses must compute it anew. Try "
+        "--weight-update recompute, or try --no-rollout-release-kv-cache.",
     )
     for flags in (f"{keep} --no-rollout-release-kv-cache", "--staleness 1"):
         assert examine(loaded(job, flags), 1, machine=GPU).errors == ()

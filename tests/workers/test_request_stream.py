@@ -1,8 +1,10 @@
-"""Requests that outlive a call: groups are reported whole and once, and a checkpoint loses and doubles nothing.
+"""Requests that outlive a call: groups are reported whole and once, and a checkpoint loses and doubles
+nothing.
 
     pytest tests/workers/test_request_stream.py
 
-The stream, the engine's base class and the sample table are the real ones, around the engine of small_engine.py."""
+The stream, the engine's base class and the sample table are the real ones, around the engine of
+small_engine.py."""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def answers(*visits: int) -> list[Answer]:
 
 
 LONG = [
-    visit for visit in range(50) if min(len(whole_response(one.key, one.prompt)) for one in answers(visit)) > 4
+    visit
+    for visit in range(50)
+    if min(len(whole_response(one.key, one.prompt)) for one in answers(visit)) > 4
 ]
 """Visits whose responses all have five tokens or more."""
 

@@ -1,0 +1,34 @@
+"""Say which settings a replay must have in common with the run that it repeats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.flags import section_flags
+from megarl.config.render import write_args
+from megarl.config.schema import CheckpointConfig, ProfileConfig, RunConfig, TrainConfig
+
+_OF_RUN = {"eval_interval", "eval_num_prompts", "eval_num_samples", "on_nonfinite"}
+"""Fields of the section RunConfig that change what engines or updates compute."""
+_FREE = {
+    *(f"--{flag.name}" for flag in section_flags("", RunConfig) if flag.field not in _OF_RUN),
+    *(f"--{flag.name}" for cls in (CheckpointConfig, ProfileConfig) for flag in section_flags("", cls)),
+    *("--replay", "--executor", "--nproc-per-node", "--call-timeout-s", "--reward-num-workers"),
+}
+"""Flags that a replay may have of its own."""
+
+
+def replay_settings(config: TrainConfig, world_size: int) -> dict[str, str]:
+    """Return name -> value of everything that a run and its replay must have in common: the flags that change
+    what is computed, the number of ranks, and the sizes of the data files."""
+    settings = {"ranks": str(world_size)}
+    for line in write_args(config).splitlines():
+        name, _, value = line.partition(" ")
+        if name.startswith("--no-") and not value:
+            name, value = name.replace("--no-", "--", 1), "off"
+        if name.startswith("--") and name not in _FREE:
+            settings[name] = value or "on"
+    for path in (*config.data.train_data, *config.data.eval_data):
+        if Path(path).is_file():
+            settings[f"bytes of {path}"] = str(Path(path).stat().st_size)
+    return settings

@@ -1,0 +1,74 @@
+"""Whole jobs with asynchronous rollouts: evaluation beside training samples, several actors, reward models.
+
+pytest tests/e2e/test_asynchronous.py"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import Job, train
+from tests.e2e.test_ppo_job import reward_flags, reward_folders  # noqa: F401 - a fixture
+from tests.e2e.test_two_actors import DISJOINT
+from tests.launch import succeed
+
+STALE = ("--staleness", "1", "--train-iters", "4", "--num-rollouts-to-log", "-1")
+CRITIC = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.05")
+
+
+def prompts_of_steps(job: Job, actor: str | None = None) -> list[list[int]]:
+    """Step -> visits of its samples, from rollouts/; four samples each."""
+    steps = []
+    for path in sorted((job.folder / "rollouts").glob("step_*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        counts = Counter(row["sample_id"] // 4 for row in rows if row.get("actor") == actor)
+        assert {*counts.values()} == {4}
+        steps.append(sorted(counts))
+    return steps
+
+
+@pytest.mark.nightly
+def test_an_evaluation_leaves_training_samples_as_they_are_and_scores_as_megarl_eval(sums_data, tmp_path):
+    data = str(sums_data / "test.parquet")
+    flags = ("--eval-data", data, "--eval-interval", "1", "--eval-num-prompts", "16")
+    job = train(sums_data, tmp_path / "run", *STALE, "--rollout-order", "in-order", *flags)
+    assert job.returncode == 0, job.output
+    assert prompts_of_steps(job) == [[*range(first, first + 4)] for first in range(0, 16, 4)]
+    assert [row["staleness/max"] for row in job.steps] == [0, 1, 1, 1]
+    scores = ("eval", "--model", job.folder, "--eval-num-prompts", "16", "--json")
+    told = succeed("-m", "megarl.cli", *scores, timeout=200, preloaded=True, folder=tmp_path).stdout
+    scored, last = json.loads(told)["all"], job.metrics[-1]
+    for name in ("reward", "reward_greedy"):  # equal: rounding decides over none of these tokens
+        assert scored[name]["value"] == pytest.approx(last[f"eval/{name}"], abs=1e-6)
+
+
+@pytest.mark.nightly
+def test_each_of_two_actors_with_critics_trains_on_each_of_its_prompts_once(sums_data, tmp_path):
+    job = train(sums_data, tmp_path / "run", *CRITIC, *DISJOINT, *STALE, "--critic-warmup-iters", "1")
+    assert job.returncode == 0, job.output
+    for actor in (None, "actor_2"):
+        assert sorted(visit for step in prompts_of_steps(job, actor) for visit in step) == [*range(16)]
+    for key in ("staleness/max", "staleness_2/max"):
+        assert max(row[key] for row in job.steps) <= 1
+    assert all(row["critic/grad_norm"] > 0 and row["critic_2/grad_norm"] > 0 for row in job.steps)
+
+
+@pytest.mark.nightly
+def test_classifiers_and_a_judge_score_the_samples_of_the_step(
+    sums_data,
+    tmp_path,
+    reward_folders,  # noqa: F811
+):
+    folders: list[Path] = reward_folders
+    flags = (*CRITIC, *reward_flags(folders), "--reward-ranks", "0-1", "1", "0", *STALE)
+    job = train(sums_data, tmp_path / "run", *flags)
+    assert job.returncode == 0, job.output
+    weights = {"reward": 1.0, "reward_model": 1.0, "reward_model_2": 0.5, "reward_model_3": 2.0}
+    for row in job.steps:
+        if row["reward/failed"] == 0:
+            total = sum(weight * row[f"reward/{role}_mean"] for role, weight in weights.items())
+            assert row["reward/mean"] == pytest.approx(total, abs=1e-5)
+    assert sorted(visit for step in prompts_of_steps(job) for visit in step) == [*range(16)]
