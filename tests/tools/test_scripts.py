@@ -87,7 +87,7 @@ CASES = [
     ),
     Case(
         f"{BENCH}/bench_async.py",
-        "--checkpoint MODEL --data DATA --recipes tail --only colocated --settings S=0,S=1-keep --steps 3 "
+        "--checkpoint MODEL --data DATA --recipes tail --only colocated --settings S=0,S=1-keep --steps 12 "
         "--repeats 1 --out OUT/r --json OUT/out.json",
         says=r"\| tail \| colocated \| S=1-keep \| [\d.]+ \|",
         json="OUT/out.json runs",

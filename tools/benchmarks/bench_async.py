@@ -7,7 +7,10 @@ A turn runs every contender once: the synchronous trainer of the checkout --old,
 and then 1, 2 and 4 with --weight-update recompute and keep. In the recipe `tail` one answer in ten ignores its
 end and has --max-response-length tokens; async_plants/sitecustomize.py arranges that. Ratios are those of the
 same turn, because other load on the machine changes from one turn to the next. Without --checkpoint the
-quickstart's warm-up makes one."""
+quickstart's warm-up makes one.
+
+The first 6 and the last 4 of the --steps are not measured: the engines begin with the prompts of several steps,
+and in the last steps they have fewer than usual."""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ import measured_process
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTS = Path(__file__).resolve().parent / "async_plants"
-SKIPPED_STEPS = 2
+SKIPPED_STEPS, MOST_STALE = 2, 4
 PLACEMENTS = {
     "colocated": [],
     "colocated-processes": ["--rollout-engine", "out-of-process"],
@@ -102,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
         default=",".join(setting_name(*setting) for setting in SETTINGS),
         help="of these settings",
     )
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True, help="folder for all runs, made anew")
     parser.add_argument("--json", type=Path, required=True, help="where to write the result")
@@ -110,8 +113,9 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if (arguments.checkpoint is None) != (arguments.data is None):
         parser.error("--checkpoint and --data go together: give both or neither.")
-    if arguments.steps <= SKIPPED_STEPS:
-        parser.error(f"--steps ({arguments.steps}): the first {SKIPPED_STEPS} are left out. Try 20.")
+    left_out = SKIPPED_STEPS + 2 * MOST_STALE
+    if arguments.steps <= left_out:
+        parser.error(f"--steps ({arguments.steps}): {left_out} are not measured. Try 30.")
     if arguments.old and not (arguments.old / ".venv" / "bin" / "python").exists():
         parser.error(f"--old ({arguments.old}): has no .venv. Run tools/setup_env.py in it.")
     known = {"recipes": RECIPES, "only": PLACEMENTS, "settings": {setting_name(*one) for one in SETTINGS}}
@@ -156,7 +160,8 @@ def train(contender: Contender, turn: int, arguments: argparse.Namespace) -> Run
     env |= {"PYTHONPATH": str(PLANTS), "BUSY": str(busy)}
     if (share := LONG_ANSWERS[contender.recipe]) is not None:
         env["LONG_ANSWERS"] = share
-    first, last = (f"step={step}/" for step in (SKIPPED_STEPS, arguments.steps))
+    window = SKIPPED_STEPS + MOST_STALE, arguments.steps - MOST_STALE
+    first, last = (f"step={step}/" for step in window)
     measured = measured_process.run(
         [*map(str, words), *arguments.flags],
         folder.with_suffix(".log"),
@@ -165,7 +170,7 @@ def train(contender: Contender, turn: int, arguments: argparse.Namespace) -> Run
     )
     (start, cpu_start), (end, cpu_end) = measured.cpu_seconds
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row.get("step", 0) > SKIPPED_STEPS and "time/step_s" in row]
+    rows = [row for row in rows if window[0] < row["step"] <= window[1] and "time/step_s" in row]
     lines = (folder / "resolved.args").read_text()
     sizes = [
         int(re.search(rf"--{flag} (\d+)", lines)[1]) for flag in ("num-prompts", "num-samples-per-prompt")

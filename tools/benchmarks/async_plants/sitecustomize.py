@@ -41,6 +41,7 @@ def note_times(owner, method):
     """Let a method append its start and its end to the rank's file."""
     original = getattr(owner, method)
     path = Path(os.environ["BUSY"]) / os.environ.get("RANK", "0")
+    file = path.open("a", buffering=1)  # a rank ends without a chance to write anything
 
     @functools.wraps(original)
     def noted(*args, **kwargs):
@@ -48,8 +49,7 @@ def note_times(owner, method):
         try:
             return original(*args, **kwargs)
         finally:
-            with path.open("a") as file:  # a rank ends without a chance to write anything
-                file.write(f"{start} {time.time()}\n")
+            file.write(f"{start} {time.time()}\n")
 
     setattr(owner, method, noted)
 
