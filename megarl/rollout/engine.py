@@ -216,7 +216,6 @@ class Engine:
         """Queue requests, whose prompts may end in tokens that were sampled before. Returns at once.
 
         Raises: RuntimeError before the first sync."""
-        self.inference.check_alive()
         self._check_version()
         self.inference.add(requests)
 
@@ -269,6 +268,7 @@ class Engine:
         self._outputs |= {output.id: output for output in self.inference.take()}
 
     def _check_version(self) -> None:
+        self.inference.check_alive()
         if self.version is None:
             raise RuntimeError(
                 "generate was called before a sync was committed: the engine's weights are noise. "

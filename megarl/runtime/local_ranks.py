@@ -248,7 +248,8 @@ class LocalRanks:
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(RuntimeError):  # a signal came before its start was complete
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, rank: int, started: threading.Semaphore) -> None:
         try:

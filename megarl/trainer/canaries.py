@@ -61,7 +61,7 @@ class Canaries:
         call = self._sampled.get(self._state.actor_of(rollout).suffix)
         return call is None or call.done()
 
-    def send(self, rollout: str, step: int) -> None:
+    def distribute(self, rollout: str, step: int) -> None:
         """Check the sampled canaries, and send their tokens to the ranks of the actor.
 
         Raises: InvariantError, see `check_delivery`."""

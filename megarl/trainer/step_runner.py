@@ -304,7 +304,7 @@ class StepRunner:
             data = Data(self.executor, "data", ranks)
             sent = data.distribute(key, batch.samples, mini_batches, f"train{actor.suffix}")
             batch.transfers.append(sent)
-        self.canaries.send(rollout, self.batches.step)
+        self.canaries.distribute(rollout, self.batches.step)
 
     def _take_rows(self, suffix: str) -> None:
         """Take the rows of a step of supervised fine-tuning: each row is a finished group of one sample."""

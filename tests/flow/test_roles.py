@@ -122,7 +122,9 @@ def test_what_the_step_does_with_each_call():
         "data.exchange",
     }
     assert {call: m.phase for call, m in declared.items() if m.phase != "other"} == {
+        "rollout.catch_up": "rollout",
         "rollout.generate": "rollout",
+        "rollout.sample_canaries": "rollout",
         "rollout.sync": "reshard",
         "reward.score": "reward",
         "reward_model.score": "reward_model",

@@ -177,7 +177,7 @@ def test_prompts_longer_than_an_engine_step_give_the_same_samples(report, story)
 
 def test_responses_end_with_the_token_that_stops_them(story):
     reasons = set()
-    for token_ids, log_probs, reason, _ in story["sampled"]:
+    for token_ids, log_probs, _, reason, _ in story["sampled"]:
         reasons.add(reason)
         assert len(log_probs) == len(token_ids) <= 24
         assert not ({EOS} | STOP_IDS) & set(token_ids[:-1])
@@ -187,7 +187,7 @@ def test_responses_end_with_the_token_that_stops_them(story):
 
 def test_stop_strings_stay_in_the_response(report):
     reasons = []
-    for token_ids, _, reason, _ in report["stop_strings"]["responses"]:
+    for token_ids, _, _, reason, _ in report["stop_strings"]["responses"]:
         text = "".join(f"<{i}>" for i in token_ids)
         reasons.append(reason)
         if reason == "stop" and token_ids[-1] != EOS:
@@ -225,7 +225,7 @@ def test_the_scheduler_changes_nothing(report, story):
 def test_requests_that_wait_and_are_preempted_lose_nothing(report):
     counts = report["too_little_cache"]["counts"]
     assert counts["preempted"] >= 1 and counts["short"] >= 1 and counts["long"] >= 1
-    for token_ids, log_probs, reason, _ in report["too_little_cache"]["responses"]:
+    for token_ids, log_probs, _, reason, _ in report["too_little_cache"]["responses"]:
         assert len(token_ids) == len(log_probs)
         assert token_ids[-1] == EOS if reason == "stop" else len(token_ids) == 24
 

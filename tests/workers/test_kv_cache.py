@@ -107,7 +107,8 @@ class Role:
 
 def test_only_sampling_needs_the_cache():
     needing = [called for called, parts in DECLARED.items() if KV_CACHE in parts]
-    assert sorted(needing) == ["RolloutRole.generate", "RolloutRole.load_requests"]
+    sampling = ("catch_up", "generate", "load_requests", "sample_canaries")
+    assert sorted(needing) == [f"RolloutRole.{method}" for method in sampling]
     assert len(DECLARED) > 20
 
 
