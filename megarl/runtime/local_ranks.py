@@ -110,4 +110,3 @@ class LocalRanks(RankProcesses):
         from megarl.runtime.mailbox import connect
 
         return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
-

@@ -130,7 +130,9 @@ class RankProcesses:
         """Start the processes. Raises: OSError if one cannot be started."""
         started = threading.Semaphore(0)
         self._threads = [
-            threading.Thread(target=self._run, args=(rank, local_rank, started), name=f"rank_{rank}", daemon=True)
+            threading.Thread(
+                target=self._run, args=(rank, local_rank, started), name=f"rank_{rank}", daemon=True
+            )
             for local_rank, rank in enumerate(self._ranks)
         ]
         for thread in self._threads:

@@ -81,11 +81,9 @@ class RayNode:
         self._ranks.report_deaths(self._tell_death)
         self._ranks.start_ranks()
 
-    def where(self) -> dict[str, str]:
-        """Return the address and the host name of this node."""
-        import ray
-
-        return {"address": ray.util.get_node_ip_address(), "name": socket.gethostname()}
+    def where(self) -> tuple[str, str]:
+        """Return the IP address and the host name of this node."""
+        return node_address(), socket.gethostname()
 
     def next_report(self) -> NodeReport | None:
         """Block until a rank of this node has died, and return what is known of it; None after `kill`."""
@@ -115,6 +113,13 @@ class RayNode:
         return True
 
 
+def node_address() -> str:
+    """Return the IP address by which Ray's other nodes reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface of this machine that has an IPv4 address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -127,4 +132,3 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(found) == address:
                 return name
     return None
-

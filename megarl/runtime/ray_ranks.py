@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.runtime.job_store import LOOPBACK, job_environment, job_store
 from megarl.runtime.process import store_prefix
 from megarl.runtime.rank_processes import RankDied
-from megarl.runtime.ray_node import DIRECT_VARIABLES, SIGNALLED, RayNode
+from megarl.runtime.ray_node import DIRECT_VARIABLES, SIGNALLED, RayNode, node_address
 
 if TYPE_CHECKING:
     from megarl.runtime.store_executor import StoreExecutor
@@ -92,9 +91,9 @@ class RayRanks:
         self._connect()
         self._place()
         world_size = self._num_nodes * self._ranks_per_node
-        addresses = [str(found["address"]) for found in self._ask("where")]
-        self._names = [str(found["name"]) for found in self._ask("where")]
-        own = ray.util.get_node_ip_address()
+        where = self._ask("where")
+        addresses, self._names = [address for address, _ in where], [name for _, name in where]
+        own = node_address()
         is_local = set(addresses) == {own}
         self._store = job_store(LOOPBACK if is_local else own)
         env = _forwarded() | job_environment(self._store, world_size, self._ranks_per_node, self._attempt)
@@ -207,7 +206,9 @@ class RayRanks:
         try:
             return ray.get(references)
         except RayActorError as error:
-            raise RuntimeError(f"a node of the Ray cluster was lost before its ranks started: {error}") from None
+            raise RuntimeError(
+                f"a node of the Ray cluster was lost before its ranks started: {error}"
+            ) from None
         except RayError as error:  # raised by the method
             cause = error.cause if hasattr(error, "cause") else None
             raise (cause if isinstance(cause, OSError) else RuntimeError(str(error))) from None

@@ -108,6 +108,10 @@ def main(folder: str, started_by: str = "") -> int:
             contract.INTERFACES,
         )
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if started_by == "ray":  # one for all jobs, which leave a Ray that they have found
+        import ray
+
+        ray.init(address="local", num_cpus=WORLD_SIZE, include_dashboard=False, logging_level="error")
     on_own_ranks(Path(folder), ray_ranks if started_by == "ray" else local_ranks)
     return 0
 
