@@ -98,7 +98,16 @@ def train(argv: list[str]) -> int:
     from megarl.checks.job import check_everything
 
     config = _load(argv, "megarl train")
-    check_everything(config, config.placement.nproc_per_node)
+    placement = config.placement
+    if placement.nnodes > 1 and placement.executor == "torchrun":
+        raise ConfigError(
+            [
+                f"--nnodes ({placement.nnodes}): megarl train starts ranks on this machine only. Try --executor "
+                f"ray, or on every node torchrun --nnodes {placement.nnodes} --nproc-per-node "
+                f"{placement.nproc_per_node} ... -m megarl.train with the same arguments."
+            ]
+        )
+    check_everything(config, config.placement.world_size)
     if not has_rank_processes(config):
         from megarl.train import run_in_process
 
@@ -141,7 +150,7 @@ def check(argv: list[str]) -> int:
         if options.gpu_memory is None
         else Machine(None, has_gpu=True, gpu_bytes=int(options.gpu_memory * 1e9), is_this=False)
     )
-    report = examine(config, config.placement.nproc_per_node, machine=machine)
+    report = examine(config, config.placement.world_size, machine=machine)
     sys.stdout.write("".join(f"{line}\n" for line in report.lines))
     sys.stdout.flush()  # before what is wrong, where both go to one place
     raise_errors([*report.errors, *report.estimates], report.is_complete)
@@ -251,7 +260,7 @@ def _load_layout(
     from megarl.config.mesh import role_meshes
 
     config = _load(argv, prog, ["--save", "unneeded", "--train-data", "unneeded", "--train-iters", "1"])
-    world_size = world_size or config.placement.nproc_per_node
+    world_size = world_size or config.placement.world_size
     check_layout(config, world_size)
     return config, role_meshes(config, world_size)
 
