@@ -3,8 +3,8 @@
     megarl balance runs/a                  the run may be a few steps long, and may still be going
     megarl balance runs/a --world-size 16   for a run whose ranks torchrun has started
 
-The seconds per phase in metrics.jsonl are the measurement; docs/asynchronous.md states the model. A prediction
-is the least time that a step can take: new prefills, canaries and larger batches of the engine are not in it."""
+The seconds per phase in metrics.jsonl are the measurement; docs/asynchronous.md states the model. It leaves
+out new prefills, canaries and larger batches of the engine, so expect less than it says."""
 
 from __future__ import annotations
 
@@ -150,11 +150,12 @@ def measure(folder: Path, rows: Sequence[dict], actor: MeshSpec, rollout: MeshSp
 
 
 def predict(measured: Measured, layout: Layout) -> float:
-    """Return the least seconds of a step in a layout.
+    """Return the seconds of a step in a layout.
 
-    Sampling takes rollout_s * max(mean / longest * samplers before / samplers now, 1 / (S + 1)): a synchronous
-    step makes as many engine steps as its longest response has tokens. An asynchronous one lets later prompts
-    run beside it, but that response must still end within S + 1 steps."""
+    A synchronous step makes as many engine steps as its longest response has tokens, and an engine step costs
+    the same with fewer sequences. With staleness S later prompts run beside that response, so sampling takes
+    rollout_s * mean / longest, but at least rollout_s / (S + 1), in which the longest response ends. Fewer
+    engines than before have more sequences each, and take longer in proportion."""
     sampling = sampling_seconds(measured, layout)
     training = measured.training_s * measured.num_trainers / layout.num_trainers
     if not layout.staleness:
@@ -164,9 +165,10 @@ def predict(measured: Measured, layout: Layout) -> float:
 
 
 def sampling_seconds(measured: Measured, layout: Layout) -> float:
-    fewer = measured.num_samplers / layout.num_samplers
+    """Return the seconds of sampling in a layout, see `predict`."""
+    fewer = max(1.0, measured.num_samplers / layout.num_samplers)
     if not layout.staleness:
-        return measured.rollout_s * max(1.0, fewer)
+        return measured.rollout_s * fewer
     even = measured.length_mean / measured.length_max * fewer
     return measured.rollout_s * max(even, 1 / (layout.staleness + 1))
 
@@ -215,7 +217,7 @@ def report(folder: Path, measured: Measured, layouts: Sequence[Layout]) -> Itera
         f"{measured.num_trainers} ranks train, {measured.num_samplers} sample ({place}); responses: mean "
         f"{measured.length_mean:.0f} tokens, longest of a step {measured.length_max:.0f}"
     )
-    yield "least seconds per step:"
+    yield "seconds per step, by the model of docs/asynchronous.md:"
     yield f"  {'layout':<32}" + "".join(f"{f'S = {staleness}':>9}" for staleness in STALENESS)
     best, before = best_layout(measured, layouts), measured.step_s
     for place_of, own in _by_place(layouts).items():
@@ -223,7 +225,7 @@ def report(folder: Path, measured: Measured, layouts: Sequence[Layout]) -> Itera
         yield f"  {place_of:<32}{times}"
     seconds = predict(measured, best)
     faster = f"{before / seconds:.2f} times as fast" if seconds > 0 else "no time"
-    yield f"balanced: {_flags(best)}   {seconds:.3g} s per step at least, at most {faster}"
+    yield f"balanced: {_flags(best)}   {seconds:.3g} s per step, {faster} at most"
     if not best.is_colocated:
         sampling = sampling_seconds(measured, best)
         training = measured.training_s * measured.num_trainers / best.num_trainers
