@@ -102,8 +102,8 @@ def check_run(folder: Path, config: TrainConfig) -> None:
     if config.streaming.staleness:
         raise ConfigError(
             [
-                f"RUN ({folder}): has --staleness {config.streaming.staleness}, so its time/rollout_s is the time "
-                f"that steps waited, not that of the sampling. {advice}"
+                f"RUN ({folder}): has --staleness {config.streaming.staleness}, so its time/rollout_s is the "
+                f"time that steps waited, not that of the sampling. {advice}"
             ]
         )
     if config.others:

@@ -1,4 +1,5 @@
-"""Keep the requests of one engine that outlive the call that made them, until their groups are finished.
+"""Keep the unfinished requests of one engine between calls, and report each group of samples that is
+finished.
 
     stream.add(answers, temperature=1.0)       whole groups, queued at once
     stream.step()                              one step of the engine; finished groups go to store and driver
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """One response that is sampled: which one it is, its prompt, and what was sampled before."""
+    """A response that is being sampled: its ids, its prompt, and the tokens that it has so far."""
 
     sample_id: int
     row: int
@@ -66,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class SavedAnswer:
-    """An answer in a checkpoint."""
+    """One answer as a checkpoint stores it, finished or not."""
 
     answer: Answer
     finish_reason: str | None
@@ -138,8 +139,8 @@ class RequestStream:
         return max(0, min(left, self._limit - answer.versions.count(self._engine.version)))
 
     def go_on(self, due: Iterable[int] | None = None) -> None:
-        """Queue the answers that have used up --max-tokens-per-step and may go on: the weights have another
-        version, or the group is due.
+        """Queue the answers that --max-tokens-per-step has stopped and that may get more tokens: the weights
+        have another version, or the group is due.
 
         Args:
             due: groups that the next training step needs, which have no limit from now on. An answer that

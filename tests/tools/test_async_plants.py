@@ -1,4 +1,5 @@
-"""The sitecustomize.py of bench_async.py measures when a rank is busy, and lengthens the answers that it is told to.
+"""The sitecustomize.py of bench_async.py measures when a rank is busy, and lengthens the answers that it is
+told to.
 
 pytest tests/tools/test_async_plants.py"""
 

@@ -1,5 +1,5 @@
-"""An engine without a model, whose tokens follow from the key and the tokens before them, and a request stream
-around it.
+"""An engine without a model, whose tokens follow from the key and the tokens before them, and a request
+stream around it.
 
 A response is therefore the same in any company, at any time and after any interruption, as in a real engine
 whose weights do not change."""

@@ -220,7 +220,7 @@ def test_a_response_that_cannot_continue_begins_anew_in_both_jobs(tmp_path, reas
 @pytest.mark.parametrize("steps", [2, 3, 9, 40])
 @pytest.mark.parametrize("cannot_continue", [None, "this engine draws by its own seeds"])
 def test_a_smaller_limit_cuts_the_responses_of_a_checkpoint(tmp_path, limit, steps, cannot_continue):
-    """They are the responses that an engine with this limit samples, also where the limit was passed before."""
+    """They are the responses that an engine with this limit samples."""
     options = {"has_experts": True, "cannot_continue": cannot_continue}
     before, after = Stream(tmp_path, **options), Stream(tmp_path, max_response_length=limit, **options)
     before.stream.add(answers(*LONG[:2]), **SAMPLING)
