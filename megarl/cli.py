@@ -37,6 +37,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   translate  Print the args file of a verl, TRL or slime configuration: `megarl translate run_grpo.sh`.
   show       Show samples of a run, such as the best and the worst: `megarl show --help`.
   plot       Draw the curves of one or several runs into a picture: `megarl plot --help`.
+  balance    Say which --staleness and how many rollout ranks a run should have: `megarl balance RUN`.
   data       Show data files as the model will see them: `megarl data --help`.
   chat       Talk to a model, in a terminal or through a pipe: `megarl chat --help`.
   doctor     Show what this installation and machine have, and try the parts (about 15 s);
@@ -225,6 +226,12 @@ def plot(argv: list[str]) -> int:
     return draw_curves(argv)
 
 
+def balance(argv: list[str]) -> int:
+    from megarl.inspect.balance import main as balance_phases
+
+    return balance_phases(argv)
+
+
 def data(argv: list[str]) -> int:
     from megarl.inspect.data import main as show_data
 
@@ -282,6 +289,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": doctor,
     "show": show,
     "plot": plot,
+    "balance": balance,
     "data": data,
     "chat": chat,
     "new": new,
