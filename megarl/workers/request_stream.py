@@ -74,6 +74,8 @@ class SavedAnswer:
     """None while it is unfinished."""
     experts: tuple[str, list[int], bytes] | None = None
     """dtype, sizes and content of the experts of its tokens."""
+    over_old_cache: bool = False
+    """Whether tokens may have been sampled over a KV cache of older weights (--weight-update keep)."""
 
 
 class RequestStream:
@@ -222,6 +224,8 @@ class RequestStream:
         finished = [sample for group in self._finished.values() for sample in group]
         finished += [self._table.block(sample).rollouts[sample] for sample in self._table]
         saved = [SavedAnswer(answer, None) for answer in (*unfinished, *resting)] + [*map(_saved, finished)]
+        if self._engine.config.streaming.weight_update == "keep":
+            saved = [replace(one, over_old_cache=len({*one.answer.versions}) > 1) for one in saved]
         data = encode([one for one in saved if one.answer.group in wanted])
         if path is not None:
             with open(path, "wb") as file:
@@ -233,13 +237,15 @@ class RequestStream:
         """Queue whole groups as `add`, and go on where the files of `save` have left them.
 
         A response that is longer than --max-response-length allows now is cut there, and counts as truncated.
-        """
+        With --weight-update recompute the log-prob gate compares every token of the current weights, so a
+        response that was sampled over a KV cache of older ones begins anew."""
         wanted = {answer.sample_id for answer in answers}
+        recomputes = self._engine.config.streaming.weight_update == "recompute"
         found = {
             one.answer.sample_id: one
             for file in files
             for one in decode(file.read_bytes(), list[SavedAnswer])
-            if one.answer.sample_id in wanted
+            if one.answer.sample_id in wanted and not (recomputes and one.over_old_cache)
         }
         self._how = how
         self._missing.update(answer.group for answer in answers)

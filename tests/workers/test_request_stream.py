@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megarl.config.schema import StreamingConfig
 from megarl.rollout.requests import Request
 from megarl.runtime.abort import Aborted
 from megarl.workers.request_stream import Answer
@@ -53,9 +55,12 @@ class Stream(small_engine.Stream):
         folder: Path,
         stop: Sequence[str] = (),
         max_response_length: int = MAX_RESPONSE,
+        weight_update: str = "recompute",
         **options: object,
     ) -> None:
-        super().__init__(small_engine.config(folder, max_response_length, stop=tuple(stop)), **options)
+        job = small_engine.config(folder, max_response_length, stop=tuple(stop))
+        streaming = StreamingConfig(staleness=1, weight_update=weight_update)
+        super().__init__(replace(job, streaming=streaming), **options)
 
     @property
     def groups(self) -> list[int]:
@@ -257,6 +262,34 @@ def test_a_checkpoint_computes_the_cache_of_unfinished_requests_anew_and_lets_th
     assert digest == job.stream.save(tmp_path / "file", LONG[:2])
     job.step(1)
     assert job.inference.num_steps == 2  # it is not paused any more
+
+
+@pytest.mark.parametrize("weight_update", ["keep", "recompute", "wait"])
+def test_only_a_gate_that_compares_every_token_begins_responses_over_an_old_cache_anew(
+    tmp_path, weight_update
+):
+    before = Stream(tmp_path, max_running=100, weight_update="keep")
+    before.stream.add(answers(*LONG[:2]), **SAMPLING)
+    before.step(2)
+    before.inference.commit(1, "keep")
+    before.step(1)
+    before.stream.add(answers(LONG[2]), **SAMPLING)
+    before.step(1)
+    after = Stream(tmp_path, max_running=100, weight_update=weight_update)
+    after.inference.set_version(1)
+    after.stream.load(answers(*LONG[:3]), save_all([before], tmp_path, LONG[:3]), **SAMPLING)
+    num_left = {
+        visit: {len(one.request.prompt) for one in after.inference.requests if one.request.id in ids}
+        for visit in LONG[:3]
+        for ids in [{f"sample/{answer.sample_id}" for answer in answers(visit)}]
+    }
+    goes_on = 0 if weight_update == "recompute" else 4  # tokens that are part of the new prompt
+    for visit, tokens in zip(LONG[:3], (goes_on, goes_on, 1), strict=True):
+        assert num_left[visit] == {len(make_answer(visit, 0).prompt) + tokens}
+    after.stream.drain()
+    check_samples(after.samples, *LONG[:3])
+    begun = {sample.versions[0] for sample in after.samples if sample.group != LONG[2]}
+    assert begun == {1 if weight_update == "recompute" else 0}
 
 
 def test_an_aborted_stream_forgets_its_requests_and_takes_new_ones(tmp_path):
