@@ -30,7 +30,14 @@ def staleness(job: Job) -> Errors:
         yield from refuse_set(
             values,
             "has no effect in synchronous training. Leave it out, or set --staleness 1.",
-            *("rollout_order", "weight_update", "num_canaries", "replay", "max_tokens_per_step"),
+            *(
+                "rollout_order",
+                "weight_update",
+                "num_canaries",
+                "replay",
+                "max_tokens_per_step",
+                "min_engines",
+            ),
         )
     elif not job.uses_rollout:
         yield (
@@ -77,6 +84,21 @@ def max_tokens_per_step(job: Job) -> Errors:
             f"--max-tokens-per-step ({limit}): must be below --max-response-length ({longest}), or it has no "
             f"effect. Leave it out{f', or try {longest // 2}' if longest > 1 else ''}."
         )
+
+
+def min_engines(job: Job) -> Errors:
+    """Yield an error for --min-engines if the engines cannot end one by one, or are fewer."""
+    wanted, ranks = job.config.streaming.min_engines, job.ranks.get("rollout")
+    if wanted is None or not job.config.streaming.staleness or not job.uses_rollout or not ranks:
+        return
+    number = len(ranks) // job.config.rollout.tensor_parallel_size
+    if job.engine == "in-process":
+        yield (
+            f"--min-engines ({wanted}): an engine in the process of its rank cannot end alone. Try "
+            "--rollout-engine out-of-process, or leave --min-engines out."
+        )
+    elif wanted > number > 0:
+        yield f"--min-engines ({wanted}): the job has {number} engines. Try {max(1, number - 1)}."
 
 
 def replay(job: Job) -> Errors:

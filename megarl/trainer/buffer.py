@@ -50,6 +50,8 @@ class SampleBuffer:
         self._groups: dict[int, Group] = {}
         """Groups by visit, in the order of admission."""
         self._finished: set[int] = set()
+        self.lost_engines: set[int] = set()
+        """Engines that get no groups."""
         self.replayed: Mapping[int, Sequence[int]] = {}
         """Training step -> visits that it takes, of the run that --replay repeats."""
 
@@ -114,20 +116,23 @@ class SampleBuffer:
 
         Args:
             num_engines: engines are numbered from 0."""
-        loads = [0] * num_engines
+        loads = [None if engine in self.lost_engines else 0 for engine in range(num_engines)]
         for group in self._groups.values():
-            if group.is_issued and group.engine is not None:
+            if group.is_issued and group.engine is not None and loads[group.engine] is not None:
                 loads[group.engine] += group.num_samples - len(group.samples)
+        live = {engine for engine, load in enumerate(loads) if load is not None}
         waiting = [group.engine for group in self.waiting()]
-        kept = {i: engine for i, engine in enumerate(waiting) if engine is not None and engine < num_engines}
+        kept = {i: engine for i, engine in enumerate(waiting) if engine in live}
         new = [i for i in range(len(waiting)) if i not in kept]
         chosen = kept | dict(zip(new, route(len(new), loads), strict=True))
         return [chosen[i] for i in range(len(waiting))]
 
     def lose_engine(self, engine: int) -> list[Group]:
-        """Let the unfinished groups of an engine wait for another engine, and return them.
+        """Let the unfinished groups of an engine wait for another engine, and return them. It gets no groups
+        while it is in `lost_engines`.
 
         They keep their finished samples; only the missing ones are to be sampled."""
+        self.lost_engines.add(engine)
         lost = [g for g in self._groups.values() if g.is_issued and g.engine == engine and not g.is_finished]
         for group in lost:
             group.is_issued, group.engine = False, None
