@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
-from megarl.files.engine_states import LEFT, EngineState, read_states, request_start
+from megarl.loggers.engine_states import LEFT, EngineState, read_states, request_start
 from megarl.inspect.arguments import Parser
 
 

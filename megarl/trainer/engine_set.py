@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.config.mesh import MeshSpec
 from megarl.failures import ExplainedError
-from megarl.files.engine_states import (
+from megarl.loggers.engine_states import (
     JOINING,
     LEFT,
     LIVE,
