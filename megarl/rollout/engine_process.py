@@ -388,7 +388,8 @@ class RemoteEngine(InferenceEngine):
                 self.progress()  # an engine that hangs is found before the long call
             self.version = None  # the copies overwrite the weights in place
         self._is_pulling = True
-        self._call("pull_weights", orders[0], timeout_s=0.0 if self._double_buffer else timeout_s)
+        returns_at_once = self._double_buffer and self.patience.is_limited
+        self._call("pull_weights", orders[0], timeout_s=0.0 if returns_at_once else timeout_s)
 
     def wait_for_weights(self, timeout_s: float) -> list[Outcome]:
         return self._call("wait_for_weights", timeout_s, timeout_s=timeout_s)

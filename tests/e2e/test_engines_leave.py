@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,14 +30,14 @@ FLAGS = [
 class EngineJob:
     """A running job, and the processes of its engines."""
 
-    def __init__(self, data: Path, folder: Path, *flags: str):
+    def __init__(self, data: Path, folder: Path, *flags: str, python: str | None = None):
         self.folder, self.mark = folder / "run", f"MEGARL_TEST_JOB={folder.name}-{os.getpid()}"
         self._log = folder / "out"
         paths = ["--model", str(data / "model"), "--train-data", str(data / "train.jsonl")]
         arguments = replace_flags([*COMMON, *paths, "--save", str(self.folder)], [*FLAGS, *flags])
         with open(self._log, "w") as out:
             self.process = subprocess.Popen(
-                [preloaded_python(), "-m", "megarl.cli", "train", *arguments],
+                [python or preloaded_python(), "-m", "megarl.cli", "train", *arguments],
                 stdout=out,
                 stderr=out,
                 cwd=folder,
@@ -62,8 +63,8 @@ class EngineJob:
 
 
 @contextmanager
-def running(data: Path, folder: Path, *flags: str) -> Iterator[EngineJob]:
-    job = EngineJob(data, folder, *flags)
+def running(data: Path, folder: Path, *flags: str, **options: str) -> Iterator[EngineJob]:
+    job = EngineJob(data, folder, *flags, **options)
     try:
         yield job
     finally:
@@ -99,9 +100,8 @@ def test_a_job_loses_two_of_three_engines_and_gains_one(sums_data, tmp_path, cap
     assert sum(row["engines/moved"] for row in ended.steps) >= 0
     evaluated = [row["step"] for row in ended.metrics if "eval/reward" in row]
     assert evaluated == [0, 6, 12, 18, 24]
-    with running(
-        sums_data, tmp_path, "--replay", str(job.folder), "--save", str(tmp_path / "again")
-    ) as again:
+    repeat = (*flags, *evaluation, "--replay", str(job.folder), "--save", str(tmp_path / "again"))
+    with running(sums_data, tmp_path, *repeat) as again:
         assert again.process.wait(200) != 0
     assert "cannot repeat that run, because engine" in again.output()
 
@@ -109,14 +109,15 @@ def test_a_job_loses_two_of_three_engines_and_gains_one(sums_data, tmp_path, cap
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_an_engine_that_hangs_is_killed_and_its_prompts_go_to_the_others(sums_data, tmp_path):
-    with running(sums_data, tmp_path, "--min-engines", "2", "--train-iters", "5") as job:
+    flags = ("--min-engines", "2", "--train-iters", "12")
+    with running(sums_data, tmp_path, *flags, python=sys.executable) as job:  # no process in between to stop
         job.wait_for("step=1/")
         hanging = job.engines()[0]
         os.kill(hanging, signal.SIGSTOP)
         job.wait_for("did not answer within")
         assert hanging not in job.engines()
         ended = job.end()
-    check_once(trained_visits(job.folder), steps=5)
+    check_once(trained_visits(job.folder), steps=12)
     assert ended.steps[-1]["engines/live"] == 2 and max(row["staleness/max"] for row in ended.steps) == 1
 
 
