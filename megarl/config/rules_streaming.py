@@ -112,7 +112,7 @@ def replay(job: Job) -> Errors:
         advice = try_path(
             Path(run),
             lambda folder: (folder / ARGUMENTS).is_file(),
-            "Name the folder that was the run's --save.",
+            "Name the folder that was the run's --save, or leave it out.",
         )
         yield f"--replay ({run}): is not a run folder, because it holds no {ARGUMENTS}.{advice}"
     if job.config.streaming.max_tokens_per_step is not None and job.engine == "out-of-process":

@@ -847,7 +847,7 @@ RULES = {
         2,
         {},
         "--replay (no/such): is not a run folder, because it holds no resolved.args. Name the folder that "
-        "was the run's --save.",
+        "was the run's --save, or leave it out.",
         "--staleness 1",
     ),
     "stale samples of supervised fine-tuning": (
