@@ -40,6 +40,8 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   balance    Say which --staleness and how many rollout ranks a run should have: `megarl balance RUN`.
   data       Show data files as the model will see them: `megarl data --help`.
   chat       Talk to a model, in a terminal or through a pipe: `megarl chat --help`.
+  engines    Show the engines of a running job, and start one again that has ended:
+             `megarl engines --help`.
   doctor     Show what this installation and machine have, and try the parts (about 15 s);
              `megarl doctor --json` for programs.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
@@ -226,6 +228,12 @@ def plot(argv: list[str]) -> int:
     return draw_curves(argv)
 
 
+def engines(argv: list[str]) -> int:
+    from megarl.inspect.engines import main as engines_of_run
+
+    return engines_of_run(argv)
+
+
 def balance(argv: list[str]) -> int:
     from megarl.inspect.balance import main as balance_phases
 
@@ -292,6 +300,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "balance": balance,
     "data": data,
     "chat": chat,
+    "engines": engines,
     "new": new,
     "tiny-model": tiny_model,
     "reshard-plan": reshard_plan,

@@ -46,6 +46,7 @@ TRAINING: list[Rule] = [
     streaming.staleness,
     streaming.routing_replay,
     streaming.max_tokens_per_step,
+    streaming.min_engines,
     streaming.replay,
 ]
 OF_UPDATES: list[Rule] = [
@@ -57,6 +58,7 @@ OF_UPDATES: list[Rule] = [
     streaming.staleness,
     streaming.routing_replay,
     streaming.max_tokens_per_step,
+    streaming.min_engines,
     streaming.replay,
 ]
 """Rules of TRAINING that an evaluation cannot break, as it updates no weights."""

@@ -30,7 +30,14 @@ def staleness(job: Job) -> Errors:
         yield from refuse_set(
             values,
             "has no effect in synchronous training. Leave it out, or set --staleness 1.",
-            *("rollout_order", "weight_update", "num_canaries", "replay", "max_tokens_per_step"),
+            *(
+                "rollout_order",
+                "weight_update",
+                "num_canaries",
+                "replay",
+                "max_tokens_per_step",
+                "min_engines",
+            ),
         )
     elif not job.uses_rollout:
         yield (
@@ -79,6 +86,21 @@ def max_tokens_per_step(job: Job) -> Errors:
         )
 
 
+def min_engines(job: Job) -> Errors:
+    """Yield an error for --min-engines if the engines cannot end one by one, or are fewer."""
+    wanted, ranks = job.config.streaming.min_engines, job.ranks.get("rollout")
+    if wanted is None or not job.config.streaming.staleness or not job.uses_rollout or not ranks:
+        return
+    number = len(ranks) // job.config.rollout.tensor_parallel_size
+    if job.engine == "in-process":
+        yield (
+            f"--min-engines ({wanted}): an engine in the process of its rank cannot end alone. Try "
+            "--rollout-engine out-of-process, or leave --min-engines out."
+        )
+    elif wanted > number > 0:
+        yield f"--min-engines ({wanted}): the job has {number} engines. Try {max(1, number - 1)}."
+
+
 def replay(job: Job) -> Errors:
     """Yield an error for --replay if it names no run folder."""
     run = job.config.streaming.replay
@@ -90,7 +112,7 @@ def replay(job: Job) -> Errors:
         advice = try_path(
             Path(run),
             lambda folder: (folder / ARGUMENTS).is_file(),
-            "Name the folder that was the run's --save.",
+            "Name the folder that was the run's --save, or leave it out.",
         )
         yield f"--replay ({run}): is not a run folder, because it holds no {ARGUMENTS}.{advice}"
     if job.config.streaming.max_tokens_per_step is not None and job.engine == "out-of-process":

@@ -299,6 +299,10 @@ class StreamingConfig(Section):
     max_tokens_per_step: Count | None = None
     """With --staleness: tokens that one response gets from one version of the weights, at most. It goes on
     after the next weight sync, or at once if the next step needs it. Default: no limit."""
+    min_engines: Count | None = None
+    """With --staleness and engines in processes of their own: number of engines that each actor needs. As long
+    as that many are left, the prompts of an engine that ends or hangs go to the others. Default: all engines,
+    so that the job ends with the first one. Not run on a GPU yet."""
 
 
 @section

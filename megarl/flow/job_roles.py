@@ -137,6 +137,11 @@ class Rollout(ServiceRole, kind="rollout"):
         with any number of engines."""
 
     @method(optional=True)
+    def start_engine(self) -> str:
+        """Start the engine of this rank again, which has left. It gets weights at the next `sync`. Returns why
+        it cannot be started, or ""."""
+
+    @method(optional=True)
     def set_version(self, version: int) -> None:
         """Give the engine's weights, which have not changed, the number of a later version."""
 

@@ -85,6 +85,11 @@ def cut_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
+def moved_requests(folder: Path) -> Path:
+    """Return the folder of a run folder with the unfinished requests of engines that have left."""
+    return folder / ENGINES / "moved"
+
+
 def rollout_files(folder: Path) -> dict[int, Path]:
     """Return step -> file of the samples that a run has logged, by ascending step."""
     paths = (folder / "rollouts").glob("step_*.jsonl")

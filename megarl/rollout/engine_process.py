@@ -10,13 +10,14 @@ asks for one. The rank waits for the step's end only a moment, and else when it 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import get_type_hints
 
@@ -29,12 +30,14 @@ from megarl.rollout.engine_core import check_step
 from megarl.rollout.engine_errors import EngineFailed, RemoteTraceback
 from megarl.rollout.environment import end_with_owner, engine_environment
 from megarl.rollout.interface import InferenceEngine
-from megarl.rollout.processes import EngineDied, how_it_ended, visible_devices
+from megarl.rollout.patience import Patience
+from megarl.rollout.processes import EngineDied, EngineHangs, how_it_ended, visible_devices
 from megarl.rollout.puller import Order, Outcome
 from megarl.rollout.requests import Output, Request, Running
 from megarl.rollout.transformers_engine import EngineOptions, TransformersEngine
 
 _START_S, _ANSWER_S = 300.0, 10.0
+_REPORT_STEPS = 16  # steps after which the process reports the tokens of unfinished requests
 _STEP_S = 0.01  # time that the rank waits for the end of a step
 
 
@@ -80,12 +83,17 @@ class State:
     has_unfinished: bool
     num_steps: int
     free_kv_tokens: int
+    progress: list[Output] = field(default_factory=list)
+    """Tokens of unfinished requests since the last report."""
 
 
 class HostedEngine:
     """The methods that a RemoteEngine calls in the process."""
 
     engine: TransformersEngine
+
+    def __init__(self) -> None:
+        self._num_reported: dict[str, int] = {}  # tokens by request
 
     def start(self, options: EngineOptions) -> Started:
         self.engine = TransformersEngine(options)
@@ -101,17 +109,30 @@ class HostedEngine:
 
     def add(self, requests: list[Request]) -> State:
         self.engine.add(requests)
+        self._forget(request.id for request in requests)
         return self._state()
+
+    def _forget(self, ids: Iterable[str]) -> None:
+        for name in ids:
+            self._num_reported.pop(name, None)
 
     def step(self) -> State:
         self.engine.step()
         return self._state()
+
+    def step_and_report(self) -> State:
+        """Take a step, and report the tokens of unfinished requests that are new since the last report."""
+        state, sampled = self.step(), self.engine.progress()
+        reported = self._num_reported
+        self._num_reported = {output.id: len(output.token_ids) for output in sampled}
+        return replace(state, progress=[_after(output, reported.get(output.id, 0)) for output in sampled])
 
     def progress(self) -> list[Output]:
         return self.engine.progress()
 
     def abort(self, ids: list[str]) -> State:
         self.engine.abort(ids)
+        self._forget(ids)
         return self._state()
 
     def reset_cache(self) -> State:
@@ -137,6 +158,16 @@ class HostedEngine:
 
     def give_up_weights(self) -> None:
         self.engine.give_up_weights()
+
+
+def _after(output: Output, first: int) -> Output:
+    """Return a copy without the first tokens."""
+    return replace(
+        output,
+        token_ids=output.token_ids[first:],
+        log_probs=output.log_probs[first:],
+        versions=output.versions[first:],
+    )
 
 
 @functools.cache
@@ -184,8 +215,12 @@ class RemoteEngine(InferenceEngine):
         theirs.close()
         self._number, self._is_paused, self._is_pulling = 0, False, False
         self._step_number: int | None = None  # number of the call of a step that may be under way
+        self._step_s = 0.0  # time that this process has waited for the step under way
+        self._steps_to_report = _REPORT_STEPS
+        self.patience = Patience()
         self._held_at: int | None = None
         self._finished: list[Output] = []
+        self._progress: dict[str, Output] = {}  # reported tokens of unfinished requests
         self._state = State([], has_unfinished=False, num_steps=0, free_kv_tokens=0)
         started = self._call("start", options, timeout_s=_START_S)
         self.device = started.device
@@ -196,19 +231,23 @@ class RemoteEngine(InferenceEngine):
             }
         }
 
-    def _call(self, method: str, *arguments: object, timeout_s: float | None = _ANSWER_S):
+    def _call(self, method: str, *arguments: object, timeout_s: float = 0.0):
         """Return the result of a method of the HostedEngine, once a step under way has ended.
 
         Args:
-            timeout_s: None waits as long as the process lives.
-        Raises: TimeoutError if there is no answer in time."""
+            timeout_s: time that the method itself may take.
+        Raises: EngineHangs if there is no answer in time."""
         self._end_step(None)
-        answer = self._answer(self._send(method, *arguments), timeout_s)
+        timeout_s += self.patience.limit_s if self.patience.is_limited else _ANSWER_S
+        answer, _ = self._answer(self._send(method, *arguments), timeout_s)
         if answer is None:
-            raise TimeoutError(
-                f"[rank {self._rank}] the engine's process did not answer within {timeout_s:.0f} s"
-            )
+            raise self._hang(timeout_s)
         return decode(answer.result, _types(method)[1])
+
+    def _hang(self, timeout_s: float) -> EngineHangs:
+        return EngineHangs(
+            f"[rank {self._rank}] the engine's process did not answer within {timeout_s:.0f} s"
+        )
 
     def _send(self, method: str, *arguments: object) -> int:
         """Send a call, and return its number."""
@@ -221,13 +260,16 @@ class RemoteEngine(InferenceEngine):
             raise self._death() from None
         return self._number
 
-    def _answer(self, number: int, timeout_s: float | None) -> Answer | None:
-        """Return the answer to a call, or None if there is none in time. Raises the error of the process."""
-        answer = Answer(0)
+    def _answer(self, number: int, timeout_s: float) -> tuple[Answer | None, float]:
+        """Return the answer to a call, or None if there is none in time, and the seconds waited. Raises the
+        error of the process."""
+        answer, waited_s = Answer(0), 0.0
         try:
             while answer.number != number:  # an earlier call may have been given up
-                if not self._connection.poll(timeout_s):
-                    return None
+                is_there, of_poll = self.patience.wait(self._connection.poll, timeout_s - waited_s)
+                waited_s += of_poll
+                if not is_there:
+                    return None, waited_s
                 answer = decode(self._connection.recv_bytes(), Answer)
         except (EOFError, ConnectionError):
             self.version = None
@@ -235,21 +277,39 @@ class RemoteEngine(InferenceEngine):
         if answer.error is not None:
             failed = EngineFailed(f"[rank {self._rank}] the engine failed: {answer.error}")
             raise failed from RemoteTraceback(answer.traceback)
-        return answer
+        return answer, waited_s
 
     def _end_step(self, timeout_s: float | None) -> None:
-        """Wait for the end of the step under way, if there is one, until the time is over."""
+        """Wait for the end of the step under way, if there is one, until the time is over.
+
+        Raises: EngineHangs for a step that takes longer than an engine may need."""
         number, self._step_number = self._step_number, None
-        if number is not None:
-            answer = self._answer(number, timeout_s)
-            if answer is None:
-                self._step_number = number
-            else:
-                self._take_over(decode(answer.result, State))
+        if number is None:
+            return
+        limit_s = self.patience.limit_s if self.patience.is_limited else math.inf
+        left_s = max(0.0, limit_s - self._step_s)
+        answer, waited_s = self._answer(number, left_s if timeout_s is None else min(timeout_s, left_s))
+        self._step_s += waited_s
+        if answer is not None:
+            self.patience.note_step(self._step_s)
+            self._take_over(decode(answer.result, State))
+        elif self._step_s >= limit_s:
+            raise self._hang(limit_s)
+        else:
+            self._step_number = number
 
     def _take_over(self, state: State) -> None:
         self._finished += state.finished
         self._state = state
+        for output in state.finished:
+            self._progress.pop(output.id, None)
+        for new in state.progress:
+            known = self._progress.get(new.id)
+            self._progress[new.id] = new if known is None else _joined(known, new)
+
+    def _forget(self, ids: Iterable[str]) -> None:
+        for name in ids:
+            self._progress.pop(name, None)
 
     def _death(self) -> EngineDied:
         try:
@@ -259,6 +319,7 @@ class RemoteEngine(InferenceEngine):
         return EngineDied(f"[rank {self._rank}] the process of the engine died ({how_it_ended(code)})")
 
     def add(self, requests: Sequence[Request]) -> None:
+        self._forget(request.id for request in requests)
         self._take_over(self._call("add", list(requests)))
 
     def has_unfinished(self) -> bool:
@@ -270,7 +331,11 @@ class RemoteEngine(InferenceEngine):
             time.sleep(_STEP_S)
             return
         if self._step_number is None:
-            self._step_number = self._send("step")
+            self._step_s, self._steps_to_report = 0.0, self._steps_to_report - 1
+            reports = self.patience.is_limited and self._steps_to_report <= 0
+            if reports:
+                self._steps_to_report = _REPORT_STEPS
+            self._step_number = self._send("step_and_report" if reports else "step")
         self._end_step(_STEP_S)
 
     def take(self) -> list[Output]:
@@ -280,8 +345,12 @@ class RemoteEngine(InferenceEngine):
     def progress(self) -> list[Output]:
         return self._call("progress")
 
+    def reported(self) -> list[Output]:
+        return [*self._progress.values()]
+
     def abort(self, ids: Sequence[str]) -> None:
         self._take_over(self._call("abort", list(ids)))
+        self._forget(ids)
         self._finished = [output for output in self._finished if output.id not in ids]
 
     def pause(self) -> None:
@@ -315,12 +384,15 @@ class RemoteEngine(InferenceEngine):
 
     def pull_weights(self, orders: Sequence[Order], timeout_s: float) -> None:
         if not self._double_buffer:
+            if self.patience.is_limited:
+                self.progress()  # an engine that hangs is found before the long call
             self.version = None  # the copies overwrite the weights in place
         self._is_pulling = True
-        self._call("pull_weights", orders[0], timeout_s=timeout_s + _ANSWER_S)
+        returns_at_once = self._double_buffer and self.patience.is_limited
+        self._call("pull_weights", orders[0], timeout_s=0.0 if returns_at_once else timeout_s)
 
     def wait_for_weights(self, timeout_s: float) -> list[Outcome]:
-        return self._call("wait_for_weights", timeout_s, timeout_s=timeout_s + _ANSWER_S)
+        return self._call("wait_for_weights", timeout_s, timeout_s=timeout_s)
 
     def commit(self, version: int, running: Running = "refuse") -> None:
         self._end_step(None)
@@ -344,6 +416,12 @@ class RemoteEngine(InferenceEngine):
             self.version = None
             raise self._death()
 
+    def kill(self) -> None:
+        self.version = None
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
     def shutdown(self) -> None:
         """End the process."""
         self.version = None
@@ -353,6 +431,16 @@ class RemoteEngine(InferenceEngine):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _joined(first: Output, last: Output) -> Output:
+    """Return the tokens of both."""
+    return replace(
+        first,
+        token_ids=[*first.token_ids, *last.token_ids],
+        log_probs=[*first.log_probs, *last.log_probs],
+        versions=[*first.versions, *last.versions],
+    )
 
 
 if __name__ == "__main__":

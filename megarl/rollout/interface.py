@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.rollout.patience import Patience
 from megarl.rollout.requests import Output, Request, Running
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class InferenceEngine(ABC):
     """Reason why a response cannot be continued after a prefix with the tokens that it would have had."""
     version: int | None = None
     """Version of the weights; None before the first commit and while the weights are overwritten."""
+    patience: Patience
+    """How long the engine may take to answer. Only out of process."""
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
@@ -67,6 +70,11 @@ class InferenceEngine(ABC):
     @abstractmethod
     def progress(self) -> list[Output]:
         """Return all tokens so far of every unfinished request. The requests go on undisturbed."""
+
+    def reported(self) -> list[Output]:
+        """Return the tokens of unfinished requests that this process knows of, also when the engine is gone.
+        Only out of process."""
+        return []
 
     @abstractmethod
     def abort(self, ids: Sequence[str]) -> None:
@@ -135,6 +143,9 @@ class InferenceEngine(ABC):
 
     def check_alive(self) -> None:
         """Raise EngineDied if a process of the engine has ended."""
+
+    def kill(self) -> None:
+        """End the engine's processes at once, whatever they do. Only out of process."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -13,7 +13,8 @@ memory that the trainers export (`reshard/sync.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.sync import Pull, publish_atlases, sync_plan
 from megarl.rollout.backends import EngineSetup, start_process
 from megarl.rollout.engine import Engine
+from megarl.rollout.engine_errors import EngineFailed
+from megarl.rollout.processes import EngineDied
 from megarl.rollout.puller import Order
 from megarl.runtime.abort import AbortableEngine
 
@@ -50,12 +53,48 @@ class OutOfProcessEngine(Engine):
         Raises: ValueError for engine arguments that cannot work."""
         super().__init__(config, shape, actor)
         self.ranks, self.rollout_ranks, self.rank = tuple(ranks), tuple(rollout_ranks), dist.get_rank()
-        setup = EngineSetup(config, shape, self.ranks, num_engines=len(self.rollout_ranks) // self._tp)
-        self.inference = start_process(setup, _double_buffer(config))
-        AbortableEngine(self.inference)
+        self.may_leave = may_leave(config)
+        """Whether the job goes on without this engine."""
+        self.failure: Exception | None = None
+        """Why the engine has left the set; None while it is in it."""
+        self._start()
         self._plan: ReshardPlan | None = None
+        self._pulls: dict[int, dict[int, Pull]] = {rank: {} for rank in self.ranks}
+        """Rank of the engine -> source -> memory to pull from, all that sources have told so far."""
         if engine_atlases(config.rollout.backend, shape, self.ranks, self._tp) is None:
             publish_atlases(self.inference.atlases, actor)
+
+    def _start(self) -> None:
+        num_engines = len(self.rollout_ranks) // self._tp
+        setup = EngineSetup(self.config, self.shape, self.ranks, num_engines)
+        self.inference = start_process(setup, _double_buffer(self.config))
+        self.inference.patience.is_limited = self.may_leave
+        AbortableEngine(self.inference)
+        self._is_new = True  # knows neither the plan nor the sources' memory
+
+    def restart(self) -> None:
+        """Start new processes for an engine that has left. They have no weights until the next `sync`.
+
+        Raises: EngineFailed or EngineDied if they cannot start."""
+        self._start()
+        self.failure = None
+
+    def leave(self, failure: Exception) -> None:
+        """End the engine's processes. Later syncs do without them."""
+        self.failure = failure
+        self.inference.kill()
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Context in which an engine that may leave does so if its processes fail, instead of an error.
+
+        The rank of an engine that has left goes on taking part in the syncs, and votes for every version."""
+        try:
+            yield
+        except (EngineDied, EngineFailed) as error:
+            if not self.may_leave:
+                raise
+            self.leave(error)
 
     def connect(self, sources: dict[int, Atlas], parameters: dict[str, torch.Tensor]) -> None:
         """Plan which weights come from which ranks in `sources`, for all later syncs.
@@ -81,21 +120,51 @@ class OutOfProcessEngine(Engine):
         pulls: dict[int, dict[int, Pull]],
         messages: Callable[[], object],
     ) -> None:
+        for rank in self.ranks:
+            self._pulls[rank] |= pulls.get(rank, {})
+        self.bytes_per_sync = 0
+        if self.failure is not None:
+            return
         orders = [
-            Order(arrivals[rank], pulls.get(rank, {}), self._plan and self._plan.copies_to(rank))
+            Order(arrivals[rank], self._pulls[rank], self._plan.copies_to(rank))
+            if self._is_new
+            else Order(arrivals[rank], pulls.get(rank, {}))
             for rank in self.ranks
         ]
-        self.inference.pull_weights(orders, self.options.reshard_timeout_s)
-        self._plan = None
+        with self._leaving():
+            self.inference.pull_weights(orders, self.options.reshard_timeout_s)
+            self._is_new = False
 
     def verify(self, timeout_s: float) -> str | None:
-        outcomes = self.inference.wait_for_weights(timeout_s)
-        self.bytes_per_sync = sum(outcome.bytes for outcome in outcomes)
-        return next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
+        if self.failure is not None:
+            return None
+        with self._leaving():
+            outcomes = self.inference.wait_for_weights(timeout_s)
+            self.bytes_per_sync = sum(outcome.bytes for outcome in outcomes)
+            return next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
+        return None
+
+    def commit(self, version: int) -> None:
+        if self.failure is None:
+            with self._leaving():
+                super().commit(version)
+
+    def give_up(self) -> None:
+        if self.failure is None:
+            with self._leaving():
+                super().give_up()
 
     def shutdown(self) -> None:
         """End the engine's processes."""
-        self.inference.shutdown()
+        if self.failure is None:
+            self.inference.shutdown()
+
+
+def may_leave(config: TrainConfig) -> bool:
+    """Return whether the job goes on without an engine that ends or hangs.
+
+    A replay repeats a run that has lost none."""
+    return config.streaming.min_engines is not None and config.streaming.replay is None
 
 
 def _double_buffer(config: TrainConfig) -> bool:

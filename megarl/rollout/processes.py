@@ -58,6 +58,10 @@ class EngineDied(ExplainedError, RuntimeError):
     read_on = "docs/debugging.md, section Read a failure"
 
 
+class EngineHangs(EngineDied):
+    """A process of an engine did not answer in time."""
+
+
 class EngineProcesses:
     """Watches an engine's processes: if one ends unexpectedly, every call that waits for the engine fails.
 
@@ -109,6 +113,12 @@ class EngineProcesses:
             if not self.have_died():
                 raise
         raise self.death
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        self._is_closing = True
+        for process in self._processes:
+            process.kill()
 
     def shutdown(self) -> None:
         """End the processes and remove the shared memory that they leave behind."""

@@ -120,7 +120,23 @@ class Save(LogRecord, frozen=True, kw_only=True, tag="save"):
     """A checkpoint of the completed step `step` begins."""
 
 
-Record = Start | Admit | Evaluate | Canary | Commit | Checkpoint | Route | Take | RewardFailed | Save
+class EngineLeft(LogRecord, frozen=True, kw_only=True, tag="engine_left"):
+    """An engine has ended or hangs. No replay can repeat that."""
+
+    role: str
+    engine: int
+    reason: str
+
+
+class EngineJoined(LogRecord, frozen=True, kw_only=True, tag="engine_joined"):
+    """An engine that has left gets prompts again."""
+
+    role: str
+    engine: int
+
+
+_OfEngine = Admit | Evaluate | Canary | Commit | Checkpoint
+Record = Start | _OfEngine | Route | Take | RewardFailed | Save | EngineLeft | EngineJoined
 _decode = msgspec.json.Decoder(Record).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -280,6 +296,11 @@ class DriverPlan:
                 plan.failed[record.role, record.step] = record.samples
             elif isinstance(record, Save):
                 plan.saved.add(record.step)
+            elif isinstance(record, EngineLeft):
+                raise ReplayError(
+                    f"--replay ({run}): cannot repeat that run, because engine {record.engine} of "
+                    f"{record.role} left it in step {record.step} ({record.reason})."
+                )
         return plan
 
 

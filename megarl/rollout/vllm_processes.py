@@ -5,10 +5,11 @@ A call is carried out between two steps of the engine (engine_core.py)."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -22,7 +23,8 @@ from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.engine_core import check_step
 from megarl.rollout.engine_errors import EngineErrors
 from megarl.rollout.interface import InferenceEngine
-from megarl.rollout.processes import UNIPROC, EngineProcesses, starting_engine
+from megarl.rollout.patience import Patience
+from megarl.rollout.processes import UNIPROC, EngineHangs, EngineProcesses, starting_engine
 from megarl.rollout.puller import Order, Outcome
 from megarl.rollout.requests import Output, Request
 from megarl.rollout.vllm_engine import VllmEngine
@@ -34,6 +36,7 @@ T = TypeVar("T")
 _EXTENSION = "megarl.rollout.extension.WorkerExtension"
 _ANSWER_S = 10.0  # added to the time limit of the call itself
 _REPORT_S = 0.01  # time that a step waits for a report
+_REPORT_STEPS = 100  # such steps after which the engine reports the tokens of unfinished requests
 
 
 def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
@@ -61,6 +64,7 @@ class VllmProcesses(VllmEngine):
         self._processes = EngineProcesses(
             llm, lambda pid, how: f"[rank {self._rank}] the process of vLLM's engine died ({how})"
         )
+        self.patience, self._steps_to_report = Patience(), _REPORT_STEPS
         super().__init__(llm, setup)
 
     def _connect(self) -> None:
@@ -101,6 +105,10 @@ class VllmProcesses(VllmEngine):
             if not reports.queue:
                 reports.not_empty.wait(_REPORT_S)
         self._collect()
+        self._steps_to_report -= 1
+        if self.patience.is_limited and self._steps_to_report <= 0 and not self._is_paused:
+            self._steps_to_report = _REPORT_STEPS
+            self._core("report")  # raises an error if the engine hangs
 
     @property
     def _reports(self) -> queue.Queue:
@@ -121,6 +129,11 @@ class VllmProcesses(VllmEngine):
 
     def _progress(self) -> list[Output]:
         self._collect()
+        return super()._progress()
+
+    def reported(self) -> list[Output]:
+        with contextlib.suppress(Exception):  # the engine is gone; what it has reported counts
+            self._collect()
         return super()._progress()
 
     def hold(self, step: int | None) -> None:
@@ -165,6 +178,11 @@ class VllmProcesses(VllmEngine):
     def check_alive(self) -> None:
         self._explained(lambda: None)
 
+    def kill(self) -> None:
+        self.version = None
+        self._processes.kill()
+        self._processes.shutdown()
+
     def shutdown(self) -> None:
         """End vLLM's processes."""
         self.version = None
@@ -173,9 +191,10 @@ class VllmProcesses(VllmEngine):
     def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
         """Return the result of a call to vLLM.
 
-        Raises: TimeoutError if vLLM does not answer within timeout_s + _ANSWER_S. vLLM's own client would
-        wait for ever."""
+        Raises: EngineHangs if vLLM does not answer within timeout_s and the time that an answer may take.
+        vLLM's own client would wait for ever."""
         answer: Future = Future()
+        limit_s = timeout_s + (self.patience.limit_s if self.patience.is_limited else _ANSWER_S)
 
         def run() -> None:
             try:
@@ -184,14 +203,15 @@ class VllmProcesses(VllmEngine):
                 answer.set_exception(error)
 
         def result() -> object:
-            try:
-                return answer.result(timeout_s + _ANSWER_S)
-            except TimeoutError:
-                if answer.done():
-                    raise
-                raise TimeoutError(
-                    f"[rank {self._rank}] vLLM's engine did not answer within {timeout_s + _ANSWER_S:.0f} s"
-                ) from None
+            def poll(seconds: float) -> bool:
+                return bool(wait([answer], seconds).done)
+
+            is_there, waited_s = self.patience.wait(poll, limit_s)
+            if not is_there:
+                raise EngineHangs(f"[rank {self._rank}] vLLM's engine did not answer within {limit_s:.0f} s")
+            if timeout_s == 0.0:  # a call is carried out between two steps of the engine
+                self.patience.note_step(waited_s)
+            return answer.result()
 
         threading.Thread(target=run, name="ask_engine", daemon=True).start()
         return self._explained(result)

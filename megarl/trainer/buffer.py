@@ -50,6 +50,8 @@ class SampleBuffer:
         self._groups: dict[int, Group] = {}
         """Groups by visit, in the order of admission."""
         self._finished: set[int] = set()
+        self.lost_engines: set[int] = set()
+        """Engines that get no groups."""
         self.replayed: Mapping[int, Sequence[int]] = {}
         """Training step -> visits that it takes, of the run that --replay repeats."""
 
@@ -115,15 +117,12 @@ class SampleBuffer:
         Args:
             num_engines: engines are numbered from 0."""
         waiting = self.waiting()
-        kept = {
-            group.visit: group.engine
-            for group in waiting
-            if group.engine is not None and group.engine < num_engines
-        }
-        loads = [0] * num_engines
+        loads = [None if engine in self.lost_engines else 0 for engine in range(num_engines)]
+        live = {engine for engine, load in enumerate(loads) if load is not None}
+        kept = {group.visit: group.engine for group in waiting if group.engine in live}
         for group in self._groups.values():
             engine = group.engine if group.is_issued else kept.get(group.visit)
-            if engine is not None:
+            if engine in live:
                 loads[engine] += group.num_samples - len(group.samples)
         new = [group for group in waiting if group.visit not in kept]
         size = max((group.num_samples for group in new), default=1)
@@ -131,9 +130,11 @@ class SampleBuffer:
         return [(kept | routed)[group.visit] for group in waiting]
 
     def lose_engine(self, engine: int) -> list[Group]:
-        """Let the unfinished groups of an engine wait for another engine, and return them.
+        """Let the unfinished groups of an engine wait for another engine, and return them. It gets no groups
+        while it is in `lost_engines`.
 
         They keep their finished samples; only the missing ones are to be sampled."""
+        self.lost_engines.add(engine)
         lost = [g for g in self._groups.values() if g.is_issued and g.engine == engine and not g.is_finished]
         for group in lost:
             group.is_issued, group.engine = False, None

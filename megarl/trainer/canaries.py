@@ -10,7 +10,7 @@ without a fault. Canaries are samples that only serve the comparison:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megarl.config.mesh import MeshSpec, replicas
 from megarl.flow import Actor, Data, Rollout
@@ -68,8 +68,10 @@ class Canaries:
         actor = self._state.actor_of(rollout)
         if actor.suffix not in self._sampled:
             return
-        samples = [sample for of_rank in self._sampled[actor.suffix].result() for sample in of_rank]
-        check_delivery(rollout, samples, self._meshes[rollout].dp, self._count(actor.suffix), step - 1)
+        count, lost = self._count(actor.suffix), actor.buffer.lost_engines
+        delivered = [sample for of_rank in self._sampled[actor.suffix].result() for sample in of_rank]
+        samples = [sample for sample in delivered if _engine_of(sample.sample_id, count) not in lost]
+        check_delivery(rollout, samples, self._meshes[rollout].dp, count, step - 1, lost)
         key = self._shard_key_of[actor.actor]
         mesh = self._meshes[actor.actor]
         mini_batches = plan_mini_batches(
@@ -115,7 +117,7 @@ class Canaries:
             return
         actor, tokens = self._state.actors[suffix], self._tokens(suffix)
         samples, count = self._sent[suffix], self._count(suffix)
-        for engine in range(self._meshes[f"rollout{suffix}"].dp):
+        for engine in sorted({_engine_of(sample.sample_id, count) for sample in samples}):
             own = [token for token in tokens if _engine_of(int(token["sample_id"]), count) == engine]
             of_engine = [sample for sample in samples if _engine_of(sample.sample_id, count) == engine]
             wanted = sum(sample.response_length for sample in of_engine)
@@ -137,14 +139,22 @@ class Canaries:
 
 
 def check_delivery(
-    rollout: str, samples: Sequence[Sample], num_engines: int, count: int, version: int
+    rollout: str,
+    samples: Sequence[Sample],
+    num_engines: int,
+    count: int,
+    version: int,
+    lost: Collection[int] = (),
 ) -> None:
     """Raise InvariantError, naming engine and version, if an engine has not sampled each of its canaries once
     and by the weights of `version` alone.
 
     Args:
-        count: number of canaries of each engine."""
+        count: number of canaries of each engine.
+        lost: engines that are gone."""
     for engine in range(num_engines):
+        if engine in lost:
+            continue
         own = [sample for sample in samples if _engine_of(sample.sample_id, count) == engine]
         where = f"engine {engine} of {rollout}"
         if len({sample.sample_id for sample in own}) != count or len(own) != count:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.rules_training import NO_EVAL_DATA
 from megarl.config.schema import TrainConfig
 from megarl.flow import Reward, Rollout
 from megarl.flow.job_roles import Record
+from megarl.packing import Sample
 from megarl.role_names import with_suffix
 from megarl.runtime.executor import Executor
 from megarl.trainer.eval_scores import EvalSample, Scores, of_sources, powers_of_two
@@ -19,6 +21,9 @@ from megarl.trainer.state import TrainState
 
 SAMPLED, GREEDY = "eval/reward", "eval/reward_greedy"
 """Metrics: mean reward of responses sampled at --temperature, and of greedy ones."""
+
+RouteRows = Callable[[int], Sequence[int] | None]
+"""Number of held-out rows -> engine of each row, without engines that are gone; None if all are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ def answer_rows(
     config: TrainConfig,
     greedy: bool,
     num_logged: int,
+    route_rows: RouteRows = lambda count: None,
 ) -> HeldOut:
     """Answer held-out rows and score the answers.
 
@@ -47,8 +53,9 @@ def answer_rows(
     Args:
         sources: row -> its data_source.
         num_logged: number of samples, from the first, whose records have texts; -1 is all.
+        route_rows: see `RouteRows`; the default is for engines that all stay.
     Raises: RewardsFailed if more rewards failed than --reward-max-failed-share allows."""
-    generated = rollout.generate("eval", {row: row for row in sources}, greedy=greedy).result()
+    generated = _generate(rollout, sources, greedy, route_rows)
     sampled = {sample.sample_id: sample for of_rank in generated for sample in of_rank}
     scored = reward.score("eval", sorted(sampled), num_logged=num_logged).result()
     num_samples = 1 if greedy else config.run.eval_num_samples
@@ -73,6 +80,20 @@ def answer_rows(
         records.append(record | {"row": row, "data_source": sources[row], "finish_reason": reason})
     _check_failed(samples, config.data.reward_max_failed_share)
     return HeldOut(samples, records)
+
+
+def _generate(
+    rollout: Rollout, rows: Iterable[int], greedy: bool, route_rows: RouteRows
+) -> list[list[Sample]]:
+    """Let the engines that are there answer the rows. If one of them leaves meanwhile, the others answer all
+    rows again, with the same draws."""
+    visits = {row: row for row in rows}
+    engines = route_rows(len(visits))
+    while True:
+        generated = rollout.generate("eval", visits, greedy=greedy, engines=engines).result()
+        asked, engines = engines, route_rows(len(visits))
+        if engines == asked:
+            return generated
 
 
 def _check_failed(samples: list[EvalSample], max_share: float) -> None:
@@ -105,9 +126,14 @@ def metrics_of(sampled: HeldOut, greedy: HeldOut, num_samples: int) -> dict[str,
     return metrics
 
 
-def evaluate_actors(executor: Executor, state: TrainState) -> tuple[dict[str, float], dict[str, Record]]:
+def evaluate_actors(
+    executor: Executor, state: TrainState, route_rows: Callable[[str, int], Sequence[int] | None]
+) -> tuple[dict[str, float], dict[str, Record]]:
     """Evaluate every actor on --eval-data. Returns the metrics, and eval/reward and eval/reward_greedy -> the
     first row's first answer.
+
+    Args:
+        route_rows: `RouteRows` of a rollout role, which comes first.
 
     Raises: ValueError without --eval-data, or without a rule that scores; RewardsFailed."""
     metrics: dict[str, float] = {}
@@ -121,8 +147,9 @@ def evaluate_actors(executor: Executor, state: TrainState) -> tuple[dict[str, fl
                 "none. Add --reward auto."
             )
         rollout, reward = Rollout(executor, f"rollout{suffix}"), Reward(executor, f"reward{suffix}")
+        engines_of = partial(route_rows, f"rollout{suffix}")
         both = {
-            name: answer_rows(rollout, reward, actor.eval_rows, actor.config, name == GREEDY, num_logged=1)
+            name: answer_rows(rollout, reward, actor.eval_rows, actor.config, name == GREEDY, 1, engines_of)
             for name in (SAMPLED, GREEDY)
         }
         own = metrics_of(both[SAMPLED], both[GREEDY], actor.config.run.eval_num_samples)

@@ -35,7 +35,7 @@ class DriverLog:
     Raises: ReplayError if the run cannot be repeated with this configuration."""
 
     def __init__(self, config: TrainConfig, world_size: int, note: Callable[[str], None]) -> None:
-        self._folder, self._replay, self._note = Path(config.run.save), config.streaming.replay, note
+        self._folder, self._replay, self.note = Path(config.run.save), config.streaming.replay, note
         self._settings = replay_settings(config, world_size)
         self._plan = DriverPlan()
         if self._replay is not None:
@@ -57,17 +57,17 @@ class DriverLog:
     def route(self, suffix: str, step: int, buffer: SampleBuffer, num_engines: int) -> list[int]:
         """Return the engine of each prompt that waits in an actor's buffer."""
         if self._replay is not None and step == self._plan.last_step + 1:
-            self._note(f"--replay ({self._replay}): ended with step {step - 1}; this job goes on freely")
+            self.note(f"--replay ({self._replay}): ended with step {step - 1}; this job goes on freely")
         chosen = buffer.engines(num_engines)
         visits = [group.visit for group in buffer.waiting()]
         engines = [self._plan.engines.get((suffix, visit), own) for visit, own in zip(visits, chosen)]
-        self._write(Route(step=step, suffix=suffix, visits=tuple(visits), engines=tuple(engines)))
+        self.write(Route(step=step, suffix=suffix, visits=tuple(visits), engines=tuple(engines)))
         return engines
 
     def take(self, suffix: str, step: int, groups: Sequence[Group]) -> None:
         """Log the groups that a step trains on."""
         visits = tuple(group.visit for group in groups)
-        self._write(Take(step=step, suffix=suffix, visits=visits))
+        self.write(Take(step=step, suffix=suffix, visits=visits))
 
     def scores(self, role: str, step: int, per_rank: Iterable[Iterable[Score]]) -> list[list[Score]]:
         """Return the scores of a role, without those that it did not give in the run that is repeated.
@@ -80,7 +80,7 @@ class DriverLog:
         ]
         failed = [one["sample_id"] for rank in scores for one in rank if one[score_field(role)] is None]
         if failed:
-            self._write(RewardFailed(step=step, role=role, samples=tuple(failed)))
+            self.write(RewardFailed(step=step, role=role, samples=tuple(failed)))
         return scores
 
     def must_save(self, step: int) -> bool:
@@ -96,8 +96,9 @@ class DriverLog:
 
     def save(self, step: int) -> None:
         """Log that a checkpoint begins."""
-        self._write(Save(step=step))
+        self.write(Save(step=step))
 
-    def _write(self, record: Record) -> None:
+    def write(self, record: Record) -> None:
+        """Append a record to the log."""
         assert self._log is not None, "`start` comes first"
         self._log.write(record)

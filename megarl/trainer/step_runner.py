@@ -23,10 +23,12 @@ from megarl.invariants import check_plan, check_samples, check_versions
 from megarl.messages import decode, encode
 from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
 from megarl.trainer.canaries import Canaries
+from megarl.trainer.engine_set import EngineSet
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.group_future import GroupFuture
 from megarl.trainer.replay import DriverLog
 from megarl.trainer.rollout_batch import RolloutBatch
+from megarl.trainer.routing import route
 from megarl.trainer.scheduler import NodeResult, Scheduler
 from megarl.trainer.scores import check_failed_rewards, take_scores
 from megarl.trainer.actor_state import ActorState
@@ -69,12 +71,19 @@ class StepRunner:
         """Futures of the step's issued nodes, by node name."""
         self.scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
         self.canaries = Canaries(executor, meshes, state, self.shard_key_of)
+        self.engines = EngineSet(executor, meshes, state)
         self.log: DriverLog | None = None
         """Log of asynchronous rollouts; None in synchronous training."""
         self._num_reported = 0
         """Number of samples that engines have reported outside of calls."""
         self._trained: dict[str, list[int]] = {}
         """Rollout source -> samples of the last step that trained on its groups, whose memory is not free."""
+
+    def start_log(self) -> None:
+        """Begin the log of an asynchronous run, after the checkpoint of --load is restored."""
+        if self.log is not None:
+            self.log.start(self.state)
+            self.engines.start(self.log)
 
     def sample(self, flow: Flow, rows: Mapping[str, Sequence[int] | None]) -> StepBatches:
         """Run a step's flow until the driver has the samples, lengths and rewards, and return the batches of
@@ -94,6 +103,7 @@ class StepRunner:
             )
         self.batches = StepBatches(self.state.step, flow, self.state.actors)
         self.canaries.begin_step()
+        self.engines.start_requested()
         for suffix, rows_of_actor in rows.items():
             actor = self.state.actors[suffix]
             actor.admit(rows_of_actor, self.state.step)
@@ -138,7 +148,10 @@ class StepRunner:
             if result.node is not None and isinstance(result.future, GroupFuture):
                 seconds[result.role, result.node.method] += result.future.waited_s
         of_actors = metrics_of_actors(self.batches, self.state, reports, seconds)
-        return {suffix: own | self.canaries.metrics(suffix) for suffix, own in of_actors.items()}
+        return {
+            suffix: own | self.canaries.metrics(suffix) | self.engines.metrics(suffix)
+            for suffix, own in of_actors.items()
+        }
 
     def judge(self, of_actors: Mapping[str, Mapping[str, float]]) -> list[str]:
         """Update every actor's KL controller with the metrics of the step, and check its log-prob gate.
@@ -228,11 +241,21 @@ class StepRunner:
         return GroupFuture(self.executor, call, is_ready, lambda: self._num_reported, ranks)
 
     def take_finished_groups(self) -> None:
-        """Add the groups that engines have reported since the last call to the actors' buffers."""
+        """Add the groups that engines have reported since the last call to the actors' buffers, and move those
+        of engines that have left."""
+        changes = self.engines.take_changes()
         for event in self.executor.take_events(GROUPS_FINISHED):
             finished = decode(encode(event.payload), FinishedGroups)
             self._num_reported += len(finished.samples)
             self.state.actor_of(finished.role).buffer.add(finished.samples)
+        self.engines.apply(changes)
+
+    def route_rows(self, rollout: str, count: int) -> list[int] | None:
+        """Return an engine for each of `count` held-out rows, or None if all engines of the role are there."""
+        self.take_finished_groups()
+        lost = self.state.actor_of(rollout).buffer.lost_engines
+        loads = [None if engine in lost else 0 for engine in range(self.meshes[rollout].dp)]
+        return route(count, loads) if lost else None
 
     def _check_gate(self, actor: str, results: Mapping[str, NodeResult]) -> None:
         for result in results.values():
@@ -304,6 +327,7 @@ class StepRunner:
             data = Data(self.executor, "data", ranks)
             sent = data.distribute(key, batch.samples, mini_batches, f"train{actor.suffix}")
             batch.transfers.append(sent)
+        self.take_finished_groups()  # an engine may have left before it sampled its canaries
         self.canaries.distribute(rollout, self.batches.step)
 
     def _take_rows(self, suffix: str) -> None:

@@ -159,8 +159,7 @@ class Trainer:
         setups = {name: PlacedRole(self.executor, name).setup() for name in self.meshes}
         wait_for_setups(setups, self.run_folder.progress.note)
         self.checkpointer.restore()
-        if self.runner.log is not None:
-            self.runner.log.start(self.state)
+        self.runner.start_log()
         if not self.state.first.algorithm.needs_rollout:
             self.runner.row_lengths = self.roles.actor.load_dataset().first() or []
         else:
@@ -342,7 +341,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Measure the accuracy of every actor on --eval-data, sampled and greedy. Returns metric -> mean
         reward, which is also recorded."""
-        scores, answers = evaluate_actors(self.executor, self.state)
+        scores, answers = evaluate_actors(self.executor, self.state, self.runner.route_rows)
         self.run_folder.record_evaluation(self.step, scores, answers)
         return scores
 

@@ -91,6 +91,10 @@ class EngineRecorder:
             self._hold()
         self.is_started = True
 
+    def use(self, engine: HeldEngine) -> None:
+        """Go on with an engine that was started again, whose steps count from 0."""
+        self._engine = engine
+
     def is_held(self) -> bool:
         """Return whether an engine in this process must not take a step now. One that steps by itself stands
         still by itself."""

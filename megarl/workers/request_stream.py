@@ -166,12 +166,16 @@ class RequestStream:
         at_limit = []
         for output in self._engine.take():
             answer = self._answers.pop(output.id).after(output)
-            if output.finish_reason == "length" and len(answer.response) < self._max_tokens:
+            if self._is_at_limit(answer, output):
                 at_limit.append(answer)
             else:
                 self._end(answer, output.finish_reason, output.experts)
         self._queue(at_limit)  # its request may have begun at an earlier version
         self._report_whole_groups()
+
+    def _is_at_limit(self, answer: Answer, output: Output | Response) -> bool:
+        """Return whether a request has ended because of --max-tokens-per-step."""
+        return output.finish_reason == "length" and len(answer.response) < self._max_tokens
 
     def _end(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> None:
         self._missing[answer.group] -= 1
@@ -196,20 +200,59 @@ class RequestStream:
     def abort(self) -> None:
         """Forget all unfinished requests."""
         self._engine.inference.abort([*self._answers])
+        self._clear()
+
+    def give_up(self, path: Path) -> None:
+        """Forget all requests of an engine that is gone, after what it has reported. The samples of unfinished
+        groups are written to a file that `load` reads."""
+        known = {output.id: output for output in self._engine.inference.reported()}
+        known |= {output.id: output for output in self._engine.take()}
+        for name, answer in self._answers.items():
+            output = known.get(name)
+            answer = answer if output is None else answer.after(output)
+            if output is None or output.finish_reason is None or self._is_at_limit(answer, output):
+                self._resting.append(answer)
+            else:
+                self._end(answer, output.finish_reason, output.experts)
         self._answers.clear()
-        self._resting.clear()
-        self._missing.clear()
-        self._finished.clear()
+        self._report_whole_groups()
+        saved = [SavedAnswer(answer, None) for answer in self._resting]
+        saved += [_saved(sample) for group in self._finished.values() for sample in group]
+        partial = path.with_name(f".{path.name}.new")
+        partial.write_bytes(encode(saved))
+        partial.replace(path)  # another rank may be reading
+        self._clear()
+
+    def _clear(self) -> None:
+        for kept in (self._answers, self._resting, self._missing, self._finished):
+            kept.clear()
 
     # Checkpoints.
 
-    def save(self, path: Path | None, visits: Iterable[int]) -> str:
+    def save(self, path: Path | None, visits: Iterable[int], has_engine: bool = True) -> str:
         """Write the samples of these groups, finished or not, and return the SHA-256 of the file. Unfinished
         requests are computed anew from their prefixes, as after a resume.
 
         Args:
-            path: None on ranks that do not write."""
-        engine, wanted = self._engine.inference, {*visits}
+            path: None on ranks that do not write.
+            has_engine: False if the engine is gone, and its requests are given up."""
+        wanted = {*visits}
+        unfinished = self._begin_anew() if has_engine else []
+        finished = [sample for group in self._finished.values() for sample in group]
+        finished += [self._table.block(sample).rollouts[sample] for sample in self._table]
+        saved = [SavedAnswer(answer, None) for answer in unfinished] + [*map(_saved, finished)]
+        if self._engine.config.streaming.weight_update == "keep":
+            saved = [replace(one, over_old_cache=len({*one.answer.versions}) > 1) for one in saved]
+        data = encode([one for one in saved if one.answer.group in wanted])
+        if path is not None:
+            with open(path, "wb") as file:
+                file.write(data)
+                os.fsync(file.fileno())
+        return hashlib.sha256(data).hexdigest()
+
+    def _begin_anew(self) -> list[Answer]:
+        """Let all unfinished requests begin again after their prefixes. Returns the unfinished answers."""
+        engine = self._engine.inference
         engine.pause()
         try:
             sampled = {output.id: output for output in engine.progress()}
@@ -221,17 +264,7 @@ class RequestStream:
             self._queue([self._from(answer) for answer in unfinished])
         finally:
             engine.resume()
-        finished = [sample for group in self._finished.values() for sample in group]
-        finished += [self._table.block(sample).rollouts[sample] for sample in self._table]
-        saved = [SavedAnswer(answer, None) for answer in (*unfinished, *resting)] + [*map(_saved, finished)]
-        if self._engine.config.streaming.weight_update == "keep":
-            saved = [replace(one, over_old_cache=len({*one.answer.versions}) > 1) for one in saved]
-        data = encode([one for one in saved if one.answer.group in wanted])
-        if path is not None:
-            with open(path, "wb") as file:
-                file.write(data)
-                os.fsync(file.fileno())
-        return hashlib.sha256(data).hexdigest()
+        return [*unfinished, *resting]
 
     def load(self, answers: Sequence[Answer], files: Iterable[Path], **how: float) -> None:
         """Queue whole groups as `add`, and go on where the files of `save` have left them.
@@ -241,12 +274,13 @@ class RequestStream:
         response that was sampled over a KV cache of older ones begins anew."""
         wanted = {answer.sample_id for answer in answers}
         recomputes = self._engine.config.streaming.weight_update == "recompute"
-        found = {
-            one.answer.sample_id: one
-            for file in files
-            for one in decode(file.read_bytes(), list[SavedAnswer])
-            if one.answer.sample_id in wanted and not (recomputes and one.over_old_cache)
-        }
+        found: dict[int, SavedAnswer] = {}
+        for one in (one for file in files for one in decode(file.read_bytes(), list[SavedAnswer])):
+            if one.answer.sample_id not in wanted or (recomputes and one.over_old_cache):
+                continue
+            known = found.get(one.answer.sample_id)
+            if known is None or _length(known) < _length(one):
+                found[one.answer.sample_id] = one
         self._how = how
         self._missing.update(answer.group for answer in answers)
         missing = []
@@ -277,6 +311,11 @@ class RequestStream:
         if self._engine.inference.cannot_continue is None and not self._engine.config.sampling.stop:
             return answer
         return replace(answer, response=[], log_probs=[], versions=[])
+
+
+def _length(saved: SavedAnswer) -> tuple[bool, int]:
+    """Return what says how far an answer is: the engines that it was moved between have saved it too."""
+    return saved.finish_reason is not None, len(saved.answer.response)
 
 
 def _saved(sample: RolloutSample) -> SavedAnswer:

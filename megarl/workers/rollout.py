@@ -27,13 +27,12 @@ from megarl.rollout.canaries import canary_length, canary_prompts, num_response_
 from megarl.rollout.draws import draw_key
 from megarl.rollout.replay_log import Admit, Canary, Checkpoint, Evaluate
 from megarl.rollout.requests import Request
-from megarl.runtime.hosting import WorkerContext
 from megarl.workers.actor import ActorRole
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.engine_steps import EngineSteps
-from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
+from megarl.workers.leaving_engine import LeavingEngine, without_engine
 from megarl.workers.kv_cache import EngineKVCache, releases_here, with_kv_cache_bytes
 from megarl.workers.offload_manager import KV_CACHE, needs
 from megarl.workers.request_stream import Answer, RequestStream
@@ -44,25 +43,17 @@ if TYPE_CHECKING:
 
 
 @implements(Rollout)
-class RolloutRole(HostedRole):
+class RolloutRole(LeavingEngine):
     """One vLLM engine, or this rank's part of it, and the data sets of its prompts."""
 
     actor: ActorRole | None = None
     """The actor in this process, if there is one."""
-    context: WorkerContext | None = None
-    """What the rank offers for requests that outlive a call: events to the driver and the idle hook."""
     on_finished: Callable[[list[RolloutSample]], None] | None = None
     """Called with the samples of groups that are finished, before the driver hears of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.mode = engine_mode(self.config, dist.get_world_size())
-        self.engine: Engine | None = None
-        """The engine. None on ranks that only lend their device to an out-of-process engine."""
-        self.stream: RequestStream | None = None
-        """Requests that outlive a call; None without an engine."""
-        self.recorder: EngineRecorder | None = None
-        """Log of what happens to the engine; None where `stream` is None."""
         self._kv_cache: EngineKVCache | None = None
 
     @needs("parameters", of="actor")
@@ -154,12 +145,9 @@ class RolloutRole(HostedRole):
         has_cache = self._kv_cache is None or self._kv_cache.is_resident
         return is_updated or not has_cache or self.engine.version is None or self.recorder.is_held()
 
+    @without_engine(lambda: None)
     def step(self) -> None:
         self.stream.step()
-
-    @property
-    def replica(self) -> int:
-        return self.mesh.coordinates(self.rank)["dp"]
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -176,26 +164,20 @@ class RolloutRole(HostedRole):
 
         Collective over the rollout ranks and the other actor ranks, which call ActorRole.send_weights."""
         if self.engine is not None:
-            if self.stream is not None and self.config.streaming.weight_update == "wait":
-                self.stream.drain()
-            if self.recorder is not None:
-                self.recorder.catch_up()  # before the weights are overwritten
+            self.prepare_sync()
             if self.actor is not None:
                 self.actor.model.merge_adapters()
-            num_bytes = self.engine.sync(version)
+            num_bytes = self.engine.sync(version)  # also without an engine, for the others' sake
             if self.actor is not None:
                 self.actor.has_new_weights = False
-            if self.recorder is not None and not self.recorder.is_started:
-                self.recorder.start(version)
-                self.engine.committing = self.recorder.committing
-            if self.stream is not None:
-                self.stream.go_on()
+            self.complete_sync(version)
             return {"sync/bytes": float(num_bytes)}
         if self.actor is not None:
             self.actor.send_weights_to(self.mesh, version)
         return {}
 
     @needs(KV_CACHE)
+    @without_engine(list)
     def generate(
         self,
         purpose: str,
@@ -231,7 +213,7 @@ class RolloutRole(HostedRole):
             )
         if wait:
             rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
-        if self.engine is None:
+        if not self.has_engine:
             return []
         own = self._own(visits, engines)
         answers, recorded = self._answers(purpose, own, greedy), self._recorded(purpose, own, greedy)
@@ -257,6 +239,7 @@ class RolloutRole(HostedRole):
         return self._records(made)
 
     @needs(KV_CACHE)
+    @without_engine(list)
     def sample_canaries(self, count: int) -> list[Sample]:
         """Sample `count` canaries with this rank's engine, before all requests that wait. Requests that run
         go on in the same steps.
@@ -265,7 +248,7 @@ class RolloutRole(HostedRole):
         engine, so that only the weights and the KV cache can make a difference."""
         rollouts, config = self.store.source("canary" + self.suffix), self.config
         rollouts.release()
-        if self.engine is None:
+        if not self.has_engine:
             return []
         first, limit = -1 - self.replica * count, num_response_tokens(config)
         prompts = canary_prompts(
@@ -374,15 +357,22 @@ class RolloutRole(HostedRole):
             return {}
         path = Path(folder) / f"{self.name}_engine_{self.replica}.msgpack"
         is_writer = self.rank == self.owners[0]
-        with self.recorder.taking_effect(Checkpoint(step=self.engine.version)):
-            digest_of_file = self.stream.save(path if is_writer else None, visits)
+        digest_of_file = self._save(path if is_writer else None, visits) if self.has_engine else None
+        if digest_of_file is None:
+            digest_of_file = self.stream.save(path if is_writer else None, visits, has_engine=False)
         return {path.name: digest_of_file} if is_writer else {}
 
+    @without_engine(lambda: None)
+    def _save(self, path: Path | None, visits: list[int]) -> str:
+        with self.recorder.taking_effect(Checkpoint(step=self.engine.version)):
+            return self.stream.save(path, visits)
+
     @needs(KV_CACHE)
+    @without_engine(lambda: None)
     def load_requests(self, folder: str, visits: Mapping[int, int], engines: Sequence[int]) -> None:
         """Queue groups as `generate` does without waiting, and go on where `save_requests` has left them,
         with any number of engines."""
-        if self.stream is None:
+        if self.stream is None or not self.has_engine:
             return
         answers = self._answers("train", self._own(visits, engines), greedy=False)
         files = sorted(Path(folder).glob(f"{self.name}_engine_*.msgpack"))
@@ -392,9 +382,10 @@ class RolloutRole(HostedRole):
         sampling = self.config.sampling
         return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
 
+    @without_engine(lambda: None)
     def set_version(self, version: int) -> None:
         """Give the engine's weights, which have not changed, the number of a later version."""
-        if self.engine is not None:
+        if self.has_engine:
             with nullcontext() if self.recorder is None else self.recorder.committing(version):
                 self.engine.inference.set_version(version)
             if self.stream is not None:
@@ -412,7 +403,8 @@ class RolloutRole(HostedRole):
 
     def shut_down(self) -> None:
         if self.stream is not None:
-            self.stream.abort()
+            if self.has_engine:
+                self.stream.abort()
             self.recorder.close()
         if self.engine is not None:
             self.engine.shutdown()

@@ -143,6 +143,7 @@ MISTAKES = {
         num-canaries -1
         max-tokens-per-step 64 | staleness 1
         replay nowhere | staleness 1
+        min-engines 1 | staleness 1
         tis-clip 0
         rollout-model x
         rollout-seed 3

@@ -820,12 +820,34 @@ RULES = {
         "that has begun before. Try --stop-token-ids in place of --stop.",
         "--max-tokens-per-step 8 --staleness 1 --stop-token-ids 3",
     ),
+    "fewer engines in synchronous training": (
+        "--min-engines 1",
+        2,
+        {},
+        "--min-engines (1): has no effect in synchronous training. Leave it out, or set --staleness 1.",
+        "--min-engines 1 --staleness 1 --rollout-engine out-of-process",
+    ),
+    "fewer engines in the ranks' processes": (
+        "--min-engines 1 --staleness 1",
+        2,
+        {},
+        "--min-engines (1): an engine in the process of its rank cannot end alone. Try --rollout-engine "
+        "out-of-process, or leave --min-engines out.",
+        "--min-engines 1 --staleness 1 --rollout-engine out-of-process",
+    ),
+    "more engines than there are": (
+        "--min-engines 3 --staleness 1 --rollout-engine out-of-process",
+        2,
+        {},
+        "--min-engines (3): the job has 2 engines. Try 1.",
+        "--min-engines 1 --staleness 1 --rollout-engine out-of-process",
+    ),
     "a replay of no run": (
         "--replay no/such --staleness 1",
         2,
         {},
         "--replay (no/such): is not a run folder, because it holds no resolved.args. Name the folder that "
-        "was the run's --save.",
+        "was the run's --save, or leave it out.",
         "--staleness 1",
     ),
     "stale samples of supervised fine-tuning": (

@@ -16,6 +16,8 @@ from megarl.rollout.replay_log import (
     Checkpoint,
     Commit,
     DriverPlan,
+    EngineJoined,
+    EngineLeft,
     Evaluate,
     ReplayError,
     ReplayLog,
@@ -170,4 +172,15 @@ def test_a_run_that_changed_its_settings_at_a_resume_cannot_be_replayed(tmp_path
     write_log(tmp_path, *OF_DRIVER, name=DRIVER, settings=SETTINGS)
     write_log(tmp_path, name=DRIVER, step=2, settings=SETTINGS | {"--staleness": "2"})
     with pytest.raises(ReplayError, match="--staleness is 2 in that run and 1 in this job"):
+        DriverPlan.read(tmp_path, SETTINGS)
+
+
+def test_a_run_that_has_lost_an_engine_cannot_be_replayed(tmp_path):
+    changes = [
+        EngineLeft(step=2, role="rollout", engine=1, reason="it died"),
+        EngineJoined(step=4, role="rollout", engine=1),
+    ]
+    write_log(tmp_path, *OF_DRIVER, *changes, name=DRIVER, settings=SETTINGS)
+    assert read_log(tmp_path, DRIVER)[-2:] == changes
+    with pytest.raises(ReplayError, match=r"engine 1 of rollout left it in step 2 \(it died\)"):
         DriverPlan.read(tmp_path, SETTINGS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megarl import cli
 from megarl.config.hf_config import ModelShape
 from megarl.config.hf_families import FAMILIES
+from megarl.config.schema import StreamingConfig
 from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.hf_weights import load_hf
+from megarl.rollout import patience
 from megarl.rollout.draws import draw_key
 from megarl.rollout.engine import Response
 from megarl.rollout.offer import Offer
@@ -371,4 +374,45 @@ def test_an_engine_in_a_process_of_its_own(world, folders, models, engine, asked
             EngineDied, match=r"\[rank 0\] the process of the engine died \(killed by SIGKILL\)"
         ):
             generate()
+    outside.shutdown()
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_that_may_leave_is_replaced_and_its_tokens_are_known(
+    world, folders, engine, asked, monkeypatch
+):
+    monkeypatch.setattr(patience, "_SHORTEST_S", 1.0)
+    shape, ours = ModelShape.load(folders[1]), jobs.full_tensors(reference(folders[1]))
+    config = jobs.job(folders[1], sampling={"max_response_length": LENGTH}, backend="transformers")
+    config = replace(config, streaming=StreamingConfig(staleness=1, min_engines=1))
+    outside = OutOfProcessEngine(config, shape, [0], [0])
+    outside.connect({0: hf_atlas(shape)}, ours)
+    wanted = {output.id: output.token_ids for output in run(engine, requests(asked))}
+
+    def generate() -> list[list[int]]:
+        return [one.token_ids for one in outside.generate(asked, KEYS, temperature=1.3)]
+
+    outside.sync(0)
+    outside.inference.patience.note_step(0.1)
+    outside.add(requests(asked))
+    while outside.has_unfinished() and not outside.inference.reported():
+        outside.step()
+    pid = outside.inference._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineDied, match="the engine's process did not answer within 1 s") as hang:
+        while True:
+            outside.step()
+    outside.leave(hang.value)
+    outside.leave(hang.value)  # a second time is no harm
+    assert not Path(f"/proc/{pid}").exists()
+    reported = outside.inference.reported()
+    assert reported and all(wanted[one.id][: len(one.token_ids)] == one.token_ids for one in reported)
+    assert all(len(one.token_ids) == len(one.log_probs) == len(one.versions) > 0 for one in reported)
+    outside.take()
+    assert outside.sync(1) == 0  # for the others' sake
+    outside.restart()
+    assert outside.failure is None and outside.version is None
+    assert outside.sync(2) > 0 and generate() == [*wanted.values()]
+    os.kill(outside.inference._process.pid, signal.SIGKILL)
+    assert outside.sync(3) == 0 and "died (killed by SIGKILL)" in str(outside.failure)  # noticed in the sync
     outside.shutdown()

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from megarl.packing import Sample
 from megarl.trainer.buffer import SampleBuffer
 from megarl.trainer.groups import Group
-from megarl.trainer.routing import route
 
 SAMPLES_PER_VISIT = 10
 """Sample ids of a visit begin at visit * SAMPLES_PER_VISIT."""
@@ -57,7 +56,7 @@ class SimulatedRun:
         self.scenario, self.random = scenario, random.Random(scenario.seed)
         self.buffer = self._new_buffer()
         self.engines: dict[int, list[Request]] = {i: [] for i in range(scenario.num_engines)}
-        self.num_engines_ever = scenario.num_engines
+        self.num_engines = scenario.num_engines
         self.partial: dict[int, Request] = {}
         """Unfinished samples that no engine has, with the tokens that are not lost, by sample id."""
         self.version, self.num_admitted = 0, 0
@@ -113,11 +112,8 @@ class SimulatedRun:
     def issue(self) -> None:
         """Give the waiting groups to engines: those of their samples that are not finished."""
         waiting = self.buffer.waiting()
-        loads = [
-            len(self.engines[engine]) if engine in self.engines else None
-            for engine in range(self.num_engines_ever)
-        ]
-        engines = route(len(waiting), loads, load_of_group=self.scenario.group_size)
+        engines = self.buffer.engines(self.num_engines)
+        assert {*engines} <= self.engines.keys(), "a prompt goes to an engine that is gone"
         visits = self.buffer.issue(engines)
         assert [*visits] == [group.visit for group in waiting]
         reported = []
@@ -176,16 +172,18 @@ class SimulatedRun:
         return self.random.random() < self.scenario.accidents
 
     def lose_engine(self) -> None:
-        """Lose an engine, whose samples keep the tokens that it has reported; one joins if none is left."""
+        """Lose an engine, whose samples keep the tokens that it has reported. One that was lost before, or
+        this one if none is left, may join."""
         self.num_lost += 1
         lost = self.random.choice([*self.engines])
         requests = self.engines.pop(lost)
-        if not self.engines or self.random.random() < 0.5:
-            self.engines[self.num_engines_ever] = []
-            self.num_engines_ever += 1
         self.keep_tokens(requests)
         groups = {group.visit for group in self.buffer.lose_engine(lost)}
         assert groups == {request.visit for request in requests}
+        if not self.engines or self.random.random() < 0.5:
+            joining = self.random.choice(sorted(self.buffer.lost_engines))
+            self.buffer.lost_engines.remove(joining)
+            self.engines[joining] = []
         self.issue()
 
     def keep_tokens(self, requests: list[Request]) -> None:
@@ -208,8 +206,8 @@ class SimulatedRun:
         self.check_nothing_is_lost()
         for requests in self.engines.values():
             self.keep_tokens(requests)
-        self.num_engines_ever = self.random.randint(1, 4)
-        self.engines = {engine: [] for engine in range(self.num_engines_ever)}
+        self.num_engines = self.random.randint(1, 4)
+        self.engines = {engine: [] for engine in range(self.num_engines)}
         self.issue()
         assert not self.partial
 

@@ -7,7 +7,7 @@ whose weights do not change."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -66,6 +66,7 @@ class SmallEngine(InferenceEngine):
         self.requests: list[_Running] = []
         self.num_resets, self._num_steps = 0, 0
         self._finished: list[Output] = []
+        self._reported: list[Output] = []
         self._is_paused = False
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -103,6 +104,17 @@ class SmallEngine(InferenceEngine):
 
     def progress(self) -> list[Output]:
         return [self._output(one) for one in self.requests]
+
+    def reported(self) -> list[Output]:
+        """Tokens of the last report, which may lie some steps back."""
+        known = {one.request.id for one in self.requests} | {output.id for output in self._finished}
+        return [output for output in self._reported if output.id in known]
+
+    def report(self) -> None:
+        self._reported = [
+            replace(output, token_ids=[*output.token_ids], versions=[*output.versions])
+            for output in self.progress()
+        ]
 
     def abort(self, ids: Sequence[str]) -> None:
         self.requests = [one for one in self.requests if one.request.id not in ids]

@@ -304,6 +304,49 @@ def test_an_aborted_stream_forgets_its_requests_and_takes_new_ones(tmp_path):
     check_samples(job.samples, LONG[0], LONG[2])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_requests_of_an_engine_that_is_gone_go_on_in_others_with_the_reported_tokens(tmp_path, seed):
+    draw = random.Random(seed)
+    visits = draw.sample(LONG, 6)
+    first, second, third = (Stream(tmp_path, has_experts=seed % 2 == 1) for _ in range(3))
+    first.stream.add(answers(*visits), **SAMPLING)
+    first.step(draw.randrange(1, 15))
+    first.inference.report()
+    first.step(draw.randrange(0, 4))
+    known = {output.id: len(output.token_ids) for output in first.inference.reported()}
+    saved = tmp_path / "rollout_engine_0.msgpack"
+    first.stream.give_up(saved)
+    assert not first.stream.has_unfinished() and first.inference.requests  # nobody asks the engine again
+    left = [visit for visit in visits if visit not in first.groups]
+    second.stream.load(answers(*left), [saved], **SAMPLING)
+    for one in second.inference.requests:
+        answer = make_answer(*divmod(int(one.request.id.split("/")[1]), GROUP_SIZE))
+        assert len(one.request.prompt) == len(answer.prompt) + known.get(one.request.id, 0)
+    second.step(draw.randrange(0, 6))
+    second.inference.report()
+    second.stream.give_up(tmp_path / "rollout_engine_1.msgpack")  # this engine is lost, too
+    left = [visit for visit in left if visit not in second.groups]
+    third.inference.version = 3
+    third.stream.load(answers(*left), sorted(tmp_path.glob("rollout_engine_*.msgpack")), **SAMPLING)
+    third.step(1000)
+    check_samples([*first.samples, *second.samples, *third.samples], *visits)
+
+
+def test_a_rank_without_its_engine_saves_what_is_finished(tmp_path):
+    job = Stream(tmp_path, max_running=100)
+    job.stream.add(answers(*LONG[:4]), **SAMPLING)
+    while len(job.groups) < 2:
+        job.stream.step()
+    finished = [*job.groups]
+    job.stream.give_up(tmp_path / "moved")
+    path = tmp_path / "rollout_engine_0.msgpack"
+    digest = job.stream.save(path, LONG[:4], has_engine=False)
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    other = Stream(tmp_path)
+    other.stream.load(answers(*finished), [path], **SAMPLING)
+    assert not other.stream.has_unfinished() and sorted(other.groups) == sorted(finished)
+
+
 def test_an_aborted_call_leaves_the_other_requests_and_nothing_of_its_own(tmp_path, monkeypatch):
     """A SIGTERM ends canaries of which one has finished, and the checkpoint then saves the other requests."""
     stream = Stream(tmp_path, max_running=8)

@@ -1,0 +1,44 @@
+"""Say when an engine that does not answer counts as hanging."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_SHORTEST_S, _STEPS = 10.0, 10
+_FIRST_STEP_S = 6.0  # stands for the longest step before one has ended: the first may compile kernels
+_SLICE_S = 1.0  # longest time between two looks that counts: this process may have been stopped
+
+
+class Patience:
+    """The time that an engine may take for an answer: 10 s, or ten times its longest step if that is more.
+
+    Only time counts in which this process waits for the engine.
+
+    Args:
+        is_limited: whether an engine can count as hanging while it takes a step."""
+
+    def __init__(self, is_limited: bool = False) -> None:
+        self.is_limited = is_limited
+        self._longest_s: float | None = None
+
+    @property
+    def limit_s(self) -> float:
+        longest_s = _FIRST_STEP_S if self._longest_s is None else self._longest_s
+        return max(_SHORTEST_S, _STEPS * longest_s)
+
+    def note_step(self, seconds: float) -> None:
+        """Take a step's time into account."""
+        self._longest_s = max(self._longest_s or 0.0, seconds)
+
+    def wait(self, poll: Callable[[float], bool], timeout_s: float) -> tuple[bool, float]:
+        """Call `poll` with some seconds to wait until it returns True, for `timeout_s` in all. Returns whether
+        it did, and how long this took."""
+        waited_s = 0.0
+        while True:
+            wait_s = min(_SLICE_S, timeout_s - waited_s)
+            start = time.monotonic()
+            is_there = poll(max(0.0, wait_s))
+            waited_s += min(time.monotonic() - start, max(0.0, wait_s))
+            if is_there or waited_s >= timeout_s:
+                return is_there, waited_s
