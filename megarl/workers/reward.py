@@ -69,7 +69,7 @@ class RewardRole(HostedRole):
             record: dict[str, object] = {
                 "sample_id": rollout.sample_id,
                 "reward": verdict.reward,
-                "digest": digest(rollout.prompt, rollout.response),
+                "digest": digest(rollout.prompt, rollout.response, rollout.holes),
             }
             if verdict.failure is not None:
                 record["failure"] = verdict.failure
@@ -112,7 +112,7 @@ def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, obje
         "prompt": prompt.messages,
         "response": text,
         "ground_truth": prompt.ground_truth,
-        "response_length": len(rollout.response),
+        "response_length": rollout.num_sampled,
         "rollout_log_prob": sum(rollout.log_probs),
         "prompt_ids": rollout.prompt,
         "response_ids": rollout.response,
