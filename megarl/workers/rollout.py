@@ -31,6 +31,7 @@ from megarl.runtime.hosting import WorkerContext
 from megarl.workers.actor import ActorRole
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.engine_steps import EngineSteps
+from megarl.workers.episodes import EpisodeSampler
 from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
@@ -59,6 +60,8 @@ class RolloutRole(HostedRole):
         """The engine. None on ranks that only lend their device to an out-of-process engine."""
         self.stream: RequestStream | None = None
         """Requests that outlive a call; None without an engine."""
+        self.episodes: EpisodeSampler | None = None
+        """Samples multi-turn episodes; None without --env and without an engine."""
         self.recorder: EngineRecorder | None = None
         """Log of what happens to the engine; None where `stream` is None."""
         self._kv_cache: EngineKVCache | None = None
@@ -82,6 +85,8 @@ class RolloutRole(HostedRole):
         }
         sources = megatron_atlases(self.shape, self.meshes[f"actor{self.suffix}"], config.actor)
         self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
+        if self.engine is not None and self.config.episodes.env is not None:
+            self.episodes = EpisodeSampler(self.config, self.shape, self.tokenizer, self.engine)
         if self.config.streaming.staleness:
             self._start_stream()
 
@@ -239,16 +244,19 @@ class RolloutRole(HostedRole):
                 self.stream.go_on(due)
                 self.stream.add(answers, **how)
             return []
-        outputs = self.engine.generate(
-            [answer.prompt for answer in answers],
-            [answer.key for answer in answers],
-            adding=recorded,
-            **how,
-        )
-        made = [
-            self._sample(answer.after(output), output.finish_reason, output.experts)
-            for answer, output in zip(answers, outputs, strict=True)
-        ]
+        if self.episodes is not None:
+            made = self.episodes.sample(answers, self.datasets[purpose], **how)
+        else:
+            outputs = self.engine.generate(
+                [answer.prompt for answer in answers],
+                [answer.key for answer in answers],
+                adding=recorded,
+                **how,
+            )
+            made = [
+                self._sample(answer.after(output), output.finish_reason, output.experts)
+                for answer, output in zip(answers, outputs, strict=True)
+            ]
         rollouts.add(RolloutBlock(made))
         if self.stream is not None:
             self.stream.collect()
@@ -410,5 +418,7 @@ class RolloutRole(HostedRole):
         if self.stream is not None:
             self.stream.abort()
             self.recorder.close()
+        if self.episodes is not None:
+            self.episodes.close()
         if self.engine is not None:
             self.engine.shutdown()

@@ -23,6 +23,7 @@ import torch
 
 from megarl.batch import Batch, MicroBatch
 from megarl.batch_invariants import Digests, check_digests, digests_of
+from megarl.episodes.episode import EpisodeResult
 from megarl.invariants import InvariantError
 from megarl.packing import MiniBatch, Sample
 
@@ -56,6 +57,8 @@ class RolloutSample:
     """Digest of the tokens, see `megarl.invariants.digest`."""
     holes: tuple[tuple[int, int], ...] = ()
     """(start, end) in the response of the tokens that were not sampled. The last token always is."""
+    episode: EpisodeResult | None = None
+    """Reward and messages of the episode with --env; else None."""
 
     @property
     def num_sampled(self) -> int:
