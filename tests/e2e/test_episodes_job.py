@@ -12,6 +12,9 @@ import pytest
 
 from megarl.data.quick_tokenizer import load_quickly
 from tests.e2e.jobs import Job, train
+from tests.launch import succeed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 ENV = f"{Path(__file__).with_name('envs.py')}:LowerCase"
 FLAGS = (
@@ -97,3 +100,35 @@ def test_other_layouts_sample_and_train_on_the_same_episodes(flags, sums_data, t
     check_rows(other, sums_data)
     same = ("turns/mean", "reward/mean", "response/length_mean", "batch/tokens", "reward/failed")
     assert {name: other.steps[0][name] for name in same} == {name: job.steps[0][name] for name in same}
+
+
+@pytest.mark.nightly
+def test_the_calculator_example_learns_to_use_its_tool(tmp_path):
+    """The three jobs of configs/calculator_*.args: short warm-ups, and some steps over several turns."""
+    data = tmp_path / "data"
+    succeed(ROOT / "examples" / "calculator_env.py", data, timeout=60, folder=ROOT)
+
+    def stage(name: str, model: Path, rows: str, *flags: str) -> Job:
+        arguments = (f"@configs/calculator_{name}.args", "--model", model, "--train-data", data / rows)
+        save = ("--save", tmp_path / name)
+        succeed(
+            *("-m", "megarl.cli", "train", *arguments, *save, *flags),
+            timeout=500,
+            preloaded=True,
+            folder=ROOT,
+        )
+        return Job(0, "", tmp_path / name)
+
+    stage("sft", data / "model", "sft_tool.jsonl", "--train-iters", "200", "--log-interval", "50")
+    stage("sft_mixed", tmp_path / "sft" / "hf", "sft_mixed.jsonl", "--train-iters", "20", "--lr", "1e-4")
+    job = stage(
+        *("grpo", tmp_path / "sft_mixed" / "hf", "train.jsonl", "--train-iters", "3"),
+        *("--eval-data", str(data / "test.jsonl"), "--eval-num-prompts", "20", "--eval-interval", "3"),
+    )
+    assert all(row["mismatch/max_abs"] < 5e-5 and row["reward/failed"] == 0 for row in job.steps)
+    assert (
+        max(row["turns/max"] for row in job.steps) >= 3
+    )  # calls the calculator, and goes on with its result
+    rows = [json.loads(line) for line in open(tmp_path / "grpo" / "rollouts" / "step_000001.jsonl")]
+    tools = [one["content"] for row in rows for one in row["turns"] if one["role"] == "tool"]
+    assert any(text.lstrip("-").isdigit() for text in tools)
