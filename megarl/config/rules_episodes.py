@@ -30,8 +30,8 @@ def episodes(job: Job) -> Errors:
     limit, prompt = sampling.max_context_length, sampling.max_prompt_length
     if limit is not None and limit <= prompt:
         yield (
-            f"--max-context-length ({limit}): must be above --max-prompt-length ({prompt}), or no token is left "
-            f"for an answer. Try {prompt + sampling.max_response_length}."
+            f"--max-context-length ({limit}): must be above --max-prompt-length ({prompt}), or no token is "
+            f"left for an answer. Try {prompt + sampling.max_response_length}."
         )
 
 
@@ -98,6 +98,6 @@ def _combinations(job: Job) -> Iterator[str]:
         )
     if config.experts.moe_routing_replay == "engine":
         yield (
-            "--moe-routing-replay (engine) replays the experts of one request, and an episode has several. Try "
-            "--moe-routing-replay policy."
+            "--moe-routing-replay (engine) replays the experts of one request, and an episode has several. "
+            "Try --moe-routing-replay policy."
         )

@@ -1,9 +1,10 @@
 """Define the messages between an environment pool and its processes: lines of JSON in both directions.
 
-    {"call": 7, "op": "reset", "episode": 3, "row": {...}}   ->  {"call": 7, "messages": [...]}
-    {"call": 8, "op": "step", "episode": 3, "text": "1+2"}   ->  {"call": 8, "messages": [...], "reward": null,
-                                                                   "done": false}
-    {"op": "end", "episode": 3}                              ->  nothing
+    {"call": 7, "op": "reset", "episode": 3, "row": {...}}
+        {"call": 7, "messages": [...]}
+    {"call": 8, "op": "step", "episode": 3, "text": "1+2"}
+        {"call": 8, "messages": [...], "reward": null, "done": false}
+    {"op": "end", "episode": 3}
 
 A process writes {"ready": true} first, or {"error": "..."} if the environment cannot be loaded."""
 

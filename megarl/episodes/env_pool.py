@@ -1,4 +1,4 @@
-"""Run the user's environments in processes that can be killed, so that a bad one costs its episode, not the run.
+"""Run the user's environments in processes that can be killed, so that a bad one costs one episode.
 
     with EnvironmentPool("my_env.py:Env", timeout_s=60, episodes_per_process=16) as pool:
         episode = pool.open(row)                 # asks for the first messages

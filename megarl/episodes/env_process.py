@@ -1,8 +1,8 @@
 """Run one process of an environment pool: `python -m megarl.episodes.env_process PARENT FILE:CLASS THREADS`.
 
 Requests arrive on stdin and replies go to stdout (env_messages.py). The process holds several episodes, each
-with an object of the user's class. Calls of different episodes overlap: methods that are coroutines run in one
-event loop, other methods in threads. What the environment prints goes to stderr.
+with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
+other methods in threads. What the environment prints goes to stderr.
 
 Of megarl this module imports one file and no package that has to be installed."""
 

@@ -1,5 +1,6 @@
-"""Play episodes between one engine and the environments: an answer enters the engine's running batch as soon as
-its environment has replied."""
+"""Play episodes between one engine and the environments.
+
+A turn enters the engine's running batch as soon as its environment has replied to the turn before."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, obje
     files."""
     shown = {"prompt": prompt.messages, "response": text}
     if rollout.episode is not None:
-        shown = {"prompt": rollout.episode.prompt, "response": text, "turns": rollout.episode.turns}
+        first = rollout.episode.prompt or prompt.messages  # none if the environment has failed at once
+        shown = {"prompt": first, "response": text, "turns": rollout.episode.turns}
         shown["holes"] = [list(hole) for hole in rollout.holes]
     return {
         "row": rollout.row,

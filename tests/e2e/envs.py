@@ -1,5 +1,8 @@
 """An environment for whole jobs, from which an untrained model gets different rewards and turns."""
 
+import os
+import time
+
 
 class LowerCase:
     """Gives each answer its share of lower-case letters, and ends after an answer without any digit."""
@@ -15,3 +18,15 @@ class LowerCase:
         if not any(c.isdigit() for c in text):
             return [], reward, True
         return [{"role": "tool", "content": f"{len(text)} characters, é"}], reward, False
+
+
+class Waiting:
+    """Waits for minutes in each step once a file exists, as a slow tool does."""
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, text):
+        if os.path.exists(os.environ["MEGARL_TEST_SLOW"]):
+            time.sleep(600)
+        return [], 0.5, True

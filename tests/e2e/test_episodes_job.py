@@ -6,12 +6,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megarl.data.quick_tokenizer import load_quickly
-from tests.e2e.jobs import Job, train
+from tests.e2e.jobs import COMMON, Job, replace_flags, train
+from tests.e2e.test_cli_jobs import processes, wait_until
 from tests.launch import succeed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +97,9 @@ def test_episodes_of_several_turns_are_sampled_logged_and_trained_on(sums_data, 
         ("--pipeline-model-parallel-size", "2"),
         ("--algorithm", "ppo", "--critic-lr", "1e-3", "--loss-aggregation", "seq-mean-token-mean"),
         ("--env-episodes-per-process", "1"),
+        ("--executor", "inline", "--nproc-per-node", "1"),
     ],
-    ids=["tp2", "transformers", "cp2", "pp2", "ppo", "process each"],
+    ids=["tp2", "transformers", "cp2", "pp2", "ppo", "process each", "inline"],
 )
 def test_other_layouts_sample_and_train_on_the_same_episodes(flags, sums_data, tmp_path):
     """The first step has the same episodes; its numbers are equal but for rounding."""
@@ -100,6 +107,38 @@ def test_other_layouts_sample_and_train_on_the_same_episodes(flags, sums_data, t
     check_rows(other, sums_data)
     same = ("turns/mean", "reward/mean", "response/length_mean", "batch/tokens", "reward/failed")
     assert {name: other.steps[0][name] for name in same} == {name: job.steps[0][name] for name in same}
+
+
+@pytest.mark.nightly
+def test_sigterm_ends_a_job_whose_episodes_wait_for_tools(sums_data, tmp_path):
+    """The driver saves the last completed step, and no process is left, an environment's neither."""
+    slow, mark = tmp_path / "slow", f"MEGARL_TEST_JOB={tmp_path}"
+    arguments = [*COMMON, *("--model", sums_data / "model", "--train-data", sums_data / "train.jsonl")]
+    arguments += ["--save", tmp_path / "run"]
+    flags = ["--env", ENV.replace("LowerCase", "Waiting"), "--train-iters", "500"]
+    environment = dict([mark.split("=")], MEGARL_TEST_SLOW=str(slow), PYTHONSAFEPATH="1")
+    with open(tmp_path / "out", "w") as out:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "megarl.cli", "train", *replace_flags([*map(str, arguments)], flags)],
+            stdout=out,
+            stderr=out,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: "step=2/" in (tmp_path / "out").read_text() or job.poll() is not None, 200)
+        slow.touch()
+        time.sleep(3)
+        started = time.monotonic()
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(40) == 143, (tmp_path / "out").read_text()
+        assert time.monotonic() - started < 20
+        assert "its checkpoint is" in (tmp_path / "out").read_text()
+        wait_until(lambda: not processes(mark), 5)
+    finally:
+        for pid in processes(mark):
+            os.kill(pid, signal.SIGKILL)
+        job.wait()
 
 
 @pytest.mark.nightly

@@ -1,6 +1,6 @@
 """Chat templates in the manner of published ones, and a tokenizer for all of them.
 
-They are written for these tests: the turns, headers and special tokens of the families, without their prose."""
+They are written for these tests: turns, headers and special tokens of the families, without their prose."""
 
 from __future__ import annotations
 
