@@ -6,7 +6,10 @@ shift to the position that predicts token i happens in `MicroBatch.predict_posit
 Example: prompt (5, 6) with response (7, 1), and prompt (8,) with response (9, 9, 1):
     tokens          5 6 7 1 8 9 9 1
     cu_seqlens      0 4 8
-    response_mask   0 0 1 1 0 1 1 1"""
+    response_mask   0 0 1 1 0 1 1 1
+
+A multi-turn sample has several runs of sampled tokens. The mask has holes where the environment's messages
+are. Everywhere in this module response tokens are the sampled ones, and prompt tokens are all others."""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from dataclasses import dataclass, field, make_dataclass
 import torch
 
 from megarl.flow.columns import BATCH_COLUMNS, COLUMNS, TOKEN_COLUMNS
-from megarl.packing import Sample
+from megarl.packing import Sample, run_lengths
 
 _Columns = make_dataclass(
     "_Columns",
@@ -49,21 +52,29 @@ class Batch(_Columns):
         prompts: list[list[int]],
         responses: list[list[int]],
         rollout_log_probs: list[list[float]] | None = None,
+        holes: Sequence[Sequence[tuple[int, int]]] | None = None,
     ) -> Batch:
-        """Return a batch of these prompts and responses (lists of token ids). Log-probs are of the response
-        tokens."""
-        prompt_lengths = torch.tensor([len(p) for p in prompts], dtype=torch.int64)
-        response_lengths = torch.tensor([len(r) for r in responses], dtype=torch.int64)
+        """Return a batch of these prompts and responses (lists of token ids).
+
+        Args:
+            rollout_log_probs: of the sampled tokens of each response.
+            holes: (start, end) in each response of the tokens that were not sampled. Default: none."""
+        runs = [
+            run_lengths(len(prompt), len(response), of_sample)
+            for prompt, response, of_sample in zip(
+                prompts, responses, holes or [()] * len(prompts), strict=True
+            )
+        ]
         tokens = torch.tensor(
             [t for p, r in zip(prompts, responses, strict=True) for ids in (p, r) for t in ids],
             dtype=torch.int64,
         )
-        segments = torch.stack([prompt_lengths, response_lengths], dim=1).flatten()
-        mask = torch.tensor([False, True]).repeat(len(prompts)).repeat_interleave(segments)
+        segments = torch.tensor([length for of_sample in runs for length in of_sample], dtype=torch.int64)
+        mask = torch.tensor([False, True]).repeat(len(segments) // 2).repeat_interleave(segments)
         batch = Batch(
             torch.tensor(sample_ids, dtype=torch.int64),
             tokens,
-            _cumulative(prompt_lengths + response_lengths),
+            _cumulative(torch.tensor([sum(of_sample) for of_sample in runs], dtype=torch.int64)),
             mask,
         )
         if rollout_log_probs is not None:
@@ -201,7 +212,7 @@ class MicroBatch:
     def predict_positions(self) -> torch.Tensor:
         """[N] int64: the position whose logits predict each response token, which is the position before it.
 
-        A response never starts a sample."""
+        A sampled token never starts a sample."""
         return self.response_positions - 1
 
     @property

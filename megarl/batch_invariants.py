@@ -8,6 +8,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import TypeAlias
 
 import torch
@@ -60,9 +61,7 @@ def check_batch(batch: Batch, expected: Mapping[int, int | None], vocab_size: in
             f"sample {ids[row]}: its mask covers {int(response_lengths[row])} of {int(batch.lengths[row])} "
             "tokens; it must cover a response, and not the first token, which nothing predicts"
         )
-    for sample, found in zip(
-        ids, _digests(batch.tokens, mask, batch.lengths - response_lengths, response_lengths), strict=True
-    ):
+    for sample, found in zip(ids, _digests(batch), strict=True):
         if expected[sample] not in (None, found):
             raise InvariantError(
                 f"sample {sample}: its tokens or its mask are not those that the engine made (digest "
@@ -127,14 +126,7 @@ def check_digests(
 def _digests_of_column(batch: Batch, name: str) -> dict[int, int]:
     ids = batch.sample_ids.tolist()
     if name == "tokens":
-        lengths = batch.response_lengths
-        return dict(
-            zip(
-                ids,
-                _digests(batch.tokens, batch.response_mask, batch.lengths - lengths, lengths),
-                strict=True,
-            )
-        )
+        return dict(zip(ids, _digests(batch), strict=True))
     column = getattr(batch, name)
     rows, width = memoryview(column.contiguous().flatten().view(torch.uint8).numpy()), column[:1].nbytes
     bounds = [width * position for position in batch.cu_seqlens.tolist()]
@@ -144,12 +136,31 @@ def _digests_of_column(batch: Batch, name: str) -> dict[int, int]:
     }
 
 
-def _digests(
-    tokens: torch.Tensor, mask: torch.Tensor, prompt_lengths: torch.Tensor, response_lengths: torch.Tensor
-) -> Iterator[int]:
+def _digests(batch: Batch) -> Iterator[int]:
     """Yield one 32-bit hash per sample over its token ids and its mask. The mask may cover any tokens."""
-    prompts, responses = (memoryview(tokens[part].numpy()).cast("B") for part in (~mask, mask))
+    mask, num_sampled = batch.response_mask, batch.response_lengths
+    contexts, sampled = (memoryview(batch.tokens[part].numpy()).cast("B") for part in (~mask, mask))
+    num_context = 8 * (batch.lengths - num_sampled)
     at, end = 0, 0
-    for prompt, response in zip((8 * prompt_lengths).tolist(), (8 * response_lengths).tolist()):
-        yield digest_of_bytes(prompts[at : at + prompt], responses[end : end + response])
-        at, end = at + prompt, end + response
+    for context, of_sample, runs in zip(
+        num_context.tolist(), (8 * num_sampled).tolist(), _runs(batch), strict=True
+    ):
+        yield digest_of_bytes(contexts[at : at + context], sampled[end : end + of_sample], runs)
+        at, end = at + context, end + of_sample
+
+
+def _runs(batch: Batch) -> Iterator[list[int]]:
+    """Yield the `run_lengths` of each sample, and [] for a sample whose sampled tokens are its last ones."""
+    mask, cu_seqlens = batch.response_mask, batch.cu_seqlens.tolist()
+    falls = torch.zeros_like(mask)  # the first token after each run of sampled tokens
+    falls[1:] = mask[:-1] & ~mask[1:]
+    falls[[start for start in cu_seqlens[:-1] if start < len(falls)]] = False
+    for start, end, has_hole in zip(
+        cu_seqlens, cu_seqlens[1:], (batch.tokens_per_sample(falls) > 0).tolist()
+    ):
+        if not has_hole:
+            yield []
+            continue
+        of_sample = mask[start:end].tolist()
+        runs = [len([*run]) for _, run in groupby(of_sample)]
+        yield [0, *runs] if of_sample[0] else runs

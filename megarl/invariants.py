@@ -8,7 +8,7 @@ The checks are cheap and always on. Nothing else would report that a run trains 
                                  that are trained, or older than --staleness allows (if it is above 0)
     samples before sending       group and weight versions are those that the engine's rank recorded
     plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens
-    batch on a training rank     the tokens are those that the engine made, the mask covers the response
+    batch on a training rank     the tokens are those that the engine made, the mask covers the sampled ones
     scores                       each is finite, and of the response that was sampled
     rewards                      each is the weighted sum of its own sample's scores
     rewards on a training rank   each is that of the sample with these tokens
@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from megarl.failures import ExplainedError
-from megarl.packing import MiniBatch, Sample
+from megarl.packing import MiniBatch, Sample, run_lengths
 
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -60,16 +60,33 @@ class NonFiniteUpdate(ExplainedError, FloatingPointError):
     read_on = "docs/debugging.md, section A loss or gradient is not finite"
 
 
-def digest(prompt: Sequence[int], response: Sequence[int]) -> int:
-    """Return a 32-bit hash of a sample's token ids and of where its response begins.
+def digest(prompt: Sequence[int], response: Sequence[int], holes: Sequence[tuple[int, int]] = ()) -> int:
+    """Return a 32-bit hash of a sample's token ids and of which of them were sampled.
 
-    Example: digest([5, 6], [7]) != digest([5], [6, 7])."""
-    return digest_of_bytes(array("q", prompt).tobytes(), array("q", response).tobytes())
+    Example: digest([5, 6], [7]) != digest([5], [6, 7]).
+
+    Args:
+        holes: (start, end) in the response of the tokens that were not sampled."""
+    context, sampled, end = [*prompt], [], 0
+    for hole in holes:
+        sampled += response[end : hole[0]]
+        context += response[hole[0] : hole[1]]
+        end = hole[1]
+    sampled += response[end:]
+    runs = run_lengths(len(prompt), len(response), holes)
+    return digest_of_bytes(array("q", context).tobytes(), array("q", sampled).tobytes(), runs)
 
 
-def digest_of_bytes(prompt: bytes | memoryview, response: bytes | memoryview) -> int:
-    """Return the same hash as `digest`, from the memory of int64 token ids."""
-    return zlib.crc32(response, zlib.crc32(prompt, len(prompt)))
+def digest_of_bytes(
+    context: bytes | memoryview, sampled: bytes | memoryview, runs: Sequence[int] = ()
+) -> int:
+    """Return the same hash as `digest`, from the memory of int64 token ids.
+
+    Args:
+        runs: lengths of the runs of context and sampled tokens, in turn. A sample with one run of each may
+            leave it out."""
+    found = zlib.crc32(sampled, zlib.crc32(context, len(context)))
+    return found if len(runs) <= 2 else zlib.crc32(array("q", runs).tobytes(), found)
 
 
 def digest_of_reward(sample: int, group: int, reward: float | None, tokens: int) -> int:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Sample:
 
     sample_id: int
     length: int
-    """Number of tokens of prompt and response."""
+    """Number of all tokens: prompt and response, in a multi-turn sample with the environment's messages."""
     response_length: int
+    """Number of sampled tokens, which are the tokens that are trained on."""
     owners: tuple[int, ...] = ()
     """Ranks that hold the tokens as the engine made them."""
     truncated: bool = False
@@ -79,6 +81,18 @@ class MiniBatch:
 
     def samples_of(self, dp_rank: int) -> list[int]:
         return [s for micro in self.micro_batches[dp_rank] for s in micro]
+
+
+def run_lengths(prompt_length: int, response_length: int, holes: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the lengths of a sample's runs of tokens: context and sampled tokens in turn, from the prompt to
+    the last run of sampled tokens.
+
+    Args:
+        response_length: number of all tokens after the prompt.
+        holes: (start, end) of every run of tokens after the prompt that was not sampled, counted from the end
+            of the prompt."""
+    bounds = [-prompt_length, 0, *(bound for hole in holes for bound in hole), response_length]
+    return [end - start for start, end in pairwise(bounds)]
 
 
 def sequence_cost(length: int, hidden_size: int) -> int:

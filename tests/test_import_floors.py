@@ -1,7 +1,7 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
     cli -> new, evaluate -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks ->
-    megatron, rollout, data, rewards -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
+    megatron, rollout, data, rewards, episodes -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
     frameworks, ranges -> failures
 
@@ -38,7 +38,7 @@ FLOORS = (
     ("batch_invariants",),
     ("algorithms", "reshard"),
     ("checkpoint",),
-    ("megatron", "rollout", "data", "rewards"),
+    ("megatron", "rollout", "data", "rewards", "episodes"),
     ("workers", "checks"),
     ("trainer",),
     ("train", "convert", "doctor", "translate"),
@@ -57,6 +57,7 @@ NO_TORCH = {
     "metrics",
     "data",
     "rewards",
+    "episodes",
     "role_names",
     "messages",
     "futures",

@@ -208,6 +208,7 @@ def _reward_errors(config: TrainConfig, dataset: PromptDataset, flag: str) -> Er
     """Yield an error for each data source that --reward auto has no rule for."""
     if (
         not config.algorithm.needs_rollout
+        or config.episodes.env is not None
         or config.data.reward_function is not None
         or config.data.reward not in (None, "auto")
     ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from megarl.config import rules_episodes as episodes
 from megarl.config import rules_layout as layout
 from megarl.config import rules_rollout as rollout
 from megarl.config import rules_streaming as streaming
@@ -43,6 +44,7 @@ TRAINING: list[Rule] = [
     training.critic,
     training.sequence_length,
     training.profile,
+    episodes.episodes,
     streaming.staleness,
     streaming.routing_replay,
     streaming.max_tokens_per_step,

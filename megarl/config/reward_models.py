@@ -53,13 +53,17 @@ def _backends(given: RewardModelConfig) -> tuple[str, ...]:
 
 
 def uses_rule_reward(config: TrainConfig) -> bool:
-    """Return whether a rule scores responses: if one is given, or if there are no reward models."""
+    """Return whether a rule or an environment scores responses: if one is given, or if there are no reward
+    models."""
     is_given = config.data.reward is not None or config.data.reward_function is not None
     return is_given or not config.reward_models.reward_model
 
 
 def needs_ground_truth(config: TrainConfig) -> bool:
-    """Return whether every row of the data must have a ground truth. A user's function need not have one."""
+    """Return whether every row of the data must have a ground truth. A user's function or environment need
+    not have one."""
+    if config.episodes.env is not None:
+        return False
     if uses_rule_reward(config) and config.data.reward_function is None:
         return True
     template = config.reward_models.judge_template

@@ -175,7 +175,13 @@ class SamplingConfig(Section):
     max_prompt_length: Count = 1024
     """Tokens of a prompt; a longer one is an error before training starts."""
     max_response_length: Count = 1024
-    """Tokens of a sampled response, which is cut there (response/truncated). SFT learns responses whole."""
+    """Tokens of a sampled response, which is cut there (response/truncated). With --env of each answer. SFT
+    learns responses whole."""
+    max_turns: Count = 10
+    """With --env: answers of the model in an episode, at most."""
+    max_context_length: Count | None = None
+    """With --env: tokens of a whole episode, the environment's messages included. An episode that is as long
+    ends. Default: --max-prompt-length + --max-response-length."""
     temperature: Annotated[
         NonNegative,
         Rule(lambda t: not 0 < t < 0.01, "must be at least 0.01, to which vLLM raises it. Try 0.01."),
@@ -195,8 +201,8 @@ class SamplingConfig(Section):
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and response together, at most."""
-        return self.max_prompt_length + self.max_response_length
+        """Tokens of a sample, at most: prompt and response together, or a whole episode."""
+        return self.max_context_length or self.max_prompt_length + self.max_response_length
 
 
 @section

@@ -48,6 +48,7 @@ def unreachable_paths(config: TrainConfig) -> Errors:
             "train-data": data.train_data,
             "eval-data": data.eval_data,
             "reward-function": [(data.reward_function or "").rpartition(":")[0]],
+            "env": [(of_actor.episodes.env or "").rpartition(":")[0]],
             "reward-model": rewards.reward_model,
             "judge-template": [rewards.judge_template],
             "save": [of_actor.run.save],

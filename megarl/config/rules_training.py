@@ -312,6 +312,12 @@ def sequence_length(job: Job) -> Errors:
     sampling, limit = job.config.sampling, job.shape.max_position_embeddings
     total = sampling.max_length
     if total > limit:
+        if sampling.max_context_length is not None:
+            yield (
+                f"--max-context-length ({total}): must be at most the model's max_position_embeddings "
+                f"({limit}). Try {limit}."
+            )
+            return
         rest = limit - sampling.max_prompt_length
         advice = f"Try --max-response-length {rest}." if rest > 0 else "Make both shorter."
         yield (

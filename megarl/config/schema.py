@@ -202,6 +202,20 @@ class DataConfig(Section):
 
 
 @section
+class EpisodeConfig(Section):
+    """multi-turn episodes"""
+
+    env: str | None = None
+    """Your own environment, path/to/file.py:Class, with reset(row) -> messages and step(text) -> messages,
+    reward, done. It answers the model and gives the rewards, in place of --reward. See docs/agents.md."""
+    env_timeout_s: Positive = 60.0
+    """With --env: seconds that one call of reset or step may take; then its episode has failed."""
+    env_episodes_per_process: Count = 16
+    """With --env: episodes that share one process of the environment. Their calls overlap, in threads or in
+    one event loop. 1: each episode has a process of its own."""
+
+
+@section
 class RunConfig(Section):
     """run folder, evaluation and checks"""
 
@@ -355,6 +369,7 @@ class TrainConfig:
     reshard: ReshardConfig = ReshardConfig()
     data: DataConfig
     reward_models: RewardModelConfig = RewardModelConfig()
+    episodes: EpisodeConfig = EpisodeConfig()
     run: RunConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     streaming: StreamingConfig = StreamingConfig()
@@ -363,6 +378,12 @@ class TrainConfig:
     """Every other flag that is a field of the installed Megatron TransformerConfig, by its own name."""
     others: tuple[TrainConfig, ...] = ()
     """Configurations of the second and further actors, each in the form of a job with one actor."""
+
+    @property
+    def max_sampled_length(self) -> int:
+        """Sampled tokens of a sample, at most."""
+        sampling = self.sampling
+        return sampling.max_response_length * (sampling.max_turns if self.episodes.env else 1)
 
     @property
     def engine_dtype(self) -> str:

@@ -41,6 +41,18 @@ class Prompt:
     """The answer that supervised fine-tuning learns, without end-of-sequence."""
     extra_info: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row in verl's columns, as environments get it."""
+        prompt = self.messages if isinstance(self.messages, str) else list(self.messages)
+        return {
+            "data_source": self.data_source,
+            "prompt": prompt,
+            "reward_model": {"ground_truth": self.ground_truth},
+            "extra_info": self.extra_info,
+            "index": self.index,
+        }
+
 
 def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[Prompt, list[str]]:
     """Return the row's content as a `Prompt`, and its problems as texts; [] if the row is right.

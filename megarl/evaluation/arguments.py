@@ -55,6 +55,7 @@ _SHOWN = {
         "reward_timeout_s",
         "reward_max_failed_share",
     ),
+    "episodes": ("env", "env_timeout_s", "env_episodes_per_process"),
     "run": ("eval_num_samples", "eval_num_prompts"),
     "sampling": (
         "temperature",
@@ -62,6 +63,8 @@ _SHOWN = {
         "top_k",
         "max_prompt_length",
         "max_response_length",
+        "max_turns",
+        "max_context_length",
         "stop",
         "stop_token_ids",
     ),

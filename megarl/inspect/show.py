@@ -51,6 +51,10 @@ _SHOWN_ELSEWHERE = {
     "rollout_log_prob",
     "prompt_ids",
     "response_ids",
+    "turns",
+    "num_turns",
+    "holes",
+    "cause",
 }
 """Fields of a sample that are no parts of its reward."""
 
@@ -327,7 +331,10 @@ def _sample_lines(title: str, sample: Sample, num_equal: int, columns: int) -> I
     ]
     yield from fold("-- " + " | ".join(facts), columns)
     yield from block("prompt", _text(sample.get("prompt", "")), columns)
-    yield from block("response", str(sample.get("response", "")), columns)
+    if sample.get("turns"):
+        yield from block(f"{sample.get('num_turns', '?')} turns", _text(sample["turns"]), columns)
+    else:
+        yield from block("response", str(sample.get("response", "")), columns)
     if sample.get("ground_truth") is not None:
         yield from block("ground truth", str(sample["ground_truth"]), columns)
     if sample.get("answer") is not None:

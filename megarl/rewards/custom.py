@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import inspect
 import os
-import sys
-import traceback
-from types import ModuleType
 
+from megarl.files.user_code import run_file
 from megarl.rewards.base import RewardFunction
 
 _KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -28,7 +24,7 @@ def load_custom_reward(reward_function: str) -> RewardFunction:
         raise ValueError(f"{flag} does not name a file and a function. {_WANTED}")
     if not os.path.isfile(path):
         raise ValueError(f"{flag}: there is no file {path}. {_WANTED}")
-    function = vars(_run_file(path, flag)).get(name)
+    function = vars(run_file(path, flag, "megarl_reward_")).get(name)
     if function is None or not callable(function):
         found = (
             f"defines no {name}"
@@ -38,32 +34,6 @@ def load_custom_reward(reward_function: str) -> RewardFunction:
         raise ValueError(f"{flag}: {path} {found}. {_WANTED}")
     _check_signature(function, flag)
     return function
-
-
-def _run_file(path: str, flag: str) -> ModuleType:
-    name = "megarl_reward_" + os.path.splitext(os.path.basename(path))[0]
-    loader = importlib.machinery.SourceFileLoader(name, path)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-    # Dataclasses and pickle look a class's module up here.
-    sys.modules[name] = module
-    try:
-        loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's file may raise anything
-        del sys.modules[name]
-        raise ValueError(
-            f"{flag}: {path} fails: {type(error).__name__}: {error}{_advice(error, path)}\n"
-            f"{traceback.format_exc()}"
-        ) from None
-    return module
-
-
-def _advice(error: BaseException, path: str) -> str:
-    """Return what to do about the import of a file that lies beside the reward function's."""
-    folder = os.path.dirname(os.path.abspath(path))
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is None or not os.path.exists(os.path.join(folder, f"{missing.partition('.')[0]}.py")):
-        return ""
-    return f". The folder of the file is not on Python's path. Try PYTHONPATH={folder}."
 
 
 def _check_signature(function: RewardFunction, flag: str) -> None:

@@ -77,6 +77,7 @@ def answer_rows(
             )
         )
         reason = "length" if sample.truncated else "stop"
+        reason = record.get("finish_reason", reason)  # of an episode
         records.append(record | {"row": row, "data_source": sources[row], "finish_reason": reason})
     _check_failed(samples, config.data.reward_max_failed_share)
     return HeldOut(samples, records)

@@ -17,6 +17,7 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
+from megarl.episodes.probe import probe_environment
 from megarl.rewards.pool import RewardPool, probe_reward
 
 
@@ -79,7 +80,11 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
-    if algorithm_of(config).needs_rollout and uses_rule_reward(config):
+    if config.episodes.env is not None:
+        probe_environment(
+            config.episodes, {flag: dataset[0].columns for dataset, flag in datasets if dataset}
+        )
+    elif algorithm_of(config).needs_rollout and uses_rule_reward(config):
         with RewardPool(config.data, num_workers=1) as pool:
             for dataset, flag in datasets:
                 probe_reward(pool, dataset, flag)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from megarl.episodes.episode import FINISH_REASONS
 from megarl.futures import Future
 from megarl.flow import Metrics
 from megarl.flow.role import time_metric
@@ -87,12 +89,31 @@ def _metrics_of_samples(
             "response/length_max": max(lengths),
             "response/truncated": sum(sample.truncated for sample in batch.samples) / len(lengths),
         }
+        metrics |= _metrics_of_episodes(batch)
         scoring = [role for role in weight_of if role in batch.records]
         for role in scoring if len(scoring) > 1 else ():
             scores = [score for score in scores_of(batch, role) if score is not None]
             metrics[f"reward/{role.removesuffix(suffix)}_mean"] = sum(scores) / max(len(scores), 1)
     num_tokens = sum(sample.length for sample in batch.samples)
     return metrics | {"batch/tokens": num_tokens, "sync/version": batch.step}
+
+
+def _metrics_of_episodes(batch: RolloutBatch) -> dict[str, float]:
+    """Return the numbers of turns and the failures by cause of multi-turn episodes; {} without --env."""
+    episodes = [
+        record for of_role in batch.records.values() for record in of_role.values() if "num_turns" in record
+    ]
+    if not episodes:
+        return {}
+    turns = [record["num_turns"] for record in episodes]
+    causes = Counter(record["cause"] for record in episodes if "cause" in record)
+    ends = Counter(record["finish_reason"] for record in episodes)
+    return {
+        "turns/mean": sum(turns) / len(turns),
+        "turns/max": max(turns),
+        **{f"finish/{reason}": ends[reason] / len(episodes) for reason in FINISH_REASONS},
+        **{f"reward/failed_{cause}": float(count) for cause, count in sorted(causes.items())},
+    }
 
 
 def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, object]]:
@@ -119,5 +140,8 @@ def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, obje
                 for role in models
             }
             rule = {"rule_reward": record["reward"]} if models or reward != record["reward"] else {}
-            rows.append(of_actor | record | {"reward": reward} | finished.get(sample, {}) | rule | said)
+            finish = {key: record[key] for key in ("finish_reason",) if key in record}
+            rows.append(
+                of_actor | record | {"reward": reward} | finished.get(sample, {}) | finish | rule | said
+            )
     return rows

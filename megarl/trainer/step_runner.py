@@ -298,7 +298,6 @@ class StepRunner:
         """Add samples to the buffer, take the step's groups from it, and send their tokens to the ranks that
         train on them."""
         actor, batch = self.state.actor_of(rollout), self.batches.batch_of(rollout)
-        longest = actor.config.sampling.max_prompt_length + actor.config.sampling.max_response_length
         actor.buffer.add(samples)
         groups = actor.buffer.take(self.batches.step)
         if self.log is not None:
@@ -307,7 +306,8 @@ class StepRunner:
                 batch.transfers.append(Rollout(self.executor, rollout).catch_up())
         batch.take(groups)
         self._trained[f"train{actor.suffix}"] = batch.sample_ids
-        check_samples(batch.samples, {group.visit: group.num_samples for group in groups}, longest)
+        sizes = {group.visit: group.num_samples for group in groups}
+        check_samples(batch.samples, sizes, actor.config.sampling.max_length)
         if staleness := actor.config.streaming.staleness:
             check_versions(batch.samples, batch.step, staleness)
         keys = [key for key in self.hidden_size if self.batches.batch_of(key) is batch]

@@ -225,7 +225,7 @@ class MegatronRole(HostedRole):
         from megarl.megatron.loss_check import LossCheck
 
         counts = mini_batch.num_tokens, mini_batch.num_sequences
-        longest = self.config.sampling.max_response_length
+        longest = self.config.max_sampled_length
         promised = promised_weight(self.algorithm, self.objective.loss, *counts, longest)
         return LossCheck(self.name, self.objective.what, promised, *counts, self.pass_limit())
 
@@ -259,7 +259,7 @@ class MegatronRole(HostedRole):
             inputs = objective.inputs(
                 num_tokens=mini_batch.num_tokens,
                 num_sequences=mini_batch.num_sequences,
-                max_response_length=self.config.sampling.max_response_length,
+                max_response_length=self.config.max_sampled_length,
                 **constants,
                 **fields,
             )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megarl.config.reward_models import uses_rule_reward
 from megarl.data.prompts import Prompt, PromptDataset
+from megarl.episodes.episode import EpisodeResult
 from megarl.flow.job_roles import Record, Reward
 from megarl.invariants import InvariantError, digest
 from megarl.rewards.background import BackgroundPool
@@ -35,6 +36,8 @@ class RewardRole(HostedRole):
     def setup(self) -> None:
         """Start the worker processes that run the rule. Only the engine's first rank has some, and only in a
         job with a rule."""
+        if self.config.episodes.env is not None:
+            return  # the environments give the rewards
         if uses_rule_reward(self.config) and self.mesh.coordinates(self.rank)["tp"] == 0:
             data, number = self.config.data, num_workers(self.config.data.reward_num_workers)
             if self.config.streaming.staleness and number:
@@ -67,7 +70,7 @@ class RewardRole(HostedRole):
             return []
         rollouts = self.store.rollouts(source, mine)
         dataset = self.rollout.datasets[purpose]
-        texts = self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
+        texts = self._texts(rollouts)
         limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
         logged = {*(sample_ids if limit < 0 else sample_ids[:limit])}
         records, has_failed = [], False
@@ -77,10 +80,12 @@ class RewardRole(HostedRole):
             record: dict[str, object] = {
                 "sample_id": rollout.sample_id,
                 "reward": verdict.reward,
-                "digest": digest(rollout.prompt, rollout.response),
+                "digest": digest(rollout.prompt, rollout.response, rollout.holes),
             }
             if verdict.failure is not None:
                 record["failure"] = verdict.failure
+            if rollout.episode is not None:
+                record |= _of_episode(rollout.episode)
             if purpose == "eval" and verdict.answer is not None:
                 record["answer"] = verdict.answer
             is_first_failure = verdict.failure is not None and not has_failed
@@ -90,6 +95,12 @@ class RewardRole(HostedRole):
             records.append(record)
         return records
 
+    def _texts(self, rollouts: Sequence[RolloutSample]) -> list[str]:
+        """Return the text of each response; of an episode the model's answers, one after another."""
+        if self.config.episodes.env is not None:
+            return ["\n".join(rollout.episode.answers) for rollout in rollouts]
+        return self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
+
     def _begin(self, rollouts: list[RolloutSample]) -> None:
         """Let the rule score samples of training before a step asks for their rewards."""
         texts = self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
@@ -98,7 +109,10 @@ class RewardRole(HostedRole):
     def _verdicts(
         self, purpose: str, rollouts: Sequence[RolloutSample], texts: Sequence[str]
     ) -> list[Verdict]:
-        """Return the rule's verdict on each rollout in order, or empty verdicts in a job without a rule."""
+        """Return the rule's or the environment's verdict on each rollout in order, or empty verdicts in a job
+        without either."""
+        if self.config.episodes.env is not None:
+            return [Verdict(rollout.episode.reward, rollout.episode.failure) for rollout in rollouts]
         if self.pool is None:
             return [Verdict(None)] * len(rollouts)
         samples = _reward_samples(rollouts, texts, self.rollout.datasets[purpose])
@@ -113,6 +127,12 @@ class RewardRole(HostedRole):
                     f"{verdict.sample_id}, or of another response"
                 )
         return verdicts
+
+
+def _of_episode(episode: EpisodeResult) -> dict[str, object]:
+    """Return what the driver's metrics need of an episode."""
+    facts: dict[str, object] = {"num_turns": episode.num_turns, "finish_reason": episode.finish_reason}
+    return facts | ({"cause": episode.cause} if episode.cause is not None else {})
 
 
 def _reward_samples(
@@ -131,12 +151,16 @@ def _reward_samples(
 def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, object]:
     """Return texts, token ids and lengths of a sample, which are added to its record for the rollouts/
     files."""
+    shown = {"prompt": prompt.messages, "response": text}
+    if rollout.episode is not None:
+        first = rollout.episode.prompt or prompt.messages  # none if the environment has failed at once
+        shown = {"prompt": first, "response": text, "turns": rollout.episode.turns}
+        shown["holes"] = [list(hole) for hole in rollout.holes]
     return {
         "row": rollout.row,
-        "prompt": prompt.messages,
-        "response": text,
+        **shown,
         "ground_truth": prompt.ground_truth,
-        "response_length": len(rollout.response),
+        "response_length": rollout.num_sampled,
         "rollout_log_prob": sum(rollout.log_probs),
         "prompt_ids": rollout.prompt,
         "response_ids": rollout.response,

@@ -30,6 +30,7 @@ from megarl.rollout.requests import Request
 from megarl.workers.actor import ActorRole
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.engine_steps import EngineSteps
+from megarl.workers.episodes import EpisodeSampler
 from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
 from megarl.workers.leaving_engine import LeavingEngine, without_engine
@@ -54,6 +55,8 @@ class RolloutRole(LeavingEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.mode = engine_mode(self.config, dist.get_world_size())
+        self.episodes: EpisodeSampler | None = None
+        """Samples multi-turn episodes; None without --env and without an engine."""
         self._kv_cache: EngineKVCache | None = None
 
     @needs("parameters", of="actor")
@@ -75,6 +78,8 @@ class RolloutRole(LeavingEngine):
         }
         sources = megatron_atlases(self.shape, self.meshes[f"actor{self.suffix}"], config.actor)
         self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
+        if self.engine is not None and self.config.episodes.env is not None:
+            self.episodes = EpisodeSampler(self.config, self.shape, self.tokenizer, self.engine)
         if self.config.streaming.staleness:
             self._start_stream()
 
@@ -223,16 +228,19 @@ class RolloutRole(LeavingEngine):
                 self.stream.go_on(due)
                 self.stream.add(answers, **how)
             return []
-        outputs = self.engine.generate(
-            [answer.prompt for answer in answers],
-            [answer.key for answer in answers],
-            adding=recorded,
-            **how,
-        )
-        made = [
-            self._sample(answer.after(output), output.finish_reason, output.experts)
-            for answer, output in zip(answers, outputs, strict=True)
-        ]
+        if self.episodes is not None:
+            made = self.episodes.sample(answers, self.datasets[purpose], **how)
+        else:
+            outputs = self.engine.generate(
+                [answer.prompt for answer in answers],
+                [answer.key for answer in answers],
+                adding=recorded,
+                **how,
+            )
+            made = [
+                self._sample(answer.after(output), output.finish_reason, output.experts)
+                for answer, output in zip(answers, outputs, strict=True)
+            ]
         rollouts.add(RolloutBlock(made))
         if self.stream is not None:
             self.stream.collect()
@@ -406,5 +414,7 @@ class RolloutRole(LeavingEngine):
             if self.has_engine:
                 self.stream.abort()
             self.recorder.close()
+        if self.episodes is not None:
+            self.episodes.close()
         if self.engine is not None:
             self.engine.shutdown()

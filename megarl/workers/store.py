@@ -23,6 +23,7 @@ import torch
 
 from megarl.batch import Batch, MicroBatch
 from megarl.batch_invariants import Digests, check_digests, digests_of
+from megarl.episodes.episode import EpisodeResult
 from megarl.invariants import InvariantError
 from megarl.packing import MiniBatch, Sample
 
@@ -33,28 +34,40 @@ class MissingSampleError(LookupError):
 
 @dataclass(eq=False, slots=True)
 class RolloutSample:
-    """One sample as the engine made it: prompt, response and the response's log-probs."""
+    """One sample as the engine made it: prompt, response, and the log-probs of the sampled tokens.
+
+    In a multi-turn sample the response holds everything after the first prompt: the model's answers, and the
+    environment's messages between them, which are its holes."""
 
     sample_id: int
     row: int
     """Row of the prompt in the data set."""
     group: int
     versions: list[int]
-    """Version of the weights that sampled each response token: the number of training steps before them."""
+    """Version of the weights that sampled each token: the number of training steps before them."""
     prompt: list[int]
     response: list[int]
     log_probs: list[float]
-    """Log-probs of the response tokens, under the sampling distribution."""
+    """Log-probs of the sampled tokens, under the sampling distribution."""
     truncated: bool = False
     """True if the response was cut at max_response_length."""
     experts: torch.Tensor | None = None
     """Experts of each token in the engine, [tokens, layers, topk] (--moe-routing-replay engine)."""
     digest: int | None = None
     """Digest of the tokens, see `megarl.invariants.digest`."""
+    holes: tuple[tuple[int, int], ...] = ()
+    """(start, end) in the response of the tokens that were not sampled. The last token always is."""
+    episode: EpisodeResult | None = None
+    """Reward and messages of the episode with --env; else None."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.response) - sum(end - start for start, end in self.holes)
 
     @property
     def version(self) -> int:
-        """Version of the weights that sampled the first response token."""
+        """Version of the weights that sampled the first token."""
         return self.versions[0]
 
     @property
@@ -67,17 +80,17 @@ class RolloutSample:
     def record(self, owners: tuple[int, ...]) -> Sample:
         """Return the ids and lengths of this sample, which go to the driver in place of its tokens.
 
-        Raises: InvariantError unless every response token has a version."""
-        num_response = len(self.response)
-        if len(self.versions) != num_response:
+        Raises: InvariantError unless every sampled token has a version."""
+        num_sampled = self.num_sampled
+        if len(self.versions) != num_sampled:
             raise InvariantError(
-                f"sample {self.sample_id} has {num_response} response tokens, and {len(self.versions)} "
+                f"sample {self.sample_id} has {num_sampled} response tokens, and {len(self.versions)} "
                 "versions of weights that sampled them"
             )
         return Sample(
             self.sample_id,
-            len(self.prompt) + num_response,
-            num_response,
+            len(self.prompt) + len(self.response),
+            num_sampled,
             owners,
             self.truncated,
             self.digest,
@@ -131,6 +144,7 @@ class RolloutBlock(PackedSamples):
             [r.prompt for r in rollouts],
             [r.response for r in rollouts],
             [r.log_probs for r in rollouts],
+            [r.holes for r in rollouts],
         )
         if any(r.experts is not None for r in rollouts):
             batch.routed_experts = torch.cat([r.experts for r in rollouts])

@@ -65,6 +65,7 @@ FILES = {
         "docs/data_and_rewards.md",
         '{"prompt": [{"role": "user", "content": "Describe rain in one sentence."}]}',
     ): "mine.jsonl",
+    ("docs/agents.md", "# my_env.args: GRPO over several turns"): "my_env.args",
     ("docs/from_verl.md", "model=path/to/hf-model"): "run_grpo.sh",
     ("docs/from_trl.md", "model_name_or_path: path/to/hf-model"): "grpo.yaml",
     ("docs/from_slime.md", "CKPT_ARGS=(--hf-checkpoint path/to/hf-model --save runs/first)"): "run_slime.sh",

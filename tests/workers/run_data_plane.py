@@ -86,17 +86,30 @@ def experts_of(seed: int, sample: Sample) -> torch.Tensor:
     ).view(-1, 3, 5)
 
 
+def holes_of(sample: Sample) -> list[tuple[int, int]]:
+    """Return where the response of some samples holds a token that was not sampled: after its first one."""
+    num_context = sample.length - sample.response_length
+    return [(1, 2)] if sample.sample_id % 2 and num_context > 1 and sample.response_length > 1 else []
+
+
+def mask_of(sample: Sample) -> list[bool]:
+    num_context, num_holes = sample.length - sample.response_length, len(holes_of(sample))
+    rest = [True] * (sample.response_length - num_holes)
+    return [False] * (num_context - num_holes) + [True, False] * num_holes + rest
+
+
 def rolled_out(seed: int, samples: list[Sample], rank: int) -> RolloutBlock:
     """Return what the engine of this rank made of these samples. Its log-probs are plain numbers."""
     made = []
     for s in samples:
         if rank in s.owners:
-            tokens, split = tokens_of(seed, s), s.length - s.response_length
+            tokens, split = tokens_of(seed, s), mask_of(s).index(True)
             log_probs = [-s.sample_id - k / 64 for k in range(s.response_length)]
             of_engine = tokens[:split], tokens[split:], log_probs
             versions = [version for version, count in s.runs for _ in range(count)]
             experts = experts_of(seed, s)
-            made.append(RolloutSample(s.sample_id, 0, s.group, versions, *of_engine, experts=experts))
+            how = {"experts": experts, "holes": tuple(holes_of(s))}
+            made.append(RolloutSample(s.sample_id, 0, s.group, versions, *of_engine, **how))
     return RolloutBlock(made)
 
 
@@ -113,9 +126,7 @@ def check_samples(seed: int, batch: Batch, samples: list[Sample]) -> None:
     assert batch.sample_ids.tolist() == [s.sample_id for s in samples]
     assert batch.cu_seqlens.tolist() == torch.tensor([0, *(s.length for s in samples)]).cumsum(0).tolist()
     assert batch.tokens.tolist() == [t for s in samples for t in tokens_of(seed, s)]
-    assert batch.response_mask.tolist() == [
-        i >= s.length - s.response_length for s in samples for i in range(s.length)
-    ]
+    assert batch.response_mask.tolist() == [is_sampled for s in samples for is_sampled in mask_of(s)]
     assert batch.rollout_log_probs[batch.response_mask].tolist() == [
         -s.sample_id - k / 64 for s in samples for k in range(s.response_length)
     ]

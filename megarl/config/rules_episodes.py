@@ -1,0 +1,103 @@
+"""Check the flags of multi-turn episodes. What an environment cannot be combined with yet is an error."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.errors import Errors
+from megarl.config.flags import refuse_set
+from megarl.config.rules_layout import Job
+
+_NO_EFFECT = "has no effect without --env. Leave it out."
+
+
+def episodes(job: Job) -> Errors:
+    """Yield an error per flag of episodes that does not fit --env, or that --env cannot be combined with."""
+    config = job.config
+    env = config.episodes.env
+    if env is None:
+        yield from refuse_set(config.episodes, _NO_EFFECT)
+        yield from refuse_set(config.sampling, _NO_EFFECT, "max_turns", "max_context_length")
+        return
+    head = f"--env ({env})"
+    if not job.uses_rollout:
+        yield f"{head}: has no effect, as supervised fine-tuning samples nothing. Leave it out."
+        return
+    yield from (f"{head}: {rule}" for rule in (*_file(env), *_combinations(job)))
+    sampling = config.sampling
+    limit, prompt = sampling.max_context_length, sampling.max_prompt_length
+    if limit is not None and limit <= prompt:
+        yield (
+            f"--max-context-length ({limit}): must be above --max-prompt-length ({prompt}), or no token is "
+            f"left for an answer. Try {prompt + sampling.max_response_length}."
+        )
+
+
+def _file(env: str) -> Iterator[str]:
+    """Yield why --env names no class of a file. The file is read, not run."""
+    name, _, wanted = env.rpartition(":")
+    path = Path(name)
+    if not name or not wanted.isidentifier():
+        yield f"must be path/to/file.py:Class.{_advice(Path(name or env))}"
+        return
+    if not path.is_file():
+        yield f"there is no file {name}. Its path is relative to the folder in which you are."
+        return
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        yield f"{path} is not Python: {error}."
+        return
+    bound = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=found, ctx=ast.Store()):
+                bound.add(found)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                bound |= {alias.asname or alias.name for alias in aliases}
+    if wanted not in bound and "*" not in bound:
+        yield f"{path} defines no {wanted}.{_advice(path)}"
+
+
+def _advice(path: Path) -> str:
+    """Return a sentence that proposes a class of the file that has the methods of an environment."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return " Give a class with the methods reset and step."
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            methods = {getattr(one, "name", None) for one in node.body}
+            if {"reset", "step"} <= methods:
+                return f" Try {path}:{node.name}."
+    return " Give a class with the methods reset and step."
+
+
+def _combinations(job: Job) -> Iterator[str]:
+    """Yield what --env cannot be combined with."""
+    config = job.config
+    for flag, value in (
+        ("--reward", config.data.reward),
+        ("--reward-function", config.data.reward_function),
+        ("--reward-model", " ".join(config.reward_models.reward_model) or None),
+    ):
+        if value is not None:
+            yield f"the environment gives the rewards, and {flag} ({value}) would too. Leave one of them out."
+    if staleness := config.streaming.staleness:
+        yield (
+            f"episodes are sampled within a step, and --staleness ({staleness}) samples beyond it. Try "
+            "--staleness 0."
+        )
+    tp = config.rollout.tensor_parallel_size
+    if job.engine == "in-process" and tp > 1:
+        yield (
+            f"an engine in the workers with --rollout-tensor-parallel-size ({tp}) takes its steps on several "
+            "ranks, and only one of them hears the environment. Try --rollout-engine out-of-process."
+        )
+    if config.experts.moe_routing_replay == "engine":
+        yield (
+            "--moe-routing-replay (engine) replays the experts of one request, and an episode has several. "
+            "Try --moe-routing-replay policy."
+        )

@@ -1,0 +1,74 @@
+"""Continue a conversation in token ids, without encoding again what was sampled.
+
+A chat template turns messages into text. If the whole conversation were rendered and encoded anew for each
+turn, the model's own answers would often become other ids than those that were sampled. `Chat.suffix`
+therefore returns only what the template puts behind the last answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+Message = dict[str, Any]
+_MARKER = "\u241fanswer{}\u241f"
+
+
+class Tokenizer(Protocol):
+    """What a conversation needs of a tokenizer; see megarl/data/tokenizer_base.py."""
+
+    def render(self, messages: Sequence[Message]) -> str: ...
+    def encode_prompts(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]: ...
+    def encode_responses(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]: ...
+
+
+class Chat:
+    """Encodes the messages of conversations with a model's chat template.
+
+    Args:
+        stop_ids: ids after which the engine stops: the model's end-of-sequence ids and --stop-token-ids."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Iterable[int]) -> None:
+        self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a first prompt, up to and including the assistant's header.
+
+        Raises: ValueError if the chat template refuses the messages."""
+        return self._tokenizer.encode_prompts([list(messages)])[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer, without special tokens."""
+        return self._tokenizer.decode_batch([ids])[0]
+
+    def suffix(self, before: Sequence[Message], new: Sequence[Message], last_id: int) -> list[int]:
+        """Return the ids between the last sampled id and the first id of the next answer: the end of the
+        model's turn, the new messages, and the assistant's header.
+
+        The last answer is rendered as a marker, so its own text has no effect. What the template puts behind
+        the marker is encoded. An end of turn that was sampled is not repeated.
+
+        Args:
+            before: the conversation so far, with the model's last answer at its end.
+            last_id: the last id that was sampled.
+        Raises: ValueError if the chat template refuses the messages, or leaves out the last answer."""
+        marker = _unused_marker(new)
+        marked = [*before[:-1], {**before[-1], "content": marker}]
+        text = self._tokenizer.render([*marked, *new])
+        _, found, rest = text.rpartition(marker)
+        if not found:
+            raise ValueError("the chat template leaves out the model's last answer, so nothing can follow it")
+        ids = self._tokenizer.encode_responses([rest])[0]
+        end = next((at for at, index in enumerate(ids) if index in self._stop_ids), None)
+        if end is None:  # a template without an end of turn
+            return ids
+        return ids[end + 1 :] if last_id in self._stop_ids else ids[end:]
+
+
+def _unused_marker(messages: Sequence[Message]) -> str:
+    """Return a marker that none of the messages holds."""
+    number, text = 0, json.dumps(list(messages), ensure_ascii=False, default=str)
+    while _MARKER.format(number) in text:
+        number += 1
+    return _MARKER.format(number)

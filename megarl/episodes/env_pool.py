@@ -1,0 +1,276 @@
+"""Run the user's environments in processes that can be killed, so that a bad one costs one episode.
+
+    with EnvironmentPool("my_env.py:Env", timeout_s=60, episodes_per_process=16) as pool:
+        episode = pool.open(row)                 # asks for the first messages
+        for reply in pool.replies(timeout_s=1):  # messages, reward, done, or a failure
+            pool.step(reply.episode, text)       # the model's answer
+        pool.end(episode)
+
+A call never blocks. Each call gets one reply, in any order. A call that takes longer than the deadline fails,
+and its process gets no further episodes; it is killed when its other episodes have ended. If a process dies,
+its episodes fail and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+from megarl.episodes.env_messages import EnvReply, read_reply
+from megarl.runtime.signing import JOB_SECRET
+
+_START_S = 120.0  # the user's file may have slow imports
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment replied to one call, or why it did not."""
+
+    episode: int
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reward: float | None = None
+    done: bool = False
+    failure: str | None = None
+    """Why the call failed. The episode must be ended."""
+    cause: str | None = None
+    """One of `env_messages.CAUSES`."""
+
+
+class EnvironmentPool:
+    """Processes that hold the environments of open episodes, each several. They are started as needed.
+
+    Use a pool on the main thread: the kernel ends the processes with the thread that started them.
+
+    Args:
+        env: --env, path/to/file.py:Class.
+        timeout_s: deadline of each call.
+        episodes_per_process: number of episodes that share a process at a time."""
+
+    def __init__(self, env: str, timeout_s: float, episodes_per_process: int) -> None:
+        self._env, self._timeout_s, self._per_process = env, timeout_s, episodes_per_process
+        self._processes: list[_Process] = []
+        self._of_episode: dict[int, _Process] = {}
+        self._lost: dict[int, Reply] = {}  # the process of the episode has ended
+        self._ready: list[Reply] = []  # replies that need no process
+        self._num_episodes = self._num_calls = 0
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all processes."""
+        for process in self._processes:
+            process.kill()
+        self._processes.clear()
+
+    def open(self, row: Mapping[str, Any]) -> int:
+        """Start an episode on a row of the data set, and return its number. A reply with the first messages
+        follows."""
+        episode = self._num_episodes
+        self._num_episodes += 1
+        process = self._with_room()
+        self._of_episode[episode] = process
+        process.episodes.add(episode)
+        self._ask(episode, op="reset", row=row)
+        return episode
+
+    def step(self, episode: int, text: str) -> None:
+        """Give the environment of an episode the model's answer. A reply follows."""
+        if episode in self._lost:
+            self._ready.append(self._lost[episode])
+        else:
+            self._ask(episode, op="step", text=text)
+
+    def end(self, episode: int) -> None:
+        """Forget an episode. No reply to an earlier call of it follows."""
+        self._ready = [reply for reply in self._ready if reply.episode != episode]
+        self._lost.pop(episode, None)
+        process = self._of_episode.pop(episode, None)
+        if process is None:
+            return
+        process.episodes.discard(episode)
+        process.calls = {call: one for call, one in process.calls.items() if one.episode != episode}
+        if process.is_retired and not process.episodes:
+            process.kill()
+            self._processes.remove(process)
+        else:
+            process.tell({"op": "end", "episode": episode})
+
+    def replies(self, timeout_s: float) -> list[Reply]:
+        """Return the replies that have arrived, in order. Waits at most so long for the first.
+
+        Raises: ValueError if a process cannot load the environment."""
+        now = time.monotonic()
+        limits = [process.deadline() for process in self._processes]
+        first = min((limit for limit in limits if limit is not None), default=now + timeout_s)
+        patience = 0.0 if self._ready else max(0.0, min(timeout_s, first - now))
+        readable = wait(self._processes, patience) if self._processes else []
+        found, self._ready = self._ready, []
+        for process in list(self._processes):
+            process.flush()
+            if process in readable:
+                found += self._read(process)
+            if process in self._processes:
+                found += self._late(process)
+        return found
+
+    def _with_room(self) -> _Process:
+        free = [one for one in self._processes if one.can_take(self._per_process)]
+        if not free:
+            free = [_Process(self._env, self._per_process)]
+            self._processes += free
+        return min(free, key=lambda one: len(one.episodes))
+
+    def _ask(self, episode: int, **request: object) -> None:
+        call, process = self._num_calls, self._of_episode[episode]
+        self._num_calls += 1
+        process.calls[call] = _Call(episode, time.monotonic() + self._timeout_s)
+        process.tell({"call": call, "episode": episode, **request})
+
+    def _read(self, process: _Process) -> list[Reply]:
+        """Return the replies of a process that has written something or has ended."""
+        lines, found = process.read(), []
+        if lines is None:
+            return self._lose(process, "died", process.cause_of_death())
+        for line in lines:
+            try:
+                reply = read_reply(line)
+            except ValueError as error:
+                why = f"wrote into the pipe of its replies what is no reply: {line[:200]!r} ({error})"
+                return found + self._lose(process, "malformed", why)
+            if reply.error is not None:
+                raise ValueError(reply.error)
+            if reply.ready:
+                process.begin(time.monotonic() + self._timeout_s)
+            elif (call := process.calls.pop(reply.call, None)) is not None:  # else it came too late
+                found.append(_reply(call.episode, reply))
+        return found
+
+    def _late(self, process: _Process) -> list[Reply]:
+        """Return the failures of calls that have passed their deadline."""
+        now = time.monotonic()
+        if not process.is_ready:
+            if now < process.start_by:
+                return []
+            why = f"has not loaded the environment within {_START_S:g} s"
+            return self._lose(process, "timeout", why)
+        late = {call: one for call, one in process.calls.items() if one.deadline <= now}
+        for call in late:
+            process.is_retired = True
+            del process.calls[call]
+        why = f"a call took longer than --env-timeout-s ({self._timeout_s:g})"
+        return [Reply(one.episode, failure=why, cause="timeout") for one in late.values()]
+
+    def _lose(self, process: _Process, cause: str, why: str) -> list[Reply]:
+        """Kill a process, and return a failure for each of its episodes that waits for a reply.
+
+        The other ones fail at their next call."""
+        process.kill()
+        self._processes.remove(process)
+        failure = f"the process of the environment {why}"
+        for episode in process.episodes:
+            del self._of_episode[episode]
+            self._lost[episode] = Reply(episode, failure=failure, cause=cause)
+        return [self._lost[call.episode] for call in process.calls.values() if call.episode in self._lost]
+
+
+def _reply(episode: int, reply: EnvReply) -> Reply:
+    if reply.failure is not None:
+        return Reply(episode, failure=reply.failure, cause=reply.cause)
+    return Reply(episode, reply.messages, reply.reward, reply.done)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    episode: int
+    deadline: float
+
+
+class _Process:
+    """One process of the pool (env_process.py)."""
+
+    def __init__(self, env: str, num_threads: int) -> None:
+        self.episodes: set[int] = set()
+        self.calls: dict[int, _Call] = {}
+        """Calls without a reply, by number."""
+        self.is_ready = self.is_retired = False
+        """is_retired: a call hangs, so the process gets no further episodes."""
+        self.start_by = time.monotonic() + _START_S
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "megarl.episodes.env_process"),
+                *(str(os.getpid()), env, str(num_threads)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name != JOB_SECRET},
+            bufsize=0,
+        )
+        for pipe in (self._process.stdin, self._process.stdout):
+            os.set_blocking(pipe.fileno(), False)
+        self._unsent, self._unread = b"", b""
+
+    def fileno(self) -> int:
+        """Return the file descriptor of the replies, so that `wait` accepts a process."""
+        return self._process.stdout.fileno()
+
+    def can_take(self, limit: int) -> bool:
+        return not self.is_retired and len(self.episodes) < limit and self._process.poll() is None
+
+    def deadline(self) -> float | None:
+        """Return when something is late, or None if nothing is awaited."""
+        if not self.is_ready:
+            return self.start_by
+        return min((call.deadline for call in self.calls.values()), default=None)
+
+    def begin(self, deadline: float) -> None:
+        """Note that the environment is loaded. Calls that waited for this have their deadline from now on."""
+        self.is_ready = True
+        self.calls = {number: _Call(call.episode, deadline) for number, call in self.calls.items()}
+
+    def tell(self, request: Mapping[str, Any]) -> None:
+        self._unsent += json.dumps(request, default=str).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write as much as the pipe takes."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # `read` reports a process that has ended
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]
+
+    def read(self) -> list[bytes] | None:
+        """Return the complete lines that have arrived, or None if the process has ended."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.fileno(), 1 << 16):
+                self._unread += data
+            if not self._unread:
+                return None
+        *lines, self._unread = self._unread.split(b"\n")
+        return lines or ([] if self._process.poll() is None else None)
+
+    def cause_of_death(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "has closed the pipe of its replies"
+        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        """Kill the process and its children in its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()

@@ -1,0 +1,196 @@
+"""Run one process of an environment pool: `python -m megarl.episodes.env_process PARENT FILE:CLASS THREADS`.
+
+Requests arrive on stdin and replies go to stdout (env_messages.py). The process holds several episodes, each
+with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
+other methods in threads. What the environment prints goes to stderr.
+
+Of megarl this module imports one file and no package that has to be installed."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megarl.files.user_code import run_file
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LONGEST_MESSAGE = 8000  # characters
+_LARGEST_REWARD = 3.4028234663852886e38  # of float32
+WANTED = "Wanted path/to/file.py:Class, with reset(row) -> messages and step(text) -> messages, reward, done."
+
+
+class Malformed(ValueError):
+    """Raised for a value that a method of an environment must not return."""
+
+
+def load_environment(env: str) -> Callable[[], Any]:
+    """Run the user's file and return the class, or function, that makes an environment.
+
+    Raises: ValueError if there is no such file or class, or the file fails."""
+    flag = f"--env ({env})"
+    path, colon, name = env.rpartition(":")
+    if not colon or not path or not name:
+        raise ValueError(f"{flag} does not name a file and a class. {WANTED}")
+    if not os.path.isfile(path):
+        raise ValueError(f"{flag}: there is no file {path}. {WANTED}")
+    made = vars(run_file(path, flag, "megarl_env_")).get(name)
+    if not callable(made):
+        raise ValueError(f"{flag}: {path} defines no class {name}. {WANTED}")
+    for method in ("reset", "step") if inspect.isclass(made) else ():
+        if not callable(getattr(made, method, None)):
+            raise ValueError(f"{flag}: {name} has no method {method}. {WANTED}")
+    return made
+
+
+class Environments:
+    """The episodes of this process, and their calls.
+
+    Args:
+        write: sends a reply."""
+
+    def __init__(self, make: Callable[[], Any], num_threads: int, write: Callable[[dict[str, Any]], None]):
+        self._make, self._write = make, write
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="environment")
+        self._of_episode: dict[int, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, request: dict[str, Any]) -> None:
+        """Start what a request asks for. Must be called in the event loop."""
+        if request["op"] == "end":
+            ended = self._of_episode.pop(request["episode"], None)
+            close = getattr(ended, "close", None)
+            if close is not None:
+                self._start(self._quietly(close))
+            return
+        self._start(self._call(request))
+
+    def _start(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)  # the loop keeps weak references only
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, request: dict[str, Any]) -> None:
+        op, episode = request["op"], request["episode"]
+        try:
+            if op == "reset":
+                self._of_episode[episode] = await self._run(self._make)
+                messages = await self._run(self._of_episode[episode].reset, request["row"])
+                reply = {"messages": _messages(messages, "reset", may_be_empty=False)}
+            else:
+                reply = _step(await self._run(self._of_episode[episode].step, request["text"]))
+        except Malformed as error:
+            reply = {"failure": _printable(str(error)), "cause": "malformed"}
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            text = f"{op} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            reply = {"failure": _printable(text[-_LONGEST_MESSAGE:]), "cause": "raised"}
+        self._write({"call": request["call"], **reply})
+
+    async def _quietly(self, close: Callable[[], Any]) -> None:
+        try:
+            await self._run(close)
+        except (Exception, SystemExit):
+            traceback.print_exc()
+
+    async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        return await result if inspect.isawaitable(result) else result
+
+
+def _messages(value: object, method: str, may_be_empty: bool) -> list[dict[str, Any]]:
+    """Return the messages that a method returned. Raises: Malformed unless they are a list of messages."""
+    wanted = 'a list of messages, e.g. [{"role": "user", "content": "1+1 ?"}]'
+    if not isinstance(value, list | tuple):
+        raise Malformed(
+            f"{method} returned {value!r:.300} ({type(value).__name__}) as messages; wanted {wanted}"
+        )
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Malformed(f"{method} returned the message {message!r:.300}; wanted {wanted}")
+    if not value and not may_be_empty:
+        raise Malformed(f"{method} returned no messages, and the model has to answer some; wanted {wanted}")
+    return list(value)
+
+
+def _step(value: object) -> dict[str, Any]:
+    """Return the reply to a step. Raises: Malformed unless it is (messages, reward, done)."""
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise Malformed(f"step returned {value!r:.300}; wanted (messages, reward, done)")
+    messages, reward, done = value
+    if reward is not None:
+        try:
+            reward = float(reward)
+        except (TypeError, ValueError, OverflowError):
+            reward = math.nan
+        if not abs(reward) <= _LARGEST_REWARD:
+            raise Malformed(f"step returned the reward {value[1]!r:.300}; wanted a finite number, or None")
+    is_last = bool(done)
+    return {"messages": _messages(messages or [], "step", is_last), "reward": reward, "done": is_last}
+
+
+def _printable(text: str) -> str:
+    """Return the text with lone surrogates, which no reader of JSON accepts, written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+async def _serve(environments: Environments, requests: Any) -> None:
+    """Start each request as it arrives, until the pool closes its end."""
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+    def read() -> None:
+        for line in requests:
+            loop.call_soon_threadsafe(environments.take, json.loads(line))
+        loop.call_soon_threadsafe(closed.set)
+
+    threading.Thread(target=read, name="requests", daemon=True).start()
+    await closed.wait()
+
+
+def main(parent: int, env: str, num_threads: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)
+    own_pid, lock = os.getpid(), threading.Lock()
+
+    def write(reply: dict[str, Any]) -> None:
+        if os.getpid() != own_pid:  # a child that the environment has forked returns here
+            os._exit(1)
+        try:
+            line = json.dumps(reply, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            failure = f"the messages are not JSON: {error}"
+            line = json.dumps({"call": reply.get("call"), "failure": failure, "cause": "malformed"}).encode()
+        with lock:
+            replies.write(line + b"\n")
+            replies.flush()
+
+    try:
+        make = load_environment(env)
+    except ValueError as error:
+        return write({"error": _printable(str(error))})
+    write({"ready": True})
+    asyncio.run(_serve(Environments(make, num_threads, write), requests))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    sys.stderr.flush()
+    os._exit(0)  # threads of calls that hang would be waited for

@@ -1,0 +1,42 @@
+"""Run a Python file of the user's and return what it defines."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import traceback
+from types import ModuleType
+
+
+def run_file(path: str, flag: str, prefix: str) -> ModuleType:
+    """Run a file as a module of its own and return the module.
+
+    Args:
+        flag: the flag that named the file, for errors.
+        prefix: beginning of the module's name, before the name of the file.
+    Raises: ValueError with the traceback if the file fails."""
+    name = prefix + os.path.splitext(os.path.basename(path))[0]
+    loader = importlib.machinery.SourceFileLoader(name, path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    # Dataclasses and pickle look a class's module up here.
+    sys.modules[name] = module
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
+        del sys.modules[name]
+        raise ValueError(
+            f"{flag}: {path} fails: {type(error).__name__}: {error}{_advice(error, path)}\n"
+            f"{traceback.format_exc()}"
+        ) from None
+    return module
+
+
+def _advice(error: BaseException, path: str) -> str:
+    """Return what to do about the import of a file that lies beside the user's."""
+    folder = os.path.dirname(os.path.abspath(path))
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not os.path.exists(os.path.join(folder, f"{missing.partition('.')[0]}.py")):
+        return ""
+    return f". The folder of the file is not on Python's path. Try PYTHONPATH={folder}."

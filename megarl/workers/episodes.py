@@ -1,0 +1,138 @@
+"""Sample multi-turn episodes on one rank: the environments' processes, and an engine that answers turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import TrainConfig
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer_base import Tokenizer
+from megarl.episodes.chat import Chat
+from megarl.episodes.env_pool import EnvironmentPool
+from megarl.episodes.episode import Episode, Limits
+from megarl.episodes.runner import Answer, Turn, play
+from megarl.invariants import digest
+from megarl.rollout.requests import Request
+from megarl.workers.request_stream import Answer as FirstTurn
+from megarl.workers.store import RolloutSample
+
+if TYPE_CHECKING:
+    from megarl.rollout.engine import Engine
+
+
+class EpisodeSampler:
+    """Samples the episodes of one engine. The environments' processes live from the first call to `close`."""
+
+    def __init__(self, config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer, engine: Engine) -> None:
+        sampling, of_env = config.sampling, config.episodes
+        assert of_env.env is not None
+        self._tokenizer, self._engine = tokenizer, engine
+        self._chat = Chat(tokenizer, (*shape.eos_token_ids, tokenizer.eos_token_id, *sampling.stop_token_ids))
+        self._limits = Limits(sampling.max_turns, sampling.max_response_length, sampling.max_length)
+        self._environments = EnvironmentPool(
+            of_env.env, of_env.env_timeout_s, of_env.env_episodes_per_process
+        )
+
+    def close(self) -> None:
+        self._environments.close()
+
+    def sample(
+        self, answers: Sequence[FirstTurn], dataset: PromptDataset, **how: float
+    ) -> list[RolloutSample]:
+        """Play one episode per first turn, and return one sample per episode, in this order.
+
+        All turns of an episode draw by the key of its first answer and the position of the token. Positions
+        grow from turn to turn, so no two tokens of an episode share a draw.
+
+        Args:
+            answers: sample id, row, group and key of each episode. Its environment gives the prompt.
+            how: temperature, top_p and top_k."""
+        episodes = [Episode(dataset[answer.row].columns) for answer in answers]
+        engine = _Turns(self._engine, answers, how)
+        play(episodes, engine, self._environments, self._chat, self._limits)
+        without = self._answer_once(engine, answers, episodes)
+        return [
+            _sample(first, episode, without.get(index))
+            for index, (first, episode) in enumerate(zip(answers, episodes, strict=True))
+        ]
+
+    def _answer_once(
+        self, engine: _Turns, answers: Sequence[FirstTurn], episodes: Sequence[Episode]
+    ) -> dict[int, Answer]:
+        """Sample one token after the row's own prompt for each episode that has failed before its first
+        answer. Returns index -> the answer.
+
+        Every sample of a step needs a sampled token. That of such an episode has no reward and is masked."""
+        missing = [index for index, episode in enumerate(episodes) if not episode.has_answers]
+        engine.add([Turn(index, answers[index].prompt, max_tokens=1) for index in missing])
+        found: dict[int, Answer] = {}
+        while engine.has_unfinished():
+            engine.step()
+            found |= {answer.index: answer for answer in engine.take()}
+        return found
+
+
+def _sample(first: FirstTurn, episode: Episode, single: Answer | None) -> RolloutSample:
+    """Return the sample of an episode.
+
+    Args:
+        single: the token that was sampled for an episode without an answer of its own."""
+    if single is not None:
+        prompt, response, holes = first.prompt, single.token_ids, ()
+        log_probs, versions = single.log_probs, single.versions
+    else:
+        session = episode.session
+        assert session is not None
+        prompt, response, holes = session.first_prompt, session.response, tuple(session.holes)
+        log_probs, versions = session.log_probs, session.versions
+    return RolloutSample(
+        first.sample_id,
+        first.row,
+        group=first.group,
+        versions=versions,
+        prompt=prompt,
+        response=response,
+        log_probs=log_probs,
+        truncated=episode.truncated,
+        digest=digest(prompt, response, holes),
+        holes=holes,
+        episode=episode.result,
+    )
+
+
+class _Turns:
+    """The turns of one call of `EpisodeSampler.sample`, on the engine."""
+
+    def __init__(self, engine: Engine, answers: Sequence[FirstTurn], how: dict[str, float]) -> None:
+        self._engine, self._answers, self._how = engine, answers, how
+        self._asked: dict[str, int] = {}  # request id -> index of the episode
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        requests = []
+        for turn in turns:
+            first = self._answers[turn.index]
+            name = f"episode/{first.sample_id}/{len(turn.prompt)}"
+            self._asked[name] = turn.index
+            requests.append(Request(name, turn.prompt, first.key, max_tokens=turn.max_tokens, **self._how))
+        if requests:
+            self._engine.add(requests)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._asked)
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def take(self) -> list[Answer]:
+        return [
+            Answer(
+                self._asked.pop(output.id),
+                output.token_ids,
+                output.log_probs,
+                output.versions,
+                output.finish_reason == "length",
+            )
+            for output in self._engine.take()
+        ]

@@ -1,0 +1,118 @@
+"""The flags of multi-turn episodes: what each rule says, and that what it proposes is right.
+
+pytest tests/config/test_rules_episodes.py"""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.algorithms import REGISTRY
+from megarl.config.check import check
+from megarl.config.hf_config import ModelShape
+from megarl.config.loader import load_config
+from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
+
+ENV = "class Env:\n    def reset(self, row): ...\n    def step(self, text): ...\n"
+IS = "--env env.py:Env"
+
+
+@pytest.fixture
+def errors(job, tmp_path, monkeypatch):
+    """errors("--flag value") -> the errors of the job with these flags on top, and with env.py beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env.py").write_text(ENV)
+    (tmp_path / "broken.py").write_text("class Env\n")
+
+    def find(flags: str) -> list[str]:
+        config = load_config([job, *flags.split()], REGISTRY)
+        return check(config, ModelShape.load(config.model.model), world_size=2)
+
+    return find
+
+
+RULES = {
+    "turns without an environment": (
+        "--max-turns 3",
+        "--max-turns (3): has no effect without --env. Leave it out.",
+        f"--max-turns 3 {IS}",
+    ),
+    "a context without an environment": (
+        "--max-context-length 200",
+        "--max-context-length (200): has no effect without --env. Leave it out.",
+        f"--max-context-length 200 {IS}",
+    ),
+    "a deadline without an environment": (
+        "--env-timeout-s 3",
+        "--env-timeout-s (3): has no effect without --env. Leave it out.",
+        f"--env-timeout-s 3 {IS}",
+    ),
+    "no class": (
+        "--env env.py",
+        "--env (env.py): must be path/to/file.py:Class. Try env.py:Env.",
+        "--env env.py:Env",
+    ),
+    "no file": (
+        "--env no.py:Env",
+        "--env (no.py:Env): there is no file no.py. Its path is relative to the folder in which you are.",
+        IS,
+    ),
+    "another class": ("--env env.py:Enf", "--env (env.py:Enf): env.py defines no Enf. Try env.py:Env.", IS),
+    "no Python": ("--env broken.py:Env", "--env (broken.py:Env): broken.py is not Python: expected ':'", IS),
+    "a reward": (
+        f"{IS} --reward math",
+        "--env (env.py:Env): the environment gives the rewards, and --reward (math) would too. Leave one of "
+        "them out.",
+        IS,
+    ),
+    "stale samples": (
+        f"{IS} --staleness 1",
+        "--env (env.py:Env): episodes are sampled within a step, and --staleness (1) samples beyond it. Try "
+        "--staleness 0.",
+        f"{IS} --staleness 0",
+    ),
+    "tensor parallelism in the workers": (
+        f"{IS} --rollout-tensor-parallel-size 2",
+        "--env (env.py:Env): an engine in the workers with --rollout-tensor-parallel-size (2) takes its steps "
+        "on several ranks, and only one of them hears the environment. Try --rollout-engine out-of-process.",
+        f"{IS} --rollout-tensor-parallel-size 2 --rollout-engine out-of-process",
+    ),
+    "replayed experts": (
+        f"{IS} --moe-routing-replay engine",
+        "--env (env.py:Env): --moe-routing-replay (engine) replays the experts of one request, and an episode "
+        "has several. Try --moe-routing-replay policy.",
+        None,
+    ),
+    "a context without room": (
+        f"{IS} --max-context-length 64",
+        "--max-context-length (64): must be above --max-prompt-length (64), or no token is left for an answer. "
+        "Try 128.",
+        f"{IS} --max-context-length 128",
+    ),
+    "a context beyond the model": (
+        f"{IS} --max-context-length 513",
+        "--max-context-length (513): must be at most the model's max_position_embeddings (512). Try 512.",
+        f"{IS} --max-context-length 512",
+    ),
+    "fine-tuning": (
+        f"--algorithm sft {IS}",
+        "--env (env.py:Env): has no effect, as supervised fine-tuning samples nothing. Leave it out.",
+        "--algorithm sft",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_and_what_it_proposes(name, errors):
+    flags, wanted, right = RULES[name]
+    found = errors(flags)
+    assert any(error.startswith(wanted) for error in found), found
+    assert right is None or errors(right) == []
+
+
+def test_an_environment_is_the_rule_that_scores(job, tmp_path, errors):
+    config = load_config([job, *IS.split()], REGISTRY)
+    assert uses_rule_reward(config) and not needs_ground_truth(config)
+    assert config.sampling.max_length == 128 and config.max_sampled_length == 64 * 10
+    config = load_config([job, *IS.split(), "--max-context-length", "300", "--max-turns", "2"], REGISTRY)
+    assert config.sampling.max_length == 300 and config.max_sampled_length == 64 * 2
+    assert load_config([job], REGISTRY).max_sampled_length == 64

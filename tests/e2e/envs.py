@@ -1,0 +1,32 @@
+"""An environment for whole jobs, from which an untrained model gets different rewards and turns."""
+
+import os
+import time
+
+
+class LowerCase:
+    """Gives each answer its share of lower-case letters, and ends after an answer without any digit."""
+
+    def reset(self, row):
+        self.index = row["extra_info"]["index"]
+        if self.index % 3 == 1:  # not of the first row, which is tried before training
+            raise RuntimeError("planted")
+        return row["prompt"]
+
+    def step(self, text):
+        reward = sum(c.islower() for c in text) / 20
+        if not any(c.isdigit() for c in text):
+            return [], reward, True
+        return [{"role": "tool", "content": f"{len(text)} characters, é"}], reward, False
+
+
+class Waiting:
+    """Waits for minutes in each step once a file exists, as a slow tool does."""
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, text):
+        if os.path.exists(os.environ["MEGARL_TEST_SLOW"]):
+            time.sleep(600)
+        return [], 0.5, True

@@ -1,0 +1,173 @@
+"""A whole job with multi-turn episodes: gate, rewards, metrics and logs.
+
+pytest tests/e2e/test_episodes_job.py"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.data.quick_tokenizer import load_quickly
+from tests.e2e.jobs import COMMON, Job, replace_flags, train
+from tests.e2e.test_cli_jobs import processes, wait_until
+from tests.launch import succeed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ENV = f"{Path(__file__).with_name('envs.py')}:LowerCase"
+FLAGS = (
+    *("--env", ENV, "--max-turns", "4", "--max-context-length", "72", "--max-response-length", "8"),
+    *("--num-rollouts-to-log", "-1", "--reward-max-failed-share", "1", "--train-iters", "2"),
+)
+
+
+def job_of(data: Path, save: Path, *flags: str) -> Job:
+    done = train(data, save, *FLAGS, *flags)
+    assert done.returncode == 0, done.output
+    return done
+
+
+def check_rows(job: Job, data: Path) -> None:
+    """Each logged sample is its episode: tokens, turns, and the sum of the environment's rewards."""
+    tokenizer = load_quickly(data / "model")
+    for number, metrics in enumerate(job.steps, 1):
+        text = (job.folder / "rollouts" / f"step_{number:06d}.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        failed = [row for row in rows if row["finish_reason"] == "env"]
+        good = [row for row in rows if row["finish_reason"] != "env"]
+        assert metrics["reward/failed"] == len(failed) == metrics.get("reward/failed_raised", 0.0)
+        assert all("planted" in row["failure"] and row["reward"] is None for row in failed)
+        assert metrics["turns/mean"] == pytest.approx(sum(row["num_turns"] for row in rows) / len(rows))
+        assert metrics["turns/max"] == max(row["num_turns"] for row in rows)
+        assert metrics["response/length_mean"] == pytest.approx(
+            sum(row["response_length"] for row in rows) / len(rows)
+        )
+        assert sum(metrics[f"finish/{one}"] for one in ("stop", "turns", "context", "env")) == pytest.approx(
+            1
+        )
+        assert metrics["mismatch/max_abs"] < 5e-5 and metrics["mismatch/tokens"] == sum(
+            row["response_length"] for row in rows
+        )
+        for row in good:
+            check_row(row, tokenizer)
+
+
+def check_row(row: dict, tokenizer) -> None:
+    answers = [one["content"] for one in row["turns"] if one["role"] == "assistant"]
+    assert len(answers) == row["num_turns"]
+    letters = [sum(c.islower() for c in text) / 20 for text in answers]
+    assert row["reward"] == pytest.approx(sum(letters))
+    assert row["prompt_ids"] == tokenizer.encode_prompt(row["prompt"])
+    runs, end = [], 0
+    for hole in [*row["holes"], [len(row["response_ids"])] * 2]:
+        runs.append(row["response_ids"][end : hole[0]])
+        end = hole[1]
+    assert [tokenizer.decode(ids) for ids in runs] == answers
+    assert sum(map(len, runs)) == row["response_length"] and math.isfinite(row["rollout_log_prob"])
+    for hole, message in zip(
+        row["holes"], (one for one in row["turns"] if one["role"] == "tool"), strict=False
+    ):
+        assert message["content"] in tokenizer.decode(row["response_ids"][hole[0] : hole[1]])
+
+
+def test_episodes_of_several_turns_are_sampled_logged_and_trained_on(sums_data, tmp_path):
+    """The gate holds over every sampled token of every turn; a failed reset is masked and counted."""
+    job = job_of(sums_data, tmp_path / "run")
+    check_rows(job, sums_data)
+    assert max(row["turns/max"] for row in job.steps) > 1
+    assert sum(row["reward/failed"] for row in job.steps) > 0
+    assert all(row["policy/grad_norm"] > 0 for row in job.steps)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rollout-tensor-parallel-size", "2", "--rollout-engine", "out-of-process"),
+        ("--rollout-backend", "transformers"),
+        ("--context-parallel-size", "2"),
+        ("--pipeline-model-parallel-size", "2"),
+        ("--algorithm", "ppo", "--critic-lr", "1e-3", "--loss-aggregation", "seq-mean-token-mean"),
+        ("--env-episodes-per-process", "1"),
+        ("--executor", "inline", "--nproc-per-node", "1"),
+    ],
+    ids=["tp2", "transformers", "cp2", "pp2", "ppo", "process each", "inline"],
+)
+def test_other_layouts_sample_and_train_on_the_same_episodes(flags, sums_data, tmp_path):
+    """The first step has the same episodes; its numbers are equal but for rounding."""
+    job, other = (job_of(sums_data, tmp_path / "a"), job_of(sums_data, tmp_path / "b", *flags))
+    check_rows(other, sums_data)
+    same = ("turns/mean", "reward/mean", "response/length_mean", "batch/tokens", "reward/failed")
+    assert {name: other.steps[0][name] for name in same} == {name: job.steps[0][name] for name in same}
+
+
+@pytest.mark.nightly
+def test_sigterm_ends_a_job_whose_episodes_wait_for_tools(sums_data, tmp_path):
+    """The driver saves the last completed step, and no process is left, an environment's neither."""
+    slow, mark = tmp_path / "slow", f"MEGARL_TEST_JOB={tmp_path}"
+    arguments = [*COMMON, *("--model", sums_data / "model", "--train-data", sums_data / "train.jsonl")]
+    arguments += ["--save", tmp_path / "run"]
+    flags = ["--env", ENV.replace("LowerCase", "Waiting"), "--train-iters", "500"]
+    environment = dict([mark.split("=")], MEGARL_TEST_SLOW=str(slow), PYTHONSAFEPATH="1")
+    with open(tmp_path / "out", "w") as out:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "megarl.cli", "train", *replace_flags([*map(str, arguments)], flags)],
+            stdout=out,
+            stderr=out,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: "step=2/" in (tmp_path / "out").read_text() or job.poll() is not None, 200)
+        slow.touch()
+        time.sleep(3)
+        started = time.monotonic()
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(40) == 143, (tmp_path / "out").read_text()
+        assert time.monotonic() - started < 20
+        assert "its checkpoint is" in (tmp_path / "out").read_text()
+        wait_until(lambda: not processes(mark), 5)
+    finally:
+        for pid in processes(mark):
+            os.kill(pid, signal.SIGKILL)
+        job.wait()
+
+
+@pytest.mark.nightly
+def test_the_calculator_example_learns_to_use_its_tool(tmp_path):
+    """The three jobs of configs/calculator_*.args: short warm-ups, and some steps over several turns."""
+    data = tmp_path / "data"
+    succeed(ROOT / "examples" / "calculator_env.py", data, timeout=60, folder=ROOT)
+
+    def stage(name: str, model: Path, rows: str, *flags: str) -> Job:
+        arguments = (f"@configs/calculator_{name}.args", "--model", model, "--train-data", data / rows)
+        save = ("--save", tmp_path / name)
+        succeed(
+            *("-m", "megarl.cli", "train", *arguments, *save, *flags),
+            timeout=500,
+            preloaded=True,
+            folder=ROOT,
+        )
+        return Job(0, "", tmp_path / name)
+
+    stage("sft", data / "model", "sft_tool.jsonl", "--train-iters", "200", "--log-interval", "50")
+    stage("sft_mixed", tmp_path / "sft" / "hf", "sft_mixed.jsonl", "--train-iters", "20", "--lr", "1e-4")
+    job = stage(
+        *("grpo", tmp_path / "sft_mixed" / "hf", "train.jsonl", "--train-iters", "3"),
+        *("--eval-data", str(data / "test.jsonl"), "--eval-num-prompts", "20", "--eval-interval", "3"),
+    )
+    assert all(row["mismatch/max_abs"] < 5e-5 and row["reward/failed"] == 0 for row in job.steps)
+    assert (
+        max(row["turns/max"] for row in job.steps) >= 3
+    )  # calls the calculator, and goes on with its result
+    rows = [json.loads(line) for line in open(tmp_path / "grpo" / "rollouts" / "step_000001.jsonl")]
+    tools = [one["content"] for row in rows for one in row["turns"] if one["role"] == "tool"]
+    assert any(text.lstrip("-").isdigit() for text in tools)

@@ -1,0 +1,73 @@
+"""Environments for tests. The row's `prompt` says what an episode does."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+
+class Env:
+    """Counts the answers, and does what the row says at the second one."""
+
+    def reset(self, row):
+        self.what, self.num = row["what"], 0
+        if self.what == "reset raises":
+            raise RuntimeError("no such row")
+        if self.what == "no messages":
+            return []
+        print("printed by reset")
+        return [{"role": "user", "content": f"start {self.what}"}]
+
+    def step(self, text):
+        self.num += 1
+        if self.num == 2:
+            self.misbehave()
+        if self.what == "bad return" and self.num == 2:
+            return "done"
+        if self.what == "bad reward" and self.num == 2:
+            return [], float("nan"), True
+        if self.what == "no reply" and self.num == 2:
+            return [], 1.0, False
+        if self.num == 3:
+            return [], 0.5, True
+        return [{"role": "tool", "content": f"{self.num} {text}"}], 0.25 if self.num == 1 else None, False
+
+    def misbehave(self):
+        match self.what:
+            case "raise":
+                raise KeyError("planted")
+            case "exit":
+                sys.exit(3)
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(600)
+            case "slow":
+                time.sleep(0.3)
+            case "secret":
+                raise RuntimeError(f"secret {os.environ.get('MEGARL_JOB_SECRET')}")
+
+
+class Async:
+    """The same with coroutines, which wait in one event loop."""
+
+    async def reset(self, row):
+        await asyncio.sleep(0.01)
+        return [{"role": "user", "content": "start"}]
+
+    async def step(self, text):
+        await asyncio.sleep(0.3)
+        return [], 1.0, True
+
+
+class Ended(Env):
+    """Notes in a file that its episode has ended."""
+
+    def reset(self, row):
+        self.path = row["path"]
+        return [{"role": "user", "content": "start"}]
+
+    def close(self):
+        with open(self.path, "a") as file:
+            file.write("closed\n")

@@ -1,0 +1,117 @@
+"""Chat templates in the manner of published ones, and a tokenizer for all of them.
+
+They are written for these tests: turns, headers and special tokens of the families, without their prose."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+from megarl.data.quick_tokenizer import QuickTokenizer
+from megarl.new.tiny_model import CHAT_TEMPLATE
+
+CHATML = (
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}"
+    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}"
+    "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Drops the thinking of all answers before the last question, and writes that of later ones anew.
+QWEN3 = (
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}"
+    "{%- set content = m.content.split('</think>')[-1].lstrip('\\n') %}"
+    "{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') "
+    "if '</think>' in m.content else '' %}"
+    "{{ '<|im_start|>assistant\\n' }}"
+    "{%- if loop.index0 > ns.last and (loop.last or thought) %}"
+    "{{ '<think>\\n' + thought + '\\n</think>\\n\\n' + content }}{% else %}{{ content }}{% endif %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{%- elif m.role == 'tool' %}"
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
+    "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA31 = (
+    "{{ '<|begin_of_text|>' }}"
+    "{%- for m in messages %}"
+    "{%- set role = 'ipython' if m.role == 'tool' else m.role %}"
+    "{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+DEEPSEEK31 = (
+    "{{ '<|begin_of_text|>' }}{%- set ns = namespace(is_tool=false) %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'user' %}{{ '<|User|>' + m.content }}{% set ns.is_tool = false %}"
+    "{%- elif m.role == 'tool' %}{{ '<|tool_output_begin|>' + m.content + '<|tool_output_end|>' }}"
+    "{%- set ns.is_tool = true %}"
+    "{%- elif m.role == 'assistant' %}"
+    "{%- if not ns.is_tool %}{{ '<|Assistant|></think>' }}{% endif %}"
+    "{{ m.content.split('</think>')[-1] + '<|end_of_sentence|>' }}{% set ns.is_tool = false %}"
+    "{%- else %}{{ m.content }}{% endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt and not ns.is_tool %}{{ '<|Assistant|></think>' }}{% endif %}"
+)
+TEMPLATES = {
+    "qwen2.5": (CHATML, "<|im_end|>"),
+    "qwen3": (QWEN3, "<|im_end|>"),
+    "llama3.1": (LLAMA31, "<|eot_id|>"),
+    "deepseek3.1": (DEEPSEEK31, "<|end_of_sentence|>"),
+    "quickstart": (CHAT_TEMPLATE, "<|end|>"),
+}
+"""Name -> chat template, and the token that ends a turn."""
+SPECIAL = (
+    "<|endoftext|>",
+    *(
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ),
+    *("<|User|>", "<|Assistant|>", "<|tool_output_begin|>", "<|tool_output_end|>", "<|end_of_sentence|>"),
+    *("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"),
+)
+WORDS = (
+    "the result of adding twelve and thirty is forty two, says the calculator; "
+    '{"name": "add", "arguments": {"a": 12, "b": 30}} <think>\nlet me see\n</think>\n\n'
+)
+
+
+@functools.cache
+def tokenizer(name: str) -> QuickTokenizer:
+    """Return a byte-level tokenizer with merges and all special tokens, and with this chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    template, end = TEMPLATES[name]
+    made = Tokenizer(models.BPE())
+    # line breaks are pieces of their own, as in the tokenizers of these families
+    pieces = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s?[^\s]+|\s+"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([WORDS * 3, "tool_response user assistant 0123456789 " * 5], trainer)
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(str(Path(folder) / "tokenizer.json"))
+        settings = {"eos_token": end, "chat_template": template}
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings))
+        loaded = QuickTokenizer(folder, "--tokenizer-model")
+        assert loaded.template is not None  # read while the folder is there
+        return loaded
