@@ -55,6 +55,8 @@ class AdvantageInputs:
     sum_over_ranks: Callable[[Tensor], Tensor]
     """All-reduce over the data-parallel ranks: a collective, so an algorithm calls it equally often on every
     rank, also where B is 0. May overwrite its argument."""
+    sample_lengths: Tensor | None = None
+    """[S] int64, response tokens of all samples of the step."""
     old_log_probs: Tensor | None = None
     """[N] fp32. This and the next two are there if `advantage_reads` names them."""
     ref_log_probs: Tensor | None = None
@@ -99,6 +101,8 @@ class ReferenceInputs:
     and `advantage_writes` name."""
     kl_coef: float
     """Factor of the KL to the reference at this step."""
+    lengths: Mapping[int, int]
+    """Sample id -> its response tokens, of all samples of the step."""
     sums: Sequence[float] = ()
     """`reference_sums`, added up over the data-parallel ranks."""
 
@@ -173,6 +177,12 @@ class ValueLossInputs:
 class Algorithm(Section):
     """Base of all algorithms. A new one is a file with a subclass and a line in REGISTRY."""
 
+    paper: ClassVar[str] = ""
+    """Number of the paper on arXiv."""
+    advantage: ClassVar[str] = ""
+    """The advantage in one line, for `megarl algorithms`; r is the response's reward."""
+    is_on_policy: ClassVar[bool] = False
+    """The paper derives the advantage for exact on-policy training: one update per step, no staleness."""
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
     needs_critic: ClassVar[bool] = False

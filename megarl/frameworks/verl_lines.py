@@ -27,7 +27,15 @@ ACTOR, ROLLOUT, REF, MODEL = (
     "actor_rollout_ref.model",
 )
 OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
-ESTIMATORS = {"gae": "ppo", "grpo": "grpo"}
+ESTIMATORS = {
+    "gae": "ppo",
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++-baseline",
+    "opo": "opo",
+}
 """algorithm.adv_estimator -> --algorithm."""
 LOSSES = {"vanilla": "ppo", "cispo": "cispo"}
 """actor.policy_loss.loss_mode -> --policy-loss."""
@@ -62,7 +70,7 @@ def algorithm(settings: Settings) -> Iterator[Line]:
         yield Line("gae-lambda", settings["algorithm.lam"])
         yield Line("value-clip-eps", settings["critic.cliprange_value"])
         yield Line("critic-warmup-iters", settings["trainer.critic_warmup"])
-    elif not settings.is_on("algorithm.norm_adv_by_std_in_grpo"):
+    elif nearest_algorithm(name) == "grpo" and not settings.is_on("algorithm.norm_adv_by_std_in_grpo"):
         yield Line("normalize-advantages-by-std", False)
 
 

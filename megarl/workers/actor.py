@@ -239,6 +239,8 @@ class ActorRole(PolicyRole):
         batch, tokens = shard.batch, shard.digests["tokens"]
         if digests is not None:
             check_reward_digests(sample_ids, group_ids, rewards, digests, tokens)
+        planned = self.store.layouts[self.shard_key].planned
+        lengths = {sample.sample_id: sample.response_length for sample in planned}
         row_of = {sample: row for row, sample in enumerate(sample_ids)}
         # A rank without samples would otherwise get a float tensor.
         rows = torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64)
@@ -250,6 +252,7 @@ class ActorRole(PolicyRole):
                 response_lengths=batch.response_lengths,
                 kl_coef=kl_coef,
                 sum_over_ranks=self._sum_over_replicas,
+                sample_lengths=torch.tensor([lengths[sample] for sample in sample_ids]),
                 **{
                     name: column[batch.response_mask]
                     for name, column in batch.columns.items()
@@ -266,6 +269,7 @@ class ActorRole(PolicyRole):
             {s: float("nan") if r is None else r for s, r in zip(sample_ids, rewards, strict=True)},
             dict(zip(sample_ids, group_ids, strict=True)),
             kl_coef,
+            lengths,
             f"{self.config.batch.seed}/{self.rank}/{sorted(tokens.values())}",
             self._sum_over_replicas,
         )

@@ -1,4 +1,4 @@
-"""Implement what GRPO and PPO share: PPO's clipped policy loss, and the KL to a reference."""
+"""Implement what all policy gradient algorithms share: the policy loss, and the KL to a reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceInputs
+from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceColumn, ReferenceInputs
 from megarl.algorithms.kl_controller import MAX_ERROR, MEASURED_KL, AdaptiveKLController, FixedKLController
 from megarl.config.errors import Fraction, NonNegative, Rule, above, at_least, below
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClippedPolicy(Algorithm):
-    """clipped policy loss"""
+class PolicyGradient(Algorithm):
+    """policy gradient"""
 
     policy_loss: Literal["ppo", "cispo"] = "ppo"
     """ppo: a clipped token has no gradient. cispo: the clip only bounds the ratio that weighs a token's
@@ -210,3 +210,19 @@ class ClippedPolicy(Algorithm):
             "policy/loss": loss.detach(),
             "policy/ratio_deviation_max": stats.ratio_deviation_max,
         }
+
+
+def whitened_reference(
+    values: Sequence[float], magnitudes: Sequence[float], sums: Sequence[float]
+) -> ReferenceColumn:
+    """Return the whitened values of one sample.
+
+    Args:
+        sums: sum, sum of squares and count of the values of all samples of the step."""
+    total, squares, count = sums
+    mean = total / count
+    scale = math.sqrt(max(squares - total * mean, 0.0) / max(count - 1, 1) + 1e-8)
+    whitened = [(value - mean) / scale for value in values]
+    # Mean and deviation are of rounded numbers too.
+    sizes = [(size + abs(mean)) / scale * (1 + abs(value)) for size, value in zip(magnitudes, whitened)]
+    return ReferenceColumn(values=whitened, magnitudes=sizes)
