@@ -57,6 +57,8 @@ class AdvantageInputs:
     rank, also where B is 0. May overwrite its argument."""
     sample_lengths: Tensor | None = None
     """[S] int64, response tokens of all samples of the step."""
+    rollout_log_probs: Tensor | None = None
+    """[N] fp32, of the engine that sampled."""
     old_log_probs: Tensor | None = None
     """[N] fp32. This and the next two are there if `advantage_reads` names them."""
     ref_log_probs: Tensor | None = None
@@ -153,6 +155,10 @@ class LossInputs:
     """[N] fp32, of `compute_advantages`."""
     ref_log_probs: Tensor | None = None
     """[N] fp32, of the reference policy; if `needs_reference`."""
+    correction_weights: Tensor | None = None
+    """[N] fp32, of `compute_corrections`."""
+    sequence_ids: Tensor | None = None
+    """[N] int64, equal for the tokens of one sequence of the micro-batch; they are next to each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +177,8 @@ class ValueLossInputs:
     num_tokens: int
     num_sequences: int
     max_response_length: int
+    sequence_ids: Tensor | None = None
+    """[N] int64, as in `LossInputs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +191,10 @@ class Algorithm(Section):
     """The advantage in one line, for `megarl algorithms`; r is the response's reward."""
     is_on_policy: ClassVar[bool] = False
     """The paper derives the advantage for exact on-policy training: one update per step, no staleness."""
+    has_ratio: ClassVar[bool] = True
+    """The loss sees that the policy has moved since the step began."""
+    has_correction: ClassVar[bool] = False
+    """The loss accounts for the difference to the policy that sampled."""
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
     needs_critic: ClassVar[bool] = False
@@ -259,6 +271,23 @@ class Algorithm(Section):
         raise NotImplementedError(
             f"{type(self).__name__} has no advantages (needs_rollout is {self.needs_rollout})"
         )
+
+    def shaped_reward(self, reward: float, length: int, max_response_length: int) -> float:
+        """Return the reward of a response of `length` tokens that the advantages are computed from. Metrics
+        have the reward as it was given."""
+        return reward
+
+    def is_left_out(self, truncated: bool) -> bool:
+        """Return whether the policy's loss and its denominators leave a response out.
+
+        Args:
+            truncated: whether --max-response-length cut it."""
+        return False
+
+    def compute_corrections(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the column correction_weights, [N] fp32, if the loss reads it, and this rank's part of the
+        metrics. Collective over the data-parallel ranks."""
+        return {}, {}
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
         """Return the numbers that `reference_advantages` needs summed over all ranks, or None if it needs

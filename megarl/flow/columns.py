@@ -84,6 +84,10 @@ COLUMNS: dict[str, Column] = {
         Column(name="values", holds="The critic's value of the state in which the token was chosen."),
         Column(name="advantages", holds="Advantage; NaN where the sample's reward failed."),
         Column(
+            name="correction_weights",
+            holds="Factor of the policy loss that corrects for the policy that sampled; only with a correction.",
+        ),
+        Column(
             name="returns",
             holds="What the critic learns to predict; NaN where the sample's reward failed.",
         ),

@@ -250,6 +250,7 @@ class MegatronRole(HostedRole):
             device = outputs[objective.output].device
             fields = {name: micro.column(column) for name, column in objective.columns.items()}
             fields["response_lengths"] = micro.response_length_of_token
+            fields["sequence_ids"] = micro.batch.sample_of_token[micro.response_positions]
             if check is not None:
                 fields["rows"] = torch.arange(len(micro.response_positions))
             fields = {name: f if f is None else f[rows].to(device) for name, f in fields.items()} | outputs

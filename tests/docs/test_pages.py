@@ -86,7 +86,7 @@ quick: in this process; plain, in a trainer: by run_page.py; stepmean: as files 
 
 TAKES_SECONDS = {"--train-iters 100": "--train-iters 2"}
 """Words of a page's commands -> those that are run."""
-CHECKED = ("check", "graph", "reshard-plan", "translate", "new", "tiny-model")
+CHECKED = ("algorithms", "check", "graph", "reshard-plan", "translate", "new", "tiny-model")
 """Subcommands of megarl that start nothing."""
 QUICK_SCRIPTS = ("python make_data.py", "python reward.py")
 """Scripts of a task that `megarl new` lays out."""
