@@ -55,7 +55,7 @@ class Work:
     fp64: float = 0
     """Floating-point operations outside of the tensor cores; a fused multiply-add counts 2."""
     tensor: float = 0
-    """Floating-point operations of the tensor cores."""
+    """Number of floating-point operations that tensor cores do (`tl.dot`), a multiply-add counted as two."""
     special: float = 0
     """Exponentials, logarithms and roots."""
 

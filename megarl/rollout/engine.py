@@ -34,7 +34,7 @@ from megarl.reshard.transports.choose import ranks_per_node
 from megarl.rollout.backends import EngineSetup, start_in_process
 from megarl.rollout.interface import InferenceEngine, Output, Request
 from megarl.rollout.offer import Offer
-from megarl.runtime.abort import AbortableEngine
+from megarl.runtime.abort import AbortableEngine, Aborted
 
 
 class Response(NamedTuple):
@@ -204,11 +204,16 @@ class Engine:
         with adding:
             if requests:
                 self.add(requests)
-        missing = {request.id for request in requests}
-        while missing:
-            self.step()
-            missing -= self._outputs.keys()
-        return [self._outputs.pop(request.id) for request in requests]
+        ids = [request.id for request in requests]
+        try:
+            while not self._outputs.keys() >= {*ids}:
+                self.step()
+        except Aborted:  # requests of `add` remain, and are saved with the last checkpoint
+            self.inference.abort(ids)
+            for name in ids:
+                self._outputs.pop(name, None)
+            raise
+        return [self._outputs.pop(name) for name in ids]
 
     # Requests that outlive a call.
 

@@ -128,7 +128,7 @@ class DecodeScheduler(Scheduler):
         return outputs
 
     def take_unreported(self) -> list[EngineCoreOutput]:
-        """Return the tokens of unfinished requests that were not reported yet. From now on they are."""
+        """Return what unfinished requests have sampled since the last call. A token is returned once."""
         outputs = []
         for request_id, decoding in self._known.items():
             if decoding.tokens and request_id in self.requests:

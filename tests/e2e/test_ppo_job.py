@@ -98,8 +98,12 @@ def test_the_profile_of_a_step_has_the_ranges_of_every_metric(disjoint_job):
     row = job.steps[1]
     measured = {name: row[name] for name in row if name.startswith("time/") and name != "time/step_s"}
     assert len(measured) == 9 and sums.keys() == measured.keys()
-    for metric, seconds in measured.items():  # a rank may be suspended between its two clocks
-        assert sums[metric] == pytest.approx(seconds, rel=0.02, abs=5e-4), metric
+    longer = {metric: sums[metric] - seconds for metric, seconds in measured.items()}
+    # A range begins before its metric's clock starts and ends after it stops. A busy machine may suspend the
+    # rank in between, for milliseconds, which makes the range longer and hardly ever happens three times.
+    assert all(longer[metric] >= -(0.02 * measured[metric] + 5e-4) for metric in measured), longer
+    suspended = [metric for metric in measured if longer[metric] > 0.02 * measured[metric] + 5e-4]
+    assert len(suspended) <= 2 and all(longer[metric] < 0.2 for metric in suspended), (longer, measured)
     assert names >= {"step 2", "micro_batch/forward", "micro_batch/loss", "micro_batch/backward"}
     assert names >= {"optimizer/step", "exchange/move_rows", "sync/begin", "sync/finish"}
 

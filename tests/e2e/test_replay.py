@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from megarl.rollout.replay_log import Commit, EngineRecord, Start, path_of, read_log, text_of
-from tests.e2e.jobs import Job, train
+from tests.e2e.jobs import Job, replace_flags, train
 from tests.e2e.test_resume import rows
 
 STALE = ("--staleness", "1", "--train-iters", "4", "--save-interval", "2", "--eval-interval", "2")
@@ -25,7 +25,7 @@ APART = (
 
 def run(data: Path, folder: Path, *flags: str) -> Job:
     held_out = ("--eval-data", str(data / "train.jsonl"), "--eval-num-prompts", "4")
-    job = train(data, folder, *STALE, *held_out, *flags)
+    job = train(data, folder, *replace_flags([*STALE, *held_out], list(flags)))
     assert job.returncode == 0, job.output
     return job
 

@@ -34,10 +34,12 @@ class _Rank(threading.Thread):
             self.report(Reply(-1, self.rank, failure=Failure.of(error, "worker", "start-up", None)))
             return
         while True:
+            hook = self.context.idle_hook  # shutdown sets it to None from another thread
             try:
-                step_until(self.context.idle_hook, lambda: not self.commands.empty())
+                step_until(hook, lambda: not self.commands.empty())
             except Exception as error:  # thread boundary
-                hook, self.context.idle_hook = self.context.idle_hook, None
+                assert hook is not None
+                self.context.idle_hook = None
                 failure = Failure.of(error, hook.role, hook.method, self.label)
                 self.report(Reply(-1, self.rank, failure=failure))
             index, command = self.commands.get()

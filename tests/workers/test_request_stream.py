@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from megarl.rollout.engine import Engine
+from megarl.rollout.requests import Request
+from megarl.runtime.abort import Aborted
 from megarl.workers.request_stream import Answer, RequestStream
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 from tests.workers import small_engine
@@ -265,3 +267,35 @@ def test_an_aborted_stream_forgets_its_requests_and_takes_new_ones(tmp_path):
     job.stream.add(answers(LONG[0], LONG[2]), **SAMPLING)
     job.stream.drain()
     check_samples(job.samples, LONG[0], LONG[2])
+
+
+def test_an_aborted_call_leaves_the_other_requests_and_nothing_of_its_own(tmp_path, monkeypatch):
+    """A SIGTERM ends canaries of which one has finished, and the checkpoint then saves the other requests."""
+    stream = Stream(tmp_path, max_running=8)
+    stream.stream.add(answers(LONG[0]), **SAMPLING)
+    other = make_answer(LONG[1], 0)
+    canaries = [
+        Request("canary/short", other.prompt, other.key, max_tokens=1, is_first=True),
+        Request("canary/long", other.prompt, other.key, max_tokens=99, is_first=True),
+    ]
+    steps = iter([stream.inference.step, stream.inference.step])
+
+    def step() -> None:
+        take_step = next(steps, None)
+        if take_step is None:
+            raise Aborted
+        take_step()
+
+    monkeypatch.setattr(stream.inference, "step", step)
+    with pytest.raises(Aborted):
+        stream.engine.complete(canaries)
+    monkeypatch.undo()
+    stream.stream.save(tmp_path / "saved.msgpack", [LONG[0]])
+    assert {one.request.id for one in stream.inference.requests} == {
+        f"sample/{answer.sample_id}" for answer in answers(LONG[0])
+    }
+    while stream.stream.has_unfinished():
+        stream.stream.step()
+    assert [[sample.sample_id for sample in report] for report in stream.reports] == [
+        [answer.sample_id for answer in answers(LONG[0])]
+    ]
