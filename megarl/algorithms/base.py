@@ -197,6 +197,8 @@ class Algorithm(Section):
     """The loss accounts for the difference to the policy that sampled."""
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
+    early_stop_kl: ClassVar[float | None] = None
+    """Mean of the metric policy/kl of an epoch above which the actor makes no further epoch in the step."""
     needs_critic: ClassVar[bool] = False
     """A critic gives `values` and learns from `value_loss`."""
     critic_warmup_iters: ClassVar[int] = 0

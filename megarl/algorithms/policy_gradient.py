@@ -90,6 +90,9 @@ class PolicyGradient(Algorithm):
     """A response gets weight 0 if trainer's probability / engine's of some token is below this, e.g. 1e-4.
     Default: none."""
 
+    early_stop_kl: Positive | None = None
+    """With --num-epochs above 1: the actor makes no further epoch in a step once the mean policy/kl of an epoch
+    is above this, e.g. 0.02 nats per token. Default: none."""
     overlong_buffer: Count | None = None
     """Overlong shaping of DAPO: the reward falls over the last so many tokens before --max-response-length, by
     up to --overlong-penalty. Metrics of rewards do not count it. Default: none."""

@@ -72,6 +72,12 @@ CONDITIONS: tuple[Condition, ...] = (
         "response is penalised. Try {tenth}.",
     ),
     Condition(
+        is_error=True,
+        applies=lambda c: c.algorithm.early_stop_kl is not None and c.batch.num_epochs == 1,
+        text="--early-stop-kl ({early_stop_kl:g}): a step has one epoch, so there is none to leave out. Leave it "
+        "out, or try --num-epochs 4.",
+    ),
+    Condition(
         is_error=False,
         applies=lambda c: _has_several_updates(c) and _without_ratio(c, has_correction=True),
         text="--policy-loss ({policy_loss}): has no ratio. The correction accounts for the policy that sampled, "
@@ -107,6 +113,7 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
         "staleness": config.streaming.staleness,
         "updates": num_updates(config),
         "samples": batch.num_prompts * batch.num_samples_per_prompt,
+        "early_stop_kl": config.algorithm.early_stop_kl,
         "overlong_buffer": _overlong_buffer(config),
         "longest": config.sampling.max_response_length,
         "tenth": max(config.sampling.max_response_length // 10, 1),

@@ -306,8 +306,16 @@ class ActorRole(PolicyRole):
         def once(mini_batch: MiniBatch, check: LossCheck | None) -> dict[str, float]:
             return self._update_once(mini_batch, check, kl_coef)
 
-        metrics = self.update_over_epochs(once)
+        stops_early = self.algorithm.early_stop_kl is not None
+        metrics = self.update_over_epochs(once, self._has_moved_enough if stops_early else None)
         return metrics | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
+
+    def _has_moved_enough(self, metrics: dict[str, float]) -> bool:
+        """Return whether the mean policy/kl of an epoch is above --early-stop-kl, given this rank's part of its
+        metrics. Collective over the mesh."""
+        kl = torch.tensor(metrics.get("policy/kl", 0.0), dtype=torch.float64, device=self.model.device)
+        dist.all_reduce(kl, group=self.model.groups.intra_dist_opt)
+        return kl.item() > self.algorithm.early_stop_kl
 
     def _update_once(
         self, mini_batch: MiniBatch, check: LossCheck | None, kl_coef: float

@@ -48,6 +48,8 @@ LAYOUTS = {
         for loss in ("gspo", "gmpo", "dppo-tv", "sapo")
         for layout, sizes in (("dp2", ""), ("cp2", "--context-parallel-size 2"))
     },
+    "dp2_early_stop": f"{ALONE} --num-epochs 5 --early-stop-kl 1e-6",
+    "cp2_early_stop": f"{ALONE} --num-epochs 5 --early-stop-kl 1e-6 --context-parallel-size 2",
     "dp2_distributed_overlap": f"{PPO} --use-distributed-optimizer --overlap-grad-reduce",
     "dp2_fsdp": f"{PPO} --use-megatron-fsdp",
     "dp2_offload": f"{PPO} --offload parameters gradients optimizer --no-reshard-alias",

@@ -104,3 +104,10 @@ def test_losses_and_corrections_do_not_depend_on_how_sequences_are_split(layouts
         assert 0.02 < apart["correction/mis_masked"] < 0.98
         same = [name for name in apart if name.startswith(("policy/", "correction/", "advantage/"))]
         assert {n: split[n] for n in same} == pytest.approx({n: apart[n] for n in same}, rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.nightly
+def test_all_ranks_stop_after_the_same_epoch(layouts):
+    """The second mini-batch of the first epoch has moved, by more than so small a limit."""
+    for layout in ("dp2_early_stop", "cp2_early_stop"):
+        assert [found[layout]["policy/epochs"] for found in layouts] == [1, 1]
