@@ -38,6 +38,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   translate  Print the args file of a verl, TRL or slime configuration: `megarl translate run_grpo.sh`.
   show       Show samples of a run, such as the best and the worst: `megarl show --help`.
   plot       Draw the curves of one or several runs into a picture: `megarl plot --help`.
+  balance    Say which --staleness and how many rollout ranks a run should have: `megarl balance RUN`.
   data       Show data files as the model will see them: `megarl data --help`.
   chat       Talk to a model, in a terminal or through a pipe: `megarl chat --help`.
   doctor     Show what this installation and machine have, and try the parts (about 15 s);
@@ -99,7 +100,16 @@ def train(argv: list[str]) -> int:
     from megarl.checks.job import check_everything
 
     config = _load(argv, "megarl train")
-    check_everything(config, config.placement.nproc_per_node)
+    placement = config.placement
+    if placement.nnodes > 1 and placement.executor == "torchrun":
+        raise ConfigError(
+            [
+                f"--nnodes ({placement.nnodes}): megarl train starts ranks on this machine only. Try --executor "
+                f"ray, or on every node torchrun --nnodes {placement.nnodes} --nproc-per-node "
+                f"{placement.nproc_per_node} ... -m megarl.train with the same arguments."
+            ]
+        )
+    check_everything(config, config.placement.world_size)
     if not has_rank_processes(config):
         from megarl.train import run_in_process
 
@@ -142,7 +152,7 @@ def check(argv: list[str]) -> int:
         if options.gpu_memory is None
         else Machine(None, has_gpu=True, gpu_bytes=int(options.gpu_memory * 1e9), is_this=False)
     )
-    report = examine(config, config.placement.nproc_per_node, machine=machine)
+    report = examine(config, config.placement.world_size, machine=machine)
     sys.stdout.write("".join(f"{line}\n" for line in report.lines))
     sys.stdout.flush()  # before what is wrong, where both go to one place
     raise_errors([*report.errors, *report.estimates], report.is_complete)
@@ -217,6 +227,12 @@ def plot(argv: list[str]) -> int:
     return draw_curves(argv)
 
 
+def balance(argv: list[str]) -> int:
+    from megarl.inspect.balance import main as balance_phases
+
+    return balance_phases(argv)
+
+
 def data(argv: list[str]) -> int:
     from megarl.inspect.data import main as show_data
 
@@ -263,7 +279,7 @@ def _load_layout(
     from megarl.config.mesh import role_meshes
 
     config = _load(argv, prog, ["--save", "unneeded", "--train-data", "unneeded", "--train-iters", "1"])
-    world_size = world_size or config.placement.nproc_per_node
+    world_size = world_size or config.placement.world_size
     check_layout(config, world_size)
     return config, role_meshes(config, world_size)
 
@@ -286,6 +302,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "doctor": doctor,
     "show": show,
     "plot": plot,
+    "balance": balance,
     "data": data,
     "chat": chat,
     "new": new,

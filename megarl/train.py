@@ -130,7 +130,7 @@ def run_in_process(
     from megarl.runtime.end_message import EndNotes
     from megarl.runtime.shutdown import run_job_in_process
 
-    world_size = config.placement.nproc_per_node
+    world_size = config.placement.world_size
     say(starting_text(config, world_size))
     try:
         inputs = read_inputs(config, world_size, new_run)

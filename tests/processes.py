@@ -25,6 +25,7 @@ OF_KIND = {
 }
 """Names of modules and attributes."""
 STARTERS = (
+    "megarl.rewards.background",
     "megarl.rewards.pool",
     "megarl.rewards.sandbox",
     "megarl.rewards.code",

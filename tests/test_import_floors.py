@@ -5,7 +5,8 @@
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
     frameworks, ranges -> failures
 
-Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another.
+Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another, Ray in a
+third.
 
     pytest tests/test_import_floors.py"""
 
@@ -47,7 +48,7 @@ FLOORS = (
     ("cli",),  # starts each of them
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}}
+LIBRARIES = {"megatron": {"megatron"}, "vllm": {"rollout"}, "ray": {"runtime"}}
 """Library -> the rooms that may import it."""
 NO_TORCH = {
     "config",
@@ -211,6 +212,17 @@ def test_every_room_has_a_floor():
     assert FLOOR_OF.keys() - rooms <= {"_C"}
 
 
+def test_what_imports_ray_is_small():
+    """Ray places processes and tells of lost nodes. What a job is, it does not know."""
+    users = {
+        name: source
+        for name, source in sources().items()
+        if any(imports.split(".")[0] == "ray" for imports in imported(source))
+    }
+    assert {*users} == {"megarl.runtime.ray_ranks", "megarl.runtime.ray_node"}
+    assert sum(len(source.splitlines()) for source in users.values()) <= 500
+
+
 def test_imports_go_down_only():
     assert [violation for name, source in sources().items() for violation in violations(name, source)] == []
 
@@ -225,6 +237,7 @@ def test_imports_go_down_only():
         ("megarl", "from megarl.config import schema"),
         ("megarl.trainer.trainer", "from megatron.core import parallel_state"),
         ("megarl.workers.actor", "import vllm"),
+        ("megarl.trainer.launch", "import ray"),
         ("megarl.workers.actor", "from . import rollout"),
         ("megarl.config.schema", "import torch.distributed as dist"),
         ("megarl.flow.graph", "import torch"),

@@ -76,7 +76,7 @@ def examine(
 
     Args:
         new_run: whether --save will be written, so it must be free and have room.
-        ranks_per_node: number of ranks on this machine. The default is all ranks.
+        ranks_per_node: number of ranks on this machine. By default --nnodes divides the ranks.
         machine: the machine to check for. The default is this machine."""
     errors = job_errors(config, world_size, new_run)
     previews = {suffix: preview(of_actor) for suffix, of_actor in configs_of_actors(config).items()}
@@ -86,7 +86,8 @@ def examine(
         return Report(
             tuple(errors), (), is_complete=False
         )  # the checks below assume that the layouts are right
-    machine, ranks_per_node = machine or this_machine(), ranks_per_node or world_size
+    machine = machine or this_machine()
+    ranks_per_node = ranks_per_node or -(-world_size // config.placement.nnodes)
     free = free_bytes(Path(config.run.save)) if new_run else None
     of_disk = [*(save_errors(config) if new_run else ()), *disk_errors(config, free)]
     parts = estimate(config, world_size, machine, new_run)

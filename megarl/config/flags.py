@@ -54,7 +54,9 @@ in front it sets that role."""
 ROLES = tuple(OF_ROLES[ParallelConfig])
 FOLLOWERS = {"actor": ("reference",)}
 """Role -> roles that its flags set too. The reference is a copy of the actor, so it is split alike."""
-_PLACEMENT_OF_JOB = "nproc_per_node executor num_actors pools offload_ahead_bytes call_timeout_s".split()
+_PLACEMENT_OF_JOB = (
+    "nproc_per_node nnodes executor ray_address num_actors pools offload_ahead_bytes call_timeout_s".split()
+)
 OF_JOB = frozenset(
     {
         ("batch", "train_iters"),

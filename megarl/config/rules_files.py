@@ -341,12 +341,50 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
     for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
         if suffix in saved["actors"]:
             yield from _order_errors(of_actor, number, saved["actors"][suffix]["cursor"])
+            yield from _buffer_errors(of_actor, number, saved["actors"][suffix], step + 1)
     saved_staleness = max((actor.get("staleness", 0) for actor in saved["actors"].values()), default=0)
     if config.streaming.staleness < saved_staleness:
         yield (
             f"--staleness ({config.streaming.staleness}): the run that --load continues had "
             f"{saved_staleness}, and its checkpoint holds samples that may be as old. Try --staleness "
             f"{saved_staleness}."
+        )
+
+
+def _buffer_errors(config: TrainConfig, number: int, saved: Json, step: int) -> Errors:
+    """Yield an error for a flag with which an actor cannot train on the groups in its part of the checkpoint,
+    which an asynchronous run has.
+
+    Args:
+        step: the first step of this job."""
+    batch, groups = config.batch, saved.get("buffer", ())
+    staleness = max(config.streaming.staleness, saved.get("staleness", 0))  # a smaller one is another error
+    sizes = {group["num_samples"] for group in groups} - {batch.num_samples_per_prompt}
+    if sizes:
+        flag = numbered("num-samples-per-prompt", number)
+        yield (
+            f"--{flag} ({batch.num_samples_per_prompt}): the run that --load continues had {max(sizes)}, and "
+            f"its checkpoint holds groups of that size. Try --{flag} {max(sizes)}."
+        )
+        return
+
+    def is_in_time(num_prompts: int) -> bool:
+        return all(
+            step + place // num_prompts <= group["version"] + staleness + 1
+            for place, group in enumerate(groups)
+        )
+
+    if not is_in_time(batch.num_prompts):
+        flag, n = numbered("num-prompts", number), batch.num_samples_per_prompt
+        fitting = (
+            more
+            for more in range(batch.num_prompts + 1, len(groups) + batch.global_batch_size + 1)
+            if more * n % batch.global_batch_size == 0 and is_in_time(more)
+        )
+        yield (
+            f"--{flag} ({batch.num_prompts}): the checkpoint that --load names holds {len(groups)} prompts, "
+            f"which would be older than --staleness ({staleness}) before a step trains on the last of them. "
+            f"Try --{flag} {next(fitting)}."
         )
 
 

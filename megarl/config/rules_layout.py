@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from megarl.config.errors import Errors, divisors, must_divide, try_numbers
 from megarl.config.flags import ROLES, flag_name, refuse_set
 from megarl.config.hf_config import ModelShape
+from megarl.config.installed import installed_version
 from megarl.config.mesh import engine_mode, experts_fit, parallel_of, replicas_fit
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.roles import Ranks, trained_models
@@ -135,8 +136,10 @@ def _shared_fields(config: TrainConfig, present: Iterable[str]) -> frozenset[str
 
 
 def executor(job: Job) -> Errors:
-    """Yield an error for --executor inline with several ranks."""
+    """Yield an error for --executor inline with several ranks, and for --executor ray without its package."""
     placement = job.config.placement
+    if placement.executor == "ray" and installed_version("ray") is None:
+        yield "--executor (ray): needs the package ray. Try pip install 'megarl[ray]', or --executor torchrun."
     if placement.executor == "inline" and (job.world_size, placement.nproc_per_node) != (1, 1):
         ranks = max(job.world_size, placement.nproc_per_node)
         yield f"--executor (inline): has one rank, not {ranks}. Try --nproc-per-node 1."

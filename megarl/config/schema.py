@@ -68,7 +68,7 @@ class ModelConfig(Section):
         return "bfloat16" if self.bf16 else "float32"
 
 
-EXECUTORS = ["torchrun", "inline"]
+EXECUTORS = ["torchrun", "ray", "inline"]
 """Registered values of --executor; `megarl.trainer.executors.register_executor` adds to them."""
 
 
@@ -80,9 +80,16 @@ class PlacementConfig(Section):
     """Ranks that `megarl train` starts on this machine, each on a GPU of its own if there are GPUs. A range,
     e.g. 1-8, takes as many of them as there are GPUs, and the most on a machine without. Under torchrun,
     torchrun's own count holds."""
+    nnodes: Annotated[int, at_least(1), at_most(1024)] = 1
+    """Nodes of the job, each with --nproc-per-node ranks. With --executor ray they are taken from the cluster.
+    Without it, start torchrun on every node; torchrun's own count then holds."""
     executor: str = "torchrun"
-    """torchrun: a driver process and one worker per rank. inline: everything in one process, for pdb. A program
-    can register others."""
+    """torchrun: a driver process and one worker per rank. ray: the same on the nodes of a Ray cluster, or of a
+    Ray that is started on this machine; needs the package ray. inline: everything in one process, for pdb. A
+    program can register others."""
+    ray_address: str | None = None
+    """For --executor ray: host:port of the cluster's head, or auto on one of its nodes. Default: RAY_ADDRESS
+    of the environment, which `ray job submit` sets; without it a Ray is started on this machine."""
     num_actors: Annotated[int, at_least(1), at_most(64)] = 1
     """Actors that are trained in one job, each with its own engines, optimizer, critic and reference. The
     roles of the second actor are actor_2, critic_2 and so on. They take the first actor's values unless a
@@ -115,7 +122,19 @@ class PlacementConfig(Section):
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:
         near = did_you_mean(self.executor, EXECUTORS, prefix="") or f" Try {EXECUTORS[0]}."
-        return [(self.executor in EXECUTORS, "executor", f"must be one of {', '.join(EXECUTORS)}.{near}")]
+        return [
+            (self.executor in EXECUTORS, "executor", f"must be one of {', '.join(EXECUTORS)}.{near}"),
+            (
+                self.ray_address is None or self.executor == "ray",
+                "ray_address",
+                "is for --executor ray. Leave it out, or add --executor ray.",
+            ),
+        ]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the job, unless torchrun says otherwise."""
+        return self.nnodes * self.nproc_per_node
 
 
 @section

@@ -51,9 +51,9 @@ def main(rank: int) -> None:
     if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version")):
         os.environ["TRITON_INTERPRET"] = "1"  # Triton decides when torch imports it
     if rank == 0:
-        from megarl.runtime.job_store import loopback_store
+        from megarl.runtime.job_store import job_store
 
-        store = loopback_store()
+        store = job_store()
         tell(port=store.port)
         attempt("two ranks add over gloo", lambda: add(store, rank))
         tell(begins="devices and features are looked at")

@@ -66,7 +66,7 @@ _SHOWN = {
         "stop_token_ids",
     ),
     "batch": ("seed",),
-    "placement": ("nproc_per_node", "executor"),
+    "placement": ("nproc_per_node", "nnodes", "executor", "ray_address"),
     "rollout": ("tensor_parallel_size", "dtype", "gpu_memory_utilization", "max_num_seqs"),
 }
 """Section -> fields whose flags `megarl eval --help` shows."""
@@ -228,5 +228,5 @@ def check_model(config: TrainConfig) -> None:
     from megarl.config.check import job_errors
 
     if errors := model_errors(config.model.model):
-        others = job_errors(config, config.placement.nproc_per_node, new_run=False)
+        others = job_errors(config, config.placement.world_size, new_run=False)
         raise_errors([*errors, *(error for error in others if not error.startswith("--model "))])

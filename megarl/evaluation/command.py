@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     config = with_model(given, folder or base_model(checkpoint_of(Path(name))), rest)
     # the weights of a checkpoint have no folder yet
     checked = replace(config, model=replace(config.model, random_init=folder is None))
-    check_everything(checked, config.placement.nproc_per_node, new_run=False)
+    check_everything(checked, config.placement.world_size, new_run=False)
     with exported(name) as folder, tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch:
         config = replace(config, model=replace(config.model, model=str(folder)))
         from megarl.evaluation.job import evaluate_job, progress_of

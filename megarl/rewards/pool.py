@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -62,15 +62,18 @@ class Verdict:
 class RewardPool:
     """Processes that call the reward function for samples. One that had to be killed is replaced.
 
-    Use a pool on the main thread: the kernel ends the processes with the thread that started them.
+    Use a pool on a thread that lives as long as the pool: the kernel ends the processes with the thread that
+    started them.
 
     Args:
         num_workers: number of processes. 0 calls the function in this process, for pdb, without limits.
         data: the reward function and its limits.
+        check: is called every 0.2 s while samples are scored, and raises Aborted if nobody wants their rewards
+            any more.
     Raises: ValueError if the function cannot be loaded."""
 
-    def __init__(self, data: DataConfig, num_workers: int) -> None:
-        self.data = data
+    def __init__(self, data: DataConfig, num_workers: int, check: Callable[[], None] = ABORT.check) -> None:
+        self.data, self._check = data, check
         self._num_requests = 0
         self._function = None if num_workers else load_reward(data)
         self._workers = [_Worker(data) for _ in range(num_workers)]
@@ -123,7 +126,7 @@ class RewardPool:
                 running[worker] = index, time.monotonic() + self.data.reward_timeout_s
             first = min(deadline for _, deadline in running.values())
             ready = wait([*running], min(_LOOK_S, max(0.0, first - time.monotonic())))
-            ABORT.check()
+            self._check()
             now = time.monotonic()
             for worker, (index, deadline) in list(running.items()):
                 if worker not in ready and now < deadline:

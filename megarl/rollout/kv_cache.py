@@ -25,17 +25,18 @@ def block_size(config: TrainConfig, on_cpu: bool) -> int:
 
 
 def most_sequences(config: TrainConfig, num_engines: int) -> int:
-    """Return how many sequences one engine can have at once.
+    """Return how many sequences one engine can have at once, at most max_num_seqs.
 
-    The number follows from the engine's part of a step's samples or of the evaluation rows, at most
-    max_num_seqs."""
-    batch, limit = config.batch, config.rollout.max_num_seqs
+    Synchronous training samples a step's responses or answers the evaluation rows. With --staleness S the
+    engine can have the responses of S + 1 steps, and held-out rows and canaries beside them."""
+    batch, streaming, limit = config.batch, config.streaming, config.rollout.max_num_seqs
     rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
-    rows *= config.run.eval_num_samples
-    return min(
-        limit,
-        max(-(-batch.num_prompts // num_engines) * batch.num_samples_per_prompt, -(-rows // num_engines)),
-    )
+    held_out = -(-rows * config.run.eval_num_samples // num_engines)
+    num_prompts = (streaming.staleness + 1) * batch.num_prompts
+    trained = -(-num_prompts // num_engines) * batch.num_samples_per_prompt
+    if streaming.staleness:
+        return min(limit, trained + held_out + streaming.num_canaries)
+    return min(limit, max(trained, held_out))
 
 
 def cpu_kv_cache_bytes(
@@ -61,7 +62,7 @@ def num_cache_rows(
 ) -> int:
     """Return how many requests can run at the same time if the KV cache has a row of full length for each.
 
-    That is enough for every sequence of a step, as far as memory allows: --rollout-kv-cache-memory-bytes, or
+    That is enough for `most_sequences`, as far as memory allows: --rollout-kv-cache-memory-bytes, or
     MAX_CPU_KV_CACHE_BYTES on a CPU (but two rows at least), or what --rollout-gpu-memory-utilization leaves.
 
     Args:

@@ -9,13 +9,13 @@ from megarl.config.render import write_args
 from megarl.config.schema import CheckpointConfig, ProfileConfig, RunConfig, TrainConfig
 
 _OF_RUN = {"eval_interval", "eval_num_prompts", "eval_num_samples", "on_nonfinite"}
-"""Fields of the section RunConfig that change what engines or updates compute."""
+"""Fields of RunConfig that a replay must share with its run, because they change tokens or weights."""
 _FREE = {
     *(f"--{flag.name}" for flag in section_flags("", RunConfig) if flag.field not in _OF_RUN),
     *(f"--{flag.name}" for cls in (CheckpointConfig, ProfileConfig) for flag in section_flags("", cls)),
     *("--replay", "--executor", "--nproc-per-node", "--call-timeout-s", "--reward-num-workers"),
 }
-"""Flags that a replay may have of its own."""
+"""Flags whose values may differ between a run and its replay."""
 
 
 def replay_settings(config: TrainConfig, world_size: int) -> dict[str, str]:

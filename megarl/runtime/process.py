@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 WRITES_CHECKPOINT = "write_checkpoint"
@@ -22,13 +22,19 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 DRIVER_PID = "MEGARL_DRIVER_PID"
-"""Environment variable of ranks that a driver has started itself: the driver's process id."""
+"""Environment variable of ranks that torchrun has not started: id of the process that has, which is the driver
+or, under Ray, the actor of the node."""
 _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
 
 
 def without_rank(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that torchrun sets for a rank (RANK, MASTER_ADDR, ...)."""
     return {name: value for name, value in env.items() if not name.startswith(_RANK_VARIABLES)}
+
+
+def rank_command(module: str, argv: Sequence[str]) -> list[str]:
+    """Return the command line of a rank's process, `python -m module argv`."""
+    return [sys.executable, "-u", "-P", "-m", module, *argv]
 
 
 def world_size_from_env() -> int:

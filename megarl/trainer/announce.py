@@ -48,7 +48,7 @@ def starting_text(config: TrainConfig, world_size: int) -> str:
     if algorithm_of(config).needs_rollout:
         libraries = f"PyTorch, Megatron-Core and {rollout_backend(config).library}"
     whom, imports = f"{world_size} rank{'s' if world_size > 1 else ''}", "each imports"
-    if config.placement.executor != "torchrun":
+    if config.placement.executor not in ("torchrun", "ray"):
         whom, imports = f"with --executor {config.placement.executor}", "this process imports"
     return f"starting {whom}{_place(config)}: {imports} {libraries} first"
 

@@ -114,15 +114,21 @@ class SampleBuffer:
 
         Args:
             num_engines: engines are numbered from 0."""
+        waiting = self.waiting()
+        kept = {
+            group.visit: group.engine
+            for group in waiting
+            if group.engine is not None and group.engine < num_engines
+        }
         loads = [0] * num_engines
         for group in self._groups.values():
-            if group.is_issued and group.engine is not None:
-                loads[group.engine] += group.num_samples - len(group.samples)
-        waiting = [group.engine for group in self.waiting()]
-        kept = {i: engine for i, engine in enumerate(waiting) if engine is not None and engine < num_engines}
-        new = [i for i in range(len(waiting)) if i not in kept]
-        chosen = kept | dict(zip(new, route(len(new), loads), strict=True))
-        return [chosen[i] for i in range(len(waiting))]
+            engine = group.engine if group.is_issued else kept.get(group.visit)
+            if engine is not None:
+                loads[engine] += group.num_samples - len(group.samples)
+        new = [group for group in waiting if group.visit not in kept]
+        size = max((group.num_samples for group in new), default=1)
+        routed = dict(zip((group.visit for group in new), route(len(new), loads, size), strict=True))
+        return [(kept | routed)[group.visit] for group in waiting]
 
     def lose_engine(self, engine: int) -> list[Group]:
         """Let the unfinished groups of an engine wait for another engine, and return them.

@@ -1,6 +1,7 @@
 """Choose the executor of a training job by name (--executor).
 
     torchrun    ranks are processes, started by torchrun or by `megarl train` itself
+    ray         ranks are processes on the nodes of a Ray cluster
     inline      this process is the only rank: a debugger stops where the error is
 
 `register_executor` adds another executor."""
@@ -26,6 +27,7 @@ from megarl.runtime.process import compute_fp32_exactly, keep_checkout_off_path,
 if TYPE_CHECKING:
     from megarl.runtime.executor import Executor
     from megarl.runtime.inline_executor import InlineExecutor
+    from megarl.runtime.rank_processes import JobRanks
     from megarl.runtime.store_executor import StoreExecutor
 
 ExecutorFactory = Callable[[TrainConfig, int], AbstractContextManager["Executor"]]
@@ -44,7 +46,7 @@ def has_rank_processes(config: TrainConfig) -> bool:
     """Return whether the ranks are processes that run `megarl.train`.
 
     Otherwise the job needs only `open_executor`."""
-    return config.placement.executor == "torchrun"
+    return config.placement.executor in ("torchrun", "ray")
 
 
 def register_executor(name: str, factory: ExecutorFactory) -> None:
@@ -57,23 +59,38 @@ def register_executor(name: str, factory: ExecutorFactory) -> None:
 
 @contextlib.contextmanager
 def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecutor]:
-    """Start every rank as a process on this machine, give their executor to the `with` block, and end them
-    after it."""
-    from megarl.runtime.local_ranks import LocalRanks, local_ranks
+    """Start every rank as a process, give their executor to the `with` block, and end them after it."""
+    from megarl.runtime.local_ranks import started
 
     ranks = hosting_ranks(config, world_size)
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         arguments = Path(folder) / "job.args"
         arguments.write_text(write_args(config))
-        processes = LocalRanks(
-            [f"@{arguments}"],
-            world_size,
-            describe_rank=rank_description(ranks),
-            tidy_up=remove_engine_memory,
-        )
+        processes = job_ranks(config, [f"@{arguments}"], world_size)
         timeout_s = config.placement.call_timeout_s
-        with local_ranks(processes, ranks, timeout_s, interfaces_of(ranks)) as executor:
+        with started(processes, ranks, timeout_s, interfaces_of(ranks)) as executor:
             yield executor
+
+
+def job_ranks(
+    config: TrainConfig, argv: list[str], world_size: int, module: str = "megarl.train", attempt: int = 0
+) -> JobRanks:
+    """Return the processes of a job's ranks, `python -m module argv`, which are not started yet: on this
+    machine, or with --executor ray in a Ray cluster.
+
+    Args:
+        attempt: number of earlier starts of the job."""
+    describe = rank_description(hosting_ranks(config, world_size))
+    placement = config.placement
+    # torch: cleanup cannot run if a signal interrupts these imports
+    if placement.executor == "ray":
+        from megarl.runtime.ray_ranks import RayRanks
+
+        sizes = placement.nnodes, placement.nproc_per_node
+        return RayRanks(argv, *sizes, placement.ray_address, module, describe, remove_engine_memory, attempt)
+    from megarl.runtime.local_ranks import LocalRanks
+
+    return LocalRanks(argv, world_size, module, describe, remove_engine_memory, attempt)
 
 
 @contextlib.contextmanager
@@ -103,7 +120,11 @@ def inline_ranks(config: TrainConfig, world_size: int = 1) -> Iterator[InlineExe
     executor.shutdown()
 
 
-_FACTORIES: dict[str, ExecutorFactory] = {"torchrun": rank_processes, "inline": inline_ranks}
+_FACTORIES: dict[str, ExecutorFactory] = {
+    "torchrun": rank_processes,
+    "ray": rank_processes,
+    "inline": inline_ranks,
+}
 
 
 def interfaces_of(roles: Iterable[str]) -> dict[str, type]:

@@ -20,7 +20,7 @@ from megarl.config.schema import TrainConfig
 from megarl.runtime.end_message import EndNotes
 from megarl.runtime.shutdown import last_failure, run_job, received_signal
 from megarl.trainer.announce import Say, line_on, starting_text
-from megarl.trainer.executors import interfaces_of, rank_description, remove_engine_memory
+from megarl.trainer.executors import interfaces_of, job_ranks, remove_engine_memory
 from megarl.trainer.restarts import continued, where_it_goes_on
 from megarl.trainer.resume_command import end_notes, torchrun_command
 from megarl.runtime.process import (
@@ -60,7 +60,7 @@ def launch(
     exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to clean up yet
     _prepare_process()
     attempt, before = 0, None
-    say(starting_text(config, config.placement.nproc_per_node))
+    say(starting_text(config, config.placement.world_size))
     code = _attempt(config, argv, job, module, new_run, attempt)
     while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
         if (signum := received_signal()) is not None:
@@ -72,7 +72,7 @@ def launch(
             f"[driver] restart {attempt} of {config.checkpoint.max_restarts}, {failure[1]}."
             f"{again if failure == before else ''}\n"
         )
-        say(starting_text(config, config.placement.nproc_per_node))
+        say(starting_text(config, config.placement.world_size))
         before, code = failure, _attempt(config, argv, job, module, new_run, attempt)
     return code
 
@@ -81,13 +81,10 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
     """Run one attempt of the job, and return its exit code as `run_job` does.
 
     Later attempts start the ranks with the same arguments: only the driver's --load differs."""
-    # torch: cleanup cannot run if a signal interrupts this import
-    from megarl.runtime.local_ranks import LocalRanks
-
-    world_size = config.placement.nproc_per_node
+    world_size = config.placement.world_size
     ranks = hosting_ranks(config, world_size)
     notes = end_notes(config, ["megarl", "train"], argv) if new_run else EndNotes()
-    processes = LocalRanks(argv, world_size, module, rank_description(ranks), remove_engine_memory, attempt)
+    processes = job_ranks(config, argv, world_size, module, attempt)
     return run_job(
         _body(job, config, world_size, new_run),
         lambda: processes.start(ranks, config.placement.call_timeout_s, interfaces_of(ranks)),
@@ -129,7 +126,8 @@ def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
 
     Returns: 0 for success; 1 if a rank failed, after which the other ranks are ended; 130 after Ctrl-C."""
     _prepare_process()
-    from megarl.runtime.local_ranks import LocalRanks, RankDied, undisturbed
+    from megarl.runtime.local_ranks import LocalRanks
+    from megarl.runtime.rank_processes import RankDied, undisturbed
 
     processes = LocalRanks(argv, world_size, module, tidy_up=remove_engine_memory)
     deaths: list[RankDied] = []

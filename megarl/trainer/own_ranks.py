@@ -38,7 +38,7 @@ def start_ranks(config: TrainConfig, progress: bool) -> Iterator[Started]:
     them after it.
 
     Raises: ConfigError with all errors of the job, before a rank is started."""
-    world_size = config.placement.nproc_per_node
+    world_size = config.placement.world_size
     check_everything(config, world_size)
     if progress:
         line_on()(starting_text(config, world_size))

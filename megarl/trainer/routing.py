@@ -1,4 +1,8 @@
-"""Choose an engine for each group of samples, by the load of the engines."""
+"""Choose an engine for each group of samples, by the load of the engines.
+
+The driver's measure of load is the number of unfinished samples, which it knows without asking. The free memory
+of a KV cache says nothing about requests that wait for their first step, and would cost a message to each
+engine's process at a time when the engines wait for prompts."""
 
 from __future__ import annotations
 
@@ -17,8 +21,7 @@ def route(num_groups: int, loads: Sequence[float | None], load_of_group: float =
     [0, 0, 0, 0, 2, 2].
 
     Args:
-        loads: load of each engine, for example unfinished samples or reserved tokens of KV cache; None for
-            an engine that is gone.
+        loads: load of each engine, such as its unfinished samples; None for an engine that is gone.
         load_of_group: load that a group adds, in the same unit.
     Raises: ValueError if there is no engine."""
     present = {engine: Fraction(load) for engine, load in enumerate(loads) if load is not None}

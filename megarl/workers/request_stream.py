@@ -1,4 +1,5 @@
-"""Keep the requests of one engine that outlive the call that made them, until their groups are finished.
+"""Keep the unfinished requests of one engine between calls, and report each group of samples that is
+finished.
 
     stream.add(answers, temperature=1.0)       whole groups, queued at once
     stream.step()                              one step of the engine; finished groups go to store and driver
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """One response that is sampled: which one it is, its prompt, and what was sampled before."""
+    """A response that is being sampled: its ids, its prompt, and the tokens that it has so far."""
 
     sample_id: int
     row: int
@@ -54,10 +55,19 @@ class Answer:
             versions=[*self.versions, *output.versions],
         )
 
+    def first(self, number: int) -> Answer:
+        """Return the answer with its first `number` tokens only."""
+        return replace(
+            self,
+            response=self.response[:number],
+            log_probs=self.log_probs[:number],
+            versions=self.versions[:number],
+        )
+
 
 @dataclass(frozen=True)
 class SavedAnswer:
-    """An answer in a checkpoint."""
+    """One answer as a checkpoint stores it, finished or not."""
 
     answer: Answer
     finish_reason: str | None
@@ -129,8 +139,8 @@ class RequestStream:
         return max(0, min(left, self._limit - answer.versions.count(self._engine.version)))
 
     def go_on(self, due: Iterable[int] | None = None) -> None:
-        """Queue the answers that have used up --max-tokens-per-step and may go on: the weights have another
-        version, or the group is due.
+        """Queue the answers that --max-tokens-per-step has stopped and that may get more tokens: the weights
+        have another version, or the group is due.
 
         Args:
             due: groups that the next training step needs, which have no limit from now on. An answer that
@@ -220,7 +230,10 @@ class RequestStream:
         return hashlib.sha256(data).hexdigest()
 
     def load(self, answers: Sequence[Answer], files: Iterable[Path], **how: float) -> None:
-        """Queue whole groups as `add`, and go on where the files of `save` have left them."""
+        """Queue whole groups as `add`, and go on where the files of `save` have left them.
+
+        A response that is longer than --max-response-length allows now is cut there, and counts as truncated.
+        """
         wanted = {answer.sample_id for answer in answers}
         found = {
             one.answer.sample_id: one
@@ -235,12 +248,21 @@ class RequestStream:
             saved = found.get(answer.sample_id)
             if saved is None:
                 missing.append(answer)
-            elif saved.finish_reason is None:
-                missing.append(self._from(saved.answer))
+            elif saved.finish_reason is None:  # its last token comes from the engine, with its experts
+                missing.append(self._from(saved.answer.first(self._max_tokens - 1)))
             else:
-                self._end(saved.answer, saved.finish_reason, _experts(saved))
+                self._end(*self._cut(saved))
         self._queue(missing)
         self._report_whole_groups()
+
+    def _cut(self, saved: SavedAnswer) -> tuple[Answer, str, torch.Tensor | None]:
+        """Return a finished answer with the tokens that it may have, its finish reason and its experts."""
+        answer, experts, limit = saved.answer, _experts(saved), self._max_tokens
+        if len(answer.response) <= limit:
+            return answer, saved.finish_reason, experts
+        if experts is not None:
+            experts = experts[: len(answer.prompt) + limit]
+        return answer.first(limit), "length", experts
 
     def _from(self, answer: Answer) -> Answer:
         """Return the answer that continues after its prefix, or begins anew where the engine cannot do that.

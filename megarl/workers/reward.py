@@ -1,4 +1,7 @@
-"""Implement the reward role on one rank, which scores the samples of this rank's engine by a rule."""
+"""Implement the reward role on one rank, which scores the samples of this rank's engine by a rule.
+
+With --staleness above 0 the rule scores the samples of a group as soon as the engine has finished them. The call
+of a step returns these rewards, and waits for those that are missing."""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from megarl.config.reward_models import uses_rule_reward
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.flow.job_roles import Record, Reward
 from megarl.invariants import InvariantError, digest
+from megarl.rewards.background import BackgroundPool
 from megarl.rewards.base import RewardSample
 from megarl.rewards.pool import RewardPool, Verdict
 from megarl.workers.hosted_role import HostedRole
@@ -22,7 +26,7 @@ class RewardRole(HostedRole):
     """Scores the samples of this rank's engine by a rule, e.g. the comparison of a number with the ground
     truth."""
 
-    pool: RewardPool | None = None
+    pool: RewardPool | BackgroundPool | None = None
     """Processes that run the rule; None if the job has no rule, or if another rank calls the rule."""
 
     rollout: RolloutRole
@@ -32,7 +36,11 @@ class RewardRole(HostedRole):
         """Start the worker processes that run the rule. Only the engine's first rank has some, and only in a
         job with a rule."""
         if uses_rule_reward(self.config) and self.mesh.coordinates(self.rank)["tp"] == 0:
-            self.pool = RewardPool(self.config.data, num_workers(self.config.data.reward_num_workers))
+            data, number = self.config.data, num_workers(self.config.data.reward_num_workers)
+            if self.config.streaming.staleness and number:
+                self.pool, self.rollout.on_finished = BackgroundPool(data, number), self._begin
+            else:  # without processes the rule runs in this call, for pdb
+                self.pool = RewardPool(data, number)
 
     def shut_down(self) -> None:
         if self.pool is not None:
@@ -64,7 +72,7 @@ class RewardRole(HostedRole):
         logged = {*(sample_ids if limit < 0 else sample_ids[:limit])}
         records, has_failed = [], False
         for rollout, text, verdict in zip(
-            rollouts, texts, self._verdicts(rollouts, texts, dataset), strict=True
+            rollouts, texts, self._verdicts(purpose, rollouts, texts), strict=True
         ):
             record: dict[str, object] = {
                 "sample_id": rollout.sample_id,
@@ -82,19 +90,22 @@ class RewardRole(HostedRole):
             records.append(record)
         return records
 
+    def _begin(self, rollouts: list[RolloutSample]) -> None:
+        """Let the rule score samples of training before a step asks for their rewards."""
+        texts = self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
+        self.pool.begin(_reward_samples(rollouts, texts, self.rollout.datasets["train"]))
+
     def _verdicts(
-        self, rollouts: Sequence[RolloutSample], texts: Sequence[str], dataset: PromptDataset
+        self, purpose: str, rollouts: Sequence[RolloutSample], texts: Sequence[str]
     ) -> list[Verdict]:
         """Return the rule's verdict on each rollout in order, or empty verdicts in a job without a rule."""
         if self.pool is None:
             return [Verdict(None)] * len(rollouts)
-        samples = []
-        for rollout, text in zip(rollouts, texts, strict=True):
-            row = dataset[rollout.row]
-            samples.append(
-                RewardSample(row.data_source, text, row.ground_truth, row.extra_info, rollout.sample_id)
-            )
-        verdicts = self.pool.score(samples)
+        samples = _reward_samples(rollouts, texts, self.rollout.datasets[purpose])
+        if isinstance(self.pool, BackgroundPool) and purpose == "train":
+            verdicts = self.pool.finish(samples)
+        else:
+            verdicts = self.pool.score(samples)
         for sample, verdict in zip(samples, verdicts, strict=True):
             if (verdict.sample_id, verdict.digest) != (sample.sample_id, sample.digest):
                 raise InvariantError(
@@ -102,6 +113,19 @@ class RewardRole(HostedRole):
                     f"{verdict.sample_id}, or of another response"
                 )
         return verdicts
+
+
+def _reward_samples(
+    rollouts: Sequence[RolloutSample], texts: Sequence[str], dataset: PromptDataset
+) -> list[RewardSample]:
+    """Return the arguments of the reward function for each sample."""
+    samples = []
+    for rollout, text in zip(rollouts, texts, strict=True):
+        row = dataset[rollout.row]
+        samples.append(
+            RewardSample(row.data_source, text, row.ground_truth, row.extra_info, rollout.sample_id)
+        )
+    return samples
 
 
 def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, object]:

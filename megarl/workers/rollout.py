@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -51,6 +51,8 @@ class RolloutRole(HostedRole):
     """The actor in this process, if there is one."""
     context: WorkerContext | None = None
     """What the rank offers for requests that outlive a call: events to the driver and the idle hook."""
+    on_finished: Callable[[list[RolloutSample]], None] | None = None
+    """Called with the samples of groups that are finished, before the driver hears of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -357,7 +359,9 @@ class RolloutRole(HostedRole):
         return [sample.record(self.owners) for sample in made] if self.rank == self.owners[0] else []
 
     def _report(self, finished: list[RolloutSample]) -> None:
-        """Tell the driver of groups that are finished."""
+        """Report groups that are finished to the driver, and have their samples scored meanwhile."""
+        if self.on_finished is not None:
+            self.on_finished(finished)
         if records := self._records(finished):
             self.context.emit(GROUPS_FINISHED, FinishedGroups(self.name, records))
 

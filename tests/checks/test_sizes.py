@@ -142,6 +142,9 @@ def test_rows_of_a_cache_without_blocks(job, tmp_path):  # noqa: F811
     samples = config.batch.num_prompts * config.batch.num_samples_per_prompt
     parts = parts_of(estimate(config, 2, CPU))
     assert parts["rollout", "KV cache"] == -(-samples // 2) * row
+    flags = "--rollout-backend transformers --staleness 2 --num-canaries 1 --rollout-max-num-seqs 1000"
+    parts = parts_of(estimate(load(job, flags), 2, CPU))
+    assert parts["rollout", "KV cache"] == (3 * samples // 2 + 1) * row
     flags = "--rollout-backend transformers --rollout-max-num-seqs 3 --rollout-ranks 1"
     parts = parts_of(estimate(load(job, flags), 2, CPU), rank=1)
     assert parts["rollout", "KV cache"] == 3 * row

@@ -172,7 +172,7 @@ MISTAKES = {
         tokenizer-model nowhere
         model nowhere
         executor inline
-        executor ray
+        executor dask
         nproc-per-node 0
         reshard-double-buffer
         call-timeout-s 0

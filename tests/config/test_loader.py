@@ -193,7 +193,8 @@ def random_config(rng, num_actors=1):
         "recompute_modules": ("mlp", "core_attn"),
         "lora_target_modules": ("linear_proj", "linear_qkv"),
         "num_actors": num_actors,
-        "executor": rng.choice(["torchrun", "inline"]),
+        "executor": "ray",  # which --ray-address needs
+        "nnodes": rng.randint(1, 1024),
         "nproc_per_node": rng.randint(1, 1024),
     }
     nodes = {
@@ -261,7 +262,10 @@ def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
         first, *others = (random_config(rng, num_actors=3) for _ in range(3))
         shared = {
             name: getattr(first.placement, name)
-            for name in ("nproc_per_node", "executor", "pools", "offload_ahead_bytes", "call_timeout_s")
+            for name in (
+                *("nproc_per_node", "nnodes", "executor", "ray_address", "pools"),
+                *("offload_ahead_bytes", "call_timeout_s"),
+            )
         }
         gates = {name: rng.random() for name in ("gate_max_abs", "gate_mean_abs")}
         others = [
@@ -472,7 +476,7 @@ def test_duplicates_and_contradictions(tmp_path):
         (["--seed", "1.5"], "--seed (1.5): must be a whole number."),
         (["--bf16", "true"], "--bf16 (true): takes no value. Write --bf16 or --no-bf16."),
         (["--no-lr"], "--no-lr: no such flag."),
-        (["--executor", "ray"], "--executor (ray): must be one of torchrun, inline."),
+        (["--executor", "dask"], "--executor (dask): must be one of torchrun, ray, inline."),
         (["--recompute-method", "x"], "--recompute-method (x): must be one of uniform, block, or none."),
         (["--recompute-modules"], "--recompute-modules: must be one or more of core_attn, layernorm, mlp."),
         (["--recompute-modules", "moe"], "--recompute-modules (moe): must be one or more"),

@@ -135,6 +135,31 @@ def test_a_run_with_stale_samples_goes_on_with_the_same_bound_or_a_larger_one(he
     assert findings("--load stale --staleness 2") == findings("--load stale --staleness 3") == ()
 
 
+def test_the_groups_of_a_checkpoint_keep_their_size_and_are_trained_on_in_time(here):
+    """Eight prompts of version 3 in the checkpoint, of two samples: with --staleness 1 two steps are left."""
+    folder = Path("stale/checkpoints/step_000003")
+    make_checkpoint(folder, 3)
+    body = read_job(folder)
+    groups = [{"visit": visit, "row": visit, "num_samples": 2, "version": 3} for visit in range(8)]
+    body["actors"][""] |= {"staleness": 1, "buffer": groups}
+    write_job(folder, body)
+    flags = "--load stale --staleness 1 --global-batch-size 2"
+    assert findings(f"{flags} --num-samples-per-prompt 2") == ()
+    assert findings(f"{flags} --num-samples-per-prompt 2 --num-prompts 4") == ()
+    assert findings(f"{flags} --num-samples-per-prompt 4") == (
+        "--num-samples-per-prompt (4): the run that --load continues had 2, and its checkpoint holds groups of "
+        "that size. Try --num-samples-per-prompt 2.",
+    )
+    assert findings(f"{flags} --num-samples-per-prompt 2 --num-prompts 3") == (
+        "--num-prompts (3): the checkpoint that --load names holds 8 prompts, which would be older than "
+        "--staleness (1) before a step trains on the last of them. Try --num-prompts 4.",
+    )
+    larger = flags.replace("--staleness 1", "--staleness 2")
+    assert findings(f"{larger} --num-samples-per-prompt 2 --num-prompts 3") == ()
+    odd = flags.replace("--global-batch-size 2", "--global-batch-size 6")
+    assert findings(f"{odd} --num-samples-per-prompt 2 --num-prompts 3")[0].endswith("Try --num-prompts 6.")
+
+
 def test_what_can_be_continued(here):
     make_checkpoint(Path("mine/checkpoints/step_000003"), 3)
     Path("mine/resolved.args").write_text("")

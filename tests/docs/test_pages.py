@@ -48,6 +48,12 @@ NOT_RUN = {
     'python -m pytest tests/faults/test_faults.py -m "" --write-table': "its cases are nightly tests",
     'python -m pytest tests/faults/test_silent_faults.py -m "" --write-table': "its cases are nightly tests",
     'python -m pytest tests/faults/test_graded_faults.py -m "" --write-table': "its cases are nightly tests",
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 --local-addr "
+    "OWN_ADDRESS -m megarl.train @job.args --nnodes 2 --nproc-per-node 8": "needs two nodes",
+    "megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray --ray-address HEAD:6379": "needs a "
+    "cluster; tests/nodes makes a small one",
+    "ray job submit -- megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray": "needs a cluster "
+    "with Ray's job server",
     "(Pdb) import pdb; pdb.post_mortem(self._failure.__cause__.__traceback__)": "needs a role that raises; "
     "tests/runtime/test_inline.py stands there",
 }

@@ -45,6 +45,34 @@ def test_an_evaluation_leaves_training_samples_as_they_are_and_scores_as_megarl_
         assert scored[name]["value"] == pytest.approx(last[f"eval/{name}"], abs=1e-6)
 
 
+SLOW_REWARD = """
+import time
+def share_of_vowels(data_source, solution_str, ground_truth, extra_info):
+    time.sleep({seconds})
+    return sum(c in "aeiou" for c in solution_str) / 50
+"""
+
+
+@pytest.mark.nightly
+def test_a_slow_reward_function_runs_beside_sampling_and_training(sums_data, tmp_path):
+    """One process scores one sample after the other, 16 in each step."""
+    seconds, file = 0.005, tmp_path / "slow.py"
+    file.write_text(SLOW_REWARD.format(seconds=seconds))
+    flags = ("--reward-function", f"{file}:share_of_vowels", "--reward-num-workers", "1")
+    job = train(sums_data, tmp_path / "run", *STALE, *flags, "--nproc-per-node", "1")
+    assert job.returncode == 0, job.output
+    rows = [
+        json.loads(line)
+        for path in (job.folder / "rollouts").glob("step_*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert len(rows) == 64
+    for row in rows:
+        assert row["reward"] == pytest.approx(sum(c in "aeiou" for c in row["response"]) / 50)
+    # The engine answers the prompts of two steps together, so those of step 2 are scored while step 1 trains.
+    assert job.steps[1]["time/reward_s"] < 0.5 * 16 * seconds
+
+
 @pytest.mark.nightly
 def test_each_of_two_actors_with_critics_trains_on_each_of_its_prompts_once(sums_data, tmp_path):
     job = train(sums_data, tmp_path / "run", *CRITIC, *DISJOINT, *STALE, "--critic-warmup-iters", "1")

@@ -19,7 +19,7 @@ STALE = ("--staleness", "1", "--train-iters", "4", "--save-interval", "2", "--ev
 APART = (
     *("--nproc-per-node", "3", "--actor-ranks", "0", "--rollout-ranks", "1-2"),
     *("--rollout-tensor-parallel-size", "2", "--staleness", "2", "--weight-update", "keep"),
-    *("--train-iters", "6"),
+    *("--train-iters", "6", "--keep", "3"),
 )
 
 
@@ -48,6 +48,7 @@ def test_a_replay_has_the_metrics_of_the_run(sums_data, tmp_path, flags):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)  # three jobs of three ranks
 def test_a_replay_that_lost_its_last_steps_resumes_as_the_uninterrupted_run(sums_data, tmp_path):
     """The run folder of a replay as SIGKILL leaves it in step 4: with one checkpoint and later records."""
     first = run(sums_data, tmp_path / "first", *APART)

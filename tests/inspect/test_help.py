@@ -9,7 +9,7 @@ import pytest
 from megarl import cli
 
 
-@pytest.mark.parametrize("command", ["show", "plot", "data", "chat", "tiny-model"])
+@pytest.mark.parametrize("command", ["show", "plot", "balance", "data", "chat", "tiny-model"])
 def test_help_and_its_examples(command, capsys):
     with pytest.raises(SystemExit) as exited:
         cli.main([command, "--help"])

@@ -29,6 +29,7 @@ from megarl.config.schema import (
     RolloutConfig,
     RunConfig,
     SamplingConfig,
+    StreamingConfig,
     TrainConfig,
 )
 from megarl.rollout.engine_arguments import engine_arguments
@@ -248,6 +249,17 @@ def test_kv_cache_on_cpu_is_for_the_sequences_that_the_job_has():
         256,
     ]  # how many rows is not known: as many as run at once
     assert num_sequences(dataclasses.replace(config, rollout=RolloutConfig(max_num_seqs=20)), 1) == 20
+
+    def stale(config: TrainConfig, staleness: int, **streaming: object) -> TrainConfig:
+        asked = StreamingConfig(staleness=staleness, **streaming)
+        rollout = dataclasses.replace(config.rollout, max_num_seqs=460)
+        return dataclasses.replace(config, streaming=asked, rollout=rollout)
+
+    # With --staleness 1 the responses of two steps, four canaries, and the held-out rows beside them.
+    assert [num_sequences(stale(config, 1), n) for n in (1, 2, 3)] == [256 + 4, 128 + 4, 88 + 4]
+    assert [num_sequences(stale(of_200_rows, 1), n) for n in (1, 2)] == [256 + 200 + 4, 128 + 100 + 4]
+    assert num_sequences(stale(config, 2, num_canaries=0), 1) == 3 * 128
+    assert num_sequences(stale(config, 7), 1) == 460
 
 
 # ------------------------------------------------------------------ environment

@@ -1,4 +1,4 @@
-"""The contract on ranks that are processes: `python -m contract_job FOLDER` starts them itself;
+"""The contract on ranks that are processes: `python -m contract_job FOLDER [ray]` starts them itself;
 `torchrun -m contract_job FOLDER` is ranks with a driver beside the first. What each check found goes to
 FOLDER/found.json."""
 
@@ -56,17 +56,29 @@ def beside_torchrun(executor, folder: Path) -> None:
     raise executor.failure
 
 
-def on_own_ranks(folder: Path) -> None:
+def local_ranks(argv: list[str]):
+    from megarl.runtime.local_ranks import LocalRanks
+
+    return LocalRanks(argv, WORLD_SIZE, "contract_job")
+
+
+def ray_ranks(argv: list[str]):
+    from megarl.runtime.ray_ranks import RayRanks
+
+    return RayRanks(argv, 1, WORLD_SIZE, "local", "contract_job")
+
+
+def on_own_ranks(folder: Path, make) -> None:
     """One job after another: one that ends well, then one for each failure that a store executor adds to
     what all executors share."""
-    from megarl.runtime.local_ranks import LocalRanks, local_ranks
+    from megarl.runtime.local_ranks import started
 
     found, pids = {}, []
 
     def job(run, name: str) -> None:
         try:
-            processes = LocalRanks([str(folder)], WORLD_SIZE, "contract_job")
-            with local_ranks(processes, RANKS, CALL_TIMEOUT_S, contract.INTERFACES) as executor:
+            processes = make([str(folder)])
+            with started(processes, RANKS, CALL_TIMEOUT_S, contract.INTERFACES) as executor:
                 pids.extend(executor.call("both", "pid").result())
                 found.update(run(executor))
                 if executor.failure is not None:
@@ -83,7 +95,7 @@ def on_own_ranks(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def main(folder: str) -> int:
+def main(folder: str, started_by: str = "") -> int:
     if "RANK" in os.environ:
         return rank_main(folder)
     if "MEGARL_STORE" in os.environ:
@@ -96,7 +108,11 @@ def main(folder: str) -> int:
             contract.INTERFACES,
         )
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    on_own_ranks(Path(folder))
+    if started_by == "ray":  # one for all jobs, which leave a Ray that they have found
+        import ray
+
+        ray.init(address="local", num_cpus=WORLD_SIZE, include_dashboard=False, logging_level="error")
+    on_own_ranks(Path(folder), ray_ranks if started_by == "ray" else local_ranks)
     return 0
 
 

@@ -67,10 +67,10 @@ class Role:
 
 
 def ranks_of(scenario: str, folder: str):
-    from megarl.runtime.local_ranks import LocalRanks, local_ranks
+    from megarl.runtime.local_ranks import LocalRanks, started
 
     processes = LocalRanks([scenario, folder], 2, "local_job", lambda rank: f"{rank}: actor")
-    return local_ranks(processes, {"actor": [0, 1]}, 60.0)
+    return started(processes, {"actor": [0, 1]}, 60.0)
 
 
 def everything(folder: str) -> None:

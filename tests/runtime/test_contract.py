@@ -43,10 +43,10 @@ def run_in_process(make) -> dict[str, str | None]:
     return found
 
 
-def run_job(folder, command: list[str], code: int) -> dict[str, str | None]:
+def run_job(folder, command: list[str], code: int, *arguments: str) -> dict[str, str | None]:
     job = Job(folder)
     try:
-        process = job.start([*command, "contract_job", str(folder)])
+        process = job.start([*command, "contract_job", str(folder), *arguments])
         assert process.wait(200) == code, job.stderr()
         job.wait_until_gone(END_WITHIN_S)
         return job.seen("found.json")
@@ -58,12 +58,14 @@ RUN = {
     "inline": lambda folder: run_in_process(inline),
     "threads": lambda folder: run_in_process(threads),
     "own_processes": lambda folder: run_job(folder, [sys.executable, "-P", "-m"], 0),
+    "ray": lambda folder: run_job(folder, [sys.executable, "-P", "-m"], 0, "ray"),
     "torchrun": lambda folder: run_job(folder, [*TORCHRUN, "-m"], 1),
 }
 ENDS = {
     "inline": ["shutdown", *IN_PROCESS],
     "threads": ["shutdown", *IN_PROCESS],
     "own_processes": ["shutdown", "raises", "idle", "result_type", "deadline", "death", "killed"],
+    "ray": ["shutdown", "raises", "idle", "result_type", "deadline", "death", "killed"],
     "torchrun": ["raises"],
 }
 
@@ -93,8 +95,9 @@ def test_the_contract(found_by, setup, check):
 
 
 @pytest.mark.timeout(300)
-def test_no_process_is_left_after_any_end(found_by):
-    found = found_by("own_processes")
+@pytest.mark.parametrize("setup", ["own_processes", "ray"])
+def test_no_process_is_left_after_any_end(found_by, setup):
+    found = found_by(setup)
     ends = {name: error for name, error in found.items() if name.startswith(("processes left", "end of"))}
     assert len(ends) >= 6 and not any(ends.values()), ends
 

@@ -143,7 +143,7 @@ ELSEWHERE = {
     },
     "tools/check_kernels.py": "tests/kernels/test_check_kernels.py",
     "tools/kernel_table.py": "tests/kernels/test_kernel_table.py",
-    f"{BENCH}/async_plants/sitecustomize.py": "tests/tools/test_scripts.py",
+    f"{BENCH}/async_plants/sitecustomize.py": "tests/tools/test_async_plants.py",
     "tools/plot_quickstart.py": "tests/tools/test_plot_quickstart.py",
 }
 """Script -> the test that runs it."""
@@ -155,6 +155,7 @@ IMPORTED = {
     f"{BENCH}/reshard_roles.py": f"{BENCH}/bench_reshard.py",
     f"{BENCH}/turns.py": f"{BENCH}/bench_kernels.py",
     "tools/kernel_ir.py": "tools/check_kernels.py",
+    "tools/planting/after_import.py": f"{BENCH}/async_plants/sitecustomize.py",
     "tools/data/prepare.py": "tools/data/gsm8k.py",
     "examples/sums/files.py": "tools/make_sums.py",
     "examples/sums/model.py": "examples/sums/files.py",

@@ -201,6 +201,29 @@ def test_the_groups_of_a_lost_engine_keep_their_finished_samples():
     assert [group.engine for group in buffer.take(step=1)] == [0, 1]
 
 
+def test_new_prompts_go_to_the_engines_with_fewer_unfinished_samples():
+    buffer = SampleBuffer(num_prompts=4, staleness=1)
+    buffer.admit({visit: visit for visit in range(4)}, num_samples=4, version=0)
+    assert buffer.engines(2) == [0, 0, 1, 1]
+    buffer.issue([0, 0, 1, 1])
+    # Engine 0 has nothing left, engine 1 eight samples: two groups are as much, and the rest is shared.
+    buffer.add([*samples_of(0, 4), *samples_of(1, 4)])
+    buffer.admit({visit: visit for visit in range(4, 8)}, num_samples=4, version=0)
+    assert buffer.engines(2) == [0, 0, 0, 1]
+
+
+def test_groups_of_a_checkpoint_keep_their_engines_and_count_as_load():
+    saved = SampleBuffer(num_prompts=4, staleness=1)
+    saved.admit({visit: visit for visit in range(8)}, num_samples=2, version=0)
+    saved.issue([0, 0, 0, 0, 1, 2, 2, 2])
+    buffer = SampleBuffer(num_prompts=4, staleness=1)
+    buffer.restore(saved.snapshot())
+    assert buffer.engines(3) == [0, 0, 0, 0, 1, 2, 2, 2]
+    # Engine 2 is gone. Its three groups go to engine 1, which has one group where engine 0 has four.
+    assert buffer.engines(2) == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert buffer.engines(1) == [0] * 8
+
+
 def test_a_replayed_step_takes_what_the_first_run_took():
     buffer = SampleBuffer(num_prompts=1, staleness=1)
     buffer.replayed = {1: [1], 2: [5]}

@@ -18,7 +18,7 @@ from tests.trainer.test_actor_state import config
 
 
 def test_metrics_of_ages_by_hand():
-    """Step 6 trains version 5: ages 0 (12 tokens), 1 (2), 2 (6) of 20 tokens."""
+    """Step 6 trains the weights of version 5: 12 of the 20 tokens have age 0, 2 have age 1, 6 have age 2."""
     samples = [
         Sample(0, 9, 4, version=3),
         Sample(1, 9, 8, version=3, version_runs=((3, 2), (4, 2), (5, 4))),

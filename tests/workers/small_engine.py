@@ -1,4 +1,5 @@
-"""An engine without a model, whose tokens follow from the key and the tokens before them.
+"""An engine without a model, whose tokens follow from the key and the tokens before them, and a request
+stream around it.
 
 A response is therefore the same in any company, at any time and after any interruption, as in a real engine
 whose weights do not change."""
@@ -15,6 +16,8 @@ from megarl.algorithms import REGISTRY
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, SamplingConfig, TrainConfig
 from megarl.rollout.engine import Engine
 from megarl.rollout.interface import InferenceEngine, Output, Request, Running
+from megarl.workers.request_stream import Answer, RequestStream
+from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 
 MAX_RESPONSE = 12
 STOP_TOKEN = 1
@@ -51,8 +54,15 @@ class SmallEngine(InferenceEngine):
 
     device, dtype, tensors, atlases = "cpu", torch.float32, {}, {}
 
-    def __init__(self, max_running: int = 3, has_experts: bool = False) -> None:
+    def __init__(
+        self,
+        max_running: int = 3,
+        has_experts: bool = False,
+        next_token: Callable[[int, Sequence[int]], int] = next_token,
+        cannot_continue: str | None = None,
+    ) -> None:
         self.max_running, self.has_experts, self.version = max_running, has_experts, 0
+        self.next_token, self.cannot_continue = next_token, cannot_continue
         self.requests: list[_Running] = []
         self.num_resets, self._num_steps = 0, 0
         self._finished: list[Output] = []
@@ -72,7 +82,7 @@ class SmallEngine(InferenceEngine):
             return
         self._num_steps += 1
         for one in self.requests[: self.max_running]:
-            one.tokens.append(next_token(one.request.key, [*one.request.prompt, *one.tokens]))
+            one.tokens.append(self.next_token(one.request.key, [*one.request.prompt, *one.tokens]))
             one.versions.append(self.version)
         self._finished += [self._output(one) for one in self.requests if self._reason(one) is not None]
         self.requests = [one for one in self.requests if self._reason(one) is None]
@@ -143,19 +153,54 @@ class SmallEngine(InferenceEngine):
         self.requests.clear()
 
 
-def config(folder: Path, **sampling: object) -> TrainConfig:
+def config(folder: Path, max_response_length: int = MAX_RESPONSE, **sampling: object) -> TrainConfig:
     return TrainConfig(
         algorithm=REGISTRY["grpo"](),
         model=ModelConfig(model=str(folder)),
         batch=BatchConfig(train_iters=1, num_prompts=2, num_samples_per_prompt=2, global_batch_size=4),
         data=DataConfig(train_data=("rows",)),
         run=RunConfig(save="unused"),
-        sampling=SamplingConfig(max_prompt_length=8, max_response_length=MAX_RESPONSE, **sampling),
+        sampling=SamplingConfig(max_prompt_length=8, max_response_length=max_response_length, **sampling),
     )
 
 
-def start(job: TrainConfig, **options: object) -> Engine:
-    """Return megarl's engine around a new SmallEngine, without weight syncs."""
-    engine = Engine(job, None, "")
-    engine.inference = SmallEngine(**options)
-    return engine
+class Stream:
+    """A request stream around a new SmallEngine, without weight syncs, and what it has reported.
+
+    Args:
+        options: those of SmallEngine."""
+
+    def __init__(self, job: TrainConfig, **options: object) -> None:
+        self.engine = Engine(job, None, "")
+        self.engine.inference = SmallEngine(**options)
+        self.table: SampleTable[RolloutBlock] = SampleTable("train")
+        self.reports: list[list[RolloutSample]] = []
+        """One list of samples per report."""
+        self.stream = RequestStream(self.engine, self.table, _sample, self.reports.append)
+
+    @property
+    def inference(self) -> SmallEngine:
+        return self.engine.inference
+
+    @property
+    def samples(self) -> list[RolloutSample]:
+        return [sample for report in self.reports for sample in report]
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.stream.has_unfinished():
+                self.stream.step()
+
+
+def _sample(answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
+    return RolloutSample(
+        answer.sample_id,
+        answer.row,
+        answer.group,
+        answer.versions,
+        answer.prompt,
+        answer.response,
+        answer.log_probs,
+        finish_reason == "length",
+        experts,
+    )

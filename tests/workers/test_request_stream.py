@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.rollout.engine import Engine
 from megarl.rollout.requests import Request
 from megarl.runtime.abort import Aborted
-from megarl.workers.request_stream import Answer, RequestStream
-from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
+from megarl.workers.request_stream import Answer
+from megarl.workers.store import RolloutSample
 from tests.workers import small_engine
-from tests.workers.small_engine import STOP_TOKEN, experts_of, whole_response
+from tests.workers.small_engine import MAX_RESPONSE, STOP_TOKEN, experts_of, whole_response
 
 GROUP_SIZE = 3
 SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 7}
@@ -46,47 +45,22 @@ LONG = [
 """Visits whose responses all have five tokens or more."""
 
 
-class Stream:
-    """A stream with what it has reported, one list of samples per report."""
+class Stream(small_engine.Stream):
+    """A stream whose groups have GROUP_SIZE samples."""
 
-    def __init__(self, folder: Path, stop: Sequence[str] = (), **options: object) -> None:
-        job = small_engine.config(folder, **({"stop": tuple(stop)} if stop else {}))
-        self.engine: Engine = small_engine.start(job, **options)
-        self.table: SampleTable[RolloutBlock] = SampleTable("train")
-        self.reports: list[list[RolloutSample]] = []
-        self.stream = RequestStream(self.engine, self.table, self._sample, self.reports.append)
-
-    @staticmethod
-    def _sample(answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
-        return RolloutSample(
-            answer.sample_id,
-            answer.row,
-            answer.group,
-            answer.versions,
-            answer.prompt,
-            answer.response,
-            answer.log_probs,
-            finish_reason == "length",
-            experts,
-        )
-
-    @property
-    def inference(self) -> small_engine.SmallEngine:
-        return self.engine.inference
+    def __init__(
+        self,
+        folder: Path,
+        stop: Sequence[str] = (),
+        max_response_length: int = MAX_RESPONSE,
+        **options: object,
+    ) -> None:
+        super().__init__(small_engine.config(folder, max_response_length, stop=tuple(stop)), **options)
 
     @property
     def groups(self) -> list[int]:
         """Reported groups, in their order."""
         return [of_group[0].group for report in self.reports for of_group in by_group(report)]
-
-    @property
-    def samples(self) -> list[RolloutSample]:
-        return [sample for report in self.reports for sample in report]
-
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            if self.stream.has_unfinished():
-                self.stream.step()
 
 
 def by_group(report: list[RolloutSample]) -> list[list[RolloutSample]]:
@@ -225,11 +199,9 @@ def test_a_sample_that_no_file_has_begins_anew(tmp_path):
 
 @pytest.mark.parametrize("reason", ["stop strings", "the engine", None])
 def test_a_response_that_cannot_continue_begins_anew_in_both_jobs(tmp_path, reason):
-    jobs = [Stream(tmp_path, stop=["end"] if reason == "stop strings" else []) for _ in range(2)]
-    if reason == "the engine":
-        for job in jobs:
-            job.inference.cannot_continue = "this engine draws by its own seeds"
-    before, after = jobs
+    stop = ["end"] if reason == "stop strings" else []
+    cannot_continue = "this engine draws by its own seeds" if reason == "the engine" else None
+    jobs = before, after = [Stream(tmp_path, stop, cannot_continue=cannot_continue) for _ in range(2)]
     before.stream.add(answers(LONG[0]), **SAMPLING)
     before.step(3)
     files = save_all([before], tmp_path, LONG[:1])
@@ -242,6 +214,36 @@ def test_a_response_that_cannot_continue_begins_anew_in_both_jobs(tmp_path, reas
         for sample in job.samples:
             kept = 0 if reason else 3
             assert sample.versions == [0] * kept + [4] * (len(sample.response) - kept)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4])
+@pytest.mark.parametrize("steps", [2, 3, 9, 40])
+@pytest.mark.parametrize("cannot_continue", [None, "this engine draws by its own seeds"])
+def test_a_smaller_limit_cuts_the_responses_of_a_checkpoint(tmp_path, limit, steps, cannot_continue):
+    """They are the responses that an engine with this limit samples."""
+    options = {"has_experts": True, "cannot_continue": cannot_continue}
+    before, after = Stream(tmp_path, **options), Stream(tmp_path, max_response_length=limit, **options)
+    before.stream.add(answers(*LONG[:2]), **SAMPLING)
+    before.step(steps)
+    after.stream.load(answers(*LONG[:2]), save_all([before], tmp_path, LONG[:2]), **SAMPLING)
+    assert all(one.request.max_tokens <= limit for one in after.inference.requests)
+    after.stream.drain()
+    expected = {one.sample_id: whole_response(one.key, one.prompt) for one in answers(*LONG[:2])}
+    assert {sample.sample_id: sample.response for sample in after.samples} == {
+        sample_id: response[:limit] for sample_id, response in expected.items()
+    }
+    for sample in after.samples:
+        assert sample.truncated and len(sample.versions) == len(sample.log_probs) == limit
+        assert torch.equal(sample.experts, experts_of([*sample.prompt, *sample.response]))
+
+
+def test_a_larger_limit_lets_unfinished_responses_of_a_checkpoint_go_on(tmp_path):
+    before, after = Stream(tmp_path, max_response_length=3), Stream(tmp_path)
+    before.stream.add(answers(*LONG[:2]), **SAMPLING)
+    before.step(2)  # three of the six responses have two tokens, the others none
+    after.stream.load(answers(*LONG[:2]), save_all([before], tmp_path, LONG[:2]), **SAMPLING)
+    after.stream.drain()
+    check_samples(after.samples, *LONG[:2])
 
 
 def test_a_checkpoint_computes_the_cache_of_unfinished_requests_anew_and_lets_the_engine_go_on(tmp_path):

@@ -7,14 +7,15 @@ itself), sleep, or wait until the file `struck` is there, while the test does so
 
 SILENT_FAULT is the name of a fault of silent.py that raises nothing by itself."""
 
-import importlib.abc
-import importlib.util
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools" / "planting"))
+from after_import import after_import
 
 
 def this_process() -> str:
@@ -28,43 +29,7 @@ def this_process() -> str:
     return f"rank {os.environ['RANK']}" if "RANK" in os.environ else "driver"
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `plant(module)` when the module has been imported."""
-
-    module: str
-
-    def plant(self, owner) -> None:
-        raise NotImplementedError
-
-    def wait_for_import(self) -> None:
-        if self.module in sys.modules:  # in a child of tests/fork_server.py
-            self.plant(sys.modules[self.module])
-        else:
-            sys.meta_path.insert(0, self)
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_plant(module):
-            execute(module)
-            self.plant(module)
-
-        spec.loader.exec_module = execute_and_plant
-        return spec
-
-
-class Silent(AfterImport):
-    """A fault of silent.py."""
-
-    def __init__(self, module: str, plant):
-        self.module, self.plant = module, plant
-
-
-class Fault(AfterImport):
+class Fault:
     """Wraps the target, and does what FAULT says at one of its calls."""
 
     def __init__(self, action: str, target: str, call: int, hit: str, struck: str, **_):
@@ -104,9 +69,10 @@ class Fault(AfterImport):
 if "FAULT" in os.environ:
     wanted = json.loads(os.environ["FAULT"])
     if wanted.pop("process") == this_process():
-        Fault(**wanted).wait_for_import()
+        fault = Fault(**wanted)
+        after_import(fault.module, fault.plant)
 if "SILENT_FAULT" in os.environ:
     from silent import PLANTS
 
     if (fault := PLANTS.get(os.environ["SILENT_FAULT"])) and this_process().startswith(fault.process):
-        Silent(fault.module, fault.plant).wait_for_import()
+        after_import(fault.module, fault.plant)

@@ -7,34 +7,13 @@ Every process imports this at its start, because bench_async.py puts this folder
     LONG_ANSWERS=0.1      one answer in ten ignores the tokens that end an answer, chosen by the sample"""
 
 import functools
-import importlib.abc
-import importlib.util
 import os
 import sys
 import time
 from pathlib import Path
 
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `plant(module)` when the module has been imported."""
-
-    def __init__(self, module, plant):
-        self.module, self.plant = module, plant
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name, path=None, target=None):
-        if name != self.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_plant(module):
-            execute(module)
-            self.plant(module)
-
-        spec.loader.exec_module = execute_and_plant
-        return spec
+sys.path.append(str(Path(__file__).resolve().parents[2] / "planting"))
+from after_import import after_import
 
 
 def note_times(owner, method):
@@ -68,7 +47,7 @@ def lengthen_answers(module):
 
 
 if "BUSY" in os.environ:
-    AfterImport("megarl.runtime.hosting", lambda module: note_times(module.HostedRoles, "run"))
-    AfterImport("megarl.workers.engine_steps", lambda module: note_times(module.EngineSteps, "step"))
+    after_import("megarl.runtime.hosting", lambda module: note_times(module.HostedRoles, "run"))
+    after_import("megarl.workers.engine_steps", lambda module: note_times(module.EngineSteps, "step"))
 if "LONG_ANSWERS" in os.environ:
-    AfterImport("vllm.sampling_params", lengthen_answers)
+    after_import("vllm.sampling_params", lengthen_answers)

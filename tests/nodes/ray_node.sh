@@ -1,0 +1,18 @@
+# One node of a Ray cluster: `ray_node.sh PYTHON COMMAND...` starts Ray on this node, and on node 0, which is the
+# head, also the command, whose exit code is written to $NODE_FOLDER/code.
+python=$1
+shift
+ray="$python -m ray.scripts.scripts"
+export RAY_ADDRESS=$HEAD:6379
+own=${HEAD%.*}.$((NODE + 1))
+if [ "$NODE" = 0 ]; then
+    $ray start --head --node-ip-address "$own" --port 6379 --num-cpus 1 --temp-dir /tmp/ray \
+        --include-dashboard false
+    until [ "$($python -c "import ray; ray.init(logging_level='error'); print(len(ray.nodes()))")" = "$NODES" ]; do
+        sleep 1
+    done
+    "$@"
+    echo $? > "$NODE_FOLDER/code"
+else
+    env -u RAY_ADDRESS $ray start --address "$RAY_ADDRESS" --node-ip-address "$own" --num-cpus 1 --block
+fi

@@ -1,0 +1,90 @@
+"""Jobs on two nodes of a Ray cluster train what one machine trains, and a node that dies is named.
+
+    pytest tests/nodes -m nightly
+
+The nodes are namespaces of this machine."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import COMMON, Job, replace_flags, train
+from tests.e2e.test_resume import check_equal
+from tests.nodes.namespaces import Nodes, address, why_not
+
+HERE = Path(__file__).parent
+REASON = why_not()
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+RAY = ("--executor", "ray", "--nnodes", "2", "--nproc-per-node", "1")
+
+
+@pytest.fixture
+def shared():
+    """A folder that all nodes see; each has a /tmp of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="megarl-nodes-", dir="/var/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def start(nodes: Nodes, data: Path, *flags: str) -> Path:
+    """Start a cluster and a job on it. Returns the run folder."""
+    shutil.copytree(data, nodes.folder / "data")
+    run, own_data = nodes.folder / "run", nodes.folder / "data"
+    files = ("--model", str(own_data / "model"), "--train-data", str(own_data / "train.jsonl"))
+    arguments = replace_flags([*COMMON, *files, "--save", str(run)], [*RAY, *flags])
+    env = {
+        "NODES": "2",
+        "HEAD": address(0),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(24),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    command = ["bash", str(HERE / "ray_node.sh"), sys.executable]
+    nodes.start(0, [*command, sys.executable, "-m", "megarl.cli", "train", *arguments], **env)
+    nodes.start(1, command, **env)
+    return run
+
+
+def exit_code(nodes: Nodes, seconds: float) -> int:
+    code, deadline = nodes.folder / "node0" / "code", time.monotonic() + seconds
+    while not (code.exists() and code.read_text().strip()):
+        assert time.monotonic() < deadline, nodes.log(0)
+        time.sleep(0.1)
+    return int(code.read_text())
+
+
+def test_two_nodes_train_as_one_machine_does(sums_data, tmp_path, shared):
+    with Nodes(2, shared) as nodes:
+        run = start(nodes, sums_data)
+        assert exit_code(nodes, 300) == 0, nodes.log(0)
+        here = train(sums_data, tmp_path / "run")
+        there = Job(0, nodes.log(0), run)
+        assert here.returncode == 0 and there.steps
+        check_equal(here, there, after=0)
+
+
+def test_a_node_that_dies_is_named_with_its_ranks(sums_data, shared):
+    with Nodes(2, shared) as nodes:
+        run = start(nodes, sums_data, "--train-iters", "1000")
+        deadline = time.monotonic() + 200
+        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < 3:
+            assert time.monotonic() < deadline, nodes.log(0)
+            time.sleep(0.2)
+        nodes.kill(1)
+        killed = time.monotonic()
+        assert exit_code(nodes, 60) == 1, nodes.log(0)
+        seconds = time.monotonic() - killed
+        found = re.search(r"\[driver\] node node1 was lost, with rank [01]: actor", nodes.log(0))
+        assert found, (seconds, nodes.log(0))
