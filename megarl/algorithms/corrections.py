@@ -1,5 +1,5 @@
-"""Compute off-policy corrections: weights of the policy loss that account for the difference between the policy
-that is trained and the engine, or older weights, that sampled.
+"""Compute off-policy corrections: weights of the policy loss that account for the difference between the
+policy that is trained and the engine, or older weights, that sampled.
 
 With w = exp(log pi_old - log mu) of each response token, where mu is the engine's probability:
 
@@ -88,8 +88,8 @@ MIS_BOUNDS = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1
 def correction_weights(
     flags: CorrectionFlags, inputs: AdvantageInputs
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the column correction_weights, if a correction needs it, and this rank's part of the metrics. One
-    sum over ranks.
+    """Return the column correction_weights, if a correction needs it, and this rank's part of the metrics.
+    One sum over ranks.
 
     Metrics, over the tokens of samples with a reward: correction/weight, the mean weight;
     correction/effective_sample_size, (sum of weights)^2 / (tokens x sum of squares);

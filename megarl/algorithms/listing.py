@@ -1,5 +1,5 @@
-"""Make the tables of algorithms, policy losses, corrections and settings of papers, for `megarl algorithms` and
-docs/algorithms.md."""
+"""Make the tables of algorithms, policy losses, corrections and settings of papers, for `megarl algorithms`
+and docs/algorithms.md."""
 
 from __future__ import annotations
 

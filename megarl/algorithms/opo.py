@@ -1,5 +1,6 @@
-"""On-policy optimization with the optimal reward baseline (arXiv:2505.23585): the baseline is the group's mean
-reward weighted by response length, which has the smallest variance if a gradient's size grows with the length.
+"""On-policy optimization with the optimal reward baseline (arXiv:2505.23585): the baseline is the group's
+mean reward weighted by response length, which has the smallest variance if a gradient's size grows with the
+length.
 
 As in the paper: `--policy-loss reinforce` and one update per step, without staleness: it is meant for exact
 on-policy training.

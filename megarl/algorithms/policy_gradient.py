@@ -26,9 +26,9 @@ class PolicyGradient(Algorithm):
     policy_loss: Literal[
         "ppo", "cispo", "reinforce", "sapo", "dppo-tv", "dppo-kl", "gspo", "gspo-token", "gmpo"
     ] = "ppo"
-    """How the ratio of a token's probabilities, now and before the step, enters its loss. ppo: a clipped token
-    has no gradient. cispo: the clip only bounds the ratio that weighs a token's gradient. reinforce: no ratio.
-    `megarl algorithms` lists all with their papers."""
+    """How the ratio of a token's probabilities, now and before the step, enters its loss. ppo: a clipped
+    token has no gradient. cispo: the clip only bounds the ratio that weighs a token's gradient. reinforce: no
+    ratio. `megarl algorithms` lists all with their papers."""
     clip_eps_low: Fraction | None = None
     """The policy ratio is clipped at 1 - this (gmpo: its log at -this). Default: ppo, cispo 0.2, gspo,
     gspo-token 3e-4, gmpo 0.4."""
@@ -91,11 +91,11 @@ class PolicyGradient(Algorithm):
     Default: none."""
 
     early_stop_kl: Positive | None = None
-    """With --num-epochs above 1: the actor makes no further epoch in a step once the mean policy/kl of an epoch
-    is above this, e.g. 0.02 nats per token. Default: none."""
+    """With --num-epochs above 1: the actor makes no further epoch in a step once the mean policy/kl of an
+    epoch is above this, e.g. 0.02 nats per token. Default: none."""
     overlong_buffer: Count | None = None
-    """Overlong shaping of DAPO: the reward falls over the last so many tokens before --max-response-length, by
-    up to --overlong-penalty. Metrics of rewards do not count it. Default: none."""
+    """Overlong shaping of DAPO: the reward falls over the last so many tokens before --max-response-length,
+    by up to --overlong-penalty. Metrics of rewards do not count it. Default: none."""
     overlong_penalty: Positive = 1.0
     """For --overlong-buffer: what a response of --max-response-length tokens loses."""
     overlong_filter: bool = False
@@ -296,9 +296,9 @@ class PolicyGradient(Algorithm):
         token weights; corrections (TIS and others) multiply the policy loss only.
 
         Metrics: policy/loss; per-token means policy/clip_fraction (the clip or mask took the gradient away;
-        cispo: bounded it), policy/kl (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy (without
-        `needs_entropy` -rollout_log_probs, the sampled estimate for the engine), if used policy/ref_kl and
-        policy/tis_weight; policy/ratio_deviation_max, of |ratio - 1|.
+        cispo: bounded it), policy/kl (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy
+        (without `needs_entropy` -rollout_log_probs, the sampled estimate for the engine), if used
+        policy/ref_kl and policy/tis_weight; policy/ratio_deviation_max, of |ratio - 1|.
         """
         from megarl.kernels.aggregate import token_weights
         from megarl.kernels.policy_loss import PolicyLossColumns, policy_loss

@@ -1,5 +1,5 @@
-"""Define the ratio transforms (--policy-loss): how a token's loss depends on the ratio of its probabilities now
-and before the step. Off-policy corrections are chosen apart from them, see corrections.py.
+"""Define the ratio transforms (--policy-loss): how a token's loss depends on the ratio of its probabilities
+now and before the step. Off-policy corrections are chosen apart from them, see corrections.py.
 
 With d = log pi - log pi_old, limited to +-20, the ratio exp(d), and the advantage A, times a correction if
 there is one:
@@ -14,9 +14,9 @@ there is one:
     gspo-token  the same, of stop_gradient(s) pi / stop_gradient(pi)
     gmpo        -A exp(mean of clip(d, -low, high)), the clip only where it lowers A times the ratio
 
-All have the gradient -A of log pi where pi = pi_old = mu. ppo and cispo are one kernel with everything that is
-added to them (policy_loss.py); of the others autograd has the gradient. A function gets tensors [N] and needs
-no import of torch.
+All have the gradient -A of log pi where pi = pi_old = mu. ppo and cispo are one kernel with everything that
+is added to them (policy_loss.py); of the others autograd has the gradient. A function gets tensors [N] and
+needs no import of torch.
 """
 
 from __future__ import annotations

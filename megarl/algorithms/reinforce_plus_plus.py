@@ -1,9 +1,9 @@
-"""REINFORCE++ (arXiv:2501.03262): the return of each token, whitened over all tokens of the step on all ranks;
-no critic and no groups. Its baseline form takes the mean of the prompt's group off the reward first.
+"""REINFORCE++ (arXiv:2501.03262): the return of each token, whitened over all tokens of the step on all
+ranks; no critic and no groups. Its baseline form takes the mean of the prompt's group off the reward first.
 
-With the KL in the reward, the return of token t is the reward minus kl_coef times the KLs of the tokens from t
-on. As in the paper: `--kl-mode reward --kl-estimator k1`; the baseline form has `--kl-mode loss --kl-estimator
-k2`.
+With the KL in the reward, the return of token t is the reward minus kl_coef times the KLs of the tokens from
+t on. As in the paper: `--kl-mode reward --kl-estimator k1`; the baseline form has `--kl-mode loss
+--kl-estimator k2`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 other responses.
 
 As in the paper: `--policy-loss reinforce --kl-mode reward --kl-estimator k1 --kl-coef 0.03 --loss-aggregation
-seq-mean-token-sum`, one update per step. Not as in the paper by default: PPO's clipped ratio, token-mean and no
-KL.
+seq-mean-token-sum`, one update per step. Not as in the paper by default: PPO's clipped ratio, token-mean and
+no KL.
 """
 
 from __future__ import annotations

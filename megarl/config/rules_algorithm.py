@@ -55,45 +55,53 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         is_error=True,
         applies=lambda c: _is_stale(c) and _without_ratio(c, has_correction=False),
-        text="--policy-loss ({policy_loss}): has no ratio, so with --staleness {staleness} nothing in the loss "
+        text="--policy-loss ({policy_loss}): has no ratio, so with --staleness {staleness} nothing in the "
+        "loss "
         "corrects for the older weights that sampled. Try --tis-clip 2, or --policy-loss cispo.",
     ),
     Condition(
         is_error=True,
         applies=lambda c: _has_several_updates(c) and _without_ratio(c, has_correction=False),
-        text="--policy-loss ({policy_loss}): has no ratio, so the last of {updates} updates per step would be "
-        "made as if the policy had not moved since the first. Try --policy-loss cispo, or one update per step: "
+        text="--policy-loss ({policy_loss}): has no ratio, so the last of {updates} updates per step would "
+        "be "
+        "made as if the policy had not moved since the first. Try --policy-loss cispo, or one update per "
+        "step: "
         "--global-batch-size {samples} and --num-epochs 1.",
     ),
     Condition(
         is_error=True,
         applies=lambda c: (_overlong_buffer(c) or 0) >= c.sampling.max_response_length,
-        text="--overlong-buffer ({overlong_buffer}): must be below --max-response-length ({longest}), or every "
+        text="--overlong-buffer ({overlong_buffer}): must be below --max-response-length ({longest}), or "
+        "every "
         "response is penalised. Try {tenth}.",
     ),
     Condition(
         is_error=True,
         applies=lambda c: c.algorithm.early_stop_kl is not None and c.batch.num_epochs == 1,
-        text="--early-stop-kl ({early_stop_kl:g}): a step has one epoch, so there is none to leave out. Leave it "
+        text="--early-stop-kl ({early_stop_kl:g}): a step has one epoch, so there is none to leave out. "
+        "Leave it "
         "out, or try --num-epochs 4.",
     ),
     Condition(
         is_error=False,
         applies=lambda c: _has_several_updates(c) and _without_ratio(c, has_correction=True),
-        text="--policy-loss ({policy_loss}): has no ratio. The correction accounts for the policy that sampled, "
+        text="--policy-loss ({policy_loss}): has no ratio. The correction accounts for the policy that "
+        "sampled, "
         "and not for the {updates} updates of the step.",
     ),
     Condition(
         is_error=False,
         applies=lambda c: c.algorithm.is_on_policy and (_is_stale(c) or _has_several_updates(c)),
-        text="--algorithm ({algorithm}): its baseline is derived for exact on-policy training, and this job has "
+        text="--algorithm ({algorithm}): its baseline is derived for exact on-policy training, and this job "
+        "has "
         "--staleness {staleness} and {updates} updates per step. It is no longer the one of least variance.",
     ),
     Condition(
         is_error=False,
         applies=lambda c: _is_stale(c) and getattr(c.algorithm, "kl_mode", "none") == "reward",
         text="--kl-mode (reward): every estimate of the KL (k1 too) is unbiased for tokens that the current "
-        "weights sampled. With --staleness {staleness} it is biased. --kl-mode loss is judged by the same tokens, "
+        "weights sampled. With --staleness {staleness} it is biased. --kl-mode loss is judged by the same "
+        "tokens, "
         "but its gradient is that of the current weights.",
     ),
     Condition(

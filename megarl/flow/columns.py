@@ -85,7 +85,7 @@ COLUMNS: dict[str, Column] = {
         Column(name="advantages", holds="Advantage; NaN where the sample's reward failed."),
         Column(
             name="correction_weights",
-            holds="Factor of the policy loss that corrects for the policy that sampled; only with a correction.",
+            holds="Weight of the token in the policy loss that corrects for the policy that sampled.",
         ),
         Column(
             name="returns",

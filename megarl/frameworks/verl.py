@@ -336,7 +336,7 @@ TABLE = (
     ),
     Row(
         f"{ACTOR}.policy_loss.*",
-        instead="`megarl algorithms` lists --policy-loss and its flags; docs/algorithms.md says how to add one",
+        instead="`megarl algorithms` lists the losses; docs/algorithms.md says how to add one",
     ),
     Row(f"{ACTOR}.shuffle critic.shuffle", instead="mini-batches are drawn by --seed"),
     Row(

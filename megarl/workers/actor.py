@@ -311,8 +311,8 @@ class ActorRole(PolicyRole):
         return metrics | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
 
     def _has_moved_enough(self, metrics: dict[str, float]) -> bool:
-        """Return whether the mean policy/kl of an epoch is above --early-stop-kl, given this rank's part of its
-        metrics. Collective over the mesh."""
+        """Return whether the mean policy/kl of an epoch is above --early-stop-kl, given this rank's part of
+        its metrics. Collective over the mesh."""
         kl = torch.tensor(metrics.get("policy/kl", 0.0), dtype=torch.float64, device=self.model.device)
         dist.all_reduce(kl, group=self.model.groups.intra_dist_opt)
         return kl.item() > self.algorithm.early_stop_kl

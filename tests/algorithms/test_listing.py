@@ -1,4 +1,5 @@
-"""`megarl algorithms`, the tables in the documentation and the requirements come from what the algorithms declare.
+"""`megarl algorithms`, the tables in the documentation and the requirements come from what the algorithms
+declare.
 
 pytest tests/algorithms/test_listing.py"""
 

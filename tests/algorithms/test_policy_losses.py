@@ -1,5 +1,5 @@
-"""Ratio transforms and off-policy corrections against the formulas of their papers, written as loops over float64
-scalars with autograd: loss, gradient and metrics, in every combination.
+"""Ratio transforms and off-policy corrections against the formulas of their papers, written as loops over
+float64 scalars with autograd: loss, gradient and metrics, in every combination.
 
     pytest tests/algorithms/test_policy_losses.py
 
