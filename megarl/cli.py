@@ -32,6 +32,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   convert    Convert models and checkpoints: `megarl convert --help`.
   check      Report all errors of a job, and what memory and disk it needs, without touching a device.
              With --gpu-memory GB as on GPUs of that size, wherever it is run.
+  algorithms  List the algorithms, policy losses and corrections with their papers and flags.
   graph      Print the flow of a step of a configuration, or draw it:
              `megarl graph @file.args --svg step.svg`.
   translate  Print the args file of a verl, TRL or slime configuration: `megarl translate run_grpo.sh`.
@@ -266,6 +267,17 @@ def tiny_model(argv: list[str]) -> int:
     return write_model(argv)
 
 
+def algorithms(argv: list[str]) -> int:
+    """Print the tables of algorithms, policy losses, corrections and settings of papers."""
+    from megarl.algorithms.listing import as_markdown, as_text
+
+    parser = argparse.ArgumentParser("megarl algorithms", description=algorithms.__doc__, allow_abbrev=False)
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/algorithms.md")
+    options = parser.parse_args(argv)
+    sys.stdout.write(as_markdown() if options.markdown else as_text())
+    return 0
+
+
 def _load_layout(
     argv: list[str], prog: str, world_size: int | None = None
 ) -> tuple[TrainConfig, dict[str, MeshSpec]]:
@@ -292,6 +304,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "convert": convert,
     "check": check,
+    "algorithms": algorithms,
     "graph": graph,
     "translate": translate,
     "doctor": doctor,

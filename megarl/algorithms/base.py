@@ -55,6 +55,10 @@ class AdvantageInputs:
     sum_over_ranks: Callable[[Tensor], Tensor]
     """All-reduce over the data-parallel ranks: a collective, so an algorithm calls it equally often on every
     rank, also where B is 0. May overwrite its argument."""
+    sample_lengths: Tensor | None = None
+    """[S] int64, response tokens of all samples of the step."""
+    rollout_log_probs: Tensor | None = None
+    """[N] fp32, of the engine that sampled."""
     old_log_probs: Tensor | None = None
     """[N] fp32. This and the next two are there if `advantage_reads` names them."""
     ref_log_probs: Tensor | None = None
@@ -99,6 +103,8 @@ class ReferenceInputs:
     and `advantage_writes` name."""
     kl_coef: float
     """Factor of the KL to the reference at this step."""
+    lengths: Mapping[int, int]
+    """Sample id -> its response tokens, of all samples of the step."""
     sums: Sequence[float] = ()
     """`reference_sums`, added up over the data-parallel ranks."""
 
@@ -149,6 +155,10 @@ class LossInputs:
     """[N] fp32, of `compute_advantages`."""
     ref_log_probs: Tensor | None = None
     """[N] fp32, of the reference policy; if `needs_reference`."""
+    correction_weights: Tensor | None = None
+    """[N] fp32, of `compute_corrections`."""
+    sequence_ids: Tensor | None = None
+    """[N] int64, equal for the tokens of one sequence of the micro-batch; they are next to each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,14 +177,28 @@ class ValueLossInputs:
     num_tokens: int
     num_sequences: int
     max_response_length: int
+    sequence_ids: Tensor | None = None
+    """[N] int64, as in `LossInputs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Algorithm(Section):
     """Base of all algorithms. A new one is a file with a subclass and a line in REGISTRY."""
 
+    paper: ClassVar[str] = ""
+    """Number of the paper on arXiv."""
+    advantage: ClassVar[str] = ""
+    """The advantage in one line, for `megarl algorithms`; r is the response's reward."""
+    is_on_policy: ClassVar[bool] = False
+    """The paper derives the advantage for exact on-policy training: one update per step, no staleness."""
+    has_ratio: ClassVar[bool] = True
+    """The loss sees that the policy has moved since the step began."""
+    has_correction: ClassVar[bool] = False
+    """The loss accounts for the difference to the policy that sampled."""
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
+    early_stop_kl: ClassVar[float | None] = None
+    """Mean of the metric policy/kl of an epoch above which the actor makes no further epoch in the step."""
     needs_critic: ClassVar[bool] = False
     """A critic gives `values` and learns from `value_loss`."""
     critic_warmup_iters: ClassVar[int] = 0
@@ -249,6 +273,23 @@ class Algorithm(Section):
         raise NotImplementedError(
             f"{type(self).__name__} has no advantages (needs_rollout is {self.needs_rollout})"
         )
+
+    def shaped_reward(self, reward: float, length: int, max_response_length: int) -> float:
+        """Return the reward of a response of `length` tokens that the advantages are computed from. Metrics
+        have the reward as it was given."""
+        return reward
+
+    def is_left_out(self, truncated: bool) -> bool:
+        """Return whether the policy's loss and its denominators leave a response out.
+
+        Args:
+            truncated: whether --max-response-length cut it."""
+        return False
+
+    def compute_corrections(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the column correction_weights, [N] fp32, if the loss reads it, and this rank's part of the
+        metrics. Collective over the data-parallel ranks."""
+        return {}, {}
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
         """Return the numbers that `reference_advantages` needs summed over all ranks, or None if it needs

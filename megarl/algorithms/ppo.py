@@ -30,7 +30,7 @@ from megarl.algorithms.base import (
     ValueLossInputs,
     advantage_metrics,
 )
-from megarl.algorithms.clipped_policy import ClippedPolicy
+from megarl.algorithms.policy_gradient import PolicyGradient, whitened_reference
 from megarl.config.errors import Fraction, Natural, Positive
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PPO(ClippedPolicy):
+class PPO(PolicyGradient):
     """proximal policy optimization with a critic"""
 
     needs_critic: ClassVar[bool] = True
+    paper: ClassVar[str] = "1707.06347"
+    advantage: ClassVar[str] = "GAE of a critic, whitened over the step"
 
     gamma: Fraction = 1.0
     """Discount of rewards per token."""
@@ -156,12 +158,7 @@ class PPO(ClippedPolicy):
             advantages[t], returns[t], magnitudes[t] = advantage, advantage + values[t], magnitude
         found = {"returns": ReferenceColumn(values=returns, magnitudes=magnitudes)}
         if self.whiten_advantages:
-            total, squares, count = inputs.sums
-            mean = total / count
-            scale = math.sqrt(max(squares - total * mean, 0.0) / max(count - 1, 1) + 1e-8)
-            advantages = [(a - mean) / scale for a in advantages]
-            # Mean and deviation are of rounded numbers too.
-            magnitudes = [(m + abs(mean)) / scale * (1 + abs(a)) for m, a in zip(magnitudes, advantages)]
+            return {"advantages": whitened_reference(advantages, magnitudes, inputs.sums)} | found
         return {"advantages": ReferenceColumn(values=advantages, magnitudes=magnitudes)} | found
 
     def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:

@@ -18,6 +18,8 @@ class SFT(Algorithm):
     """supervised fine-tuning"""
 
     needs_rollout: ClassVar[bool] = False
+    paper: ClassVar[str] = "2203.02155"
+    advantage: ClassVar[str] = "none: cross-entropy on the data set's responses"
 
     @property
     def loss_reads(self) -> tuple[str, ...]:

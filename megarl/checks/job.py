@@ -25,6 +25,7 @@ from megarl.config.flags import algorithm_name
 from megarl.config.installed import version_notes
 from megarl.config.mesh import role_meshes
 from megarl.config.roles import configs_of_actors
+from megarl.config.rules_algorithm import condition_notes
 from megarl.config.rules_files import checkpoint_notes
 from megarl.config.rules_streaming import correction_warnings
 from megarl.config.schema import TrainConfig
@@ -116,6 +117,7 @@ def examine(
             note for of_actor in configs_of_actors(config).values() for note in model_notes(of_actor)
         ),
         *dict.fromkeys(note for seen in previews.values() for note in seen.notes),
+        *(of_all_actors(config, condition_notes) if new_run else ()),
         *(checkpoint_notes(config) if new_run else ()),
         *version_notes(),
     ]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from megarl.config import rules_episodes as episodes
+from megarl.config import rules_algorithm
 from megarl.config import rules_layout as layout
 from megarl.config import rules_rollout as rollout
 from megarl.config import rules_streaming as streaming
@@ -65,7 +66,7 @@ OF_UPDATES: list[Rule] = [
 ]
 """Rules of TRAINING that an evaluation cannot break, as it updates no weights."""
 EVALUATION: list[Rule] = [training.evaluation_alone]
-SAMPLING: list[Rule] = [training.sampling, training.algorithm]
+SAMPLING: list[Rule] = [training.sampling, training.algorithm, rules_algorithm.conditions]
 _FLAGS_OF_JOB = frozenset(flag_name(field) for _, field in OF_JOB)
 
 

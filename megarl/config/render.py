@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from megarl.config.args_file import numbered
 from megarl.config.flags import (
@@ -151,11 +152,30 @@ def help_text(algorithms: Mapping[str, type], prog: str) -> str:
     width = min(shutil.get_terminal_size((120, 24)).columns, 140)
     about = _wrapped("How to train. Each algorithm brings its own flags. Required.", width)
     groups = ["\n".join(["algorithm", f"  --algorithm {{{','.join(algorithms)}}}", *about, ""])]
-    for name, cls in algorithms.items():
-        groups.append(_group(f"{name}: {_first_line(cls)}", section_flags("algorithm", cls), width))
+    groups += _algorithm_groups(algorithms, width)
     for cls, section in _SECTION_OF.items():
         groups.append(_group(_first_line(cls), section_flags(section, cls), width))
     return "\n".join([_HEAD.format(prog=prog), *groups, _TAIL])
+
+
+def _algorithm_groups(algorithms: Mapping[str, type], width: int) -> list[str]:
+    """Return one group of help per algorithm, with the flags that it alone has, and one per set of algorithms
+    that share flags."""
+    owners: dict[Flag, list[str]] = {}
+    for name, cls in algorithms.items():
+        for flag in section_flags("algorithm", cls):
+            of_any = replace(flag, owner=None)
+            same = next((f for f in owners if replace(f, owner=None) == of_any and f.help == flag.help), flag)
+            owners.setdefault(same, []).append(name)
+    flags_of: dict[tuple[str, ...], list[Flag]] = {(name,): [] for name in algorithms}
+    for flag, names in owners.items():
+        flags_of.setdefault(tuple(names), []).append(flag)
+    groups = []
+    for names, flags in flags_of.items():
+        own = len(names) == 1
+        title = f"{names[0]}: {_first_line(algorithms[names[0]])}" if own else f"flags of {', '.join(names)}"
+        groups.append(_group(title, flags, width))
+    return groups
 
 
 def help_of(shown: Mapping[str, Sequence[str]], texts: Mapping[str, str]) -> str:

@@ -125,7 +125,9 @@ def replay(job: Job) -> Errors:
 def correction_warnings(config: TrainConfig) -> Errors:
     """Yield a warning if samples may be stale and nothing in the loss corrects for it."""
     algorithm, stale = config.algorithm, config.streaming.staleness
-    if not stale or not algorithm.needs_rollout or getattr(algorithm, "tis_clip", None) is not None:
+    if not stale or not algorithm.needs_rollout or algorithm.has_correction:
+        return
+    if not algorithm.has_ratio:  # rules_algorithm.py refuses it
         return
     head = "the loss does not correct for weights that were older when they sampled"
     reason = (

@@ -84,6 +84,10 @@ COLUMNS: dict[str, Column] = {
         Column(name="values", holds="The critic's value of the state in which the token was chosen."),
         Column(name="advantages", holds="Advantage; NaN where the sample's reward failed."),
         Column(
+            name="correction_weights",
+            holds="Weight of the token in the policy loss that corrects for the policy that sampled.",
+        ),
+        Column(
             name="returns",
             holds="What the critic learns to predict; NaN where the sample's reward failed.",
         ),

@@ -240,7 +240,7 @@ class Actor(TrainedRole, RandomState, kind="actor"):
 
     @method(
         reads=("rewards", "old_log_probs", "ref_log_probs", "values"),
-        writes=("advantages", "returns"),
+        writes=("advantages", "returns", "correction_weights"),
         reports=True,
         of_algorithm=True,
     )

@@ -21,16 +21,28 @@ from megarl.frameworks.rows import (
 )
 
 
+ESTIMATORS = {
+    "ppo": "ppo",
+    "grpo": "grpo",
+    "gspo": "grpo",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++-baseline",
+}
+"""advantage-estimator -> --algorithm."""
+
+
 def _algorithm(settings: Settings) -> Iterator[Line]:
     name = key_of(settings["advantage-estimator"])
     near = f"the nearest; for {name} write an algorithm: docs/algorithms.md"
-    yield Line("algorithm", "ppo" if name == "ppo" else "grpo", "" if name in ("ppo", "grpo") else near)
+    yield Line("algorithm", ESTIMATORS.get(name, "grpo"), "" if name in ESTIMATORS else near)
+    if name == "gspo":
+        yield Line("policy-loss", "gspo")
     yield model_folder(settings["hf-checkpoint"])
     yield Line("bf16", note="slime trains in bfloat16")
     if name == "ppo":
         yield Line("gae-lambda", settings["lambd"])
         yield Line("value-clip-eps", settings["value-clip"])
-    elif settings.is_on("disable-grpo-std-normalization"):
+    elif ESTIMATORS.get(name, "grpo") == "grpo" and settings.is_on("disable-grpo-std-normalization"):
         yield Line("normalize-advantages-by-std", False)
 
 

@@ -117,13 +117,14 @@ def _loss(settings: Settings) -> Iterator[Line]:
     if name == "bnpo":
         note = "bnpo takes the mean over the tokens of a device's batch, megarl over the whole update"
     yield Line("loss-aggregation", LOSSES.get(name, "token-mean"), note)
-    if name == "cispo":
-        yield Line("policy-loss", "cispo")
+    is_sequence = key_of(settings["importance_sampling_level"]) == "sequence"
+    if name == "cispo" or is_sequence:
+        yield Line("policy-loss", "gspo" if is_sequence else "cispo")
     low, high = settings["epsilon"], settings["epsilon_high"]
     yield Line("clip-eps-low", low)
     yield Line("clip-eps-high", low if high is None else high)
-    if key_of(settings["importance_sampling_level"]) != "token":
-        yield Line("", note="importance_sampling_level=sequence (GSPO): ratios are per token here")
+    if settings.is_on("mask_truncated_completions"):
+        yield Line("overlong-filter")
 
 
 def _kl(settings: Settings) -> Iterator[Line]:
@@ -254,7 +255,8 @@ TABLE = (
     Row("epsilon_high", "--clip-eps-high {}", lines=_loss),
     Row(
         "importance_sampling_level",
-        instead="ratios are per token here",
+        "--policy-loss {}",
+        {"sequence": "gspo", "token": "ppo"},
         default="token",
         lines=_loss,
     ),
@@ -306,7 +308,13 @@ TABLE = (
         "system_prompt chat_template",
         instead="the rows are files: write the system prompt into the prompt column's messages",
     ),
-    Row("mask_truncated_completions", instead="truncated responses count; response/truncated shows how many"),
+    Row(
+        "mask_truncated_completions",
+        "{}",
+        {"true": "--overlong-filter", "false": ""},
+        default=False,
+        lines=_loss,
+    ),
     Row(
         "min_p repetition_penalty generation_kwargs top_entropy_quantile cache_implementation",
         instead="no counterpart: the engine samples from the policy itself",

@@ -321,7 +321,7 @@ TABLE = (
     Row(
         "reward_model.reward_kwargs.* custom_reward_function.overlong_buffer.* "
         "reward_model.overlong_buffer.*",
-        instead="add the penalty for long responses in your own --reward-function",
+        instead="--overlong-buffer and --overlong-penalty are DAPO's penalty of long responses",
     ),
     Row(
         "*.use_shm *.use_liger *.use_fused_kernels *.use_torch_compile *.trust_remote_code *.external_lib "
@@ -336,7 +336,7 @@ TABLE = (
     ),
     Row(
         f"{ACTOR}.policy_loss.*",
-        instead="this loss is not among --policy-loss; docs/algorithms.md says how to add one",
+        instead="`megarl algorithms` lists the losses; docs/algorithms.md says how to add one",
     ),
     Row(f"{ACTOR}.shuffle critic.shuffle", instead="mini-batches are drawn by --seed"),
     Row(

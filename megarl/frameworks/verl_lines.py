@@ -27,10 +27,29 @@ ACTOR, ROLLOUT, REF, MODEL = (
     "actor_rollout_ref.model",
 )
 OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
-ESTIMATORS = {"gae": "ppo", "grpo": "grpo"}
+ESTIMATORS = {
+    "gae": "ppo",
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++-baseline",
+    "opo": "opo",
+}
 """algorithm.adv_estimator -> --algorithm."""
-LOSSES = {"vanilla": "ppo", "cispo": "cispo"}
+LOSSES = {
+    "vanilla": "ppo",
+    "cispo": "cispo",
+    "gspo": "gspo",
+    "geo_mean": "gmpo",
+    "sapo": "sapo",
+    "gpg": "reinforce",
+    "dppo_tv": "dppo-tv",
+    "dppo_kl": "dppo-kl",
+}
 """actor.policy_loss.loss_mode -> --policy-loss."""
+CLIPPED = ("ppo", "cispo", "gspo", "gmpo")
+"""Values of --policy-loss that have --clip-eps-low and --clip-eps-high."""
 STYLE_NAMES = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
 """Names that the schedule of the learning rate has had."""
 OFFLOADED = {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
@@ -62,7 +81,7 @@ def algorithm(settings: Settings) -> Iterator[Line]:
         yield Line("gae-lambda", settings["algorithm.lam"])
         yield Line("value-clip-eps", settings["critic.cliprange_value"])
         yield Line("critic-warmup-iters", settings["trainer.critic_warmup"])
-    elif not settings.is_on("algorithm.norm_adv_by_std_in_grpo"):
+    elif nearest_algorithm(name) == "grpo" and not settings.is_on("algorithm.norm_adv_by_std_in_grpo"):
         yield Line("normalize-advantages-by-std", False)
 
 
@@ -147,7 +166,9 @@ def clip(settings: Settings) -> Iterator[Line]:
     loss = LOSSES.get(mode, "ppo")
     near = f"the nearest to {mode}; docs/algorithms.md says how to add a loss"
     yield Line("policy-loss", loss, "" if mode in LOSSES else near)
-    for side in ("low", "high"):
+    if loss.startswith("dppo"):
+        yield Line("dppo-threshold", settings[f"{ACTOR}.clip_ratio"])
+    for side in ("low", "high") if loss in CLIPPED else ():
         value = settings[f"{ACTOR}.clip_ratio_{side}"]
         value = settings[f"{ACTOR}.clip_ratio"] if value is None else value
         if side == "low" and (as_number(value) or 0) > 1:

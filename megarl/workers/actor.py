@@ -16,7 +16,7 @@ from megarl.gate_limits import GateLimits
 from megarl.config.mesh import MeshSpec
 from megarl.batch_invariants import check_column
 from megarl.invariants import check_reward_digests, check_reward_sizes
-from megarl.packing import MiniBatch
+from megarl.packing import MiniBatch, Sample
 from megarl.reshard.sync import WeightSync, sync_plan
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.flow.job_roles import Actor
@@ -27,6 +27,7 @@ from megarl.workers.objective import Objective
 from megarl.workers.offload_manager import needs
 from megarl.workers.policy import PolicyRole
 from megarl.workers.recompute import check_advantages
+from megarl.workers.reward_shaping import shaped, shaping_metrics
 from megarl.workers.store import BatchShard
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COMPUTED_COLUMNS)
 """Token columns that an algorithm may compute advantages from."""
-_LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+_LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "correction_weights")
 
 
 @implements(Actor)
@@ -239,24 +240,12 @@ class ActorRole(PolicyRole):
         batch, tokens = shard.batch, shard.digests["tokens"]
         if digests is not None:
             check_reward_digests(sample_ids, group_ids, rewards, digests, tokens)
-        row_of = {sample: row for row, sample in enumerate(sample_ids)}
-        # A rank without samples would otherwise get a float tensor.
-        rows = torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64)
-        columns, metrics = self.algorithm.compute_advantages(
-            AdvantageInputs(
-                rewards=torch.tensor([math.nan if r is None else r for r in rewards]),
-                group_ids=torch.tensor(group_ids),
-                rows=rows,
-                response_lengths=batch.response_lengths,
-                kl_coef=kl_coef,
-                sum_over_ranks=self._sum_over_replicas,
-                **{
-                    name: column[batch.response_mask]
-                    for name, column in batch.columns.items()
-                    if name in ADVANTAGE_COLUMNS
-                },
-            )
-        )
+        samples = [self.store.layouts[self.shard_key].samples[sample] for sample in sample_ids]
+        given, rewards = rewards, shaped(self.algorithm, samples, rewards, self.config.sampling)
+        inputs = self._advantage_inputs(samples, group_ids, rewards, kl_coef)
+        columns, metrics = self.algorithm.compute_advantages(inputs)
+        corrections, of_corrections = self.algorithm.compute_corrections(inputs)
+        columns, metrics = columns | corrections, metrics | of_corrections
         for name, values in columns.items():
             shard.set_column(name, batch.scatter(values))
             check_column(batch, name, may_be_nan=name == "returns")
@@ -266,15 +255,41 @@ class ActorRole(PolicyRole):
             {s: float("nan") if r is None else r for s, r in zip(sample_ids, rewards, strict=True)},
             dict(zip(sample_ids, group_ids, strict=True)),
             kl_coef,
+            {sample.sample_id: sample.response_length for sample in samples},
             f"{self.config.batch.seed}/{self.rank}/{sorted(tokens.values())}",
             self._sum_over_replicas,
         )
-        if None in rewards:  # NaN marks a token on every mesh as excluded from training
-            failed = torch.tensor([reward is None for reward in rewards])[rows]
-            shard.set_column(
-                "advantages", batch.advantages.masked_fill(batch.spread(failed).bool(), math.nan)
-            )
+        left_out = [
+            reward is None or self.algorithm.is_left_out(sample.truncated)
+            for sample, reward in zip(samples, rewards, strict=True)
+        ]
+        if any(left_out):  # NaN marks a token on every mesh as excluded from training
+            excluded = batch.spread(torch.tensor(left_out)[inputs.rows]).bool()
+            shard.set_column("advantages", batch.advantages.masked_fill(excluded, math.nan))
+        metrics |= shaping_metrics(given, rewards, left_out, inputs.rows.tolist())
         return metrics if self.model.reports else {}
+
+    def _advantage_inputs(
+        self, samples: list[Sample], group_ids: list[int], rewards: list[float | None], kl_coef: float
+    ) -> AdvantageInputs:
+        """Return the inputs of `compute_advantages` on this rank, given the records of all samples of the
+        step."""
+        batch, row_of = self.shard.batch, {sample.sample_id: row for row, sample in enumerate(samples)}
+        return AdvantageInputs(
+            rewards=torch.tensor([math.nan if r is None else r for r in rewards]),
+            group_ids=torch.tensor(group_ids),
+            # A rank without samples would otherwise get a float tensor.
+            rows=torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64),
+            response_lengths=batch.response_lengths,
+            kl_coef=kl_coef,
+            sum_over_ranks=self._sum_over_replicas,
+            sample_lengths=torch.tensor([sample.response_length for sample in samples]),
+            **{
+                name: column[batch.response_mask]
+                for name, column in batch.columns.items()
+                if name in (*ADVANTAGE_COLUMNS, "rollout_log_probs")
+            },
+        )
 
     def _sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         total = values.to(self.model.device)
@@ -291,8 +306,16 @@ class ActorRole(PolicyRole):
         def once(mini_batch: MiniBatch, check: LossCheck | None) -> dict[str, float]:
             return self._update_once(mini_batch, check, kl_coef)
 
-        metrics = self.update_over_epochs(once)
+        stops_early = self.algorithm.early_stop_kl is not None
+        metrics = self.update_over_epochs(once, self._has_moved_enough if stops_early else None)
         return metrics | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
+
+    def _has_moved_enough(self, metrics: dict[str, float]) -> bool:
+        """Return whether the mean policy/kl of an epoch is above --early-stop-kl, given this rank's part of
+        its metrics. Collective over the mesh."""
+        kl = torch.tensor(metrics.get("policy/kl", 0.0), dtype=torch.float64, device=self.model.device)
+        dist.all_reduce(kl, group=self.model.groups.intra_dist_opt)
+        return kl.item() > self.algorithm.early_stop_kl
 
     def _update_once(
         self, mini_batch: MiniBatch, check: LossCheck | None, kl_coef: float

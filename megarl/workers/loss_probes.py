@@ -25,6 +25,8 @@ def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
     zeros = torch.zeros_like(inputs.log_probs)
     others = {name: None if getattr(inputs, name) is None else zeros for name in _OTHER_COLUMNS}
     others["advantages"] = zeros - 1
+    if inputs.correction_weights is not None:
+        others["correction_weights"] = zeros + 1
     return _slope(
         lambda log_probs: algorithm.loss(replace(inputs, log_probs=log_probs, kl_coef=0.0, **others))[0],
         zeros,
@@ -73,6 +75,7 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
         for name in ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs")
     }
     columns |= {"advantages": 2 * noise["advantages"] - 1, "entropy": noise["entropy"]}
+    columns["correction_weights"] = noise["correction_weights"]
     columns = {
         name: column
         for name, column in columns.items()
@@ -82,6 +85,8 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
     def loss_and_slope(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         of_rows = {name: column[rows] for name, column in columns.items()}
         of_rows["log_probs"] = of_rows["log_probs"].clone().requires_grad_()
+        if inputs.sequence_ids is not None:
+            of_rows["sequence_ids"] = inputs.sequence_ids[rows]
         with torch.enable_grad():
             loss, _ = algorithm.loss(
                 replace(inputs, response_lengths=inputs.response_lengths[rows], **of_rows)
@@ -122,4 +127,5 @@ _STEPS = {
     "ref_log_probs": 0.8191725134,
     "advantages": 0.6710436067,
     "entropy": 0.5497004779,
+    "correction_weights": 0.4142135624,
 }

@@ -196,13 +196,16 @@ class MegatronRole(HostedRole):
         return shard is self.shard and column is getattr(shard.batch, name)
 
     def update_over_epochs(
-        self, update: Callable[[MiniBatch, LossCheck | None], dict[str, float]]
+        self,
+        update: Callable[[MiniBatch, LossCheck | None], dict[str, float]],
+        is_enough: Callable[[dict[str, float]], bool] | None = None,
     ) -> dict[str, float]:
         """Make all optimizer updates of the step, and return this rank's mean metrics. Raises NonFiniteUpdate
         as --on-nonfinite says.
 
         Args:
-            update: makes one update. The first update of the step gets a check."""
+            update: makes one update. The first update of the step gets a check.
+            is_enough: see `Updates.over_epochs`."""
         self.model.advance_schedule()
         has_rewards = self.algorithm.needs_rollout
         mini_batches = self.scored_mini_batches() if has_rewards else self.shard.mini_batches
@@ -215,7 +218,8 @@ class MegatronRole(HostedRole):
             return metrics
 
         try:
-            return self.updates.over_epochs(self.model, mini_batches, self.config.batch.num_epochs, checked)
+            epochs = self.config.batch.num_epochs
+            return self.updates.over_epochs(self.model, mini_batches, epochs, checked, is_enough)
         finally:
             self.own_columns.clear()
 
@@ -250,6 +254,7 @@ class MegatronRole(HostedRole):
             device = outputs[objective.output].device
             fields = {name: micro.column(column) for name, column in objective.columns.items()}
             fields["response_lengths"] = micro.response_length_of_token
+            fields["sequence_ids"] = micro.batch.sample_of_token[micro.response_positions]
             if check is not None:
                 fields["rows"] = torch.arange(len(micro.response_positions))
             fields = {name: f if f is None else f[rows].to(device) for name, f in fields.items()} | outputs

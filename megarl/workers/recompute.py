@@ -34,6 +34,7 @@ def check_advantages(
     rewards: Mapping[int, float],
     group_of: Mapping[int, int],
     kl_coef: float,
+    lengths_of_all: Mapping[int, int],
     seed: str,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -45,6 +46,7 @@ def check_advantages(
     Args:
         rewards, group_of: sample id -> reward and group, of all samples of the step in the same order on
             every rank. Groups may have any sizes.
+        lengths_of_all: sample id -> response tokens, of all samples of the step.
         seed: the same seed chooses the same samples.
     Raises: InvariantError with sample, expected and found value."""
     groups: dict[int, list[int]] = {}
@@ -64,6 +66,7 @@ def check_advantages(
         positions={s: i for i, s in enumerate(rewards)},
         columns=column,
         kl_coef=kl_coef,
+        lengths=lengths_of_all,
         groups={s: groups[g] for s, g in group_of.items()},
         samples=here,
     )

@@ -36,18 +36,22 @@ class Updates:
         mini_batches: Sequence[MiniBatch],
         num_epochs: int,
         update: Callable[[MiniBatch], dict[str, float]],
+        is_enough: Callable[[dict[str, float]], bool] | None = None,
     ) -> dict[str, float]:
         """Make one optimizer update per mini-batch and epoch, and return this rank's part of the mean
         metrics. Mini-batches without a scored sample are left out.
 
         Args:
             update: makes one update, and raises NonFiniteUpdate as `model` does.
+            is_enough: returns whether to leave out the epochs after one with these mean metrics, the same on
+                all ranks; called after each epoch but the last.
         Returns: the mean over the updates of this rank's part of every metric. The result also has the number
         of skipped updates, and of updates without a scored sample, if there are some.
         Raises: NonFiniteUpdate, on all ranks. With --on-nonfinite stop the first such update raises. With
         skip an update raises after MAX_SKIPPED_IN_A_ROW consecutive skipped ones."""
-        made, num_unscored = [], 0
+        made, num_unscored, num_made_epochs = [], 0, 0
         for epoch in range(num_epochs):
+            num_before, num_made_epochs = len(made), epoch + 1
             for number, mini_batch in enumerate(mini_batches):
                 if mini_batch.num_sequences == 0:
                     num_unscored += 1
@@ -59,9 +63,14 @@ class Updates:
                     of_epoch = f" in epoch {epoch + 1} of {num_epochs}" if num_epochs > 1 else ""
                     where = f"{self.role}, mini-batch {number + 1} of {len(mini_batches)}{of_epoch}"
                     self._skip_or_stop(f"{where}: {error}", tells=model.reports_steps)
+            is_last = epoch + 1 == num_epochs
+            if is_enough is not None and not is_last and is_enough(mean_over_updates(made[num_before:])):
+                break
         counts: dict[str, float] = {}
+        if is_enough is not None and model.reports_steps:
+            counts[f"{model.prefix}/epochs"] = num_made_epochs
         if self.skips and model.reports_steps:
-            num_skipped = len(mini_batches) * num_epochs - len(made) - num_unscored
+            num_skipped = len(mini_batches) * num_made_epochs - len(made) - num_unscored
             counts[f"{model.prefix}/updates_skipped"] = num_skipped
         if num_unscored and model.reports_steps:
             counts[f"{model.prefix}/updates_unscored"] = num_unscored

@@ -72,6 +72,7 @@ def inputs_of(samples, rows, algorithm, sum_over_ranks=lambda total: total):
         response_lengths=torch.tensor([len(s["old"]) for s in mine], dtype=torch.int64),
         kl_coef=KL_COEF,
         sum_over_ranks=sum_over_ranks,
+        sample_lengths=torch.tensor([len(s["old"]) for s in samples]),
         **{
             column: cat(mine, name) if column in algorithm.advantage_reads else None
             for column, name in names.items()

@@ -54,6 +54,7 @@ NOT_RUN = {
     "cluster; tests/nodes makes a small one",
     "ray job submit -- megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray": "needs a cluster "
     "with Ray's job server",
+    "megarl balance runs/sync": "tests/inspect/test_balance.py runs it on recorded rows",
     "(Pdb) import pdb; pdb.post_mortem(self._failure.__cause__.__traceback__)": "needs a role that raises; "
     "tests/runtime/test_inline.py stands there",
 }
@@ -73,8 +74,8 @@ FILES = {
 """(page, first line of a block) -> the reader's file that it is, as is Python that begins `# name.py`."""
 
 PYTHON = {
-    ("docs/algorithms.md", '"""REINFORCE leave-one-out'): "rloo",
-    ("docs/algorithms.md", "from megarl.algorithms.rloo import RLOO"): "rloo",
+    ("docs/algorithms.md", '"""REINFORCE whose baseline'): "stepmean",
+    ("docs/algorithms.md", "from megarl.algorithms.stepmean import StepMean"): "stepmean",
     ("docs/asynchronous.md", "import megarl"): "plain",
     ("docs/dataflow.md", "import megarl"): "quick",
     ("docs/dataflow.md", "@dataflow"): "quick",
@@ -89,11 +90,11 @@ PYTHON = {
 }
 """(page, beginning of a block) -> how it runs.
 
-quick: in this process; plain, in a trainer: by run_page.py; rloo: as files of a copied tree."""
+quick: in this process; plain, in a trainer: by run_page.py; stepmean: as files of a copied tree."""
 
 TAKES_SECONDS = {"--train-iters 100": "--train-iters 2"}
 """Words of a page's commands -> those that are run."""
-CHECKED = ("check", "graph", "reshard-plan", "translate", "new", "tiny-model")
+CHECKED = ("algorithms", "check", "graph", "reshard-plan", "translate", "new", "tiny-model")
 """Subcommands of megarl that start nothing."""
 QUICK_SCRIPTS = ("python make_data.py", "python reward.py")
 """Scripts of a task that `megarl new` lays out."""
@@ -464,16 +465,17 @@ def test_the_algorithm_of_the_page_trains(checkout):
     module, registry = [block for block in blocks_of("docs/algorithms.md") if block.language == "python"]
     tree = checkout / "tree"
     shutil.copytree(ROOT / "megarl", tree / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
-    (tree / "megarl" / "algorithms" / "rloo.py").write_text(module.text + "\n")
+    (tree / "megarl" / "algorithms" / "stepmean.py").write_text(module.text + "\n")
     with open(tree / "megarl" / "algorithms" / "__init__.py", "a") as package:
         package.write(f"\n{registry.text}\n")
     megarl = f"PYTHONPATH={tree} PYTHONSAFEPATH=1 python -m megarl.cli"
-    job = "@configs/quickstart_grpo.args --algorithm rloo --max-ratio 5 --save runs/rloo"
-    assert "--max-ratio" in run(f"{megarl} train --algorithm rloo --help", checkout)
+    job = "@configs/quickstart_grpo.args --algorithm stepmean --max-ratio 5 --save runs/stepmean"
+    assert "--max-ratio" in run(f"{megarl} train --algorithm stepmean --help", checkout)
     run(f"{megarl} train {job}", checkout)
-    assert "--max-ratio 5" in (checkout / "runs" / "rloo" / "resolved.args").read_text()
+    assert "--max-ratio 5" in (checkout / "runs" / "stepmean" / "resolved.args").read_text()
     rows = [
-        json.loads(line) for line in (checkout / "runs" / "rloo" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (checkout / "runs" / "stepmean" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [row["step"] for row in rows if "policy/grad_norm" in row] == [1, 2] and rows[-1][
         "advantage/max_abs"

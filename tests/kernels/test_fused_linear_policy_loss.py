@@ -25,6 +25,10 @@ ALGORITHMS = {
         kl_mode="loss", kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01, loss_aggregation="dr-grpo"
     ),
     "k3": GRPO(kl_mode="loss", kl_coef=0.1, kl_estimator="k3"),
+    "reinforce, TIS, entropy": GRPO(policy_loss="reinforce", tis_clip=2.0, entropy_coef=0.01),
+    "sapo, k3": GRPO(policy_loss="sapo", kl_mode="loss", kl_coef=0.1),
+    "dppo-tv": GRPO(policy_loss="dppo-tv", dppo_threshold=1e-3),
+    "dppo-kl": GRPO(policy_loss="dppo-kl", dppo_threshold=1e-3),
     "sft": SFT(),
 }
 

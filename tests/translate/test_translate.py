@@ -64,6 +64,16 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
             ["algorithm.adv_estimator=gae"],
             {"--algorithm": ["ppo"], "--gae-lambda": ["1.0"], "--critic-lr": ["1e-05"]},
         ),
+        (["algorithm.adv_estimator=rloo"], {"--algorithm": ["rloo"], "--clip-eps-low": ["0.2"]}),
+        (
+            [f"{ACTOR}.policy_loss.loss_mode=dppo_tv", f"{ACTOR}.clip_ratio=0.15"],
+            {"--policy-loss": ["dppo-tv"], "--dppo-threshold": ["0.15"], "--clip-eps-low": None},
+        ),
+        (
+            [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4"],
+            {"--policy-loss": ["gspo"], "--clip-eps-low": ["3e-4"], "--clip-ratio-c": None},
+        ),
+        ([f"{ACTOR}.policy_loss.loss_mode=sapo"], {"--policy-loss": ["sapo"], "--clip-eps-low": None}),
         (["algorithm.norm_adv_by_std_in_grpo=False"], {"--no-normalize-advantages-by-std": []}),
         (
             [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=50"],
@@ -402,7 +412,9 @@ def test_flags_of_the_tables_exist(name, capsys):
         ("--model.path m", "Try --model m instead."),
         ("--trainer.nnodes 2", "torchrun --nnodes N --nproc-per-node 8 -m megarl.train @FILE. Leave it out."),
         ("--lr_warmup_steps_ratio 0.1 --train-iters 50", "Try --lr-warmup-iters 5 instead."),
-        ("--adv_estimator rloo", "Try --algorithm grpo instead."),
+        ("--adv_estimator rloo", "Try --algorithm rloo instead."),
+        ("--importance_sampling_level sequence", "Try --policy-loss gspo instead."),
+        ("--adv_estimator remax", "Try --algorithm grpo instead."),
         ("--max_trajectory_age_steps 2", "Try --staleness 2 instead."),
         ("--max_staleness 4", "Try --staleness 4 instead."),
         ("--async_queue_size 1", "Try --staleness 1 instead."),

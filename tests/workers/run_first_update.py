@@ -26,6 +26,7 @@ from megarl.workers.worker import build_roles
 
 ALONE = "--algorithm grpo --actor-lr 1e-2 --actor-ranks 0-1 --rollout-ranks 0-1"
 PPO = "--algorithm ppo --actor-lr 1e-2 --critic-lr 1e-2 --rollout-ranks 0-1 --num-epochs 2"
+CORRECTIONS = "--tis-clip 2 --tis-level sequence --mis-level geometric --mis-low 0.7 --mis-high 1.5"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPERTS = {
     "model_type": "qwen3_moe",
@@ -42,6 +43,13 @@ LAYOUTS = {
     "dp2_dr_grpo_entropy": f"{ALONE} --loss-aggregation dr-grpo --entropy-coef 0.01 --tis-clip 0.5",
     "dp2_cispo_sequences": f"{ALONE} --policy-loss cispo --loss-aggregation seq-mean-token-sum "
     "--kl-mode loss --kl-coef 0.1 --kl-estimator k1",
+    **{
+        f"{layout}_{loss}": f"{ALONE} {sizes} --policy-loss {loss} {CORRECTIONS}"
+        for loss in ("gspo", "gmpo", "dppo-tv", "sapo")
+        for layout, sizes in (("dp2", ""), ("cp2", "--context-parallel-size 2"))
+    },
+    "dp2_early_stop": f"{ALONE} --num-epochs 5 --early-stop-kl 1e-6",
+    "cp2_early_stop": f"{ALONE} --num-epochs 5 --early-stop-kl 1e-6 --context-parallel-size 2",
     "dp2_distributed_overlap": f"{PPO} --use-distributed-optimizer --overlap-grad-reduce",
     "dp2_fsdp": f"{PPO} --use-megatron-fsdp",
     "dp2_offload": f"{PPO} --offload parameters gradients optimizer --no-reshard-alias",

@@ -93,3 +93,21 @@ def test_no_layout_gives_a_false_alarm(layouts, layout):
         assert (
             found[layout]["policy/grad_norm"] > 0 and found[layout]["policy/ratio_deviation_max"] > 0
         )  # of the second mini-batch
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "dppo-tv", "sapo"])
+def test_losses_and_corrections_do_not_depend_on_how_sequences_are_split(layouts, loss):
+    """Two data-parallel ranks, and two context-parallel ranks that have a part of each response."""
+    for found in layouts:
+        apart, split = found[f"dp2_{loss}"], found[f"cp2_{loss}"]
+        assert 0.02 < apart["correction/mis_masked"] < 0.98
+        same = [name for name in apart if name.startswith(("policy/", "correction/", "advantage/"))]
+        assert {n: split[n] for n in same} == pytest.approx({n: apart[n] for n in same}, rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.nightly
+def test_all_ranks_stop_after_the_same_epoch(layouts):
+    """The second mini-batch of the first epoch has moved, by more than so small a limit."""
+    for layout in ("dp2_early_stop", "cp2_early_stop"):
+        assert [found[layout]["policy/epochs"] for found in layouts] == [1, 1]

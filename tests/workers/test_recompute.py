@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from megarl.algorithms import GRPO, PPO
+from megarl.algorithms import GRPO, PPO, REGISTRY
 from megarl.algorithms.base import AdvantageInputs, Algorithm
 from megarl.batch import Batch
 from megarl.invariants import InvariantError
@@ -64,9 +64,10 @@ def make_ranks(
     group_of = {s: i // GROUP_SIZE for i, s in enumerate(ids)}
     shuffled = rng.sample(ids, len(ids))
     sums, ranks = Sums(num_ranks), []
+    lengths_of_all = {s: rng.choice([1, 2, rng.randint(1, 30)]) for s in shuffled}
     for number in range(num_ranks):
         mine = shuffled[number::num_ranks]
-        lengths = [rng.choice([1, 2, rng.randint(1, 30)]) for _ in mine]
+        lengths = [lengths_of_all[s] for s in mine]
         batch = Batch.from_samples(mine, [[1, 2]] * len(mine), [[3] * n for n in lengths])
         for name in ADVANTAGE_COLUMNS:
             noise = torch.randn(sum(lengths), generator=generator)
@@ -78,6 +79,7 @@ def make_ranks(
             response_lengths=torch.tensor(lengths),
             kl_coef=KL_COEF,
             sum_over_ranks=sums,
+            sample_lengths=torch.tensor([lengths_of_all[s] for s in rewards]),
             **{name: getattr(batch, name)[batch.response_mask] for name in ADVANTAGE_COLUMNS},
         )
         ranks.append(Rank(batch, inputs, rewards, group_of))
@@ -104,6 +106,7 @@ def step(
                 rank.rewards,
                 rank.group_of,
                 KL_COEF,
+                dict(zip(rank.rewards, rank.inputs.sample_lengths.tolist())),
                 f"seed {number} {rank.batch.sample_ids.tolist()}",
                 rank.inputs.sum_over_ranks,
             )
@@ -118,6 +121,7 @@ def step(
 KLS = [{}] + [
     {"kl_mode": "reward", "kl_coef": 0.1, "kl_estimator": kind} for kind in ("k1", "abs", "k2", "k3")
 ]
+NEW = ("rloo", "reinforce++", "reinforce++-baseline", "opo", "maxrl")
 ALGORITHMS = [
     *(GRPO(normalize_advantages_by_std=std, **kl) for std in (True, False) for kl in KLS),
     *(
@@ -126,6 +130,7 @@ ALGORITHMS = [
         for gamma, gae_lambda in ((1.0, 0.95), (0.9, 1.0), (1.0, 1.0))
         for kl in KLS
     ),
+    *(REGISTRY[name](**kl) for name in NEW for kl in KLS),
 ]
 
 
@@ -173,8 +178,14 @@ def values_of_the_next_sample(rank):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [GRPO(), GRPO(normalize_advantages_by_std=False), PPO(), PPO(whiten_advantages=False)],
-    ids=["grpo", "grpo-no-std", "ppo", "ppo-no-whitening"],
+    [
+        GRPO(),
+        GRPO(normalize_advantages_by_std=False),
+        PPO(),
+        PPO(whiten_advantages=False),
+        *(REGISTRY[name]() for name in NEW),
+    ],
+    ids=["grpo", "grpo-no-std", "ppo", "ppo-no-whitening", *NEW],
 )
 @pytest.mark.parametrize(
     "before, after",

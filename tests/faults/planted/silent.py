@@ -282,14 +282,14 @@ def loss_divided_by_local_counts(module) -> None:
     """The loss is divided by the tokens that it is called for, not by those of the whole mini-batch."""
     from dataclasses import replace
 
-    from megarl.algorithms.clipped_policy import ClippedPolicy
+    from megarl.algorithms.policy_gradient import PolicyGradient
 
-    loss, state = ClippedPolicy.loss, []
+    loss, state = PolicyGradient.loss, []
 
     def local(self, inputs):
         return loss(self, replace(inputs, num_tokens=max(len(inputs.log_probs), 1)) if state else inputs)
 
-    ClippedPolicy.loss = local
+    PolicyGradient.loss = local
     wrap(
         module.ActorRole,
         "_update_once",

@@ -1,0 +1,133 @@
+"""Compute off-policy corrections: weights of the policy loss that account for the difference between the
+policy that is trained and the engine, or older weights, that sampled.
+
+With w = exp(log pi_old - log mu) of each response token, where mu is the engine's probability:
+
+    --tis-clip C               min(w, C); with --tis-level sequence min(product of w over the response, C)
+    --mis-level token          0 where w is outside [--mis-low, --mis-high]      (IcePop, arXiv:2510.18855)
+    --mis-level sequence       0 on a response whose product of w is outside
+    --mis-level geometric      0 on a response whose geometric mean of w is outside
+    --token-veto V             0 on a response of which some token has w < V
+
+The factors are multiplied. pi_old and mu do not change during a step, so the weights are a column that is
+computed once, beside the advantages, from whole responses: any ratio transform can be combined with them, and
+token-level losses stay token-level. min(w, C) of tokens is the exception: the loss itself computes it.
+A token of weight 0 stays in the loss's denominators.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.algorithms.base import AdvantageInputs
+
+
+class CorrectionFlags(Protocol):
+    """The fields of an algorithm that choose its corrections."""
+
+    tis_clip: float | None
+    tis_level: str
+    mis_level: str
+    mis_low: float
+    mis_high: float
+    token_veto: float | None
+    has_correction_column: bool
+
+
+class Correction(NamedTuple):
+    """One off-policy correction of the table that users see."""
+
+    name: str
+    flags: str
+    paper: str
+    summary: str
+
+
+CORRECTIONS: tuple[Correction, ...] = (
+    Correction("TIS", "--tis-clip 2", "1802.01561", "a token is weighted by min(w, 2)"),
+    Correction(
+        "sequence TIS",
+        "--tis-clip 2 --tis-level sequence",
+        "",
+        "a response is weighted by min(product of w, 2)",
+    ),
+    Correction(
+        "IcePop",
+        "--mis-level token --mis-low 0.5 --mis-high 5 --tis-clip 5",
+        "2510.18855",
+        "a token is weighted by w, and by 0 where w is outside 0.5 to 5",
+    ),
+    Correction(
+        "sequence mask (MIS)",
+        "--mis-level sequence",
+        "",
+        "a response has no gradient where its product of w is outside 0.5 to 2",
+    ),
+    Correction(
+        "geometric mask",
+        "--mis-level geometric",
+        "",
+        "the same by the geometric mean of w, outside 0.99 to 1.01: does not depend on the length",
+    ),
+    Correction(
+        "token veto",
+        "--token-veto 1e-4",
+        "",
+        "a response has no gradient if one of its tokens has w below 1e-4",
+    ),
+)
+"""Corrections with their flags; w is the trainer's probability of a token divided by the engine's."""
+MIS_BOUNDS = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
+"""--mis-level -> defaults of --mis-low and --mis-high."""
+
+
+def correction_weights(
+    flags: CorrectionFlags, inputs: AdvantageInputs
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the column correction_weights, if a correction needs it, and this rank's part of the metrics.
+    One sum over ranks.
+
+    Metrics, over the tokens of samples with a reward: correction/weight, the mean weight;
+    correction/effective_sample_size, (sum of weights)^2 / (tokens x sum of squares);
+    correction/tis_truncated, correction/mis_masked and correction/veto_masked, shares of tokens.
+    """
+    import torch
+
+    lengths = inputs.response_lengths
+    row = torch.arange(len(lengths)).repeat_interleave(lengths)
+    log_w = inputs.old_log_probs.double() - inputs.rollout_log_probs.double()
+    total = log_w.new_zeros(len(lengths)).index_add(0, row, log_w)
+    levels = {"token": log_w, "sequence": total[row], "geometric": (total / lengths)[row]}
+    column, everything = torch.ones_like(log_w), torch.ones_like(log_w)
+    shares: dict[str, Tensor] = {}
+    if flags.tis_clip is not None:
+        measured, limit = levels[flags.tis_level], math.log(flags.tis_clip)
+        everything = measured.clamp(max=limit).exp()
+        column = everything if flags.tis_level == "sequence" else column
+        shares["tis_truncated"] = measured > limit
+    if flags.mis_level != "none":
+        measured = levels[flags.mis_level]
+        bounds = math.log(flags.mis_low), math.log(flags.mis_high)
+        shares["mis_masked"] = (measured < bounds[0]) | (measured > bounds[1])
+    if flags.token_veto is not None:
+        is_vetoed = (log_w < math.log(flags.token_veto)).double()
+        shares["veto_masked"] = log_w.new_zeros(len(lengths)).index_add(0, row, is_vetoed)[row] > 0
+    for name in ("mis_masked", "veto_masked"):
+        if name in shares:
+            column, everything = column * ~shares[name], everything * ~shares[name]
+    is_scored = inputs.spread(~inputs.rewards.isnan())
+    parts = [torch.ones_like(log_w), everything, everything.square(), *(s.double() for s in shares.values())]
+    here = torch.stack([part[is_scored].sum() for part in parts])
+    names = ["weight", "effective_sample_size", *shares]
+    count, weight, squares, *masked = inputs.sum_over_ranks(here.clone()).tolist()
+    count = max(count, 1.0)
+    size = weight**2 / (count * squares) if squares else 0.0
+    # The parts of all ranks add up to the metric.
+    share = float(here[0]) / count
+    values = [weight / count, size, *(number / count for number in masked)]
+    metrics = {f"correction/{name}": value * share for name, value in zip(names, values, strict=True)}
+    return {"correction_weights": column.float()} if flags.has_correction_column else {}, metrics

@@ -1,0 +1,116 @@
+"""Define the base class of algorithms with one advantage per response, computed from the rewards of its
+prompt's group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
+from megarl.algorithms.policy_gradient import PolicyGradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Peer(NamedTuple):
+    """One response of a group, as `reference_advantage` reads it."""
+
+    reward: float
+    """Finite; after KL and length penalty are taken off."""
+    length: int
+    """Response tokens."""
+
+
+class GroupStatistics(NamedTuple):
+    """Sums over the members of a group whose reward did not fail, one number per sample of the step."""
+
+    is_valid: Tensor
+    """[S] bool, whether the sample's reward did not fail."""
+    rewards: Tensor
+    """[S] fp64, 0 where the reward failed."""
+    count: Tensor
+    """[S] fp64, valid members of the sample's group."""
+    group: Tensor
+    """[S] int64, the group's number, from 0."""
+
+    @staticmethod
+    def of(rewards: Tensor, group_ids: Tensor) -> GroupStatistics:
+        is_valid = ~rewards.isnan()
+        group = group_ids.unique(return_inverse=True)[1]
+        of_valid = rewards.double().where(is_valid, rewards.new_zeros((), dtype=rewards.double().dtype))
+        found = GroupStatistics(is_valid, of_valid, of_valid, group)
+        return found._replace(count=found.total(is_valid.double()))
+
+    def total(self, per_sample: Tensor) -> Tensor:
+        """Return, for each sample, the sum of [S] numbers over its group. Failed samples must hold 0."""
+        return per_sample.new_zeros(len(per_sample)).index_add(0, self.group, per_sample)[self.group]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupAdvantage(PolicyGradient):
+    """one advantage per response, from its group's rewards"""
+
+    relative_to_group: ClassVar[bool] = True
+
+    def sample_advantages(self, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Return the [S] fp32 advantage of each sample of the step; 0 where the reward failed (NaN).
+
+        Args:
+            lengths: [S] int64, response tokens of each sample."""
+        raise NotImplementedError
+
+    def reference_advantage(self, mine: Peer, group: Sequence[Peer]) -> tuple[float, float]:
+        """Return one sample's advantage by plain arithmetic, and the number that rewards are divided by.
+
+        Args:
+            group: members of the group whose reward did not fail, two or more, including `mine`."""
+        raise NotImplementedError
+
+    def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return each sample's advantage within its group, on all of its tokens, and metrics. Needs one sum
+        over ranks with kl_mode reward, else none.
+
+        Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef.
+        """
+        kl, metrics = self._reference_kl(inputs)
+        rewards = inputs.rewards
+        if self.kl_mode == "reward":
+            rewards = rewards - (inputs.kl_coef * inputs.sum_per_sample(kl)).to(rewards.dtype)
+        of_samples = self.sample_advantages(rewards, inputs.group_ids, inputs.sample_lengths)
+        advantages = inputs.spread(of_samples)
+        return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
+
+    def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
+        """Return, for every sample of the step, what the KL takes off its reward, then the sizes of these
+        sums' terms; None unless kl_mode is reward."""
+        if self.kl_mode != "reward":
+            return None
+        lengths = [len(inputs.columns(sample, "advantages")) for sample in inputs.samples]
+        sums: list[float] = []
+        for per_token in self._reference_kl_costs(inputs, inputs.samples):
+            here = dict(zip(inputs.samples, (float(part.sum()) for part in per_token.split(lengths))))
+            sums += [here.get(sample, 0.0) for sample in inputs.rewards]
+        return sums
+
+    def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
+        """Return one sample's advantage on each of its tokens, by `reference_advantage`; 0 without a valid
+        peer."""
+        num_tokens, count = len(inputs.columns(sample, "advantages")), len(inputs.rewards)
+        sums = inputs.sums or [0.0] * 2 * count
+        found: dict[int, Peer] = {}
+        sizes = []
+        for member in inputs.groups[sample]:
+            at = inputs.positions[member]
+            if not math.isnan(inputs.rewards[member]):
+                found[member] = Peer(inputs.rewards[member] - sums[at], inputs.lengths[member])
+                sizes.append(abs(inputs.rewards[member]) + sums[count + at])
+        if sample not in found or len(found) == 1:
+            return {"advantages": ReferenceColumn(values=[0.0] * num_tokens, magnitudes=[0.0] * num_tokens)}
+        advantage, scale = self.reference_advantage(found[sample], list(found.values()))
+        # Rewards are rounded to fp32, which moves each deviation, and what it is divided by.
+        magnitude = max(sizes) / scale * (1 + abs(advantage)) + abs(advantage)
+        column = ReferenceColumn(values=[advantage] * num_tokens, magnitudes=[magnitude] * num_tokens)
+        return {"advantages": column}

@@ -1,0 +1,135 @@
+"""Make the tables of algorithms, policy losses, corrections and settings of papers, for `megarl algorithms`
+and docs/algorithms.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megarl.algorithms import REGISTRY
+from megarl.algorithms.corrections import CORRECTIONS, Correction
+from megarl.algorithms.ratio_transforms import TRANSFORMS
+
+_INSTRUCT_GPT = "--kl-mode reward --kl-estimator k1 --kl-coef 0.02"
+
+
+class Recipe(NamedTuple):
+    """The flags that a paper's method is."""
+
+    name: str
+    paper: str
+    flags: str
+
+
+RECIPES: tuple[Recipe, ...] = (
+    Recipe("GRPO", "2402.03300", "--loss-aggregation seq-mean-token-mean --kl-mode loss --kl-coef 0.04"),
+    Recipe("Dr. GRPO", "2503.20783", "--loss-aggregation dr-grpo --no-normalize-advantages-by-std"),
+    Recipe("DAPO, without dynamic sampling", "2503.14476", "--clip-eps-high 0.28 --overlong-buffer 4096"),
+    Recipe("GSPO", "2507.18071", "--policy-loss gspo --loss-aggregation seq-mean-token-mean"),
+    Recipe("GMPO", "2507.20673", "--policy-loss gmpo --loss-aggregation seq-mean-token-mean"),
+    Recipe("CISPO", "2506.13585", "--policy-loss cispo --clip-eps-low 1"),
+    Recipe("SAPO", "2511.20347", "--policy-loss sapo --loss-aggregation seq-mean-token-mean"),
+    Recipe("DPPO-Binary-TV", "2602.04879", "--policy-loss dppo-tv"),
+    Recipe("DPPO-Binary-KL", "2602.04879", "--policy-loss dppo-kl"),
+    Recipe(
+        "RLOO",
+        "2402.14740",
+        "--algorithm rloo --policy-loss reinforce --loss-aggregation seq-mean-token-sum --kl-mode reward "
+        "--kl-estimator k1 --kl-coef 0.03",
+    ),
+    Recipe(
+        "REINFORCE++",
+        "2501.03262",
+        "--algorithm reinforce++ --kl-mode reward --kl-estimator k1 --kl-coef 0.01",
+    ),
+    Recipe(
+        "REINFORCE++ with baseline",
+        "2501.03262",
+        "--algorithm reinforce++-baseline --kl-mode loss --kl-estimator k2 --kl-coef 0.01",
+    ),
+    Recipe("OPO", "2505.23585", "--algorithm opo --policy-loss reinforce"),
+    Recipe("MaxRL", "2602.02710", "--algorithm maxrl --policy-loss reinforce"),
+    Recipe("PPO, as InstructGPT", "2203.02155", f"--algorithm ppo {_INSTRUCT_GPT}"),
+    Recipe("IcePop", "2510.18855", next(c.flags for c in CORRECTIONS if c.name == "IcePop")),
+)
+"""Papers as flags. Without --algorithm it is grpo. With --policy-loss reinforce: one update per step."""
+
+
+class Table(NamedTuple):
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def tables() -> Iterator[Table]:
+    """Yield the tables. Each row begins with the name."""
+    yield Table(
+        "Algorithms (--algorithm)",
+        ("name", "what", "advantage", "needs", "paper"),
+        [
+            (name, (cls.__doc__ or "").splitlines()[0], cls.advantage, _needs(name), cls.paper)
+            for name, cls in REGISTRY.items()
+        ],
+    )
+    yield Table(
+        "Ratio transforms (--policy-loss)",
+        ("name", "what", "its flags", "sees", "paper"),
+        [
+            (
+                name,
+                transform.summary,
+                ", ".join(
+                    f"--{field.replace('_', '-')}" for field in (*transform.defaults, *transform.optional)
+                ),
+                "token" if transform.token_level else "response",
+                transform.paper,
+            )
+            for name, transform in TRANSFORMS.items()
+        ],
+    )
+    yield Table("Off-policy corrections", Correction._fields, CORRECTIONS)
+    yield Table("Papers as flags", Recipe._fields, RECIPES)
+
+
+def _needs(name: str) -> str:
+    """Return what an algorithm needs beside the actor, in words."""
+    cls = REGISTRY[name]
+    needs = {
+        "responses in the data": not cls.needs_rollout,
+        "a critic": cls.needs_critic,
+        "several responses per prompt": cls.relative_to_group,
+        "one update per step": cls.is_on_policy,
+    }
+    return ", ".join(what for what, is_needed in needs.items() if is_needed)
+
+
+def as_text() -> str:
+    """Return the tables for a terminal."""
+    lines = []
+    for table in tables():
+        widths = [max(len(row[i]) for row in (table.head, *table.rows)) for i in range(len(table.head))]
+        lines += [table.title, ""]
+        for row in (table.head, *table.rows):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths))
+            lines.append("  " + "  ".join(cells).rstrip())
+        lines.append("")
+    return "\n".join([*lines, "Any algorithm but sft takes any ratio transform with any corrections.", ""])
+
+
+def as_markdown() -> str:
+    """Return the tables for docs/algorithms.md."""
+    lines = []
+    for table in tables():
+        lines += [f"### {table.title.replace('--', '`--').replace(')', '`)')}", ""]
+        lines += [f"| {' | '.join(table.head)} |", "|---" * len(table.head) + "|"]
+        for row in table.rows:
+            lines.append(f"| {' | '.join(map(_markdown, table.head, row))} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _markdown(head: str, cell: str) -> str:
+    if head == "paper" and cell:
+        return f"[{cell}](https://arxiv.org/abs/{cell})"
+    is_code = head in ("flags", "its flags") or (head == "name" and cell in {*REGISTRY, *TRANSFORMS})
+    return f"`{cell}`" if cell and is_code else cell

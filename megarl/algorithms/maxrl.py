@@ -1,0 +1,35 @@
+"""Maximum likelihood reinforcement learning (arXiv:2602.02710): the group's mean reward divides the
+advantage, so that a prompt counts by one over its pass rate, as in the gradient of the log of the pass rate.
+
+As in the paper: rewards of 0 and 1, `--policy-loss reinforce`, one update per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megarl.algorithms.group_advantage import GroupAdvantage, GroupStatistics, Peer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaxRL(GroupAdvantage):
+    """maximum likelihood reinforcement learning"""
+
+    paper: ClassVar[str] = "2602.02710"
+    advantage: ClassVar[str] = "(r - group mean) / group mean, 0 where the mean is not above 0"
+
+    def sample_advantages(self, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+        found = GroupStatistics.of(rewards, group_ids)
+        mean = found.total(found.rewards) / found.count.clamp(min=1)
+        has_mean = found.is_valid & (found.count > 1) & (mean > 0)
+        return ((found.rewards - mean) / mean.where(has_mean, 1.0)).where(has_mean, 0.0).float()
+
+    def reference_advantage(self, mine: Peer, group: Sequence[Peer]) -> tuple[float, float]:
+        """Return (reward - mean of its group) / mean, or 0 where the mean is not above 0."""
+        mean = sum(peer.reward for peer in group) / len(group)
+        return ((mine.reward - mean) / mean, mean) if mean > 0 else (0.0, 1.0)

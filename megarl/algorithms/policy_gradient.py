@@ -1,0 +1,378 @@
+"""Implement what all policy gradient algorithms share: the policy loss, and the KL to a reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceColumn, ReferenceInputs
+from megarl.algorithms.kl_controller import MAX_ERROR, MEASURED_KL, AdaptiveKLController, FixedKLController
+from megarl.algorithms.corrections import MIS_BOUNDS, correction_weights
+from megarl.algorithms.ratio_transforms import OPTIONS, TRANSFORMS
+from megarl.config.errors import Count, Fraction, NonNegative, Positive, Rule, above, at_least, below
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.kernels.policy_loss import PolicyLossOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyGradient(Algorithm):
+    """policy gradient"""
+
+    policy_loss: Literal[
+        "ppo", "cispo", "reinforce", "sapo", "dppo-tv", "dppo-kl", "gspo", "gspo-token", "gmpo"
+    ] = "ppo"
+    """How the ratio of a token's probabilities, now and before the step, enters its loss. ppo: a clipped
+    token has no gradient. cispo: the clip only bounds the ratio that weighs a token's gradient. reinforce: no
+    ratio. `megarl algorithms` lists all with their papers."""
+    clip_eps_low: Fraction | None = None
+    """The policy ratio is clipped at 1 - this (gmpo: its log at -this). Default: ppo, cispo 0.2, gspo,
+    gspo-token 3e-4, gmpo 0.4."""
+    clip_eps_high: NonNegative | None = None
+    """The policy ratio is clipped at 1 + this (gmpo: its log at this). Default: ppo, cispo 0.2, gspo,
+    gspo-token 4e-4, gmpo 0.4."""
+    clip_ratio_c: Annotated[float, above(1)] | None = None
+    """Dual clip of ppo: bound of the ratio where the advantage is negative, above 1, e.g. 3. Default:
+    none."""
+    sapo_tau_pos: Positive | None = None
+    """For --policy-loss sapo: how fast a token's weight falls as its ratio leaves 1, where the advantage is
+    positive. Default: 1."""
+    sapo_tau_neg: Positive | None = None
+    """The same where the advantage is negative. Default: 1.05."""
+    dppo_threshold: Positive | None = None
+    """For --policy-loss dppo-tv and dppo-kl: a token has no gradient once its probability differs from the
+    engine's by more than this in the direction of the update. Default: dppo-tv 0.15 (difference of the
+    probabilities), dppo-kl 0.05 (nats)."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
+        "token-mean"
+    )
+    """token-mean: tokens count the same. seq-mean-*: sequences do, by their tokens' mean or sum. dr-grpo: sum
+    / --max-response-length."""
+    kl_mode: Literal["none", "loss", "reward"] = "none"
+    """Where the KL to the reference policy is counted: nowhere, in the loss, or taken off the reward (ppo: of
+    each token, grpo: of each response)."""
+    kl_coef: Annotated[float, at_least(0), below(math.inf)] = 0.0
+    """Factor of that KL; above 0 unless --kl-mode none. With --kl-controller adaptive, where it starts."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
+    """KL estimate per token. k1 is meant for --kl-mode reward: in the loss its gradient is zero on average,
+    so it holds nothing back."""
+    kl_straight_through: bool = False
+    """In the loss, give every estimate the gradient of k2, which is that of the KL."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: after each step --kl-coef is raised if the KL of a response is above --kl-target, and lowered
+    if it is below."""
+    kl_target: Annotated[float, above(0), below(math.inf)] = 6.0
+    """For --kl-controller adaptive: nats per response, by --kl-estimator."""
+    kl_horizon: Annotated[int, above(0)] = 10000
+    """For --kl-controller adaptive: by how many samples --kl-coef follows. A step of n samples changes it by
+    at most 0.2 n / this."""
+    entropy_coef: Annotated[float, above(-math.inf), below(math.inf)] = 0.0
+    """Factor of the mean entropy, which is subtracted from the loss."""
+    tis_clip: Annotated[float, Rule(lambda clip: clip > 0, "must be above 0. Try 2, or none.")] | None = None
+    """Truncated importance sampling: each token's loss is weighted by min(trainer's probability / engine's,
+    this); none turns it off. Default: 2 with --staleness above 0, else none."""
+    tis_level: Literal["token", "sequence"] = "token"
+    """For --tis-clip: weigh each token by its own ratio, or all tokens of a response by the product of
+    theirs."""
+    mis_level: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Masked importance sampling: tokens get weight 0 where trainer's probability / engine's is outside
+    --mis-low to --mis-high. token: each by its own ratio (IcePop); sequence: whole responses, by the product;
+    geometric: by the geometric mean, which does not depend on the length."""
+    mis_low: Positive | None = None
+    """Smallest ratio that --mis-level keeps. Default: token, sequence 0.5, geometric 0.99."""
+    mis_high: Positive | None = None
+    """Largest ratio that --mis-level keeps. Default: token 5, sequence 2, geometric 1.01."""
+    token_veto: Annotated[float, above(0), below(1)] | None = None
+    """A response gets weight 0 if trainer's probability / engine's of some token is below this, e.g. 1e-4.
+    Default: none."""
+
+    early_stop_kl: Positive | None = None
+    """With --num-epochs above 1: the actor makes no further epoch in a step once the mean policy/kl of an
+    epoch is above this, e.g. 0.02 nats per token. Default: none."""
+    overlong_buffer: Count | None = None
+    """Overlong shaping of DAPO: the reward falls over the last so many tokens before --max-response-length,
+    by up to --overlong-penalty. Metrics of rewards do not count it. Default: none."""
+    overlong_penalty: Positive = 1.0
+    """For --overlong-buffer: what a response of --max-response-length tokens loses."""
+    overlong_filter: bool = False
+    """Leave responses that --max-response-length cut out of the policy's loss and its denominators. Their
+    rewards still count in their group."""
+
+    def __post_init__(self) -> None:
+        """Replace None by the default of --policy-loss and --mis-level, then check the rules."""
+        transform = TRANSFORMS.get(self.policy_loss)
+        defaults = dict(transform.defaults) if transform else {}
+        if self.mis_level in MIS_BOUNDS:
+            defaults |= zip(("mis_low", "mis_high"), MIS_BOUNDS[self.mis_level])
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        Algorithm.__post_init__(self)
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        if self.kl_mode == "none":
+            kl_coef_rule = "must be 0 with --kl-mode none. Leave it out, or try --kl-mode loss."
+        else:
+            kl_coef_rule = f"must be above 0 with --kl-mode {self.kl_mode}. Try 0.001."
+        transform = TRANSFORMS.get(self.policy_loss)
+        unread = sorted(OPTIONS - transform.fields) if transform else ()
+        bounds_rule = f"must be above --mis-low ({self.mis_low}). Leave both out."
+        return [
+            (transform is not None, "policy_loss", f"must be one of {', '.join(TRANSFORMS)}."),
+            *(
+                (
+                    getattr(self, name) is None,
+                    name,
+                    f"is not for --policy-loss {self.policy_loss}. Leave it out.",
+                )
+                for name in unread
+            ),
+            (self.tis_level in ("token", "sequence"), "tis_level", "must be token or sequence."),
+            (
+                self.tis_level == "token" or self.tis_clip is not None,
+                "tis_level",
+                "needs --tis-clip. Try --tis-clip 2.",
+            ),
+            (
+                self.mis_level in ("none", *MIS_BOUNDS),
+                "mis_level",
+                "must be none, token, sequence or geometric.",
+            ),
+            *(
+                (
+                    self.mis_level != "none" or getattr(self, name) is None,
+                    name,
+                    "needs --mis-level token, sequence or geometric. Leave it out.",
+                )
+                for name in ("mis_low", "mis_high")
+            ),
+            (None in (self.mis_low, self.mis_high) or self.mis_low < self.mis_high, "mis_high", bounds_rule),
+            (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
+            ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef", kl_coef_rule),
+            (
+                not self.kl_straight_through or self.kl_mode == "loss",
+                "kl_straight_through",
+                "needs --kl-mode loss. Leave it out.",
+            ),
+            (self.kl_controller in ("fixed", "adaptive"), "kl_controller", "must be fixed or adaptive."),
+            (
+                self.kl_controller != "adaptive" or self.kl_mode != "none",
+                "kl_controller",
+                "needs --kl-mode loss or reward. Leave it out.",
+            ),
+        ]
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_mode != "none"
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coef != 0
+
+    @property
+    def token_level(self) -> bool:
+        return TRANSFORMS[self.policy_loss].token_level
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss sees that the policy has moved since the step began."""
+        return TRANSFORMS[self.policy_loss].has_ratio
+
+    @property
+    def has_correction(self) -> bool:
+        """Whether the loss accounts for the policy that sampled."""
+        return self.tis_clip is not None or self.has_correction_column
+
+    @property
+    def has_correction_column(self) -> bool:
+        """Whether the correction is more than what the loss itself computes of each token."""
+        is_of_sequence = self.tis_clip is not None and self.tis_level == "sequence"
+        return is_of_sequence or self.mis_level != "none" or self.token_veto is not None
+
+    @property
+    def advantage_reads(self) -> tuple[str, ...]:
+        old = ("old_log_probs",) if self.needs_reference or self.has_correction else ()
+        return ("rewards", *old, *(("ref_log_probs",) if self.needs_reference else ()))
+
+    @property
+    def advantage_writes(self) -> tuple[str, ...]:
+        returns = ("returns",) if self.needs_critic else ()
+        return ("advantages", *returns, *(("correction_weights",) if self.has_correction_column else ()))
+
+    @property
+    def loss_reads(self) -> tuple[str, ...]:
+        of_reference = ("ref_log_probs",) if self.needs_reference else ()
+        weights = ("correction_weights",) if self.has_correction_column else ()
+        return ("old_log_probs", "advantages", *of_reference, *weights)
+
+    def shaped_reward(self, reward: float, length: int, max_response_length: int) -> float:
+        """Return the reward less DAPO's penalty of long responses (arXiv:2503.14476, eq. 13)."""
+        if self.overlong_buffer is None:
+            return reward
+        over = length - (max_response_length - self.overlong_buffer)
+        return reward - self.overlong_penalty * min(max(over / self.overlong_buffer, 0.0), 1.0)
+
+    def is_left_out(self, truncated: bool) -> bool:
+        return self.overlong_filter and truncated
+
+    def compute_corrections(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        if not self.has_correction:
+            return {}, {}
+        return correction_weights(self, inputs)
+
+    def step_errors(self, num_samples: int) -> Iterable[str]:
+        if self.kl_controller == "adaptive" and MAX_ERROR * num_samples >= self.kl_horizon:
+            yield (
+                f"--kl-horizon ({self.kl_horizon}): must be above {MAX_ERROR} x the samples of a step "
+                f"({num_samples}), or the KL's factor may fall to 0 at once. Try {10 * num_samples}."
+            )
+
+    def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
+        if self.kl_controller == "adaptive":
+            return AdaptiveKLController(self.kl_coef, self.kl_target, self.kl_horizon)
+        return FixedKLController(self.kl_coef)
+
+    def _reference_kl(self, inputs: AdvantageInputs) -> tuple[Tensor | None, dict[str, float]]:
+        """Return the [N] KL estimate of each token to the reference, before the updates, and its metrics;
+        (None, {}) without a reference.
+
+        Metrics: kl/per_response, the mean over the step's samples with a reward of a response's sum, if there
+            is such a sample; kl/coef.
+        """
+        if not self.needs_reference:
+            return None, {}
+        from megarl.kernels.kl import kl_estimate
+
+        kl = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, self.kl_estimator)
+        is_scored = ~inputs.rewards.isnan()
+        metrics = {"kl/coef": inputs.kl_coef * len(inputs.rows) / len(inputs.rewards)}
+        if num_scored := int(is_scored.sum()):
+            metrics[MEASURED_KL] = kl[inputs.spread(is_scored)].double().sum().item() / num_scored
+        return kl, metrics
+
+    def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
+        from megarl.kernels.aggregate import total_weight
+
+        total = total_weight(self.loss_aggregation, num_tokens, num_sequences, max_response_length)
+        return total if self._token_tis is None else min(self._token_tis, 1.0) * total
+
+    @property
+    def _token_tis(self) -> float | None:
+        """Bound of the importance weight that the loss computes of each token."""
+        return self.tis_clip if self.tis_level == "token" else None
+
+    def _reference_kl_costs(self, inputs: ReferenceInputs, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return, for each token of these samples, what the KL takes off its reward, and the size of the
+        terms of that sum; [n] fp64 each."""
+        import torch
+
+        empty = [torch.zeros(0)]
+        log_probs, ref_log_probs = (
+            torch.cat(empty + [inputs.columns(sample, name) for sample in samples]).double()
+            for name in ("old_log_probs", "ref_log_probs")
+        )
+        d = log_probs - ref_log_probs
+        match self.kl_estimator:
+            case "k1":
+                kl = d
+            case "abs":
+                kl = d.abs()
+            case "k2":
+                kl = d * d / 2
+            case "k3":
+                near = d.clamp(-20, 20)  # beyond that k3 is at its limit anyway
+                kl = ((-near).exp() - 1 + near).clamp(max=10)
+        return inputs.kl_coef * kl, inputs.kl_coef * (1 + log_probs.abs() + ref_log_probs.abs()) * (
+            1 + d.abs()
+        )
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return policy loss + kl_coef * KL - entropy_coef * entropy, and metrics. All terms have the same
+        token weights; corrections (TIS and others) multiply the policy loss only.
+
+        Metrics: policy/loss; per-token means policy/clip_fraction (the clip or mask took the gradient away;
+        cispo: bounded it), policy/kl (k3 of KL(old || now)), policy/dual_clip_fraction, policy/entropy
+        (without `needs_entropy` -rollout_log_probs, the sampled estimate for the engine), if used
+        policy/ref_kl and policy/tis_weight; policy/ratio_deviation_max, of |ratio - 1|.
+        """
+        from megarl.kernels.aggregate import token_weights
+        from megarl.kernels.policy_loss import PolicyLossColumns, policy_loss
+
+        n, has_kernel = inputs.num_tokens, TRANSFORMS[self.policy_loss].loss is None
+        advantages = inputs.advantages
+        if has_kernel and inputs.correction_weights is not None:
+            advantages = advantages * inputs.correction_weights  # the loss is proportional to them
+        weights = token_weights(
+            self.loss_aggregation,
+            inputs.response_lengths,
+            n,
+            inputs.num_sequences,
+            inputs.max_response_length,
+        )
+        columns = PolicyLossColumns(
+            inputs.log_probs,
+            inputs.old_log_probs,
+            advantages,
+            weights,
+            rollout_log_probs=inputs.rollout_log_probs,
+            ref_log_probs=inputs.ref_log_probs if self.needs_reference else None,
+            entropy=inputs.entropy if self.needs_entropy else -inputs.rollout_log_probs,
+        )
+        if has_kernel:
+            names = ("rollout_log_probs", "ref_log_probs", "entropy")
+            others = {name: getattr(columns, name) for name in names}
+            loss, stats = policy_loss(*columns[:4], self._options(inputs), **others)
+        else:
+            from megarl.algorithms.transformed_loss import transformed_loss
+
+            loss, stats = transformed_loss(self, columns, inputs)
+        totals = {
+            "clip_fraction": stats.num_clipped,
+            "dual_clip_fraction": stats.num_dual_clipped,
+            "kl": stats.kl_sum,
+            "entropy": stats.entropy_sum,
+            "ref_kl": stats.ref_kl_sum,
+            "tis_weight": stats.tis_weight_sum,
+        }
+        metrics = {f"policy/{name}": total / n for name, total in totals.items() if total is not None}
+        return loss, metrics | {
+            "policy/loss": loss.detach(),
+            "policy/ratio_deviation_max": stats.ratio_deviation_max,
+        }
+
+    def _options(self, inputs: LossInputs) -> PolicyLossOptions:
+        """Return the options of the kernel."""
+        from megarl.kernels.policy_loss import PolicyLossOptions
+
+        return PolicyLossOptions(
+            kind=self.policy_loss,
+            clip_eps_low=self.clip_eps_low,
+            clip_eps_high=self.clip_eps_high,
+            clip_ratio_c=self.clip_ratio_c,
+            tis_clip=self._token_tis,
+            kl_coef=inputs.kl_coef if self.kl_mode == "loss" else 0.0,
+            kl_estimator=self.kl_estimator,
+            kl_straight_through=self.kl_straight_through,
+            entropy_coef=self.entropy_coef,
+        )
+
+
+def whitened_reference(
+    values: Sequence[float], magnitudes: Sequence[float], sums: Sequence[float]
+) -> ReferenceColumn:
+    """Return the whitened values of one sample.
+
+    Args:
+        sums: sum, sum of squares and count of the values of all samples of the step."""
+    total, squares, count = sums
+    mean = total / count
+    scale = math.sqrt(max(squares - total * mean, 0.0) / max(count - 1, 1) + 1e-8)
+    whitened = [(value - mean) / scale for value in values]
+    # Mean and deviation are of rounded numbers too.
+    sizes = [(size + abs(mean)) / scale * (1 + abs(value)) for size, value in zip(magnitudes, whitened)]
+    return ReferenceColumn(values=whitened, magnitudes=sizes)

@@ -1,0 +1,145 @@
+"""Check what an algorithm, its policy loss and its correction require of the way in which a job trains.
+
+CONDITIONS is the one table of these requirements. Everything that it reads of an algorithm is declared by the
+algorithm itself (`has_ratio`, `has_correction`, `is_on_policy`, `needs_critic`), so no algorithm is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.errors import Errors
+from megarl.config.flags import algorithm_name
+from megarl.config.rules_layout import Job
+from megarl.config.schema import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """A way to train that an algorithm does not allow, or that has a drawback.
+
+    Args:
+        is_error: whether the job is refused; else `megarl check` prints a note.
+        applies: whether a configuration is concerned.
+        text: flag, value, reason and what to try, with the fields of `_facts` in braces."""
+
+    is_error: bool
+    applies: Callable[[TrainConfig], bool]
+    text: str
+
+
+def num_updates(config: TrainConfig) -> int:
+    """Return the optimizer updates of a step."""
+    batch = config.batch
+    return batch.num_prompts * batch.num_samples_per_prompt // batch.global_batch_size * batch.num_epochs
+
+
+def _is_stale(config: TrainConfig) -> bool:
+    return config.streaming.staleness > 0
+
+
+def _has_several_updates(config: TrainConfig) -> bool:
+    return num_updates(config) > 1
+
+
+def _without_ratio(config: TrainConfig, has_correction: bool) -> bool:
+    return not config.algorithm.has_ratio and config.algorithm.has_correction == has_correction
+
+
+def _overlong_buffer(config: TrainConfig) -> int | None:
+    return getattr(config.algorithm, "overlong_buffer", None)
+
+
+CONDITIONS: tuple[Condition, ...] = (
+    Condition(
+        is_error=True,
+        applies=lambda c: _is_stale(c) and _without_ratio(c, has_correction=False),
+        text="--policy-loss ({policy_loss}): has no ratio, so with --staleness {staleness} nothing in the "
+        "loss "
+        "corrects for the older weights that sampled. Try --tis-clip 2, or --policy-loss cispo.",
+    ),
+    Condition(
+        is_error=True,
+        applies=lambda c: _has_several_updates(c) and _without_ratio(c, has_correction=False),
+        text="--policy-loss ({policy_loss}): has no ratio, so the last of {updates} updates per step would "
+        "be "
+        "made as if the policy had not moved since the first. Try --policy-loss cispo, or one update per "
+        "step: "
+        "--global-batch-size {samples} and --num-epochs 1.",
+    ),
+    Condition(
+        is_error=True,
+        applies=lambda c: (_overlong_buffer(c) or 0) >= c.sampling.max_response_length,
+        text="--overlong-buffer ({overlong_buffer}): must be below --max-response-length ({longest}), or "
+        "every "
+        "response is penalised. Try {tenth}.",
+    ),
+    Condition(
+        is_error=True,
+        applies=lambda c: c.algorithm.early_stop_kl is not None and c.batch.num_epochs == 1,
+        text="--early-stop-kl ({early_stop_kl:g}): a step has one epoch, so there is none to leave out. "
+        "Leave it "
+        "out, or try --num-epochs 4.",
+    ),
+    Condition(
+        is_error=False,
+        applies=lambda c: _has_several_updates(c) and _without_ratio(c, has_correction=True),
+        text="--policy-loss ({policy_loss}): has no ratio. The correction accounts for the policy that "
+        "sampled, "
+        "and not for the {updates} updates of the step.",
+    ),
+    Condition(
+        is_error=False,
+        applies=lambda c: c.algorithm.is_on_policy and (_is_stale(c) or _has_several_updates(c)),
+        text="--algorithm ({algorithm}): its baseline is derived for exact on-policy training, and this job "
+        "has "
+        "--staleness {staleness} and {updates} updates per step. It is no longer the one of least variance.",
+    ),
+    Condition(
+        is_error=False,
+        applies=lambda c: _is_stale(c) and getattr(c.algorithm, "kl_mode", "none") == "reward",
+        text="--kl-mode (reward): every estimate of the KL (k1 too) is unbiased for tokens that the current "
+        "weights sampled. With --staleness {staleness} it is biased. --kl-mode loss is judged by the same "
+        "tokens, "
+        "but its gradient is that of the current weights.",
+    ),
+    Condition(
+        is_error=False,
+        applies=lambda c: _is_stale(c) and c.algorithm.needs_critic,
+        text="--algorithm ({algorithm}): with --staleness {staleness} GAE sums what older weights did, so "
+        "advantages and returns are biased towards that policy. A smaller --gae-lambda is less biased.",
+    ),
+)
+
+
+def _facts(config: TrainConfig) -> dict[str, Any]:
+    batch = config.batch
+    return {
+        "policy_loss": getattr(config.algorithm, "policy_loss", ""),
+        "algorithm": algorithm_name(type(config.algorithm)),
+        "staleness": config.streaming.staleness,
+        "updates": num_updates(config),
+        "samples": batch.num_prompts * batch.num_samples_per_prompt,
+        "early_stop_kl": config.algorithm.early_stop_kl,
+        "overlong_buffer": _overlong_buffer(config),
+        "longest": config.sampling.max_response_length,
+        "tenth": max(config.sampling.max_response_length // 10, 1),
+    }
+
+
+def _broken(config: TrainConfig, is_error: bool) -> Errors:
+    if config.algorithm.needs_rollout:
+        for condition in CONDITIONS:
+            if condition.is_error == is_error and condition.applies(config):
+                yield condition.text.format_map(_facts(config))
+
+
+def conditions(job: Job) -> Errors:
+    """Yield an error per condition of the table that the job must fulfil and does not."""
+    return _broken(job.config, is_error=True)
+
+
+def condition_notes(config: TrainConfig) -> Errors:
+    """Yield a note per drawback of the table that concerns the job."""
+    return _broken(config, is_error=False)

@@ -1,0 +1,48 @@
+"""Apply what an algorithm does to rewards before it computes advantages, and count it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.algorithms.base import Algorithm
+from megarl.config.schema import SamplingConfig
+from megarl.packing import Sample
+
+
+def shaped(
+    algorithm: Algorithm,
+    samples: Sequence[Sample],
+    rewards: Sequence[float | None],
+    sampling: SamplingConfig,
+) -> list[float | None]:
+    """Return the rewards of the samples that advantages are computed from. None is a reward that failed."""
+    longest = sampling.max_response_length
+    return [
+        None if reward is None else algorithm.shaped_reward(reward, sample.response_length, longest)
+        for sample, reward in zip(samples, rewards, strict=True)
+    ]
+
+
+def shaping_metrics(
+    given: Sequence[float | None],
+    rewards: Sequence[float | None],
+    left_out: Sequence[bool],
+    rows: Sequence[int],
+) -> dict[str, float]:
+    """Return this rank's part of reward/overlong_penalty, the mean of what shaping took off a reward, and of
+    reward/overlong_filtered, the number of samples with a reward that the loss leaves out. Each is there only
+    where it happened in the step.
+
+    Args:
+        given, rewards: before and after shaping, of all samples of the step.
+        left_out: whether the loss leaves out the sample, also because its reward failed.
+        rows: which samples are on this rank."""
+    scored = [row for row, reward in enumerate(given) if reward is not None]
+    penalties = {row: (given[row] - rewards[row]) / len(scored) for row in scored}
+    filtered = {row: left_out[row] for row in scored}
+    metrics = {}
+    if any(penalties.values()):
+        metrics["reward/overlong_penalty"] = sum(penalties.get(row, 0.0) for row in rows)
+    if any(filtered.values()):
+        metrics["reward/overlong_filtered"] = sum(filtered.get(row, False) for row in rows)
+    return metrics

@@ -1,0 +1,66 @@
+"""Whole jobs of two steps with every algorithm, every policy loss and every correction, on two data-parallel
+ranks, with several updates per step; one with context parallelism.
+
+    pytest tests/e2e/test_algorithm_families.py -m nightly"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megarl.algorithms import REGISTRY
+from megarl.algorithms.corrections import CORRECTIONS
+from megarl.algorithms.ratio_transforms import TRANSFORMS
+from tests.e2e.jobs import Job, train
+
+pytestmark = pytest.mark.nightly
+JOBS = {
+    # algorithm, policy loss, correction and what else there is: each value occurs in a job.
+    "rloo": "--algorithm rloo --policy-loss reinforce --global-batch-size 16 --kl-mode reward --kl-coef 0.05 "
+    "--kl-estimator k1 --overlong-buffer 8",
+    "reinforce++": "--algorithm reinforce++ --policy-loss sapo --token-veto 1e-4 --kl-mode reward --kl-coef 0.05",
+    "reinforce++-baseline": "--algorithm reinforce++-baseline --policy-loss dppo-tv --mis-level token --mis-low 0.5 "
+    "--mis-high 5 --tis-clip 5 --kl-mode loss --kl-coef 0.05 --kl-estimator k2",
+    "opo": "--algorithm opo --policy-loss gmpo --mis-level geometric --entropy-coef 0.01",
+    "maxrl": "--algorithm maxrl --policy-loss dppo-kl --mis-level sequence --tensor-model-parallel-size 2",
+    "grpo": "--algorithm grpo --policy-loss gspo --tis-clip 2 --tis-level sequence --context-parallel-size 2 "
+    "--loss-aggregation seq-mean-token-mean",
+    "ppo": "--algorithm ppo --policy-loss gspo-token --tis-clip 2 --overlong-filter "
+    "--max-response-length 128",
+    "stale": "--algorithm grpo --policy-loss cispo --staleness 1 --mis-level geometric --mis-low 0.5 --mis-high 2",
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(sums_data, tmp_path_factory) -> dict[str, Job]:
+    folder = tmp_path_factory.mktemp("families")
+    flags = "--train-iters 2 --num-epochs 1"
+    return {name: train(sums_data, folder / name, *f"{flags} {own}".split()) for name, own in JOBS.items()}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", JOBS)
+def test_it_trains(jobs, name):
+    job = jobs[name]
+    assert job.returncode == 0, job.output
+    assert len(job.steps) == 2
+    for row in job.steps:
+        assert row["policy/grad_norm"] > 0 and math.isfinite(row["policy/loss"])
+        assert row["mismatch/max_abs"] <= 1e-4
+        if "correction/weight" in row and name != "stale":  # trainer and engine agree
+            assert row["correction/weight"] == pytest.approx(1, abs=1e-3)
+            assert row["correction/effective_sample_size"] == pytest.approx(1, abs=1e-3)
+
+
+def test_long_responses_are_penalised_and_left_out(jobs):
+    rows = [*jobs["rloo"].steps, *jobs["ppo"].steps]
+    assert all(0 < row["reward/overlong_penalty"] <= 1 for row in rows[:2])
+    assert all(row["reward/overlong_filtered"] > 0 for row in rows[2:])
+
+
+def test_every_family_has_a_job():
+    flags = " ".join(JOBS.values())
+    assert all(f"--algorithm {name} " in flags for name in REGISTRY if name != "sft")
+    assert all(f"--policy-loss {name} " in flags for name in TRANSFORMS if name != "ppo")
+    assert all(correction.flags.split(" --")[0] in flags for correction in CORRECTIONS)
