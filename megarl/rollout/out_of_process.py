@@ -59,7 +59,7 @@ class OutOfProcessEngine(Engine):
         """Why the engine has left the set; None while it is in it."""
         self._start()
         self._plan: ReshardPlan | None = None
-        self._pulls: dict[int, dict[int, Pull]] = {rank: {} for rank in self.ranks}
+        self._pulls: dict[int, dict[int, Pull]] = {}
         """Rank of the engine -> source -> memory to pull from, all that sources have told so far."""
         if engine_atlases(config.rollout.backend, shape, self.ranks, self._tp) is None:
             publish_atlases(self.inference.atlases, actor)
@@ -110,6 +110,7 @@ class OutOfProcessEngine(Engine):
             self.config.rollout.backend,
         )
         self._join(self._plan, speakers, parameters)
+        self._is_new, self._pulls = True, {rank: {} for rank in self.ranks}
 
     # Methods of a receiver of a weight sync.
 

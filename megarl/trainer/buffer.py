@@ -18,6 +18,7 @@ The buffer holds numbers only; the tokens are on the ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -117,13 +118,13 @@ class SampleBuffer:
         Args:
             num_engines: engines are numbered from 0."""
         waiting = self.waiting()
-        loads = [None if engine in self.lost_engines else 0 for engine in range(num_engines)]
-        live = {engine for engine, load in enumerate(loads) if load is not None}
+        live = set(range(num_engines)) - self.lost_engines
         kept = {group.visit: group.engine for group in waiting if group.engine in live}
+        unfinished: Counter[int | None] = Counter()
         for group in self._groups.values():
             engine = group.engine if group.is_issued else kept.get(group.visit)
-            if engine in live:
-                loads[engine] += group.num_samples - len(group.samples)
+            unfinished[engine] += group.num_samples - len(group.samples)
+        loads = [unfinished[engine] if engine in live else None for engine in range(num_engines)]
         new = [group for group in waiting if group.visit not in kept]
         size = max((group.num_samples for group in new), default=1)
         routed = dict(zip((group.visit for group in new), route(len(new), loads, size), strict=True))

@@ -35,7 +35,7 @@ from megarl.trainer.state import TrainState
 class TooFewEngines(ExplainedError, RuntimeError):
     """Raised when fewer engines are left than --min-engines."""
 
-    read_on = "docs/reliability.md, section Engines that come and go"
+    read_on = "docs/asynchronous.md, section Engines that come and go"
 
 
 class EngineSet:
@@ -48,14 +48,13 @@ class EngineSet:
         self._executor, self._meshes, self._state = executor, meshes, state
         self._min = state.first.config.streaming.min_engines
         self._folder = Path(state.first.config.run.save)
-        self.log: DriverLog | None = None
-        """Log of the run; None before `start`."""
+        self._log: DriverLog | None = None
         self._states: dict[tuple[str, int], EngineState] = {}
         self._num_moved: Counter[str] = Counter()  # groups since the last metrics, by suffix of the actor
 
     def start(self, log: DriverLog) -> None:
         """Begin with all engines, and forget what an earlier job in the run folder left."""
-        self.log = log
+        self._log = log
         if self._min is None:
             return
         take_requests(self._folder)
@@ -67,6 +66,12 @@ class EngineSet:
                     ranks = tuple(mesh.ranks[engine * mesh.tp : (engine + 1) * mesh.tp])
                     self._states[role, engine] = EngineState(role, engine, ranks)
         write_states(self._folder, [*self._states.values()])
+
+    @property
+    def log(self) -> DriverLog:
+        """Log of the run, from `start` on."""
+        assert self._log is not None
+        return self._log
 
     def start_requested(self) -> None:
         """Start the engines that `megarl engines add` has asked for. They get weights at the end of the step,
@@ -120,7 +125,7 @@ class EngineSet:
 
     def _check_number(self, change: EngineChange) -> None:
         live = self._num_live(change.role)
-        if live < self._min:
+        if self._min is not None and live < self._min:
             raise TooFewEngines(
                 f"engine {change.engine} of {change.role} has left: {change.reason}. Of {change.role}'s "
                 f"{self._meshes[change.role].dp} engines {live} are left, and --min-engines ({self._min}) "
@@ -143,5 +148,4 @@ class EngineSet:
         write_states(self._folder, [*self._states.values()])
 
     def _note(self, change: EngineChange | EngineRequest, what: str) -> None:
-        assert self.log is not None
         self.log.note(f"step {self._state.step}: engine {change.engine} of {change.role} {what}")

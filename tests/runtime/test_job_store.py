@@ -138,10 +138,10 @@ def test_where_ranks_cannot_agree_the_user_is_asked_for_a_secret(as_rank, monkey
 
 
 LEFT_ALONE = """
-from megarl.runtime.job_store import loopback_store
+from megarl.runtime.job_store import job_store
 from megarl.runtime.mailbox import connect
 from megarl.runtime.store_executor import StoreExecutor
-store = loopback_store()
+store = job_store()
 stores = (connect(f"127.0.0.1:{store.port}", "attempt") for _ in range(2))
 executor = StoreExecutor({"actor": [0]}, 1, 5.0, *stores)
 raise SystemExit(143)

@@ -77,6 +77,6 @@ def test_a_failure_on_a_thread_names_role_rank_and_step(job, monkeypatch):
 
 
 def test_an_executor_that_nobody_has_registered_is_an_error(job):
-    told = r"--executor \(thread\): must be one of torchrun, inline, threads. Did you mean threads\?"
+    told = r"--executor \(thread\): must be one of torchrun, ray, inline, threads. Did you mean threads\?"
     with pytest.raises(ConfigError, match=told):
         load_config(["--executor", "thread"], REGISTRY)

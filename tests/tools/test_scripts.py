@@ -135,6 +135,7 @@ CASES = [
     Case(f"{BENCH}/trl_grpo.py", "a.json b.json", code=1, says="No module named '(datasets|trl)'"),
 ]
 ELSEWHERE = {
+    "examples/calculator_env.py": "tests/e2e/test_episodes_job.py",
     "examples/own_loop.py": "tests/e2e/test_python_api.py",
     "examples/retry_loop.py": "tests/e2e/test_python_api.py",
     **{

@@ -24,7 +24,7 @@ from megarl.config.loader import load_config
 from megarl.config.role_sections import OFFLOAD_PARTS
 from megarl.flow import FlowError
 from megarl.packing import Sample, plan_mini_batches
-from megarl.workers.store import BatchShard
+from megarl.workers.store import BatchLayout, BatchShard
 from megarl.workers.worker import build_roles
 from sums.model import write_model_folder
 
@@ -156,6 +156,7 @@ def run(config, moves: bool) -> dict:
                 order = [i for plan in plans for i in plan.samples_of(0)]
                 store.release_batch("actor")
                 store.set_batch("actor", BatchShard(batch.select_samples(order), plans))
+                store.layouts["actor"] = BatchLayout("train", plans, {s.sample_id: s for s in samples})
         out["peaks"].append(offload_manager.peak_bytes)
     out["arrived"] = list(arrived)  # of the second step: what follows is the test's own
     out["engine"] = digest(list(engine.weights.values()))
