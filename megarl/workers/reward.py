@@ -155,6 +155,7 @@ def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, obje
     if rollout.episode is not None:
         first = rollout.episode.prompt or prompt.messages  # none if the environment has failed at once
         shown = {"prompt": first, "response": text, "turns": rollout.episode.turns}
+        shown["turn_rewards"] = rollout.episode.turn_rewards
         shown["holes"] = [list(hole) for hole in rollout.holes]
     return {
         "row": rollout.row,
