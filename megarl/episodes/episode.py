@@ -42,8 +42,8 @@ class EpisodeResult:
     """The environment's first messages."""
     turns: list[Message]
     """All messages after them."""
-    turn_rewards: list[float | None]
-    """The environment's reward for each answer; None where it gave none."""
+    turn_rewards: list[float]
+    """The environment's reward for each answer; 0 where it gave none."""
     turn_lengths: list[int]
     """Number of sampled tokens of each answer."""
 
@@ -91,7 +91,7 @@ class Episode:
             self.cause,
             messages[:first],
             messages[first:],
-            self.turn_rewards,
+            [reward or 0.0 for reward in self.turn_rewards],
             session.answer_lengths if session is not None else [],
         )
 

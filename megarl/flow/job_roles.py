@@ -251,6 +251,8 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         rewards: list[float | None],
         kl_coef: float,
         digests: list[int] | None = None,
+        turn_rewards: list[list[float]] | None = None,
+        turn_lengths: list[list[int]] | None = None,
     ) -> Metrics:
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
         rewards. Returns metrics.
@@ -258,7 +260,9 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         Args:
             sample_ids, group_ids, rewards: of all samples of the step. A reward of None has failed.
             kl_coef: factor of the KL to the reference.
-            digests: bind each reward to its sample's tokens. None skips this check of the rewards."""
+            digests: bind each reward to its sample's tokens. None skips this check of the rewards.
+            turn_rewards, turn_lengths: with --turn-rewards the reward and the sampled tokens of each answer of
+                every sample."""
 
     @method(
         reads=("tokens", "old_log_probs", "ref_log_probs?", "advantages"),

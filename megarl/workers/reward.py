@@ -86,6 +86,9 @@ class RewardRole(HostedRole):
                 record["failure"] = verdict.failure
             if rollout.episode is not None:
                 record |= _of_episode(rollout.episode)
+                if self.config.episodes.turn_rewards:
+                    record["turn_rewards"] = rollout.episode.turn_rewards
+                    record["turn_lengths"] = rollout.episode.turn_lengths
             if purpose == "eval" and verdict.answer is not None:
                 record["answer"] = verdict.answer
             is_first_failure = verdict.failure is not None and not has_failed
