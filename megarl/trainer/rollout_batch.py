@@ -87,7 +87,7 @@ class RolloutBatch:
         """With --turn-rewards the rewards and the sampled tokens of the answers of each sample, in the order of
         sample_ids; else ()."""
         rule = self._rule
-        if not any("turn_rewards" in record for record in rule.values()):
+        if not any("turn_lengths" in record for record in rule.values()):  # turn_rewards are logged anyway
             return ()
         of_samples = [rule[sample] for sample in self.sample_ids]
         return [one["turn_rewards"] for one in of_samples], [one["turn_lengths"] for one in of_samples]
