@@ -32,14 +32,12 @@ from megarl.flow import (
     Metrics,
     ModelRole,
     Node,
-    PlacedRole,
     Roles,
     ServiceRole,
     role_class,
 )
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
-from megarl.trainer.announce import wait_for_setups
 from megarl.trainer.checkpointer import Checkpointer
 from megarl.trainer.evaluation import evaluate_actors
 from megarl.trainer.failed_step import save_failed_step
@@ -50,6 +48,7 @@ from megarl.trainer.replay import DriverLog
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.run_folder import TIMELINE, Run
 from megarl.trainer.scheduler import NodeResult
+from megarl.trainer.set_up import set_up_roles
 from megarl.trainer.state import TrainState
 from megarl.trainer.stop_request import StopRequest
 from megarl.trainer.step_report import rollout_rows
@@ -156,8 +155,7 @@ class Trainer:
     def _set_up(self) -> None:
         """Build every role, in an order that all ranks share, restore --load, and copy the weights into the
         engines."""
-        setups = {name: PlacedRole(self.executor, name).setup() for name in self.meshes}
-        wait_for_setups(setups, self.run_folder.progress.note)
+        set_up_roles(self.executor, self.config, self.meshes, self.run_folder)
         self.checkpointer.restore()
         self.runner.start_log()
         if not self.state.first.algorithm.needs_rollout:

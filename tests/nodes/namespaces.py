@@ -100,12 +100,20 @@ class Nodes:
     def log(self, node: int) -> str:
         return (self.folder / f"node{node}.log").read_text()
 
+    def cut(self, node: int) -> None:
+        """Cut the link between a node and all others."""
+        _ip("link", "set", f"{BRIDGE}{node}", "down")
+
+    def pids(self, node: int) -> list[int]:
+        """Return the ids of all processes of a node."""
+        found = subprocess.run(["ip", "netns", "pids", self._name(node)], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
+
     def kill(self, node: int) -> None:
         """Kill all processes of a node at once, as when its power fails."""
-        found = subprocess.run(["ip", "netns", "pids", self._name(node)], capture_output=True, text=True)
-        for pid in found.stdout.split():
+        for pid in self.pids(node):
             try:
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:  # ended with its parent
                 continue
 
