@@ -131,7 +131,8 @@ class Trainer:
         timeline.json and the failed step's samples, and complete or remove the checkpoint in progress."""
         with contextlib.ExitStack() as last:
             last.callback(self.checkpointer.abandon)
-            if isinstance(error, Exception) and self.state.in_step:  # not after Ctrl-C or SIGTERM
+            # not after Ctrl-C or SIGTERM
+            if isinstance(error, Exception) and self.state.in_step and not self.run_folder.is_superseded:
                 last.callback(save_failed_step, self.run_folder, self.runner.batches, self.state, error)
             last.callback(self.save_timeline)
             if exc_type is None:
@@ -146,7 +147,7 @@ class Trainer:
 
         A file that cannot be written is noted: no training result depends on it."""
         timeline = self.runner.scheduler.timeline
-        if timeline.records:
+        if timeline.records and not self.run_folder.is_superseded:
             try:
                 timeline.write(self.run_folder.folder / TIMELINE)
             except OSError as error:
@@ -384,6 +385,7 @@ class Trainer:
         interval = self.config.run.export_interval
         if not self.is_done and not (interval and self.step % interval == 0):
             return
+        self.run_folder.attempt.check("exported weights")
         for role in self.meshes:
             kind, suffix = kind_and_suffix(role)
             if kind in TRAINED_KINDS:

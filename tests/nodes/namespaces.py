@@ -26,6 +26,7 @@ export TMPDIR=/tmp
 cp /etc/hosts "$NODE_FOLDER/hosts"
 echo "$NODE_HOSTS" >> "$NODE_FOLDER/hosts"
 mount --bind "$NODE_FOLDER/hosts" /etc/hosts
+[ -z "${NODE_HIDES:-}" ] || mount -t tmpfs tmpfs "$NODE_HIDES"
 exec "$@"
 """
 
@@ -79,7 +80,7 @@ class Nodes:
 
     def start(self, node: int, command: Sequence[str], **env: str) -> subprocess.Popen:
         """Start a command on a node; its output goes to <folder>/node<number>.log. Commands of one node share
-        its network only."""
+        its network only. With NODE_HIDES=folder in `env` this node has an empty folder in place of that one."""
         hosts = "\n".join(f"{address(other)} node{other}" for other in range(self.number))
         own = self.folder / f"node{node}"
         own.mkdir(parents=True, exist_ok=True)
