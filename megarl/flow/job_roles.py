@@ -81,6 +81,17 @@ class RandomState(Role):
         """Set the generators to a state that `random_state` returned."""
 
 
+class RunFolderReader(Role):
+    """Access to the run folder as a rank sees it. The role that is on every rank has these methods."""
+
+    @method(optional=True)
+    def read_nonce(self, path: str, wait_s: float) -> dict[str, str]:
+        """Return the first line of a small file of the run folder, with this rank's host name and the
+        absolute path: {"nonce": ..., "node": ..., "path": ...}.
+
+        The nonce is "" if the file does not appear within `wait_s` seconds."""
+
+
 class Rollout(ServiceRole, kind="rollout"):
     """vLLM engines that sample responses with the weights of an actor."""
 
@@ -207,7 +218,7 @@ class Critic(TrainedRole, kind="critic"):
         metrics."""
 
 
-class Actor(TrainedRole, RandomState, kind="actor"):
+class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
     """The policy that is trained."""
 
     @method()
@@ -300,7 +311,7 @@ class Actor(TrainedRole, RandomState, kind="actor"):
             mini_batches: planned by the driver from the lengths that `load_dataset` returned."""
 
 
-class Data(RandomState, kind="data"):
+class Data(RandomState, RunFolderReader, kind="data"):
     """Moves samples and their columns between ranks, to those that train on them.
 
     It is on every rank of a job that samples."""

@@ -13,11 +13,12 @@ from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
+from megarl.workers.run_folder import RunFolderOfRank
 from megarl.workers.store import BatchShard
 
 
 @implements(Actor)
-class SFTActorRole(ActorRole, RandomStateOfRank):
+class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
     """An actor that learns the responses of its dataset, for supervised fine-tuning."""
 
     def load_dataset(self) -> list[tuple[int, int]] | None:
