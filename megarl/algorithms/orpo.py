@@ -25,7 +25,9 @@ class ORPO(Preference):
     """odds ratio preference optimization"""
 
     paper: ClassVar[str] = "2403.07691"
-    advantage: ClassVar[str] = "of the loss -log p(chosen) - beta log sigmoid(log odds ratio), p per token"
+    advantage: ClassVar[str] = (
+        "none: the loss is -log p(chosen) - beta log sigmoid(log odds ratio), p per token"
+    )
 
     beta: Positive = 0.1
     """Factor of the odds ratio's loss; the paper's lambda."""

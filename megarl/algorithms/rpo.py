@@ -22,7 +22,7 @@ class RPO(Preference):
     """reward-aware preference optimization"""
 
     paper: ClassVar[str] = "2406.11704"
-    advantage: ClassVar[str] = "of the loss KL(sigmoid(eta score difference), sigmoid(DPO's margin))"
+    advantage: ClassVar[str] = "none: the loss is KL(sigmoid(eta score difference), sigmoid(DPO's margin))"
     row_needs: ClassVar[Literal["response", "pair", "scored_pair"]] = "scored_pair"
 
     beta: Positive = 0.1

@@ -22,7 +22,7 @@ class SimPO(Preference):
 
     paper: ClassVar[str] = "2405.14734"
     advantage: ClassVar[str] = (
-        "of the loss -log sigmoid(beta (mean log-prob of chosen - of rejected) - margin)"
+        "none: the loss is -log sigmoid(beta (mean log-prob of chosen - of rejected) - margin)"
     )
 
     beta: Positive = 2.0

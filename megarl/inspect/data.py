@@ -274,7 +274,10 @@ def _duplicates(files: Files) -> Iterator[str]:
     lines = []
     for rows in rows_of.values():
         if len(rows) > 1:
-            answers = {(files.prompts[row].ground_truth, files.prompts[row].response) for row in rows}
+            answers = {
+                (prompt.ground_truth, prompt.response, prompt.chosen, prompt.rejected)
+                for prompt in (files.prompts[row] for row in rows)
+            }
             named = ", ".join(_named(files, row) for row in rows[:_NUM_LISTED])
             more = ", ..." if rows[_NUM_LISTED:] else ""
             lines.append(
