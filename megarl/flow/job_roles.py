@@ -296,18 +296,20 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
         log-probs. One rank of each data-parallel replica returns some."""
 
     @method(optional=True)
-    def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows of supervised fine-tuning, and return their lengths from the first rank
-        only.
+    def load_dataset(self) -> list[list[tuple[int, int, float | None]]] | None:
+        """Tokenize the training rows of an algorithm that samples nothing, and return the sizes of the samples
+        that each row is, from the first rank only.
 
-        Returns: (length, response length) of every row, from the mesh's first rank."""
+        Returns: for every row, (length, response length, reward or None) of each of its samples, from the
+            mesh's first rank."""
 
     @method(writes=("tokens",), optional=True)
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
-        """Turn dataset rows into the samples of the step, as the first node of supervised fine-tuning.
+        """Turn dataset rows into the samples of the step, as the first node of an algorithm that samples
+        nothing.
 
         Args:
-            visits: visit, which is the sample id -> dataset row.
+            visits: visit -> dataset row. The n samples of visit v have the ids n v, n v + 1, ...
             mini_batches: planned by the driver from the lengths that `load_dataset` returned."""
 
 

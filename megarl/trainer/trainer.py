@@ -160,7 +160,7 @@ class Trainer:
         self.checkpointer.restore()
         self.runner.start_log()
         if not self.state.first.algorithm.needs_rollout:
-            self.runner.row_lengths = self.roles.actor.load_dataset().first() or []
+            self.runner.rows = self.roles.actor.load_dataset().first() or []
         else:
             for synced in [self.sync(actor.actor) for actor in self.state.actors.values()]:
                 synced.result()
