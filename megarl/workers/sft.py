@@ -3,17 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from megarl.batch import Batch
 from megarl.data.encoder import PromptEncoder
+from megarl.data.columns import Prompt
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.episodes.chat import Chat
+from megarl.episodes.session import Session
 from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
 from megarl.workers.store import BatchShard
+
+
+class EncodedRow(NamedTuple):
+    """The token ids of a row."""
+
+    prompt: list[int]
+    response: list[int]
+    """Everything after the prompt."""
+    holes: tuple[tuple[int, int], ...]
+    """(start, end) in the response of the ids that are context and not trained on."""
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.response) - sum(end - start for start, end in self.holes)
+
+
+def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> EncodedRow:
+    """Return the ids of a row, in which every turn of the assistant is trained on, but one without a prompt
+    before it. Each turn ends with the end of sequence, as the model will write it.
+
+    Raises: ValueError if the chat template refuses the messages."""
+    assert row.response is not None
+    if isinstance(row.messages, str):
+        (prompt,) = tokenizer.encode_prompts([row.messages])
+        (ids,) = tokenizer.encode_responses([row.response])
+        return EncodedRow(prompt, [*ids, tokenizer.eos_token_id], ())
+    messages = [*row.messages, {"role": "assistant", "content": row.response}]
+    turns = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
+    session = Session(chat, messages[: turns[0]])
+    for turn, following in zip(turns, [*turns[1:], None], strict=True):
+        (ids,) = tokenizer.encode_responses([messages[turn]["content"]])
+        ids = [*ids, tokenizer.eos_token_id]
+        session.answer(ids, [0.0] * len(ids), [0] * len(ids))
+        if following is not None:
+            session.append(messages[turn + 1 : following])
+    return EncodedRow(session.first_prompt, session.response, tuple(session.holes))
 
 
 @implements(Actor)
@@ -28,12 +68,26 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
         dataset = PromptDataset.load(
             config.data.train_data, prompt_key=config.data.prompt_key, needs="response"
         )
-        encoder, rows = PromptEncoder(tokenizer, dataset), range(len(dataset))
-        self.prompts = encoder.prompts(rows)
-        self.responses = [[*ids, tokenizer.eos_token_id] for ids in encoder.responses(rows)]
+        self.rows = self._encode(dataset, tokenizer)
         if self.mesh.ranks[0] != self.rank:
             return None
-        return [(len(p) + len(r), len(r)) for p, r in zip(self.prompts, self.responses, strict=True)]
+        return [(len(row.prompt) + len(row.response), row.num_trained) for row in self.rows]
+
+    def _encode(self, dataset: PromptDataset, tokenizer: Tokenizer) -> list[EncodedRow]:
+        """Return the ids of all rows. Raises: ValueError naming a row that the chat template refuses."""
+        if self.algorithm.train_turns == "last":
+            encoder, rows = PromptEncoder(tokenizer, dataset), range(len(dataset))
+            pairs = zip(encoder.prompts(rows), encoder.responses(rows), strict=True)
+            return [EncodedRow(prompt, [*ids, tokenizer.eos_token_id], ()) for prompt, ids in pairs]
+        chat = Chat(tokenizer, (*self.shape.eos_token_ids, tokenizer.eos_token_id))
+        encoded = []
+        for row, prompt in enumerate(dataset):
+            try:
+                encoded.append(encode_turns(chat, tokenizer, prompt))
+            except ValueError as error:
+                where = dataset.places([row])[0]
+                raise ValueError(f"--train-turns (all): {where} of --train-data: {error}") from error
+        return encoded
 
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
         """Make the dataset rows that this rank trains on in a step its training batch.
@@ -42,8 +96,12 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
             visits: visit -> dataset row; the visit is the sample id."""
         dp_rank = self.model.groups.dp.rank()
         samples = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
-        rows = [visits[sample] for sample in samples]
-        prompts, responses = [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
-        batch = Batch.from_samples(samples, prompts, responses)
+        rows = [self.rows[visits[sample]] for sample in samples]
+        batch = Batch.from_samples(
+            samples,
+            [row.prompt for row in rows],
+            [row.response for row in rows],
+            holes=[row.holes for row in rows],
+        )
         self.store.release_batch(self.shard_key)
         self.store.set_batch(self.shard_key, BatchShard(batch, mini_batches))
