@@ -165,6 +165,7 @@ def reshard_plan(argv: list[str]) -> int:
     """Print which bytes a weight sync of a configuration moves between which ranks, and return 0.
 
     Only the model's config.json must exist, but no run folder or data."""
+    from megarl.config.flags import algorithm_name
     from megarl.config.hf_config import ModelShape
     from megarl.config.roles import configs_of_actors
     from megarl.reshard.report import parse, report
@@ -172,9 +173,9 @@ def reshard_plan(argv: list[str]) -> int:
     options, rest = parse(argv)
     config, meshes = _load_layout(rest, "megarl reshard-plan", options.world_size)
     if "rollout" not in meshes:
-        raise ConfigError(
-            ["--algorithm (sft): has no rollout engine, so no weights are synced. Try --algorithm grpo."]
-        )
+        name = algorithm_name(type(config.algorithm))
+        rule = "has no rollout engine, so no weights are synced. Try --algorithm grpo."
+        raise ConfigError([f"--algorithm ({name}): {rule}"])
     for suffix, of_actor in configs_of_actors(config).items():
         dtypes = of_actor.model.dtype, of_actor.engine_dtype
         shape = ModelShape.load(of_actor.model.model)

@@ -18,6 +18,7 @@ NUM_TEST_ROWS = 200
 NUM_WORKED_ROWS = 23_040
 # Stage B is 40 steps x 64 rows, each row once.
 NUM_MIXED_ROWS = 2560
+NUM_PAIRS = 2560
 WORKED_SHARE = 0.3
 _FIRST_TEST_SEED = 10_000
 
@@ -25,19 +26,22 @@ _FIRST_TEST_SEED = 10_000
 def make_sums(out: str | os.PathLike[str], seed: int = 0) -> dict[str, str]:
     """Write the data files and the model folder into `out`. The same seed gives the same bytes.
 
-    Returns: path by name: train, test, test_parquet, sft_worked, sft_mixed, model. The test rows and the
-        tokenizer do not depend on the seed; everything else does.
+    Returns: path by name: train, test, test_parquet, pairs, pairs_test, sft_worked, sft_mixed, model. The
+        test rows and the tokenizer do not depend on the seed; everything else does.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed ({seed}) must be in 0 .. {2**32 - 1}.")
     out = os.fspath(out)
     os.makedirs(out, exist_ok=True)
     names = {"train": "train.jsonl", "test": "test.jsonl", "test_parquet": "test.parquet"}
+    names |= {"pairs": "pairs.jsonl", "pairs_test": "pairs_test.jsonl"}
     names |= {"sft_worked": "sft_worked.jsonl", "sft_mixed": "sft_mixed.jsonl", "model": "model"}
     paths = {name: os.path.join(out, file) for name, file in names.items()}
     _write_jsonl(paths["train"], _train_rows(seed))
     _write_jsonl(paths["test"], test_rows())
     _write_parquet(paths["test_parquet"], test_rows())
+    _write_jsonl(paths["pairs"], _pair_rows(f"{seed}/pairs", NUM_PAIRS, "train"))
+    _write_jsonl(paths["pairs_test"], _pair_rows("pairs_test", NUM_TEST_ROWS, "test"))
     _write_jsonl(paths["sft_worked"], _sft_rows(f"{seed}/worked", NUM_WORKED_ROWS, worked_share=1.0))
     _write_jsonl(paths["sft_mixed"], _sft_rows(f"{seed}/mixed", NUM_MIXED_ROWS, worked_share=WORKED_SHARE))
     write_model_folder(paths["model"], seed)
@@ -55,6 +59,25 @@ def test_rows() -> list[dict[str, Any]]:
 def _train_rows(seed: int) -> list[dict[str, Any]]:
     rng = random.Random(f"{seed}/train")
     return [sums_row(sums(rng, "train"), "train", i) for i in range(NUM_TRAIN_ROWS)]
+
+
+def _pair_rows(stream: str, num_rows: int, split: Split) -> list[dict[str, Any]]:
+    """Return rows whose chosen answer is worked out and right, and whose rejected one is a wrong guess."""
+    rng, rows = random.Random(stream), []
+    for index in range(num_rows):
+        problem = sums(rng, split)
+        right = f"#### {problem.answer}"
+        wrong = right
+        while wrong == right:
+            wrong = snap_answer(problem, rng)
+        pair = {
+            "chosen": worked_answer(problem),
+            "rejected": wrong,
+            "score_chosen": 1.0,
+            "score_rejected": 0.0,
+        }
+        rows.append(sums_row(problem, split, index) | pair)
+    return rows
 
 
 def _sft_rows(stream: str, num_rows: int, worked_share: float) -> list[dict[str, Any]]:

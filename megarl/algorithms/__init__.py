@@ -2,13 +2,18 @@
 import and a line here."""
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ValueLossInputs
+from megarl.algorithms.dpo import DPO
 from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.ipo import IPO
 from megarl.algorithms.maxrl import MaxRL
 from megarl.algorithms.opo import OPO
+from megarl.algorithms.orpo import ORPO
 from megarl.algorithms.ppo import PPO
 from megarl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from megarl.algorithms.rloo import RLOO
+from megarl.algorithms.rpo import RPO
 from megarl.algorithms.sft import SFT
+from megarl.algorithms.simpo import SimPO
 
 REGISTRY: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
@@ -19,7 +24,28 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "maxrl": MaxRL,
     "ppo": PPO,
     "sft": SFT,
+    "dpo": DPO,
+    "ipo": IPO,
+    "simpo": SimPO,
+    "orpo": ORPO,
+    "rpo": RPO,
 }
 """--algorithm -> the dataclass with its flags and its math."""
 
-__all__ = ["GRPO", "PPO", "REGISTRY", "SFT", "AdvantageInputs", "Algorithm", "LossInputs", "ValueLossInputs"]
+
+def samples(name: str | None) -> bool:
+    """Return whether the algorithm of this name samples responses; True for an unknown one."""
+    return name not in REGISTRY or REGISTRY[name].needs_rollout
+
+
+__all__ = [
+    "GRPO",
+    "PPO",
+    "REGISTRY",
+    "SFT",
+    "AdvantageInputs",
+    "Algorithm",
+    "LossInputs",
+    "ValueLossInputs",
+    "samples",
+]

@@ -204,6 +204,9 @@ class Algorithm(Section):
     """The advantages can tell the rewards of an episode's answers apart (--turn-rewards)."""
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
+    row_needs: ClassVar[Literal["response", "pair", "scored_pair"]] = "response"
+    """Without a rollout: the part of a row that is trained on, a response or a pair of answers, which may need
+    scores."""
     early_stop_kl: ClassVar[float | None] = None
     """Mean of the metric policy/kl of an epoch above which the actor makes no further epoch in the step."""
     needs_critic: ClassVar[bool] = False
@@ -217,6 +220,11 @@ class Algorithm(Section):
     """The loss is a sum over tokens, each from its own inputs: `loss` is called for any part of a
     micro-batch's tokens, and saves a quarter of the output layer's work. False: it sees whole sequences, all
     tokens of a micro-batch at once."""
+
+    @property
+    def samples_per_row(self) -> int:
+        """Without a rollout: the number of samples that a row of the data is."""
+        return 1 if self.row_needs == "response" else 2
 
     @property
     def needs_reference(self) -> bool:

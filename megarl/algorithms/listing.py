@@ -50,6 +50,9 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("OPO", "2505.23585", "--algorithm opo --policy-loss reinforce"),
     Recipe("MaxRL", "2602.02710", "--algorithm maxrl --policy-loss reinforce"),
     Recipe("PPO, as InstructGPT", "2203.02155", f"--algorithm ppo {_INSTRUCT_GPT}"),
+    Recipe("cDPO", "2305.18290", "--algorithm dpo --label-smoothing 0.1"),
+    Recipe("DPO + NLL, iterative RPO", "2404.19733", "--algorithm dpo --nll-coef 1"),
+    Recipe("IPO, as TRL", "2310.12036", "--algorithm ipo --average-log-probs"),
     Recipe("IcePop", "2510.18855", next(c.flags for c in CORRECTIONS if c.name == "IcePop")),
 )
 """Papers as flags. Without --algorithm it is grpo. With --policy-loss reinforce: one update per step."""
@@ -95,7 +98,9 @@ def _needs(name: str) -> str:
     """Return what an algorithm needs beside the actor, in words."""
     cls = REGISTRY[name]
     needs = {
-        "responses in the data": not cls.needs_rollout,
+        "responses in the data": not cls.needs_rollout and cls.row_needs == "response",
+        "pairs in the data": cls.row_needs != "response",
+        "scores of both answers": cls.row_needs == "scored_pair",
         "a critic": cls.needs_critic,
         "several responses per prompt": cls.relative_to_group,
         "one update per step": cls.is_on_policy,
@@ -113,7 +118,9 @@ def as_text() -> str:
             cells = (cell.ljust(width) for cell, width in zip(row, widths))
             lines.append("  " + "  ".join(cells).rstrip())
         lines.append("")
-    return "\n".join([*lines, "Any algorithm but sft takes any ratio transform with any corrections.", ""])
+    return "\n".join(
+        [*lines, "Any algorithm that samples takes any ratio transform with any corrections.", ""]
+    )
 
 
 def as_markdown() -> str:

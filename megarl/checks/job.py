@@ -199,8 +199,10 @@ def _fewer_ranks(config: TrainConfig, world_size: int, new_run: bool, ranks: int
 
 def _summary(config: TrainConfig, world_size: int, is_ok: bool) -> str:
     batch, rolls_out = config.batch, config.algorithm.needs_rollout
-    samples = batch.num_prompts * batch.num_samples_per_prompt if rolls_out else batch.global_batch_size
-    updates = samples // batch.global_batch_size * (batch.num_epochs if rolls_out else 1)
+    samples, updates = batch.global_batch_size * algorithm_of(config).samples_per_row, 1
+    if rolls_out:
+        samples = batch.num_prompts * batch.num_samples_per_prompt
+        updates = samples // batch.global_batch_size * batch.num_epochs
     noun = "updates" if updates > 1 else "update"
     actors = f"{len(config.others) + 1} actors, of the first: " if config.others else ""
     dp = role_meshes(config, world_size)["actor"].dp

@@ -15,7 +15,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 from megarl.config.rules_files import DATA_SUFFIXES
 from megarl.config.schema import TrainConfig
-from megarl.data.columns import parse_row
+from megarl.data.columns import Needs, parse_row
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.quick_tokenizer import load_quickly
@@ -103,7 +103,7 @@ def _range_of(numbers: Sequence[int]) -> str:
 def _datasets(config: TrainConfig, errors: list[str]) -> dict[str, PromptDataset]:
     """Return flag -> the first rows of its files. A flag whose files have errors is left out, and they are
     added to `errors`."""
-    needs = "response" if not config.algorithm.needs_rollout else None
+    needs: Needs = None if config.algorithm.needs_rollout else config.algorithm.row_needs
     try:
         needs = "ground_truth" if needs is None and needs_ground_truth(config) else needs
     except (OSError, UnicodeDecodeError):
@@ -124,7 +124,7 @@ def _datasets(config: TrainConfig, errors: list[str]) -> dict[str, PromptDataset
     return datasets
 
 
-def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: str | None) -> list[str]:
+def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: Needs) -> list[str]:
     """Return an error with the right --prompt-key if only that flag is wrong, else []."""
     try:
         row = next((row for _, row in read_rows(files[0]) if isinstance(row, dict)), None)
@@ -148,8 +148,7 @@ def _texts(dataset: PromptDataset) -> Iterator[str]:
     for row in dataset:
         messages = [{"content": row.messages}] if isinstance(row.messages, str) else row.messages
         yield from (message["content"] for message in messages)
-        if row.response is not None:
-            yield row.response
+        yield from (text for text in (row.response, row.chosen, row.rejected) if text is not None)
 
 
 def _tokenizer_flag(config: TrainConfig) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config.errors import Errors, divisors, try_numbers
-from megarl.config.flags import refuse_set
+from megarl.config.flags import algorithm_name, refuse_set
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.role_sections import LORA_TARGETS
@@ -421,7 +421,8 @@ def evaluation_alone(job: Job) -> Errors:
         run = run_of_model(Path(config.model.model))
         yield NO_EVAL_DATA + ("" if run is None else _no_evaluation_of(run))
     if not job.uses_rollout:
-        yield "--algorithm (sft): an evaluation samples answers and scores them. Try --algorithm grpo."
+        name = algorithm_name(type(config.algorithm))
+        yield f"--algorithm ({name}): an evaluation samples answers and scores them. Try --algorithm grpo."
     num_samples = config.run.eval_num_samples
     if num_samples > 1 and config.sampling.temperature == 0:
         yield (

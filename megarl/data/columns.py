@@ -4,21 +4,31 @@ problems.
     {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5-1 ?"}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "17"}, "extra_info": {"split": "train", "index": 0}}
 
-Fine-tuning rows have `response` (str) besides `prompt`, or `messages` with the assistant's turn last. A row
-of GSM8K as published is {"question": ..., "answer": "... #### 1,234"}. It is converted as in verl's own
+Fine-tuning rows have `response` (str) besides `prompt`, or `messages` with the assistant's turn last.
+
+Preference rows have `chosen` and `rejected`: strings, or messages with the assistant's turn last. Such messages
+may begin with the prompt, and then need no column for it. `score_chosen` and `score_rejected` are optional.
+
+A row of GSM8K as published is {"question": ..., "answer": "... #### 1,234"}. It is converted as in verl's own
 script: the instruction below is added to the question, and the ground truth is the text after "####", without
 thousands separators.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _WANTED_MESSAGES = 'a non-empty list of {"role": str, "content": str}, or a string'
 _WANTED_TEXT = "a string that is not empty"
+_WANTED_ANSWER = "a string that is not empty, or messages with the assistant's turn last"
+_SCORES = ("score_chosen", "score_rejected")
+Needs = Literal["ground_truth", "response", "pair", "scored_pair"] | None
+"""Part that a row must have besides its prompt. A pair is `chosen` and `rejected`; a scored one has
+`score_chosen` and `score_rejected` too."""
 _SHOWN_CHARACTERS = 80
 _MAX_DEPTH = 64
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -40,6 +50,12 @@ class Prompt:
     response: str | None = None
     """The answer that supervised fine-tuning learns, without end-of-sequence."""
     extra_info: dict[str, Any] = field(default_factory=dict)
+    chosen: str | None = None
+    """The preferred answer of a pair, without end-of-sequence."""
+    rejected: str | None = None
+    score_chosen: float | None = None
+    """Score of the preferred answer, for algorithms that read scores."""
+    score_rejected: float | None = None
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -54,20 +70,22 @@ class Prompt:
         }
 
 
-def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[Prompt, list[str]]:
+def parse_row(row: dict[str, Any], prompt_key: str, needs: Needs) -> tuple[Prompt, list[str]]:
     """Return the row's content as a `Prompt`, and its problems as texts; [] if the row is right.
 
     Each problem names the column, its value and the expected value.
 
     Args:
-        needs: "ground_truth", "response" or None: the part that the row must have besides the prompt. The
-            other part is read if present.
+        needs: the part that the row must have besides the prompt. The other parts are read if present.
     """
     problems = _Problems(row)
     parsed = Prompt()
     parsed.data_source = problems.check("data_source", row.get("data_source"), str, "a string") or ""
     parsed.extra_info = problems.check("extra_info", row.get("extra_info"), dict, "an object") or {}
-    _read_prompt(row, prompt_key, parsed, problems)
+    has_context = isinstance(row.get("chosen"), list) and row.get(prompt_key) is row.get("messages") is None
+    if not (has_context and needs in ("pair", "scored_pair", None)):
+        _read_prompt(row, prompt_key, parsed, problems)
+    _read_pair(row, prompt_key, parsed, problems, needs)
     _read_ground_truth(row, parsed, problems)
     if row.get("response") is not None:
         parsed.response = problems.check("response", row["response"], str, _WANTED_TEXT)
@@ -76,6 +94,8 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: str | None) -> tuple[
         prompt_key: parsed.messages,
         "reward_model.ground_truth": parsed.ground_truth,
         "response": parsed.response,
+        "chosen": parsed.chosen,
+        "rejected": parsed.rejected,
     }
     for column, value in (*content.items(), ("extra_info", parsed.extra_info)):
         if (reason := _unfit(value, is_recorded=column in content)) is not None:
@@ -144,6 +164,65 @@ def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: Prompt, problems:
         _read_published_gsm8k(row, parsed)
     else:
         problems.missing(prompt_key, f"{_WANTED_MESSAGES} (or GSM8K's own question and answer)")
+
+
+def _read_pair(
+    row: dict[str, Any], prompt_key: str, parsed: Prompt, problems: _Problems, needs: Needs
+) -> None:
+    """Read both answers of a pair, their scores, and the prompt if only the answers' messages have it.
+
+    A row that need not have a pair has no problem with it."""
+    is_needed = needs in ("pair", "scored_pair")
+    found = problems if is_needed else _Problems(row)
+    (context, chosen), (other, rejected) = (_read_answer(row, name, found) for name in ("chosen", "rejected"))
+    for name in _SCORES:
+        value = row.get(name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and math.isfinite(value)):
+            found.wrong(name, value, "a finite number")
+    if (row.get(_SCORES[0]) is None) != (row.get(_SCORES[1]) is None):
+        found.unfit(_SCORES[0], f"and {_SCORES[1]!r} must both be there, or neither")
+    elif needs == "scored_pair" and row.get(_SCORES[0]) is None:
+        found.missing(_SCORES[0], f"numbers in {_SCORES[0]!r} and {_SCORES[1]!r}")
+    if not found.texts and context != other:
+        found.unfit(
+            "rejected", "continues another prompt than column 'chosen'; the messages before must be equal"
+        )
+    given = parsed.messages
+    as_messages = ({"role": "user", "content": given},) if isinstance(given, str) else given
+    if not found.texts and context and given and context != as_messages:
+        found.unfit("chosen", f"begins with other messages than column {prompt_key!r}")
+    if not found.texts and not context and not given:
+        found.missing(prompt_key, f"{_WANTED_MESSAGES}, or messages before the answer in 'chosen'")
+    if found.texts:
+        if not is_needed and not given and not problems.texts:
+            problems.missing(prompt_key, _WANTED_MESSAGES)
+        return
+    parsed.messages = context or given
+    parsed.chosen, parsed.rejected = chosen, rejected
+    parsed.score_chosen, parsed.score_rejected = (
+        None if row.get(name) is None else float(row[name]) for name in _SCORES
+    )
+
+
+def _read_answer(
+    row: dict[str, Any], column: str, problems: _Problems
+) -> tuple[tuple[dict[str, Any], ...], str | None]:
+    """Return the messages before an answer of a pair, and its text."""
+    value = row.get(column)
+    if value is None:
+        problems.missing(column, _WANTED_ANSWER)
+    elif isinstance(value, str) and value:
+        return (), value
+    elif not isinstance(value, list) or not value:
+        problems.wrong(column, value, _WANTED_ANSWER)
+    elif messages := _messages(value, column, problems):
+        assert isinstance(messages, tuple)
+        *before, answer = messages
+        if answer["role"] == "assistant" and answer["content"]:
+            return tuple(before), answer["content"]
+        problems.wrong(f"{column}.{len(before)}", answer, "the assistant's turn, with a text, at the end")
+    return (), None
 
 
 def _read_published_gsm8k(row: dict[str, Any], parsed: Prompt) -> None:

@@ -19,6 +19,8 @@ class PromptEncoder:
         # 4 bytes per token: lists of Python ints would take ten times as much.
         self._prompts: dict[int, array[int]] = {}
         self._responses: dict[int, array[int]] = {}
+        self._chosen: dict[int, array[int]] = {}
+        self._rejected: dict[int, array[int]] = {}
 
     def prompts(self, rows: Sequence[int]) -> list[list[int]]:
         """Return the token ids of the prompts in these rows, up to and including the assistant's header."""
@@ -29,6 +31,14 @@ class PromptEncoder:
 
         The dataset must have been loaded with needs="response"."""
         return self._encoded(rows, self._responses, "response", self._tokenizer.encode_responses)
+
+    def pairs(self, rows: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """Return the token ids of the chosen and the rejected answer of these rows, without end-of-sequence.
+
+        The dataset must have been loaded with needs="pair"."""
+        encode = self._tokenizer.encode_responses
+        chosen = self._encoded(rows, self._chosen, "chosen", encode)
+        return list(zip(chosen, self._encoded(rows, self._rejected, "rejected", encode), strict=True))
 
     def _encoded(
         self,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Literal, overload
+from typing import overload
 
-from megarl.data.columns import Prompt, parse_row
+from megarl.data.columns import Needs, Prompt, parse_row
 from megarl.data.readers import UnreadableFile, UnreadableRow, read_rows
 
-Needs = Literal["ground_truth", "response"] | None
 Path = str | os.PathLike[str]
 _NUM_BAD_ROWS_SHOWN = 5
 
@@ -62,7 +61,8 @@ class PromptDataset(Sequence[Prompt]):
         """Read *.jsonl and *.parquet files, one after another, and return their rows as a dataset.
 
         Columns are verl's: `data_source`, `prompt` (messages or a string), `reward_model.ground_truth`,
-        `extra_info`, and for fine-tuning `response`, or `messages` whose last turn is the assistant's.
+        `extra_info`, for fine-tuning `response`, or `messages` whose last turn is the assistant's, and for
+        preferences `chosen` and `rejected`.
         Published GSM8K rows (`question`, `answer` ending in "#### n") are converted; see
         megarl/data/columns.py.
 
@@ -70,7 +70,7 @@ class PromptDataset(Sequence[Prompt]):
             paths: one file or several.
             prompt_key: column of the prompt.
             needs: the part that every row must have besides a prompt: "ground_truth" for rewards, "response"
-                for fine-tuning.
+                for fine-tuning, "pair" for preferences.
             flag: the flag that named the files, for errors.
             first: number of rows to read of each file. None: all.
         Raises: ValueError that lists every unusable file, the number of bad rows, and the first five bad

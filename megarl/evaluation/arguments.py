@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.algorithms import REGISTRY
+from megarl.algorithms import REGISTRY, samples
 from megarl.config.args_file import COMMAND_LINE, Reader
 from megarl.config.errors import ConfigError, raise_errors
 from megarl.config.hf_config import ModelShape
@@ -143,7 +143,7 @@ def with_settings_of_run(argv: Sequence[str]) -> list[str]:
         settings = flags_of((run / ARGUMENTS).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return list(argv)
-    if settings.get("eval-data") in (None, "true") or settings.get("algorithm") == "sft":
+    if settings.get("eval-data") in (None, "true") or not samples(settings.get("algorithm")):
         return list(argv)
     return [f"@{run / ARGUMENTS}", *argv]
 

@@ -81,6 +81,17 @@ class RandomState(Role):
         """Set the generators to a state that `random_state` returned."""
 
 
+class RunFolderReader(Role):
+    """Access to the run folder as a rank sees it. The role that is on every rank has these methods."""
+
+    @method(optional=True)
+    def read_nonce(self, path: str, wait_s: float) -> dict[str, str]:
+        """Return the first line of a small file of the run folder, with this rank's host name and the
+        absolute path: {"nonce": ..., "node": ..., "path": ...}.
+
+        The nonce is "" if the file does not appear within `wait_s` seconds."""
+
+
 class Rollout(ServiceRole, kind="rollout"):
     """vLLM engines that sample responses with the weights of an actor."""
 
@@ -207,7 +218,7 @@ class Critic(TrainedRole, kind="critic"):
         metrics."""
 
 
-class Actor(TrainedRole, RandomState, kind="actor"):
+class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
     """The policy that is trained."""
 
     @method()
@@ -285,22 +296,24 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         log-probs. One rank of each data-parallel replica returns some."""
 
     @method(optional=True)
-    def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows of supervised fine-tuning, and return their lengths from the first rank
-        only.
+    def load_dataset(self) -> list[list[tuple[int, int, float | None]]] | None:
+        """Tokenize the training rows of an algorithm that samples nothing, and return the sizes of the samples
+        that each row is, from the first rank only.
 
-        Returns: (length, response length) of every row, from the mesh's first rank."""
+        Returns: for every row, (length, response length, reward or None) of each of its samples, from the
+            mesh's first rank."""
 
     @method(writes=("tokens",), optional=True)
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
-        """Turn dataset rows into the samples of the step, as the first node of supervised fine-tuning.
+        """Turn dataset rows into the samples of the step, as the first node of an algorithm that samples
+        nothing.
 
         Args:
-            visits: visit, which is the sample id -> dataset row.
+            visits: visit -> dataset row. The n samples of visit v have the ids n v, n v + 1, ...
             mini_batches: planned by the driver from the lengths that `load_dataset` returned."""
 
 
-class Data(RandomState, kind="data"):
+class Data(RandomState, RunFolderReader, kind="data"):
     """Moves samples and their columns between ranks, to those that train on them.
 
     It is on every rank of a job that samples."""

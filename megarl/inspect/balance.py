@@ -98,7 +98,7 @@ def check_run(folder: Path, config: TrainConfig) -> None:
     """Raise ConfigError for a run whose seconds do not say how long sampling takes."""
     advice = "Give a run with --staleness 0; a few steps are enough."
     if not config.algorithm.needs_rollout:
-        raise ConfigError([f"RUN ({folder}): is supervised fine-tuning, which samples nothing. {advice}"])
+        raise ConfigError([f"RUN ({folder}): has an algorithm that samples nothing. {advice}"])
     if config.streaming.staleness:
         raise ConfigError(
             [

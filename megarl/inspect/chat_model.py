@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.algorithms import samples
 from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import Tokenizer
 from megarl.files.checkpoints import run_of_model
@@ -63,7 +64,7 @@ def length_of_run(model: str) -> int | None:
     """Return the --max-response-length of the run that a model is of; None if it is of no run, or of one of
     supervised fine-tuning, which samples nothing."""
     run = run_of_model(Path(model))
-    if run is None or argument_of(run, "algorithm") == "sft":
+    if run is None or not samples(argument_of(run, "algorithm")):
         return None
     length = argument_of(run, "max-response-length")
     return int(length) if length is not None and length.isdecimal() else None

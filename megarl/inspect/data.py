@@ -53,6 +53,8 @@ class Tokens:
     prompts: list[list[int]]
     responses: dict[int, list[int]]
     """Row -> its response with end-of-sequence, if it has one."""
+    pairs: dict[int, tuple[list[int], list[int]]]
+    """Row -> its chosen and its rejected answer with end-of-sequence, if it has them."""
     ground_truths: dict[int, int]
     """Row -> number of tokens of its ground truth, if that is an answer and no JSON object."""
 
@@ -90,11 +92,16 @@ def _encode(prompts: list[Prompt], tokenizer: Tokenizer, progress: Progress) -> 
         row: [*ids, tokenizer.eos_token_id]
         for row, ids in zip(answered, encoder.responses(answered), strict=True)
     }
+    paired = [row for row, prompt in enumerate(prompts) if prompt.chosen is not None]
+    pairs = {
+        row: ([*chosen, tokenizer.eos_token_id], [*rejected, tokenizer.eos_token_id])
+        for row, (chosen, rejected) in zip(paired, encoder.pairs(paired), strict=True)
+    }
     answers = {
         row: prompt.ground_truth for row, prompt in enumerate(prompts) if _is_answer(prompt.ground_truth)
     }
     lengths = map(len, tokenizer.encode_responses(list(answers.values())))
-    return Tokens(prompt_ids, responses, dict(zip(answers, lengths, strict=True)))
+    return Tokens(prompt_ids, responses, pairs, dict(zip(answers, lengths, strict=True)))
 
 
 def _is_answer(ground_truth: str | None) -> bool:
@@ -170,6 +177,10 @@ def _report(files: Files, tokens: Tokens, arguments: DataArguments) -> Iterator[
     yield f"  prompt: {_quantiles(lengths)}"
     if responses:
         yield f"  response, with end-of-sequence: {_quantiles(list(responses.values()))}"
+    for side, name in enumerate(("chosen", "rejected")):
+        if tokens.pairs:
+            lengths_of_side = [len(pair[side]) for pair in tokens.pairs.values()]
+            yield f"  {name}, with end-of-sequence: {_quantiles(lengths_of_side)}"
     if answers:
         shortest, longest = min(answers.values()), max(answers.values())
         mean = sum(answers.values()) / len(answers)
@@ -179,6 +190,10 @@ def _report(files: Files, tokens: Tokens, arguments: DataArguments) -> Iterator[
     is_default = "max_response_length" in defaults
     yield from _too_long_for_responses(files, responses, answers, arguments.max_response_length, is_default)
     yield from _duplicates(files)
+    if tokens.pairs:
+        equal = [row for row, (chosen, rejected) in tokens.pairs.items() if chosen == rejected]
+        yield f"equal pairs: {len(equal)} rows have the same text as chosen and as rejected, which teaches nothing"
+        yield from _listed([_named(files, row) for row in equal])
     empty = [row for row, prompt in enumerate(files.prompts) if _is_empty(prompt)]
     yield f"empty: {len(empty)} prompts have a message or a text without characters"
     yield from _listed([_named(files, row) for row in empty])
@@ -193,6 +208,9 @@ def _filled(prompts: Sequence[Prompt]) -> Iterator[str]:
     yield f"data_source: {sources.total()} rows" + (f" ({named})" if named else "")
     yield f"ground truth: {sum(prompt.ground_truth is not None for prompt in prompts)} rows"
     yield f"response: {sum(prompt.response is not None for prompt in prompts)} rows"
+    if pairs := sum(prompt.chosen is not None for prompt in prompts):
+        scored = sum(prompt.score_chosen is not None for prompt in prompts)
+        yield f"chosen and rejected: {pairs} rows, {scored} with scores"
     yield f"extra_info: {sum(bool(prompt.extra_info) for prompt in prompts)} rows"
 
 
@@ -256,7 +274,10 @@ def _duplicates(files: Files) -> Iterator[str]:
     lines = []
     for rows in rows_of.values():
         if len(rows) > 1:
-            answers = {(files.prompts[row].ground_truth, files.prompts[row].response) for row in rows}
+            answers = {
+                (prompt.ground_truth, prompt.response, prompt.chosen, prompt.rejected)
+                for prompt in (files.prompts[row] for row in rows)
+            }
             named = ", ".join(_named(files, row) for row in rows[:_NUM_LISTED])
             more = ", ..." if rows[_NUM_LISTED:] else ""
             lines.append(
@@ -302,5 +323,10 @@ def _row_lines(files: Files, row: int, tokenizer: Tokenizer, tokens: Tokens, col
     if response is not None:
         yield from block("response", prompt.response, columns)
         yield from block(f"token ids ({len(response)})", " ".join(map(str, response)), columns)
+    for side, (name, text) in enumerate((("chosen", prompt.chosen), ("rejected", prompt.rejected))):
+        if text is not None:
+            answer = tokens.pairs[row][side]
+            yield from block(name, text, columns)
+            yield from block(f"token ids ({len(answer)})", " ".join(map(str, answer)), columns)
     if prompt.ground_truth is not None:
         yield from block("ground truth", prompt.ground_truth, columns)

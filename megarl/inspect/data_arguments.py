@@ -126,8 +126,9 @@ def _needs(config: TrainConfig) -> Needs:
     from megarl.algorithms.base import algorithm_of
     from megarl.config.reward_models import needs_ground_truth
 
-    if not algorithm_of(config).needs_rollout:
-        return "response"
+    algorithm = algorithm_of(config)
+    if not algorithm.needs_rollout:
+        return algorithm.row_needs
     try:
         return "ground_truth" if needs_ground_truth(config) else None
     except (OSError, UnicodeDecodeError) as error:

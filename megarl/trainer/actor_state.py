@@ -46,7 +46,8 @@ class ActorState:
         self.given_rows: list[int] = []
         """Rows that are admitted before the next ones of the data."""
         self.gate_limits = GateLimits.of(config, inputs.shape)
-        self.gate_passed = False
+        self.gate_passed = not self.algorithm.needs_rollout
+        """Whether trainer and engine have been found to agree. Without an engine there is nothing to compare."""
         self.zero_reward_steps = 0
         """Consecutive steps whose rewards were all zero."""
         self.equal_reward_steps = 0
@@ -126,9 +127,11 @@ class ActorState:
 
     @property
     def num_samples_per_prompt(self) -> int:
-        """Number of responses to each prompt, which form its group; 1 in supervised fine-tuning, where a row
-        is a sample."""
-        return self.config.batch.num_samples_per_prompt if self.algorithm.needs_rollout else 1
+        """Number of responses to each prompt, which form its group, or of samples that a row of the data
+        is."""
+        if self.algorithm.needs_rollout:
+            return self.config.batch.num_samples_per_prompt
+        return self.algorithm.samples_per_row
 
     def _checked(self, rows: Sequence[int]) -> Sequence[int]:
         self._check_existing(rows)

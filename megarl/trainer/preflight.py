@@ -57,7 +57,7 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
 def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
     shape = ModelShape.load(config.model.model)
     needs = (
-        "response"
+        algorithm_of(config).row_needs
         if not algorithm_of(config).needs_rollout
         else "ground_truth"
         if needs_ground_truth(config)

@@ -63,8 +63,9 @@ class StepRunner:
         self.shard_key_of = shard_keys(meshes)
         keys = dict.fromkeys(self.shard_key_of[role] for role in training_data_roles(meshes))
         self.hidden_size = {key: state.actor_of(key).hidden_size(key) for key in keys}
-        self.row_lengths: list[tuple[int, int]] = []
-        """(length, response length) by row of the training data, in supervised fine-tuning."""
+        self.rows: Sequence[Sequence[tuple[int, int, float | None]]] = []
+        """(length, response length, reward) of the samples of each row of the training data, if the algorithm
+        samples nothing."""
         self.batches = StepBatches(0, Flow(), state.actors)
         """Batches of the last step that has begun."""
         self.results: dict[str, NodeResult] = {}
@@ -334,10 +335,14 @@ class StepRunner:
         self.canaries.distribute(rollout, self.batches.step)
 
     def _take_rows(self, suffix: str) -> None:
-        """Take the rows of a step of supervised fine-tuning: each row is a finished group of one sample."""
+        """Take the rows of a step of an algorithm that samples nothing: each row is a finished group."""
         actor, batch = self.state.actors[suffix], self.batches.of_actor[suffix]
-        rows = actor.buffer.issue()
-        actor.buffer.add(Sample(visit, *self.row_lengths[row], group=visit) for visit, row in rows.items())
+        for visit, row in actor.buffer.issue().items():
+            for index, (length, response_length, reward) in enumerate(self.rows[row]):
+                sample = visit * len(self.rows[row]) + index
+                actor.buffer.add([Sample(sample, length, response_length, group=visit)])
+                if reward is not None:
+                    batch.rewards[sample] = reward
         batch.take(actor.buffer.take(self.batches.step))
 
     def _plan_rows(self, batch: RolloutBatch) -> list[MiniBatch]:

@@ -17,16 +17,18 @@ from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
+from megarl.workers.run_folder import RunFolderOfRank
 from megarl.workers.store import BatchShard
 
 
-class EncodedRow(NamedTuple):
-    """The token ids of a row."""
+class RowSample(NamedTuple):
+    """The token ids and the reward of one sample of a row of the data."""
 
     prompt: list[int]
     response: list[int]
-    """Everything after the prompt."""
-    holes: tuple[tuple[int, int], ...]
+    """Everything after the prompt, with the end of sequence."""
+    reward: float | None = None
+    holes: tuple[tuple[int, int], ...] = ()
     """(start, end) in the response of the ids that are context and not trained on."""
 
     @property
@@ -34,7 +36,7 @@ class EncodedRow(NamedTuple):
         return len(self.response) - sum(end - start for start, end in self.holes)
 
 
-def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> EncodedRow:
+def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> RowSample:
     """Return the ids of a row, in which every turn of the assistant is trained on, but one without a prompt
     before it. Each turn ends with the end of sequence, as the model will write it.
 
@@ -43,7 +45,7 @@ def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> EncodedRow:
     if isinstance(row.messages, str):
         (prompt,) = tokenizer.encode_prompts([row.messages])
         (ids,) = tokenizer.encode_responses([row.response])
-        return EncodedRow(prompt, [*ids, tokenizer.eos_token_id], ())
+        return RowSample(prompt, [*ids, tokenizer.eos_token_id])
     messages = [*row.messages, {"role": "assistant", "content": row.response}]
     turns = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
     session = Session(chat, messages[: turns[0]])
@@ -53,37 +55,47 @@ def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> EncodedRow:
         session.answer(ids, [0.0] * len(ids), [0] * len(ids))
         if following is not None:
             session.append(messages[turn + 1 : following])
-    return EncodedRow(session.first_prompt, session.response, tuple(session.holes))
+    return RowSample(session.first_prompt, session.response, holes=tuple(session.holes))
 
 
 @implements(Actor)
-class SFTActorRole(ActorRole, RandomStateOfRank):
+class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
     """An actor that learns the responses of its dataset, for supervised fine-tuning."""
 
-    def load_dataset(self) -> list[tuple[int, int]] | None:
-        """Tokenize the training rows. The mesh's first rank returns (length, response length) of every row;
-        other ranks return None."""
+    rows: list[list[RowSample]]
+    """Samples of every row of the training data."""
+
+    def load_dataset(self) -> list[list[tuple[int, int, float | None]]] | None:
+        """Tokenize the training rows. The mesh's first rank returns (length, response length, reward) of the
+        samples of every row; other ranks return None."""
         config = self.config
         tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
         dataset = PromptDataset.load(
-            config.data.train_data, prompt_key=config.data.prompt_key, needs="response"
+            config.data.train_data, prompt_key=config.data.prompt_key, needs=self.algorithm.row_needs
         )
-        self.rows = self._encode(dataset, tokenizer)
+        self.rows = self.read_rows(dataset, PromptEncoder(tokenizer, dataset), tokenizer)
         if self.mesh.ranks[0] != self.rank:
             return None
-        return [(len(row.prompt) + len(row.response), row.num_trained) for row in self.rows]
+        return [
+            [(len(one.prompt) + len(one.response), one.num_trained, one.reward) for one in row]
+            for row in self.rows
+        ]
 
-    def _encode(self, dataset: PromptDataset, tokenizer: Tokenizer) -> list[EncodedRow]:
-        """Return the ids of all rows. Raises: ValueError naming a row that the chat template refuses."""
+    def read_rows(
+        self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
+    ) -> list[list[RowSample]]:
+        """Return the samples of every row of the data: here one, the row's response, without a reward.
+
+        Raises: ValueError naming a row that the chat template refuses."""
         if self.algorithm.train_turns == "last":
-            encoder, rows = PromptEncoder(tokenizer, dataset), range(len(dataset))
+            rows = range(len(dataset))
             pairs = zip(encoder.prompts(rows), encoder.responses(rows), strict=True)
-            return [EncodedRow(prompt, [*ids, tokenizer.eos_token_id], ()) for prompt, ids in pairs]
+            return [[RowSample(prompt, [*ids, tokenizer.eos_token_id])] for prompt, ids in pairs]
         chat = Chat(tokenizer, (*self.shape.eos_token_ids, tokenizer.eos_token_id))
         encoded = []
         for row, prompt in enumerate(dataset):
             try:
-                encoded.append(encode_turns(chat, tokenizer, prompt))
+                encoded.append([encode_turns(chat, tokenizer, prompt)])
             except ValueError as error:
                 where = dataset.places([row])[0]
                 raise ValueError(f"--train-turns (all): {where} of --train-data: {error}") from error
@@ -93,15 +105,20 @@ class SFTActorRole(ActorRole, RandomStateOfRank):
         """Make the dataset rows that this rank trains on in a step its training batch.
 
         Args:
-            visits: visit -> dataset row; the visit is the sample id."""
+            visits: visit -> dataset row. The n samples of visit v have the ids n v, n v + 1, ..."""
         dp_rank = self.model.groups.dp.rank()
         samples = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
-        rows = [self.rows[visits[sample]] for sample in samples]
+        of_samples = [self.row_sample(visits, sample) for sample in samples]
         batch = Batch.from_samples(
             samples,
-            [row.prompt for row in rows],
-            [row.response for row in rows],
-            holes=[row.holes for row in rows],
+            [one.prompt for one in of_samples],
+            [one.response for one in of_samples],
+            holes=[one.holes for one in of_samples],
         )
         self.store.release_batch(self.shard_key)
         self.store.set_batch(self.shard_key, BatchShard(batch, mini_batches))
+
+    def row_sample(self, visits: Mapping[int, int], sample: int) -> RowSample:
+        """Return the content of a sample of the step."""
+        visit, index = divmod(sample, self.algorithm.samples_per_row)
+        return self.rows[visits[visit]][index]

@@ -126,9 +126,7 @@ def build_roles(
         for suffix, of_actor in configs_of_actors(config).items():
             roles |= _roles_of_actor(suffix, of_actor, meshes, store, offload_manager, context)
     elif dist.get_rank() in meshes["actor"].ranks:
-        from megarl.workers.sft import SFTActorRole
-
-        roles["actor"] = SFTActorRole("actor", config, meshes, store, offload_manager)
+        roles |= _roles_without_rollout(config, meshes, store, offload_manager)
     if config.profile.profile and dist.get_rank() in config.profile.profile_ranks:
         from megarl.workers.profiler import ProfilerRole
 
@@ -170,6 +168,43 @@ def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointW
     }
 
 
+def _roles_without_rollout(
+    config: TrainConfig, meshes: Mapping[str, MeshSpec], store: SampleStore, offload_manager: OffloadManager
+) -> dict[str, object]:
+    """Return name -> role for a job whose samples are rows of the data. Actor and reference are on the same
+    ranks."""
+    from megarl.workers.preference import PreferenceActorRole
+    from megarl.workers.sft import SFTActorRole
+
+    shared = config, meshes, store, offload_manager
+    cls = SFTActorRole if config.algorithm.row_needs == "response" else PreferenceActorRole
+    actor = cls("actor", *shared)
+    if "reference" not in meshes:
+        return {"actor": actor}
+    return {"actor": actor, "reference": _reference("reference", actor, *shared)}
+
+
+def _reference(
+    name: str,
+    actor: ActorRole | None,
+    config: TrainConfig,
+    meshes: Mapping[str, MeshSpec],
+    store: SampleStore,
+    offload_manager: OffloadManager,
+) -> ReferenceRole | AdapterlessReferenceRole:
+    """Return the reference, which is the actor without its adapters where that is possible.
+
+    Args:
+        actor: the actor on this rank, if there is one."""
+    # The routers of a mixture of experts keep their choices for the actor's updates, so they cannot serve the
+    # reference too.
+    is_dense = ModelShape.load(config.model.model).is_dense
+    if actor is not None and config.lora.lora_rank and is_dense:
+        if meshes[name] == meshes[actor.name] and config.reference == config.actor:
+            return AdapterlessReferenceRole(actor)
+    return ReferenceRole(name, config, meshes, store, offload_manager)
+
+
 def _roles_of_actor(
     suffix: str,
     config: TrainConfig,
@@ -194,15 +229,7 @@ def _roles_of_actor(
     if actor in here:
         roles[actor] = ActorRole(actor, *shared)
     if reference in here:
-        # The routers of a mixture of experts keep their choices for the actor's updates, so they cannot serve
-        # the reference too.
-        is_dense = ModelShape.load(config.model.model).is_dense
-        as_the_actor = meshes[reference] == meshes[actor] and config.reference == config.actor
-        roles[reference] = (
-            AdapterlessReferenceRole(roles[actor])
-            if config.lora.lora_rank and is_dense and as_the_actor
-            else ReferenceRole(reference, *shared)
-        )
+        roles[reference] = _reference(reference, roles.get(actor), *shared)
     if critic in here:
         roles[critic] = CriticRole(critic, *shared)
     for model in (f"{model.name}{suffix}" for model in reward_models(config)):

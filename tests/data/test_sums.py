@@ -18,10 +18,11 @@ from megarl.data.prompts import PromptDataset
 from megarl.rewards.base import RewardSample, judge
 from megarl.rewards.routing import auto_reward
 from tests.launch import run, succeed
-from sums.files import NUM_MIXED_ROWS, NUM_TRAIN_ROWS, NUM_WORKED_ROWS, make_sums
+from sums.files import NUM_MIXED_ROWS, NUM_PAIRS, NUM_TRAIN_ROWS, NUM_WORKED_ROWS, make_sums
 from sums.problems import is_test, snap_answer, sums, worked_answer
 
 FILES = ("train.jsonl", "test.jsonl", "test.parquet", "sft_worked.jsonl", "sft_mixed.jsonl")
+FILES += ("pairs.jsonl", "pairs_test.jsonl")
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -146,7 +147,7 @@ def test_same_seed_same_bytes_and_other_seed_other_rows(sums_paths, tmp_path):
     first = os.path.dirname(sums_paths["train"])
     names = [*FILES, *(f"model/{name}" for name in MODEL_FILES)]
     assert filecmp.cmpfiles(first, again, names, shallow=False) == (names, [], [])
-    same = ["test.jsonl", "test.parquet", *(f"model/{name}" for name in MODEL_FILES[:-1])]
+    same = ["test.jsonl", "test.parquet", "pairs_test.jsonl", *(f"model/{name}" for name in MODEL_FILES[:-1])]
     assert sorted(filecmp.cmpfiles(first, other, names, shallow=False)[0]) == sorted(same)
 
 
@@ -196,3 +197,17 @@ def test_tool_writes_the_same_files(sums_paths, tmp_path):
     )
     refused = run(tool, "--out", tmp_path, "--seed", "-1", timeout=120)
     assert refused.returncode == 2 and "--seed (-1) must be in" in refused.stderr
+
+
+def test_pairs_prefer_worked_answers_to_wrong_guesses(sums_paths):
+    for name, split, count in (("pairs", "train", NUM_PAIRS), ("pairs_test", "test", 200)):
+        rows = read_rows(sums_paths[name])
+        assert len(rows) == count
+        for row in rows:
+            truth, question = row["reward_model"]["ground_truth"], row["prompt"][0]["content"]
+            assert row["extra_info"]["split"] == split and is_test(row["extra_info"]["key"]) == (
+                split == "test"
+            )
+            check_worked(question, row["chosen"], truth)
+            guess = re.fullmatch(r"#### (\d+)", row["rejected"])[1]
+            assert guess != truth and abs(int(guess) - int(truth)) <= 4

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from megarl.data.columns import Prompt
-from megarl.workers.sft import EncodedRow, encode_turns
+from megarl.workers.sft import RowSample, encode_turns
 from tests.e2e.jobs import train
 from tests.episodes.templates import TEMPLATES, tokenizer
 from tests.episodes.test_session import chat_of, random_text
@@ -30,7 +30,7 @@ def row_of(messages: list[dict[str, str]]) -> Prompt:
     return Prompt(messages=tuple(messages[:-1]), response=messages[-1]["content"])
 
 
-def trained(row: EncodedRow) -> list[list[int]]:
+def trained(row: RowSample) -> list[list[int]]:
     """The runs of ids that are trained on."""
     runs, end = [], 0
     for hole in [*row.holes, (len(row.response), None)]:
@@ -59,9 +59,9 @@ def test_one_turn_is_what_it_was():
     ids = [*made.encode_response("two"), made.eos_token_id]
     messages = [{"role": "user", "content": "1+1"}]
     one = encode_turns(chat, made, Prompt(messages=tuple(messages), response="two"))
-    assert one == EncodedRow(made.encode_prompt(messages), ids, ())
+    assert one == RowSample(made.encode_prompt(messages), ids)
     text = encode_turns(chat, made, Prompt(messages="1+1", response="two"))
-    assert text == EncodedRow(made.encode_prompt("1+1"), ids, ())
+    assert text == RowSample(made.encode_prompt("1+1"), ids)
     opened = [{"role": "assistant", "content": "hello"}, *messages]
     assert encode_turns(chat, made, Prompt(messages=tuple(opened), response="two")).response == ids
 

@@ -1,0 +1,51 @@
+"""Implement the actor that learns from pairs of a chosen and a rejected answer in the dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.data.encoder import PromptEncoder
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import Tokenizer
+from megarl.flow.job_roles import Actor
+from megarl.packing import MiniBatch, Sample
+from megarl.workers.implements import implements
+from megarl.workers.offload_manager import needs
+from megarl.workers.sft import RowSample, SFTActorRole
+from megarl.workers.store import BatchLayout
+
+
+@implements(Actor)
+class PreferenceActorRole(SFTActorRole):
+    """An actor whose samples are the chosen and the rejected answer of each row, in this order."""
+
+    def read_rows(
+        self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
+    ) -> list[list[RowSample]]:
+        """Return both answers of every row. Their rewards are the scores of the row, else 1 and 0."""
+        rows, eos = range(len(dataset)), tokenizer.eos_token_id
+        prompts, pairs = encoder.prompts(rows), encoder.pairs(rows)
+        return [
+            [
+                RowSample(prompt, [*chosen, eos], 1.0 if row.score_chosen is None else row.score_chosen),
+                RowSample(
+                    prompt, [*rejected, eos], 0.0 if row.score_rejected is None else row.score_rejected
+                ),
+            ]
+            for row, prompt, (chosen, rejected) in zip(dataset, prompts, pairs, strict=True)
+        ]
+
+    def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
+        super().receive_rows(visits, mini_batches)
+        samples = {}
+        for visit in visits:
+            for sample in range(2 * visit, 2 * visit + 2):
+                prompt, ids, *_ = self.row_sample(visits, sample)
+                samples[sample] = Sample(sample, len(prompt) + len(ids), len(ids), group=visit)
+        self.store.layouts[self.shard_key] = BatchLayout("train", mini_batches, samples)
+
+    @needs("parameters")
+    def log_probs(self, version: int | None = None, canaries: bool = False) -> dict[str, float]:
+        """Write the column old_log_probs. There is no engine to compare with, so there are no metrics."""
+        self.write_log_probs("old_log_probs")
+        return {}

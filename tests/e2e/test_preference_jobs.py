@@ -1,0 +1,126 @@
+"""Whole jobs that learn from pairs: the same steps in every layout and packing, and log-probs of the model that
+transformers runs.
+
+    pytest tests/e2e/test_preference_jobs.py                  one layout
+    pytest tests/e2e/test_preference_jobs.py -m nightly       all layouts and algorithms, and what is learnt"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.launch import run, succeed
+
+PAIRS = {"dpo": "--label-smoothing 0.1 --nll-coef 0.1", "ipo": "", "simpo": "", "orpo": "", "rpo": ""}
+LAYOUTS = {
+    "dp2": "--nproc-per-node 2 --max-tokens-per-micro-batch 32",
+    "tp2": "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    "cp2": "--nproc-per-node 2 --context-parallel-size 2 --max-tokens-per-micro-batch 64",
+    "pp2": "--nproc-per-node 2 --pipeline-model-parallel-size 2",
+    "dp2_cp2": "--nproc-per-node 4 --context-parallel-size 2 --max-tokens-per-micro-batch 48",
+    "sharded": "--nproc-per-node 2 --use-megatron-fsdp",
+}
+EXACT = ("logps/chosen", "logps/rejected", "rewards/margins", "rewards/accuracies", "policy/loss")
+
+
+def arguments(sums_data, folder, algorithm, flags):
+    common = (
+        f"-m megarl.cli train --algorithm {algorithm} --model {sums_data}/model "
+        f"--train-data {sums_data}/pairs.jsonl --save {folder} --train-iters 3 --global-batch-size 8 --lr 1e-3 "
+        f"--max-prompt-length 32 --max-response-length 48 --no-shuffle {flags}"
+    )
+    return common.split()
+
+
+def steps(sums_data, folder, algorithm="dpo", flags="--nproc-per-node 1"):
+    succeed(*arguments(sums_data, folder, algorithm, flags), timeout=240, preloaded=True)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_same(rows, others):
+    assert len(rows) == len(others) == 3
+    for row, other in zip(rows, others):
+        for name in (*EXACT, "policy/grad_norm"):
+            assert row[name] == pytest.approx(other[name], rel=2e-4, abs=2e-5), (row["step"], name)
+
+
+@pytest.fixture(scope="module")
+def one_rank(sums_data, tmp_path_factory):
+    return steps(
+        sums_data, tmp_path_factory.mktemp("one") / "run", flags=f"--nproc-per-node 1 {PAIRS['dpo']}"
+    )
+
+
+def test_the_first_step_is_that_of_transformers(sums_data, one_rank):
+    """Sums of log-probs, loss and gradient norm of the first pairs, by transformers and autograd in float64."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(sums_data / "model")
+    model = AutoModelForCausalLM.from_pretrained(sums_data / "model", dtype=torch.float64)
+    losses, sums = [], {"chosen": 0.0, "rejected": 0.0}
+    for line in (sums_data / "pairs.jsonl").read_text().splitlines()[:8]:
+        row, of_pair = json.loads(line), {}
+        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        for side in sums:
+            answer = [*tokenizer.encode(row[side], add_special_tokens=False), tokenizer.eos_token_id]
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            of_pair[side] = logits.log_softmax(-1)[torch.arange(len(answer)), answer]
+            sums[side] += float(of_pair[side].sum().detach()) / 8
+        now = {side: log_probs.sum() for side, log_probs in of_pair.items()}
+        margin = 0.1 * sum(
+            sign * (now[side] - now[side].detach()) for side, sign in (("chosen", 1), ("rejected", -1))
+        )
+        smoothed = -0.9 * margin.sigmoid().log() - 0.1 * (-margin).sigmoid().log()
+        losses.append(smoothed - 0.1 * of_pair["chosen"].mean())
+    loss = sum(losses) / 8
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    first = one_rank[0]
+    assert first["logps/chosen"] == pytest.approx(sums["chosen"], rel=1e-5)
+    assert first["logps/rejected"] == pytest.approx(sums["rejected"], rel=1e-5)
+    assert first["policy/loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert first["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert one_rank[2]["rewards/accuracies"] > 0.5 and one_rank[2]["policy/loss"] < first["policy/loss"]
+
+
+def test_rows_that_are_no_pairs_are_named_by_check(sums_data, tmp_path):
+    words = arguments(sums_data, tmp_path / "run", "dpo", "--nproc-per-node 1")
+    words[2] = "check"
+    words[words.index("--train-data") + 1] = str(sums_data / "train.jsonl")
+    done = run(*words, timeout=120, preloaded=True)
+    assert done.returncode == 2 and "train.jsonl:1: no column 'chosen'" in done.stdout + done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_makes_the_same_steps(sums_data, tmp_path, one_rank, layout):
+    check_same(steps(sums_data, tmp_path / "run", flags=f"{LAYOUTS[layout]} {PAIRS['dpo']}"), one_rank)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("algorithm", [name for name in PAIRS if name != "dpo"])
+def test_every_algorithm_makes_the_same_steps_on_two_ranks(sums_data, tmp_path, algorithm):
+    flags = PAIRS[algorithm]
+    one = steps(sums_data, tmp_path / "one", algorithm, f"--nproc-per-node 1 {flags}")
+    check_same(steps(sums_data, tmp_path / "two", algorithm, f"{LAYOUTS['dp2']} {flags}"), one)
+    assert one[2]["rewards/margins"] > one[0]["rewards/margins"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_adapters_and_a_resumed_run(sums_data, tmp_path):
+    """With adapters the reference is the actor without them; a run that stops goes on as if it had not."""
+    flags = "--nproc-per-node 1 --lora-rank 4 --save-interval 2"
+    whole = steps(sums_data, tmp_path / "whole", flags=flags)
+    assert whole[0]["rewards/margins"] == pytest.approx(0, abs=1e-5) and whole[2]["rewards/margins"] > 0.01
+    load = f"--load {tmp_path}/whole/checkpoints/step_000002"
+    resumed = steps(sums_data, tmp_path / "resumed", flags=f"{flags} {load}")
+    assert [row["step"] for row in resumed] == [3]
+    assert {name: resumed[0][name] for name in EXACT} == {name: whole[2][name] for name in EXACT}
