@@ -93,4 +93,3 @@ def test_the_loss_of_a_conversation_is_that_of_its_turns_in_rows_of_their_own(su
     all_turns, one_turn = loss(whole, 2, "--train-turns", "all"), loss(parts, 4)
     for name in ("policy/loss", "policy/grad_norm"):
         assert all_turns[name] == pytest.approx(one_turn[name], rel=1e-5)
-    assert all_turns["batch/tokens"] < one_turn["batch/tokens"]
