@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import Tokenizer
 from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch, Sample
 from megarl.workers.implements import implements
@@ -18,14 +19,18 @@ from megarl.workers.store import BatchLayout
 class PreferenceActorRole(SFTActorRole):
     """An actor whose samples are the chosen and the rejected answer of each row, in this order."""
 
-    def read_rows(self, dataset: PromptDataset, encoder: PromptEncoder, eos: int) -> list[list[RowSample]]:
+    def read_rows(
+        self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
+    ) -> list[list[RowSample]]:
         """Return both answers of every row. Their rewards are the scores of the row, else 1 and 0."""
-        rows = range(len(dataset))
+        rows, eos = range(len(dataset)), tokenizer.eos_token_id
         prompts, pairs = encoder.prompts(rows), encoder.pairs(rows)
         return [
             [
-                (prompt, [*chosen, eos], 1.0 if row.score_chosen is None else row.score_chosen),
-                (prompt, [*rejected, eos], 0.0 if row.score_rejected is None else row.score_rejected),
+                RowSample(prompt, [*chosen, eos], 1.0 if row.score_chosen is None else row.score_chosen),
+                RowSample(
+                    prompt, [*rejected, eos], 0.0 if row.score_rejected is None else row.score_rejected
+                ),
             ]
             for row, prompt, (chosen, rejected) in zip(dataset, prompts, pairs, strict=True)
         ]
@@ -35,7 +40,7 @@ class PreferenceActorRole(SFTActorRole):
         samples = {}
         for visit in visits:
             for sample in range(2 * visit, 2 * visit + 2):
-                prompt, ids, _ = self.row_sample(visits, sample)
+                prompt, ids, *_ = self.row_sample(visits, sample)
                 samples[sample] = Sample(sample, len(prompt) + len(ids), len(ids), group=visit)
         self.store.layouts[self.shard_key] = BatchLayout("train", mini_batches, samples)
 
