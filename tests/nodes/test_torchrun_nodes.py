@@ -98,7 +98,9 @@ def test_a_node_that_is_lost_is_named_with_its_rank(sums_data, shared, how):
         assert processes[survivor].wait(60) != 0
         print(f"{how}: all is over after {time.monotonic() - begun:.1f} s")
         text = nodes.log(survivor)
-        assert "Connection reset by peer" not in text and "Traceback" not in text.split("[driver]")[1], text
+        # torchrun has its own traceback at the end
+        assert text.count("[driver]") == 1 and "update failed" not in text, text
+        assert "Traceback" not in text.split("torch/distributed/elastic")[0], text
         steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert steps == [*range(1, len(steps) + 1)]
 
