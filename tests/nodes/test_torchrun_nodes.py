@@ -47,7 +47,9 @@ def start(
     secret, processes = secrets.token_hex(32), []
     for node in range(2):
         where = ("--rdzv-endpoint", f"{address(0)}:29500", "--local-addr", address(node))
-        command = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN.split(), *where]
+        # below a shell: nothing inside a process namespace can kill its first process
+        shell = ["bash", "-c", '"$@"; exit $?', "torchrun"]
+        command = [*shell, sys.executable, "-m", "torch.distributed.run", *TORCHRUN.split(), *where]
         env = {"MEGARL_JOB_SECRET": secret, "NODE_HIDES": str(hides or "") if node == 1 else ""}
         processes.append(nodes.start(node, [*command, "-m", "megarl.train", *arguments], **env))
     return run, processes
