@@ -14,6 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from sums.files import write_labelled
+
 RECIPE = Path(__file__).resolve().parents[2] / "configs" / "quickstart_dpo.args"
 METHODS = {
     "dpo": "--algorithm dpo",
@@ -22,8 +26,11 @@ METHODS = {
     "simpo": "--algorithm simpo",
     "orpo": "--algorithm orpo",
     "rpo": "--algorithm rpo",
+    "kto": "--algorithm kto --global-batch-size 64",
 }
 """Name in the table -> flags in place of the recipe's algorithm."""
+_LABELLED = ("kto",)
+"""Methods that learn from single answers, which are both answers of every pair."""
 _OURS = ("--algorithm", "--model", "--train-data", "--save", "--nproc-per-node")
 """Flags of the recipe that this script gives itself."""
 
@@ -40,16 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     before = accuracy(
         arguments.quickstart / "sft_mixed" / "hf", arguments.quickstart, arguments.out / "warm-up.json"
     )
-    print(
-        "| method | held-out accuracy | gain | pairs ranked right in the last step |\n|-|-|-|-|", flush=True
-    )
+    print("| method | held-out accuracy | gain | rewards/margins of the last step |\n|-|-|-|-|", flush=True)
     print(f"| warm-up | {before:.3f} | | |", flush=True)
     for name in arguments.methods:
         run = arguments.out / f"{name}_{arguments.seed}"
         metrics = train(run, METHODS[name], arguments.quickstart, arguments.seed)
         after = accuracy(run / "hf", arguments.quickstart, run.with_suffix(".json"))
-        ranked = metrics["rewards/accuracies"]
-        print(f"| {name} | {after:.3f} | {after - before:+.3f} | {ranked:.2f} |", flush=True)
+        margin = metrics["rewards/margins"]
+        print(f"| {name} | {after:.3f} | {after - before:+.3f} | {margin:.2f} |", flush=True)
     return 0
 
 
@@ -63,6 +68,10 @@ def train(run: Path, flags: str, quickstart: Path, seed: int) -> dict[str, float
         ]
         words = [*" ".join(kept).split(), *flags.split(), "--seed", str(seed), "--nproc-per-node", "1"]
         data = quickstart / "data" / "pairs.jsonl"
+        if run.name.startswith(_LABELLED):
+            data = write_labelled(data, run.parent / "labelled.jsonl")
+            at = words.index("--global-batch-size")
+            del words[at : at + 2]  # the recipe's, which counts pairs
         model = quickstart / "sft_mixed" / "hf"
         megarl("train", *words, "--model", model, "--train-data", data, "--save", run)
     return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
