@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with git, make, a C++ compiler and Python 3.11 or 3.12: `make quickstart` and `make test`.
+# Commands on a fresh machine with git, make, a C++ compiler and Python 3.11 or 3.12: `make quickstart`, `make quickstart-agent` and `make test`.
 
 SEED ?= 0
 ARGS ?=
@@ -15,10 +15,11 @@ ENV := .venv/.ready
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-unit test-hostcuda test-nightly test-stress docs clean
+.PHONY: help quickstart quickstart-agent test test-unit test-hostcuda test-nightly test-stress docs clean
 
 help:
 	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
+	@echo 'make quickstart-agent [SEED=0] [ARGS="..."]   train a model to use a calculator in several turns'
 	@echo 'make test [ARGS="tests/reshard -k copy"]  run the test suite, or the part of it that ARGS names (ARGS go to pytest)'
 	@echo 'make test-unit                          run the tests that start no process'
 	@echo 'make test-hostcuda                      run what needs CUDA on an emulated device, which is built first (a minute)'
@@ -34,6 +35,9 @@ help:
 
 quickstart: $(ENV)
 	.venv/bin/python tools/quickstart.py --seed $(SEED) $(ARGS)
+
+quickstart-agent: $(ENV)
+	.venv/bin/python tools/quickstart.py --agent --seed $(SEED) $(ARGS)
 
 test: $(ENV)
 	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -18,6 +18,7 @@ from megarl.config.schema import TrainConfig
 from megarl.trainer.announce import Say, line_on, starting_text
 from megarl.trainer.executors import has_rank_processes, open_executor
 from megarl.trainer.restarts import attempt_under_torchrun, continued
+from megarl.runtime.network import InterfaceError, choose_interface
 from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
 from megarl.runtime.signing import SecretError, check_secret
 
@@ -74,7 +75,8 @@ def main(
         return 2
     try:
         check_secret()
-    except SecretError as error:  # each node reports its own
+        choose_interface()
+    except (SecretError, InterfaceError) as error:  # each node reports its own
         if os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"{error}\n")
         return 2
@@ -95,12 +97,17 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     driver = start_driver(argv, module=driver_module) if rank == 0 and not driver_pid else None
     quiet_libraries()
     from megarl.runtime.mailbox import connect, has_own_store
+    from megarl.runtime.node_watch import has_node_watch, start_node_watch_process
     from megarl.runtime.worker_loop import answer_health, fail_to_start, serve
     from megarl.workers.worker import build_roles, join_world
 
     health = answer_health(rank) if has_own_store() else None
     try:
+        if health is not None and has_node_watch():
+            start_node_watch_process(connect())
         join_world(config.placement.call_timeout_s)
+        if health is None and has_node_watch():  # rank 0 hosts the store, from here on
+            start_node_watch_process(connect())
     except Exception as error:  # process boundary
         fail_to_start(error, rank)
     world_size = int(os.environ["WORLD_SIZE"])

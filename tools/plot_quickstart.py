@@ -1,4 +1,5 @@
-"""Plot the reward, held-out accuracy and response length of a GRPO run over its steps.
+"""Plot the reward, held-out accuracy and response length of a GRPO run over its steps. Of a run over several
+turns there are the answers per episode too.
 
     python tools/plot_quickstart.py runs/quickstart/grpo runs/quickstart/curves.png
     python tools/plot_quickstart.py runs/quickstart/grpo docs/quickstart_curve.svg
@@ -35,6 +36,11 @@ def plot(rows: list[dict], path: Path) -> None:
         left.legend(loc="lower right")
         draw(right, rows, "response/length_mean", "-", color="#8957e5")
         right.set(xlabel="GRPO step", ylabel="response length, tokens", ylim=(0, None))
+        if any("turns/mean" in row for row in rows):
+            right.lines[0].set_label("sampled tokens per episode")
+            draw(right, rows, "turns/mean", "--", color="#bf8700", label="answers per episode")
+            right.set(ylabel="")
+            right.legend(loc="center right")
 
 
 if __name__ == "__main__":

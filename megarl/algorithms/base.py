@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
+from megarl.algorithms.turn_rewards import TurnRewards
 from megarl.config.errors import Section
 from megarl.config.roles import configs_of_actors
 from megarl.flow import Flow, symbolic_roles
@@ -65,6 +66,8 @@ class AdvantageInputs:
     """[N] fp32, of the reference policy."""
     values: Tensor | None = None
     """[N] fp32, the critic's V of the state in which the token was chosen."""
+    turns: Sequence[TurnRewards | None] | None = None
+    """With --turn-rewards: the answers of each of the S episodes; None where the reward failed."""
 
     def spread(self, per_sample: Tensor) -> Tensor:
         """Return [N] values for this rank's tokens, given [S] numbers per sample: each token gets the number
@@ -107,6 +110,8 @@ class ReferenceInputs:
     """Sample id -> its response tokens, of all samples of the step."""
     sums: Sequence[float] = ()
     """`reference_sums`, added up over the data-parallel ranks."""
+    turns: Mapping[int, TurnRewards | None] | None = None
+    """With --turn-rewards: sample id -> its answers; None where the reward failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +200,8 @@ class Algorithm(Section):
     """The loss sees that the policy has moved since the step began."""
     has_correction: ClassVar[bool] = False
     """The loss accounts for the difference to the policy that sampled."""
+    takes_turn_rewards: ClassVar[bool] = False
+    """The advantages can tell the rewards of an episode's answers apart (--turn-rewards)."""
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "response"

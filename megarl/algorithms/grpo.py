@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.group_advantage import GroupAdvantage, Peer
+from megarl.algorithms.turn_advantages import reference_turn_advantages, turn_advantages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +27,23 @@ class GRPO(GroupAdvantage):
 
     paper: ClassVar[str] = "2402.03300"
     advantage: ClassVar[str] = "(r - group mean) / (group std + 1e-4)"
+    takes_turn_rewards: ClassVar[bool] = True
 
     normalize_advantages_by_std: bool = True
     """Divide the advantages by the standard deviation of their group's rewards."""
+
+    def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the advantages as the base class does, or of each answer by itself with --turn-rewards."""
+        if inputs.turns is None:
+            return GroupAdvantage.compute_advantages(self, inputs)
+        _, metrics = self._reference_kl(inputs)
+        advantages = turn_advantages(inputs, self.normalize_advantages_by_std)
+        return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
+
+    def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
+        if inputs.turns is None:
+            return GroupAdvantage.reference_advantages(self, inputs, sample)
+        return reference_turn_advantages(inputs, sample, self.normalize_advantages_by_std)
 
     def sample_advantages(self, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
         from megarl.kernels.group_advantages import group_advantages

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.errors import Errors
-from megarl.config.flags import refuse_set
+from megarl.config.flags import algorithm_name, refuse_set
+from megarl.config.roles import configs_of_actors
 from megarl.config.rules_layout import Job
 
 _NO_EFFECT = "has no effect without --env. Leave it out."
@@ -26,6 +27,8 @@ def episodes(job: Job) -> Errors:
         yield f"{head}: has no effect, as supervised fine-tuning samples nothing. Leave it out."
         return
     yield from (f"{head}: {rule}" for rule in (*_file(env), *_combinations(job)))
+    if config.episodes.turn_rewards:
+        yield from (f"--turn-rewards: {rule}" for rule in _turn_rewards(job))
     sampling = config.sampling
     limit, prompt = sampling.max_context_length, sampling.max_prompt_length
     if limit is not None and limit <= prompt:
@@ -73,6 +76,19 @@ def _advice(path: Path) -> str:
             if {"reset", "step"} <= methods:
                 return f" Try {path}:{node.name}."
     return " Give a class with the methods reset and step."
+
+
+def _turn_rewards(job: Job) -> Iterator[str]:
+    """Yield what --turn-rewards cannot be combined with."""
+    for suffix, of_actor in configs_of_actors(job.config).items():
+        algorithm = of_actor.algorithm
+        if not algorithm.takes_turn_rewards:
+            name = algorithm_name(type(algorithm))
+            yield f"--algorithm{suffix} ({name}) has one advantage for all answers of an episode. Try grpo."
+        if getattr(algorithm, "kl_mode", "none") == "reward":
+            yield "--kl-mode (reward) belongs to no single answer. Try --kl-mode loss."
+        if (buffer := getattr(algorithm, "overlong_buffer", None)) is not None:
+            yield f"--overlong-buffer ({buffer}) changes the reward of the whole episode. Leave one of them out."
 
 
 def _combinations(job: Job) -> Iterator[str]:

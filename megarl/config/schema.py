@@ -213,6 +213,9 @@ class EpisodeConfig(Section):
     env_episodes_per_process: Count = 16
     """With --env: episodes that share one process of the environment. Their calls overlap, in threads or in
     one event loop. 1: each episode has a process of its own."""
+    turn_rewards: bool = False
+    """With --env and --algorithm grpo: the tokens of an answer are judged by the rewards from that answer on,
+    not by the sum over the episode. See docs/agents.md."""
 
 
 @section

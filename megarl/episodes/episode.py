@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.episodes.chat import Message
@@ -42,6 +42,10 @@ class EpisodeResult:
     """The environment's first messages."""
     turns: list[Message]
     """All messages after them."""
+    turn_rewards: list[float]
+    """The environment's reward for each answer; 0 where it gave none."""
+    turn_lengths: list[int]
+    """Number of sampled tokens of each answer."""
 
     @property
     def answers(self) -> list[str]:
@@ -59,6 +63,8 @@ class Episode:
     """Tokens of the conversation. None before the first messages, and if there never were any."""
     reward: float | None = 0.0
     """Sum of the rewards that the environment has given so far; None if the episode has failed."""
+    turn_rewards: list[float | None] = field(default_factory=list)
+    """The environment's reward for each answer that it has replied to; None where it gave none."""
     finish: str = ""
     """Why the episode ended: "stop" (the environment), "turns" or "context" (a limit), "env" (a failure)."""
     truncated: bool = False
@@ -85,6 +91,8 @@ class Episode:
             self.cause,
             messages[:first],
             messages[first:],
+            [reward or 0.0 for reward in self.turn_rewards],
+            session.answer_lengths if session is not None else [],
         )
 
     def fail(self, cause: str, failure: str) -> None:

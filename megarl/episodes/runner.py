@@ -114,6 +114,8 @@ class _Play:
         """Add a reply to its episode, and note why the episode has ended, if it has."""
         assert episode.reward is not None
         episode.reward += reply.reward or 0.0
+        if episode.has_answers:
+            episode.turn_rewards.append(reply.reward)
         if reply.done:
             episode.finish = "stop"
         elif episode.has_answers and episode.session.num_answers >= self._limits.max_turns:

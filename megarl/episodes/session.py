@@ -37,13 +37,18 @@ class Session:
         """Log-prob of each sampled id."""
         self.versions: list[int] = []
         """Version of the weights that sampled each id."""
-        self.num_answers = 0
+        self.answer_lengths: list[int] = []
+        """Number of sampled ids of each answer."""
         self._appended: list[int] = []  # ids since the last sampled one
 
     @property
     def prompt(self) -> list[int]:
         """Ids of the next prompt: everything so far."""
         return [*self.first_prompt, *self.response, *self._appended]
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.answer_lengths)
 
     def __len__(self) -> int:
         """Return the number of ids of the next prompt."""
@@ -66,7 +71,7 @@ class Session:
         self.response += ids
         self.log_probs += log_probs
         self.versions += versions
-        self.num_answers += 1
+        self.answer_lengths.append(len(ids))
         text = self._chat.decode(ids)
         self.messages.append({"role": "assistant", "content": text})
         return text

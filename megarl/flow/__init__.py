@@ -19,6 +19,7 @@ from megarl.flow.job_roles import (
     RewardModel,
     Roles,
     Rollout,
+    RunFolderReader,
     ServiceRole,
     TrainedRole,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "Role",
     "Roles",
     "Rollout",
+    "RunFolderReader",
     "ServiceRole",
     "SymbolicRole",
     "TrainedRole",

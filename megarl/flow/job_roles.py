@@ -81,6 +81,17 @@ class RandomState(Role):
         """Set the generators to a state that `random_state` returned."""
 
 
+class RunFolderReader(Role):
+    """Access to the run folder as a rank sees it. The role that is on every rank has these methods."""
+
+    @method(optional=True)
+    def read_nonce(self, path: str, wait_s: float) -> dict[str, str]:
+        """Return the first line of a small file of the run folder, with this rank's host name and the
+        absolute path: {"nonce": ..., "node": ..., "path": ...}.
+
+        The nonce is "" if the file does not appear within `wait_s` seconds."""
+
+
 class Rollout(ServiceRole, kind="rollout"):
     """vLLM engines that sample responses with the weights of an actor."""
 
@@ -207,7 +218,7 @@ class Critic(TrainedRole, kind="critic"):
         metrics."""
 
 
-class Actor(TrainedRole, RandomState, kind="actor"):
+class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
     """The policy that is trained."""
 
     @method()
@@ -251,6 +262,8 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         rewards: list[float | None],
         kl_coef: float,
         digests: list[int] | None = None,
+        turn_rewards: list[list[float]] | None = None,
+        turn_lengths: list[list[int]] | None = None,
     ) -> Metrics:
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
         rewards. Returns metrics.
@@ -258,7 +271,9 @@ class Actor(TrainedRole, RandomState, kind="actor"):
         Args:
             sample_ids, group_ids, rewards: of all samples of the step. A reward of None has failed.
             kl_coef: factor of the KL to the reference.
-            digests: bind each reward to its sample's tokens. None skips this check of the rewards."""
+            digests: bind each reward to its sample's tokens. None skips this check of the rewards.
+            turn_rewards, turn_lengths: with --turn-rewards the reward and the sampled tokens of each answer of
+                every sample."""
 
     @method(
         reads=("tokens", "old_log_probs", "ref_log_probs?", "advantages"),
@@ -298,7 +313,7 @@ class Actor(TrainedRole, RandomState, kind="actor"):
             mini_batches: planned by the driver from the lengths that `load_dataset` returned."""
 
 
-class Data(RandomState, kind="data"):
+class Data(RandomState, RunFolderReader, kind="data"):
     """Moves samples and their columns between ranks, to those that train on them.
 
     It is on every rank of a job that samples."""

@@ -6,6 +6,8 @@ No generator has a state that could be lost or would have to be saved.
     seed  = draw_seeds([key], [position])[0]                   one per token
     token = argmax(log-probs + token_noise([seed], vocabulary)[0])
 
+An episode of several turns has one key per answer, see `AnswerKeys`.
+
 `position` is the number of tokens before the drawn one, prompt and response together. A resumed response
 passes its first tokens as a part of the prompt. It therefore continues with the same tokens as without the
 interruption."""
@@ -13,6 +15,7 @@ interruption."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,7 +31,7 @@ _GAMMA, _MIX_1, _MIX_2 = (
 _27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
-def draw_key(run_seed: int, purpose: str, *numbers: int) -> int:
+def draw_key(run_seed: int, purpose: str, *numbers: int | str) -> int:
     """Return the key of one sample, a hash of 63 bits.
 
     Args:
@@ -36,6 +39,31 @@ def draw_key(run_seed: int, purpose: str, *numbers: int) -> int:
         numbers: identify the sample within the purpose. Training: visit of its prompt, index in the group."""
     text = "/".join(map(str, (run_seed, purpose, *numbers)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class AnswerKeys:
+    """The keys of the answers of one episode, asked for in the order in which the answers are sampled.
+
+    The first answer has the key of the episode, as a sample of a single turn does. The key of a later answer
+    is a hash of that key, of the token ids before the answer, and of the number of earlier answers to the
+    same ids. So two agents of one episode that share a conversation do not sample the same answer.
+
+    Args:
+        key: `draw_key` of the episode."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._num_answers: dict[bytes, int] = {}  # hash of the ids before an answer -> answers to them
+
+    def next(self, prefix: Sequence[int]) -> int:
+        """Return the key of the next answer, a number of 63 bits.
+
+        Args:
+            prefix: all token ids before the answer."""
+        hashed = hashlib.blake2b(np.array(prefix, "<i8").tobytes(), digest_size=16).digest()
+        number, is_first = self._num_answers.get(hashed, 0), not self._num_answers
+        self._num_answers[hashed] = number + 1
+        return self._key if is_first else draw_key(self._key, "answer", hashed.hex(), number)
 
 
 def draw_seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import queue
 import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 
+from megarl.runtime.network import GLOO_INTERFACE, NCCL_INTERFACE, interface_of
 from megarl.runtime.process import DRIVER_PID, rank_command, without_rank
 from megarl.runtime.rank_processes import RankDied, RankProcesses
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 DIRECT_VARIABLES = (
     "MEGARL_",
     "VLLM_",
@@ -74,7 +72,7 @@ class RayNode:
             ) from None
         own = without_rank(os.environ) | dict(env) | {DRIVER_PID: str(os.getpid())}
         if address is not None and (interface := interface_of(address)) is not None:
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            for name in (GLOO_INTERFACE, NCCL_INTERFACE):
                 own.setdefault(name, interface)
         self._ranks = RankProcesses(rank_command(module, argv), own, ranks, tidy_up=tidy_up)
         self._ranks.on_signal = self._tell_signal
@@ -118,17 +116,3 @@ def node_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface of this machine that has an IPv4 address, or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                request = struct.pack("256s", name.encode()[:15])
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
-            except OSError:  # the interface has no IPv4 address
-                continue
-            if socket.inet_ntoa(found) == address:
-                return name
-    return None

@@ -26,7 +26,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.runtime.job_store import LOOPBACK, job_environment, job_store
-from megarl.runtime.process import store_prefix
+from megarl.runtime.node_watch import Node
+from megarl.runtime.process import NUM_NODES, store_prefix
 from megarl.runtime.rank_processes import RankDied
 from megarl.runtime.ray_node import DIRECT_VARIABLES, SIGNALLED, RayNode, node_address
 
@@ -70,6 +71,7 @@ class RayRanks:
         self._group: PlacementGroup | None = None
         self._nodes: list[Any] = []  # actor handles of RayNode
         self._names: list[str] = []
+        self._lost_nodes: set[int] = set()
         self.on_signal: Callable[[int], bool] = lambda signum: False
         """As in RankProcesses."""
 
@@ -97,6 +99,7 @@ class RayRanks:
         is_local = set(addresses) == {own}
         self._store = job_store(LOOPBACK if is_local else own)
         env = _forwarded() | job_environment(self._store, world_size, self._ranks_per_node, self._attempt)
+        env |= {NUM_NODES: str(len({own, *addresses}))}
         starts = [
             node.start.remote(
                 self._module,
@@ -114,6 +117,8 @@ class RayRanks:
         executor = StoreExecutor(
             ranks, world_size, call_timeout_s, connect(store, prefix), connect(store, prefix), interfaces
         )
+        if not is_local:
+            executor.watch_nodes(own, self._describe_rank, self._leave_out)
         for number in range(self._num_nodes):
             threading.Thread(
                 target=self._watch, args=(number, executor), name=f"watch_node_{number}", daemon=True
@@ -123,7 +128,7 @@ class RayRanks:
     def expect_end(self) -> None:
         """Declare that ranks may end from now on: their end is no longer reported as a failure."""
         self._is_ending = True
-        for node in self._nodes:
+        for node in self._reachable():
             node.expect_end.remote()
 
     def end(self, wait_s: float) -> None:
@@ -131,16 +136,23 @@ class RayRanks:
         Ray, and ends a Ray that `start` has started."""
         self.expect_end()
         with contextlib.suppress(RayError):  # a node is lost, and its ranks with it
-            ends = [node.end.remote(wait_s) for node in self._nodes]
+            ends = [node.end.remote(wait_s) for node in self._reachable()]
             ray.wait(ends, num_returns=len(ends), timeout=wait_s + _END_S) if ends else None
         self._release()
 
     def kill(self) -> None:
         """Kill the ranks and their child processes."""
         self._is_ending = True
-        kills = [node.kill.remote() for node in self._nodes]
+        kills = [node.kill.remote() for node in self._reachable()]
         with contextlib.suppress(RayError):
             ray.wait(kills, num_returns=len(kills), timeout=_KILL_S) if kills else None
+
+    def _leave_out(self, node: Node) -> None:
+        """Note that a node is lost: nobody waits for it at the end."""
+        self._lost_nodes.add(node.ranks[0] // self._ranks_per_node)
+
+    def _reachable(self) -> list[Any]:
+        return [node for number, node in enumerate(self._nodes) if number not in self._lost_nodes]
 
     def _connect(self) -> None:
         """Join the cluster, or start a Ray on this machine."""
@@ -221,6 +233,7 @@ class RayRanks:
                 report = ray.get(node.next_report.remote())
             except (RayError, RuntimeError):  # RuntimeError: this process has left Ray
                 if not self._is_ending:
+                    self._lost_nodes.add(number)
                     executor.fail(self._lost(number, executor))
                 return
             if report is None or self._is_ending:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megarl.runtime.executor import (
     CallFuture,
@@ -20,6 +20,7 @@ from megarl.runtime.executor import (
 )
 from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.mailbox import Mailbox, connect
+from megarl.runtime.node_watch import WATCH_KEY, Node, NodeWatch, node_lost
 from megarl.runtime.messages import Call, Command, Event, Failure, Reply, Shutdown, Terminated
 from megarl.runtime.process import has_died, process_name, world_size_from_env
 from megarl.runtime.shutdown_listener import ABORT_CALLS, ALL_RANKS_KNOW, DRIVER, PING, PROCESS
@@ -69,6 +70,7 @@ class StoreExecutor(ProcessExecutor):
         """Indices of calls in flight on each rank, oldest first."""
         self._free_since = dict.fromkeys(self._world, 0.0)
         self._is_over = False
+        self._node_watch: NodeWatch | None = None
         self._num_questions = 0
         self._log: deque[tuple[int, list[str]]] = deque()
         """Index and keys of the commands that are still in the store."""
@@ -91,6 +93,27 @@ class StoreExecutor(ProcessExecutor):
             connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2)
         )
         return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader, interfaces)
+
+    def watch_nodes(
+        self,
+        address: str,
+        describe_rank: Callable[[int], str] = str,
+        on_lost: Callable[[Node], object] = lambda node: None,
+    ) -> None:
+        """Make a node that is lost from now on a failure. The first rank of every node waits for this call
+        before the ranks join each other.
+
+        Args:
+            address: IP address of this machine by which the nodes reach it.
+            describe_rank: describes a rank of a lost node, for example "1: actor, critic".
+            on_lost: called before the failure is set, on another thread."""
+
+        def report(node: Node, reason: str) -> None:
+            on_lost(node)
+            self.fail(node_lost(node, reason, describe_rank, self.where()))
+
+        self._node_watch = NodeWatch(address, report)
+        self._outbox.set(WATCH_KEY, self._node_watch.address)
 
     def _issue(self, call: Call) -> CallFuture:
         return self._post(call, CallFuture(self, call.role, call.method, call.ranks))
@@ -160,6 +183,8 @@ class StoreExecutor(ProcessExecutor):
 
         The store's C++ code may terminate a process that exits while a thread is inside it."""
         self._is_over = True
+        if self._node_watch is not None:
+            self._node_watch.close()
         self._outbox.close()
         self._reader.join(timeout=1.0)
 

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING
 from megarl.runtime.end_message import EndNotes
 from megarl.runtime.shutdown import run_job
 from megarl.runtime.signing import JOB_SECRET, job_secret
-from megarl.runtime.process import end_on_signals, end_with_parent, store_prefix, without_rank
+from megarl.runtime.network import own_address
+from megarl.runtime.node_watch import has_node_watch
+from megarl.runtime.process import NUM_NODES, end_on_signals, end_with_parent, store_prefix, without_rank
 
 if TYPE_CHECKING:
     from megarl.runtime.store_executor import StoreExecutor
@@ -40,6 +42,7 @@ def start_driver(argv: list[str], module: str = "megarl.trainer") -> subprocess.
         "MEGARL_STORE_PREFIX": store_prefix(),
         "MEGARL_WORLD_SIZE": os.environ["WORLD_SIZE"],
         "MEGARL_RANK_0_PID": str(os.getpid()),
+        NUM_NODES: os.environ.get("GROUP_WORLD_SIZE", "1"),
         JOB_SECRET: job_secret(),
     }
     # when the store goes away the driver reports it itself
@@ -66,6 +69,7 @@ def run_driver(
     call_timeout_s: float,
     interfaces: Mapping[str, type] | None = None,
     notes: EndNotes = EndNotes(),
+    describe_rank: Callable[[int], str] = str,
 ) -> int:
     """Run `main(executor)` in the driver process that `start_driver` started, end the ranks, and return the
     exit code.
@@ -74,11 +78,20 @@ def run_driver(
 
     Args:
         interfaces: as in StoreExecutor.
-        notes: as in `run_job`."""
+        notes: as in `run_job`.
+        describe_rank: describes a rank of a node that is lost, for example "1: actor, critic"."""
     end_on_signals()
     end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
     from megarl.runtime.store_executor import (
         StoreExecutor,
     )  # torch: cleanup cannot run if a signal interrupts this import
 
-    return run_job(main, lambda: StoreExecutor.from_env(ranks, call_timeout_s, interfaces), notes=notes)
+    def connect() -> StoreExecutor:
+        executor = StoreExecutor.from_env(ranks, call_timeout_s, interfaces)
+        if has_node_watch():
+            host, port = os.environ["MEGARL_STORE"].rsplit(":", 1)
+            own = own_address({**os.environ, "MASTER_ADDR": host, "MASTER_PORT": port})
+            executor.watch_nodes(own, describe_rank)
+        return executor
+
+    return run_job(main, connect, notes=notes)

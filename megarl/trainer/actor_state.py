@@ -185,10 +185,14 @@ class ActorState:
 
 
 def _differ_in_a_group(batch: RolloutBatch) -> bool:
-    """Return whether two samples of a group have different rewards. Failed rewards do not count."""
+    """Return whether two samples of a group have different rewards, or with --turn-rewards any answers of a
+    group different returns. Failed rewards do not count."""
     first: dict[int, float] = {}
-    for sample in batch.samples:
+    answers = batch.turns[0] if batch.turns else [()] * len(batch.samples)
+    for sample, of_answers in zip(batch.samples, answers, strict=True):
         reward = batch.rewards[sample.sample_id]
-        if reward is not None and first.setdefault(sample.group, reward) != reward:
+        if reward is None:
+            continue
+        if first.setdefault(sample.group, reward) != reward or any(of_answers[:-1]):
             return True
     return False

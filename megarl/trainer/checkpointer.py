@@ -3,7 +3,7 @@
 Checkpoints are written while the job trains and become visible when every rank is done. A later job of any
 layout can read them.
 
-    save      every rank copies its state, threads write it            .step_000010.partial/actor/...
+    save      every rank copies its state, threads write it            .step_000010.attempt_1.partial/actor/...
     poll      all threads have ended: write job.json, then rename      step_000010/
     abandon   after a failure: the same, judged by the files on disk
     restore   newest first; a damaged checkpoint is skipped
@@ -47,6 +47,7 @@ from megarl.config.mesh import MeshSpec
 from megarl.config.schema import TrainConfig
 from megarl.metrics import current_name
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix
+from megarl.trainer.attempt import SupersededError
 from megarl.trainer.replay import DriverLog
 from megarl.trainer.run_folder import Run
 from megarl.trainer.state import TrainState
@@ -139,7 +140,8 @@ class Checkpointer:
                 )
                 return
             self.log.save(step)
-        partial = folder.with_name(f".{folder.name}.partial")
+        self._run.attempt.check(f"the checkpoint of step {step}")
+        partial = folder.with_name(f".{folder.name}.attempt_{self._run.attempt.number}.partial")
         with self._stop.held(), _removed_if_failed(partial):
             shutil.rmtree(partial, ignore_errors=True)
             with writing(partial):
@@ -206,7 +208,7 @@ class Checkpointer:
         if saving is None:
             return
         partial = saving.partial
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, SupersededError):
             if all((partial / role).is_dir() for role in self.roles):
                 self._publish(saving, {role: file_digest(partial / role / MANIFEST) for role in self.roles})
         shutil.rmtree(partial, ignore_errors=True)
@@ -252,6 +254,7 @@ class Checkpointer:
             )
         return {
             **self._state.snapshot(),
+            "attempt": self._run.attempt.number,
             "weight_version": step,
             "random_states": random_states,
             "models": described_models(self._job_config),
@@ -261,6 +264,7 @@ class Checkpointer:
 
     def _publish(self, saving: _Saving, digests: Mapping[str, object]) -> None:
         folder = folder_of_step(self._run.folder, saving.step)
+        self._run.attempt.check(f"the checkpoint of step {saving.step}")
         write_job(saving.partial, {**saving.body, "roles": dict(digests)})
         sync_folder(saving.partial)
         saving.partial.rename(folder)

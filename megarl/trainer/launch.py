@@ -20,7 +20,7 @@ from megarl.config.schema import TrainConfig
 from megarl.runtime.end_message import EndNotes
 from megarl.runtime.shutdown import last_failure, run_job, received_signal
 from megarl.trainer.announce import Say, line_on, starting_text
-from megarl.trainer.executors import interfaces_of, job_ranks, remove_engine_memory
+from megarl.trainer.executors import interfaces_of, job_ranks, rank_description, remove_engine_memory
 from megarl.trainer.restarts import continued, where_it_goes_on
 from megarl.trainer.resume_command import end_notes, torchrun_command
 from megarl.runtime.process import (
@@ -110,7 +110,7 @@ def drive(
     say(starting_text(config, world_size))
     ranks = hosting_ranks(config, world_size)
     timeout_s, body = config.placement.call_timeout_s, _body(job, config, world_size, new_run)
-    return run_driver(body, ranks, timeout_s, interfaces_of(ranks), notes)
+    return run_driver(body, ranks, timeout_s, interfaces_of(ranks), notes, rank_description(ranks))
 
 
 def _body(job: Job, config: TrainConfig, world_size: int, new_run: bool) -> Callable[[Executor], None]:

@@ -83,14 +83,28 @@ class RolloutBatch:
         return digests
 
     @property
+    def turns(self) -> tuple[list[list[float]], list[list[int]]] | tuple[()]:
+        """With --turn-rewards the rewards and the sampled tokens of the answers of each sample, in the order of
+        sample_ids; else ()."""
+        rule = self._rule
+        if not any("turn_lengths" in record for record in rule.values()):  # turn_rewards are logged anyway
+            return ()
+        of_samples = [rule[sample] for sample in self.sample_ids]
+        return [one["turn_rewards"] for one in of_samples], [one["turn_lengths"] for one in of_samples]
+
+    @property
+    def _rule(self) -> dict[int, Record]:
+        """Records of the rule or environment, by sample id; {} in a job without."""
+        return next(
+            (records for role, records in self.records.items() if kind_and_suffix(role)[0] == "reward"), {}
+        )
+
+    @property
     def texts(self) -> dict[int, dict[str, object]]:
         """Sample id -> prompt, response, ground_truth, ... of the samples that are logged.
 
         These are the first --num-rollouts-to-log samples (-1: all)."""
-        rule = next(
-            (records for role, records in self.records.items() if kind_and_suffix(role)[0] == "reward"), {}
-        )
-        return {sample: record for sample, record in rule.items() if "response" in record}
+        return {sample: record for sample, record in self._rule.items() if "response" in record}
 
     @property
     def lengths(self) -> dict[int, int]:

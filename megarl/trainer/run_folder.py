@@ -2,6 +2,7 @@
 
 resolved.args                the whole configuration;
                              `megarl train @resolved.args --save elsewhere` runs it again
+attempt.json                 who has trained this run, and from which step, see `attempt.py`
 metrics.jsonl                one JSON object per step, written as the step ends
 tensorboard/                 the same as event files;
                              --log-with chooses this and other trackers, see megarl/loggers
@@ -34,6 +35,7 @@ from megarl.config.schema import TrainConfig
 from megarl.files.writing import WriteError, writing
 from megarl.loggers import Logger, LoggerContext, open_loggers
 from megarl.loggers.console import Progress
+from megarl.trainer.attempt import ATTEMPTS, Attempt
 from megarl.loggers.json_lines import METRICS, JsonLines, cut_after
 
 ARGUMENTS, ROLLOUTS, TIMELINE, PROFILE = "resolved.args", "rollouts", "timeline.json", "profile"
@@ -103,6 +105,7 @@ class Run:
         self._written_row: tuple[int, dict[str, float | int]] = (0, {})
         self._step_start = time.perf_counter()
         self._first_step: int | None = None
+        self._attempt: Attempt | None = None
         self._lock: int | None = None
         self._has_failed = False
         self._created: list[Path] = []
@@ -120,6 +123,7 @@ class Run:
 
     def go_on_after(self, step: int) -> None:
         """Resume in the run's own folder: remove the records of later steps. Step 0 begins a new run."""
+        self._attempt = Attempt(self.folder, step)  # before the folder changes
         cut_after(self.folder, step)
         self._first_step = step + 1 if step else 0
         self._open("a")
@@ -131,8 +135,10 @@ class Run:
         self._lock = lock_folder(self.folder) if self._lock is None else self._lock
         with writing(arguments), open(arguments, "x" if mode == "x" else "w", encoding="utf-8") as file:
             if mode == "x":
-                self._created = [arguments, rollouts, *self._created]
+                self._created = [arguments, self.folder / ATTEMPTS, rollouts, *self._created]
             file.write(self._resolved_args)
+        if mode == "x":
+            self._attempt = Attempt(self.folder, 0)
         self._files = JsonLines(self.folder, mode)
         if mode == "x":
             self._created.insert(0, self.folder / METRICS)
@@ -166,6 +172,7 @@ class Run:
 
         Args:
             answers: score -> one of the samples that the score was computed from."""
+        self.attempt.check(f"the evaluation of step {step}")
         for name, answer in answers.items():
             self._log_rollouts(step, [{"name": name, **answer}], "eval")
         before = self._lines.take_back(step) if self._row is None else self._row[1]
@@ -244,6 +251,7 @@ class Run:
             return
         (step, row), now = self._row, time.time()
         self._written_row, self._row = self._row, None
+        self.attempt.check(f"the metrics of step {step}")
         self._lines.log_metrics(step, row, now)  # on the disk before the next step begins
 
         def write() -> None:
@@ -255,11 +263,24 @@ class Run:
     def _log_rollouts(
         self, step: int, rows: Sequence[Mapping[str, object]], purpose: Literal["train", "eval"]
     ) -> None:
+        self.attempt.check(f"the samples of step {step}")
+
         def write() -> None:
             for logger in (self._lines, *self._opened_trackers()):
                 logger.log_rollouts(step, rows, purpose)
 
         self._write(write)
+
+    @property
+    def attempt(self) -> Attempt:
+        """This process's attempt at the run. The folder must be open."""
+        assert self._attempt is not None, "the run folder is not open yet: see `go_on_after`"
+        return self._attempt
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether a later attempt has taken the folder over, so that this one must not write there."""
+        return self._attempt is not None and not self._attempt.is_current()
 
     @property
     def _lines(self) -> JsonLines:

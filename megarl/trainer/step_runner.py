@@ -200,7 +200,10 @@ class StepRunner:
             return batch.step - 1, self.canaries.are_sent(actor.suffix)
         if called is Actor.advantages:
             rewards = [batch.rewards[sample] for sample in batch.sample_ids]
-            return batch.sample_ids, batch.group_ids, rewards, actor.kl.coef, batch.reward_digests
+            return (
+                *(batch.sample_ids, batch.group_ids, rewards, actor.kl.coef, batch.reward_digests),
+                *batch.turns,
+            )
         if called is Actor.update:
             if self.batches.is_on_policy(node.role):
                 self._check_gate(node.role, results)

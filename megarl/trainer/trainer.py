@@ -32,14 +32,12 @@ from megarl.flow import (
     Metrics,
     ModelRole,
     Node,
-    PlacedRole,
     Roles,
     ServiceRole,
     role_class,
 )
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
-from megarl.trainer.announce import wait_for_setups
 from megarl.trainer.checkpointer import Checkpointer
 from megarl.trainer.evaluation import evaluate_actors
 from megarl.trainer.failed_step import save_failed_step
@@ -50,6 +48,7 @@ from megarl.trainer.replay import DriverLog
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.run_folder import TIMELINE, Run
 from megarl.trainer.scheduler import NodeResult
+from megarl.trainer.set_up import set_up_roles
 from megarl.trainer.state import TrainState
 from megarl.trainer.stop_request import StopRequest
 from megarl.trainer.step_report import rollout_rows
@@ -132,7 +131,8 @@ class Trainer:
         timeline.json and the failed step's samples, and complete or remove the checkpoint in progress."""
         with contextlib.ExitStack() as last:
             last.callback(self.checkpointer.abandon)
-            if isinstance(error, Exception) and self.state.in_step:  # not after Ctrl-C or SIGTERM
+            # not after Ctrl-C or SIGTERM
+            if isinstance(error, Exception) and self.state.in_step and not self.run_folder.is_superseded:
                 last.callback(save_failed_step, self.run_folder, self.runner.batches, self.state, error)
             last.callback(self.save_timeline)
             if exc_type is None:
@@ -147,7 +147,7 @@ class Trainer:
 
         A file that cannot be written is noted: no training result depends on it."""
         timeline = self.runner.scheduler.timeline
-        if timeline.records:
+        if timeline.records and not self.run_folder.is_superseded:
             try:
                 timeline.write(self.run_folder.folder / TIMELINE)
             except OSError as error:
@@ -156,8 +156,7 @@ class Trainer:
     def _set_up(self) -> None:
         """Build every role, in an order that all ranks share, restore --load, and copy the weights into the
         engines."""
-        setups = {name: PlacedRole(self.executor, name).setup() for name in self.meshes}
-        wait_for_setups(setups, self.run_folder.progress.note)
+        set_up_roles(self.executor, self.config, self.meshes, self.run_folder)
         self.checkpointer.restore()
         self.runner.start_log()
         if not self.state.first.algorithm.needs_rollout:
@@ -386,6 +385,7 @@ class Trainer:
         interval = self.config.run.export_interval
         if not self.is_done and not (interval and self.step % interval == 0):
             return
+        self.run_folder.attempt.check("exported weights")
         for role in self.meshes:
             kind, suffix = kind_and_suffix(role)
             if kind in TRAINED_KINDS:

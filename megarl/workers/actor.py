@@ -8,9 +8,11 @@ import math
 import torch
 import torch.distributed as dist
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.base import AdvantageInputs, LossInputs
+from megarl.algorithms.turn_rewards import TurnRewards, turn_rewards_of
 from megarl.batch import Batch, MicroBatch
 from megarl.gate_limits import GateLimits
 from megarl.config.mesh import MeshSpec
@@ -215,6 +217,8 @@ class ActorRole(PolicyRole):
         rewards: list[float | None],
         kl_coef: float,
         digests: list[int] | None = None,
+        turn_rewards: list[list[float]] | None = None,
+        turn_lengths: list[list[int]] | None = None,
     ) -> dict[str, float]:
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
         rewards. Returns metrics.
@@ -227,6 +231,7 @@ class ActorRole(PolicyRole):
                 on the split. Groups may have any sizes. None is a reward that failed.
             kl_coef: coefficient of the KL penalty in this step.
             digests: `digest_of_reward` of each sample; None leaves the rewards unchecked.
+            turn_rewards, turn_lengths: with --turn-rewards reward and sampled tokens of each answer.
         Raises: InvariantError for an advantage that is not finite, for a reward of another sample, and for
         advantages that differ from the algorithm's reference. ValueError for a reward that is not finite in
         float32."""
@@ -242,7 +247,11 @@ class ActorRole(PolicyRole):
             check_reward_digests(sample_ids, group_ids, rewards, digests, tokens)
         samples = [self.store.layouts[self.shard_key].samples[sample] for sample in sample_ids]
         given, rewards = rewards, shaped(self.algorithm, samples, rewards, self.config.sampling)
-        inputs = self._advantage_inputs(samples, group_ids, rewards, kl_coef)
+        turns = None
+        if turn_rewards is not None:
+            lengths = [sample.response_length for sample in samples]
+            turns = turn_rewards_of(sample_ids, given, lengths, turn_rewards, turn_lengths)
+        inputs = self._advantage_inputs(samples, group_ids, rewards, kl_coef, turns)
         columns, metrics = self.algorithm.compute_advantages(inputs)
         corrections, of_corrections = self.algorithm.compute_corrections(inputs)
         columns, metrics = columns | corrections, metrics | of_corrections
@@ -258,6 +267,7 @@ class ActorRole(PolicyRole):
             {sample.sample_id: sample.response_length for sample in samples},
             f"{self.config.batch.seed}/{self.rank}/{sorted(tokens.values())}",
             self._sum_over_replicas,
+            None if turns is None else dict(zip(sample_ids, turns, strict=True)),
         )
         left_out = [
             reward is None or self.algorithm.is_left_out(sample.truncated)
@@ -270,7 +280,12 @@ class ActorRole(PolicyRole):
         return metrics if self.model.reports else {}
 
     def _advantage_inputs(
-        self, samples: list[Sample], group_ids: list[int], rewards: list[float | None], kl_coef: float
+        self,
+        samples: list[Sample],
+        group_ids: list[int],
+        rewards: list[float | None],
+        kl_coef: float,
+        turns: Sequence[TurnRewards | None] | None,
     ) -> AdvantageInputs:
         """Return the inputs of `compute_advantages` on this rank, given the records of all samples of the
         step."""
@@ -284,6 +299,7 @@ class ActorRole(PolicyRole):
             kl_coef=kl_coef,
             sum_over_ranks=self._sum_over_replicas,
             sample_lengths=torch.tensor([sample.response_length for sample in samples]),
+            turns=turns,
             **{
                 name: column[batch.response_mask]
                 for name, column in batch.columns.items()

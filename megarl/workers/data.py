@@ -33,11 +33,12 @@ from megarl.workers.exchange import (
 )
 from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
+from megarl.workers.run_folder import RunFolderOfRank
 from megarl.workers.store import BatchLayout, BatchShard, MissingSampleError, SampleStore
 
 
 @implements(Data)
-class DataRole(RandomStateOfRank):
+class DataRole(RandomStateOfRank, RunFolderOfRank):
     """Sends and receives, on one rank, the samples and columns that move between the ranks of different
     roles."""
 

@@ -14,6 +14,7 @@ from megarl.episodes.env_pool import EnvironmentPool
 from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.runner import Answer, Turn, play
 from megarl.invariants import digest
+from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.requests import Request
 from megarl.workers.request_stream import Answer as FirstTurn
 from megarl.workers.store import RolloutSample
@@ -43,8 +44,8 @@ class EpisodeSampler:
     ) -> list[RolloutSample]:
         """Play one episode per first turn, and return one sample per episode, in this order.
 
-        All turns of an episode draw by the key of its first answer and the position of the token. Positions
-        grow from turn to turn, so no two tokens of an episode share a draw.
+        The first answer of an episode draws by the episode's key, every later one by a key of its own, see
+        `AnswerKeys`.
 
         Args:
             answers: sample id, row, group and key of each episode. Its environment gives the prompt.
@@ -107,6 +108,7 @@ class _Turns:
 
     def __init__(self, engine: Engine, answers: Sequence[FirstTurn], how: dict[str, float]) -> None:
         self._engine, self._answers, self._how = engine, answers, how
+        self._keys = [AnswerKeys(answer.key) for answer in answers]
         self._asked: dict[str, int] = {}  # request id -> index of the episode
 
     def add(self, turns: Sequence[Turn]) -> None:
@@ -115,7 +117,8 @@ class _Turns:
             first = self._answers[turn.index]
             name = f"episode/{first.sample_id}/{len(turn.prompt)}"
             self._asked[name] = turn.index
-            requests.append(Request(name, turn.prompt, first.key, max_tokens=turn.max_tokens, **self._how))
+            key = self._keys[turn.index].next(turn.prompt)
+            requests.append(Request(name, turn.prompt, key, max_tokens=turn.max_tokens, **self._how))
         if requests:
             self._engine.add(requests)
 

@@ -86,6 +86,9 @@ class RewardRole(HostedRole):
                 record["failure"] = verdict.failure
             if rollout.episode is not None:
                 record |= _of_episode(rollout.episode)
+                if self.config.episodes.turn_rewards:
+                    record["turn_rewards"] = rollout.episode.turn_rewards
+                    record["turn_lengths"] = rollout.episode.turn_lengths
             if purpose == "eval" and verdict.answer is not None:
                 record["answer"] = verdict.answer
             is_first_failure = verdict.failure is not None and not has_failed
@@ -155,6 +158,7 @@ def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, obje
     if rollout.episode is not None:
         first = rollout.episode.prompt or prompt.messages  # none if the environment has failed at once
         shown = {"prompt": first, "response": text, "turns": rollout.episode.turns}
+        shown["turn_rewards"] = rollout.episode.turn_rewards
         shown["holes"] = [list(hole) for hole in rollout.holes]
     return {
         "row": rollout.row,

@@ -13,6 +13,7 @@ from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
+from megarl.workers.run_folder import RunFolderOfRank
 from megarl.workers.store import BatchShard
 
 RowSample = tuple[list[int], list[int], float | None]
@@ -20,7 +21,7 @@ RowSample = tuple[list[int], list[int], float | None]
 
 
 @implements(Actor)
-class SFTActorRole(ActorRole, RandomStateOfRank):
+class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
     """An actor that learns the responses of its dataset, for supervised fine-tuning."""
 
     rows: list[list[RowSample]]

@@ -25,6 +25,7 @@ from megarl.algorithms import REGISTRY
 from megarl.checkpoint import save as save_module
 from megarl.config.loader import load_config
 from megarl.convert import main as convert
+from megarl.trainer.attempt import Attempt, SupersededError
 from megarl.trainer.checkpointer import NoWholeCheckpoint
 from megarl.runtime.executor import RemoteError
 from megarl.trainer.executors import inline_ranks
@@ -202,10 +203,29 @@ def failed_after_writing(out: Path) -> list[str]:
     with contextlib.suppress(KeyError), opened(out, "failed", "--train-iters", "4") as (trainer, _):
         trainer.update(trainer.rollout())
         trainer.save_checkpoint()
-        while not (out / "failed" / "checkpoints" / ".step_000001.partial" / "actor").is_dir():
+        while not (out / "failed" / "checkpoints" / ".step_000001.attempt_1.partial" / "actor").is_dir():
             pass
         raise KeyError("of the user's loop")
     return sorted(path.name for path in (out / "failed" / "checkpoints").iterdir())
+
+
+def superseded(out: Path) -> dict[str, object]:
+    """Another attempt takes the run over before this one writes a checkpoint, and while it writes one."""
+    told = []
+    for name, is_begun in (("superseded", False), ("superseded while writing", True)):
+        with contextlib.suppress(SupersededError), opened(out, name, "--train-iters", "4") as (trainer, _):
+            trainer.update(trainer.rollout())
+            if is_begun:
+                trainer.save_checkpoint()
+            Attempt(out / name, 0)
+            try:
+                trainer.checkpointer.wait() if is_begun else trainer.save_checkpoint()
+            except SupersededError as error:
+                told.append(str(error))
+                raise
+    names = ("superseded", "superseded while writing")
+    folders = [path for name in names for path in (out / name / "checkpoints").glob("*")]
+    return {"told": told, "left": sorted(path.name for path in folders)}
 
 
 def disk_full(out: Path) -> dict[str, object]:
@@ -238,6 +258,7 @@ def main(out: Path) -> None:
         "damaged": damaged(out),
         "held up": held_up(out),
         "disk full": disk_full(out),
+        "superseded": superseded(out),
         "failed": failed_after_writing(out),
     }
     report["best"] = train(

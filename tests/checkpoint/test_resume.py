@@ -233,11 +233,18 @@ def test_what_was_written_when_the_job_failed_is_a_checkpoint(out: Path, report)
     assert json.loads((out / "failed" / "checkpoints" / "step_000001" / "job.json").read_text())["step"] == 1
 
 
+def test_an_attempt_that_was_taken_over_makes_no_checkpoint(out: Path, report):
+    told, left = report["superseded"]["told"], report["superseded"]["left"]
+    assert len(told) == 2 and left == []
+    for text in told:
+        assert "attempt 1 must not write the checkpoint of step 1, because attempt 2 on node" in text
+
+
 def test_a_full_disk_is_told_with_role_rank_and_file_and_leaves_no_rest(out: Path, report):
     told, left = report["disk full"]["told"], report["disk full"]["left"]
     assert told.startswith("[actor rank 0] checkpoint_written failed")
     assert (
-        f"{out / 'full' / 'checkpoints'}/.step_000004.partial/.actor.partial/exp_avg-00000.safetensors cannot be written: No space left on device."
+        f"{out / 'full' / 'checkpoints'}/.step_000004.attempt_1.partial/.actor.partial/exp_avg-00000.safetensors cannot be written: No space left on device."
         in told
     )
     assert left == ["step_000002"]

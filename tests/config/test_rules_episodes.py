@@ -93,6 +93,26 @@ RULES = {
         "--max-context-length (513): must be at most the model's max_position_embeddings (512). Try 512.",
         f"{IS} --max-context-length 512",
     ),
+    "rewards of answers without an environment": (
+        "--turn-rewards",
+        "--turn-rewards (True): has no effect without --env. Leave it out.",
+        f"--turn-rewards {IS}",
+    ),
+    "rewards of answers for a critic": (
+        f"{IS} --turn-rewards --algorithm ppo",
+        "--turn-rewards: --algorithm (ppo) has one advantage for all answers of an episode. Try grpo.",
+        f"{IS} --turn-rewards --algorithm grpo",
+    ),
+    "rewards of answers and a KL of episodes": (
+        f"{IS} --turn-rewards --kl-mode reward --kl-coef 0.1",
+        "--turn-rewards: --kl-mode (reward) belongs to no single answer. Try --kl-mode loss.",
+        f"{IS} --turn-rewards --kl-mode loss --kl-coef 0.1",
+    ),
+    "rewards of answers and a penalty of episodes": (
+        f"{IS} --turn-rewards --overlong-buffer 8",
+        "--turn-rewards: --overlong-buffer (8) changes the reward of the whole episode. Leave one of them out.",
+        f"{IS} --overlong-buffer 8",
+    ),
     "fine-tuning": (
         f"--algorithm sft {IS}",
         "--env (env.py:Env): has no effect, as supervised fine-tuning samples nothing. Leave it out.",

@@ -29,6 +29,7 @@ from tests.docs.blocks import PAGES, ROOT, Block, Command, blocks, blocks_of_all
 
 NOT_RUN = {
     "make quickstart": "installs the environment and trains for minutes; tests/tools runs it small",
+    "make quickstart-agent": "the same, in several turns",
     "make test": "is this suite",
     "make test-unit": "is a part of this suite",
     "make test-hostcuda": "continuous integration runs it",
@@ -412,6 +413,8 @@ def prepare(page: str, folder: Path) -> None:
             (folder / "job.args").write_text(
                 "@configs/quickstart_grpo.args\n--train-iters 12\n"
             )  # past the checkpoint of step 10
+        case "docs/quickstart_agent.md":
+            run("python tools/quickstart.py --agent --small", folder)
         case "docs/data_and_rewards.md":
             write_published(folder / "published")
         case "docs/convert.md":

@@ -97,9 +97,10 @@ def test_episodes_of_several_turns_are_sampled_logged_and_trained_on(sums_data, 
         ("--pipeline-model-parallel-size", "2"),
         ("--algorithm", "ppo", "--critic-lr", "1e-3", "--loss-aggregation", "seq-mean-token-mean"),
         ("--env-episodes-per-process", "1"),
+        ("--turn-rewards",),
         ("--executor", "inline", "--nproc-per-node", "1"),
     ],
-    ids=["tp2", "transformers", "cp2", "pp2", "ppo", "process each", "inline"],
+    ids=["tp2", "transformers", "cp2", "pp2", "ppo", "process each", "turn rewards", "inline"],
 )
 def test_other_layouts_sample_and_train_on_the_same_episodes(flags, sums_data, tmp_path):
     """The first step has the same episodes; its numbers are equal but for rounding."""

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -172,3 +173,72 @@ def test_a_pipe_gets_the_answers_alone(model):
     assert done.returncode == 0, done.stderr.decode()
     lines = done.stdout.decode().split("\n")
     assert lines[0] == visible(greedy(model, "1+1 ?")).split("\n")[0] and len(lines) >= 3
+
+
+# ------------------------------------------------------------------ with an environment
+
+
+@pytest.fixture
+def env(tmp_path) -> str:
+    """An environment that gives 0.5 for the second answer and ends the episode there."""
+    (tmp_path / "env.py").write_text(
+        "class Env:\n"
+        "    def reset(self, row):\n"
+        "        self.num = 0\n"
+        "        if row['index'] == 2:\n"
+        "            raise RuntimeError('planted')\n"
+        "        return row['prompt']\n"
+        "    def step(self, text):\n"
+        "        self.num += 1\n"
+        "        return [{'role': 'user', 'content': '7-3 ?'}], [None, 0.5][self.num - 1], self.num == 2\n"
+    )
+    return f"{tmp_path / 'env.py'}:Env"
+
+
+@pytest.fixture
+def rows(tmp_path) -> str:
+    texts = ("9+9 ?", "1+1 ?", "2+2 ?")
+    lines = [json.dumps({"prompt": [{"role": "user", "content": text}]}) for text in texts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    return str(tmp_path / "rows.jsonl")
+
+
+def test_an_environment_talks_to_the_model_about_one_row(model, chat, env, rows):
+    first = greedy(model, "1+1 ?")
+    flags = ("--model", model, "--env", env, "--data", rows)
+    code, out, err = chat("", *flags, "--row", 1)
+    lines = out.splitlines()
+    assert code == 0, err
+    assert lines[:2] == ["user       1+1 ?", f"assistant  {visible(first)}"]
+    assert lines[2] == "user       7-3 ?" and lines[3].startswith("assistant  ")
+    assert lines[4:] == ["reward     0.5", "done       stop, reward 0.5, 2 answers"]
+    code, out, err = chat("", *flags, "--row", 1, "--max-turns", 1)
+    assert out.splitlines() == [*lines[:2], "done       turns, reward 0, 1 answer"]
+    code, out, err = chat("", *flags, "--row", 2)
+    assert (code, out) == (1, "") and "failed (raised): reset raised RuntimeError: planted" in err
+
+
+def test_a_run_knows_the_rows_and_the_limits_of_its_environment(model, chat, env, rows, open_run, tmp_path):
+    run = tmp_path / "run"
+    with open_run(run, f"--train-data {rows}\n--max-turns 1\n--max-response-length 3") as record:
+        record.begin_step()
+        record.record_step(1, {}, num_tokens=1)
+    (run / "hf").symlink_to(model)
+    code, out, err = chat("", "--model", run / "hf", "--env", env)
+    assert code == 0 and out.startswith("user       9+9 ?\n") and out.endswith("reward 0, 1 answer\n"), err
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (("--row", 1), "--row: has no effect without --env"),
+        (("--env", "ENV", "--single-turn"), "--single-turn: the environment leads the conversation"),
+        (("--env", "ENV"), "is of no run with one data file, so name a file, e.g. --data"),
+        (("--env", "ENV", "--data", "ROWS", "--row", 3), "--row (3): .* has 3 rows, .* Try 2"),
+        (("--env", "nothing.py:Env", "--data", "ROWS"), "there is no file nothing.py"),
+    ],
+)
+def test_flags_of_an_environment_that_cannot_be(flags, says, model, chat, env, rows):
+    given = [{"ENV": env, "ROWS": rows}.get(flag, flag) for flag in flags]
+    code, _, err = chat("", "--model", model, *given)
+    assert code == 2 and re.search(re.escape(says).replace(r"\.\*", ".*"), err), err

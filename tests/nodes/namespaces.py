@@ -26,6 +26,7 @@ export TMPDIR=/tmp
 cp /etc/hosts "$NODE_FOLDER/hosts"
 echo "$NODE_HOSTS" >> "$NODE_FOLDER/hosts"
 mount --bind "$NODE_FOLDER/hosts" /etc/hosts
+[ -z "${NODE_HIDES:-}" ] || mount -t tmpfs tmpfs "$NODE_HIDES"
 exec "$@"
 """
 
@@ -79,7 +80,7 @@ class Nodes:
 
     def start(self, node: int, command: Sequence[str], **env: str) -> subprocess.Popen:
         """Start a command on a node; its output goes to <folder>/node<number>.log. Commands of one node share
-        its network only."""
+        its network only. With NODE_HIDES=folder in `env` this node has an empty folder in place of that one."""
         hosts = "\n".join(f"{address(other)} node{other}" for other in range(self.number))
         own = self.folder / f"node{node}"
         own.mkdir(parents=True, exist_ok=True)
@@ -100,12 +101,20 @@ class Nodes:
     def log(self, node: int) -> str:
         return (self.folder / f"node{node}.log").read_text()
 
+    def cut(self, node: int) -> None:
+        """Cut the link between a node and all others."""
+        _ip("link", "set", f"{BRIDGE}{node}", "down")
+
+    def pids(self, node: int) -> list[int]:
+        """Return the ids of all processes of a node."""
+        found = subprocess.run(["ip", "netns", "pids", self._name(node)], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
+
     def kill(self, node: int) -> None:
         """Kill all processes of a node at once, as when its power fails."""
-        found = subprocess.run(["ip", "netns", "pids", self._name(node)], capture_output=True, text=True)
-        for pid in found.stdout.split():
+        for pid in self.pids(node):
             try:
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:  # ended with its parent
                 continue
 

@@ -6,6 +6,7 @@ The nodes are namespaces of this machine."""
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import shutil
@@ -38,10 +39,14 @@ def shared():
     shutil.rmtree(folder)
 
 
-def start(nodes: Nodes, data: Path, *flags: str) -> Path:
-    """Start a cluster and a job on it. Returns the run folder."""
+def start(nodes: Nodes, data: Path, *flags: str, hides: Path | None = None) -> Path:
+    """Start a cluster and a job on it. Returns the run folder.
+
+    Args:
+        hides: a folder that node 1 does not see."""
     shutil.copytree(data, nodes.folder / "data")
-    run, own_data = nodes.folder / "run", nodes.folder / "data"
+    run, own_data = nodes.folder / "runs" / "run", nodes.folder / "data"
+    run.parent.mkdir()
     files = ("--model", str(own_data / "model"), "--train-data", str(own_data / "train.jsonl"))
     arguments = replace_flags([*COMMON, *files, "--save", str(run)], [*RAY, *flags])
     env = {
@@ -53,7 +58,7 @@ def start(nodes: Nodes, data: Path, *flags: str) -> Path:
     }
     command = ["bash", str(HERE / "ray_node.sh"), sys.executable]
     nodes.start(0, [*command, sys.executable, "-m", "megarl.cli", "train", *arguments], **env)
-    nodes.start(1, command, **env)
+    nodes.start(1, command, **env, NODE_HIDES=str(hides or ""))
     return run
 
 
@@ -78,13 +83,47 @@ def test_two_nodes_train_as_one_machine_does(sums_data, tmp_path, shared):
 def test_a_node_that_dies_is_named_with_its_ranks(sums_data, shared):
     with Nodes(2, shared) as nodes:
         run = start(nodes, sums_data, "--train-iters", "1000")
-        deadline = time.monotonic() + 200
-        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < 3:
-            assert time.monotonic() < deadline, nodes.log(0)
-            time.sleep(0.2)
+        wait_for_steps(run, 3, nodes)
         nodes.kill(1)
         killed = time.monotonic()
         assert exit_code(nodes, 60) == 1, nodes.log(0)
         seconds = time.monotonic() - killed
         found = re.search(r"\[driver\] node node1 was lost, with rank [01]: actor", nodes.log(0))
         assert found, (seconds, nodes.log(0))
+
+
+def test_a_cut_link_is_named_within_15_s(sums_data, shared):
+    with Nodes(2, shared) as nodes:
+        run = start(nodes, sums_data, "--train-iters", "1000")
+        wait_for_steps(run, 3, nodes)
+        nodes.cut(1)
+        cut = time.monotonic()
+        assert exit_code(nodes, 60) == 1, nodes.log(0)
+        seconds = time.monotonic() - cut
+        print(f"cut link under Ray: over after {seconds:.1f} s")
+        found = re.search(
+            r"\[driver\] node node1 was lost, with rank [01]: actor.* no sign of life", nodes.log(0)
+        )
+        assert found and seconds < 20, (seconds, nodes.log(0))
+        assert not [line for line in (run / "metrics.jsonl").read_text().splitlines() if not json.loads(line)]
+
+
+def test_a_folder_that_is_not_shared_is_told_before_training(sums_data, shared):
+    with Nodes(2, shared) as nodes:
+        start(nodes, sums_data, hides=nodes.folder / "runs")
+        assert exit_code(nodes, 200) == 1
+        check_folder_is_told(nodes.log(0), nodes.folder / "runs" / "run")
+
+
+def wait_for_steps(run: Path, number: int, nodes: Nodes) -> None:
+    deadline = time.monotonic() + 200
+    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < number:
+        assert time.monotonic() < deadline, nodes.log(0)
+        time.sleep(0.2)
+
+
+def check_folder_is_told(log: str, run: Path) -> None:
+    """Assert that the job has named the node that does not see its run folder, and has left none behind."""
+    told = rf"FolderNotShared: --save \({run}\): node node[01] \(rank [01]\) does not see in {run} what the driver"
+    assert re.search(told, log) and "step 1" not in log, log
+    assert not run.exists()

@@ -23,6 +23,15 @@ def test_svg_holds_every_curve_and_follows_the_theme(tmp_path):
     assert text == (tmp_path / "again.svg").read_text()
     assert "prefers-color-scheme:dark" in text and "var(--ink)" in text
     assert len(re.findall("#57606a", text)) == 1, "ink that does not follow the theme"
+    assert "answers per episode" not in text
     shown = "".join(ElementTree.fromstring(text).itertext())
     for label in ("reward, training prompts", "held-out accuracy, sampled", "held-out accuracy, greedy"):
         assert label in shown
+
+
+def test_a_run_over_several_turns_shows_its_answers_per_episode(tmp_path):
+    rows = [{"step": n, "response/length_mean": 8 + n, "turns/mean": 1 + n} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    succeed(SCRIPT, tmp_path, tmp_path / "curve.svg", timeout=60)
+    text = (tmp_path / "curve.svg").read_text()
+    assert "answers per episode" in text and "sampled tokens per episode" in text

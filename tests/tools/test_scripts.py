@@ -68,6 +68,11 @@ CASES = [
         says="(?s)accuracy, greedy.*curves.png",
     ),
     Case(
+        "tools/quickstart.py",
+        "--agent --small --seed 1 --out OUT/calculator",
+        says="(?s)answers per episode.*after: .*assistant .*curves.png",
+    ),
+    Case(
         "tools/soak_gate.py",
         "--quickstart QUICKSTART --out OUT/soak --steps 2 --recipes grpo-lr-1e-4 --max-response-length 16",
         says=r"(?m)^\| grpo-lr-1e-4 \| 2 \| .* \| 0 \|$",

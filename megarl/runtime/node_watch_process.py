@@ -1,0 +1,139 @@
+"""Hold the connection of one node to the driver's NodeWatch, and end the node's ranks if it is cut.
+
+    python -m megarl.runtime.node_watch_process ADDRESS PID FIRST_RANK NUM_RANKS IDLE_S INTERVAL_S PROBES
+
+    the rank ends             tell the driver, and end: the rank's death is reported elsewhere
+    the driver ends           end: its end ends the ranks
+    the driver is not reached end the ranks of this node and the process that started them
+
+Imports no torch and waits in the kernel, so it costs some 15 MB and no time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megarl.runtime import signing
+from megarl.runtime.keep_alive import KeepAlive, is_cut
+from megarl.runtime.node_watch import ACCEPTED, CHALLENGE_BYTES, RANK_ENDED, challenge_name
+
+_CONNECTED_S, _AGENT_S = 60.0, 3.0
+_WITH_NODE_S = 0.3  # if the whole node is killed, this process dies meanwhile, and the driver sees that
+
+
+def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> int:
+    """Watch until the rank or the driver ends, or the driver is not reached. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
+    rank = os.pidfd_open(rank_pid)
+    agent_pid = _parent_of(rank_pid)
+    try:
+        connection = _connect(address, ranks, keep_alive)
+        if not _is_running(rank):
+            connection.send(RANK_ENDED)
+            return 0
+        ready, _, _ = select.select([connection.fileno(), rank], [], [])
+        if ready == [rank]:
+            time.sleep(_WITH_NODE_S)
+            connection.send(RANK_ENDED)
+            return 0
+        connection.recv(1)  # raises if the driver is not reached
+        return 0
+    except OSError as error:
+        if not is_cut(error):
+            return 0
+        sys.stderr.write(
+            f"[node {socket.gethostname()}] does not reach the driver ({address}) for {keep_alive.limit_s} s "
+            f"({error.strerror}): the link is cut, or the driver's machine is down. Its ranks "
+            f"{', '.join(map(str, ranks))} are ended, so that they write nothing beside a later attempt.\n"
+        )
+        sys.stderr.flush()
+        _end_node(agent_pid)
+        return 1
+
+
+def _connect(address: str, ranks: range, keep_alive: KeepAlive) -> socket.socket:
+    """Return a connection to the driver that is signed in. Raises OSError."""
+    host, port = address.rsplit(":", 1)
+    connection = socket.create_connection((host, int(port)), timeout=_CONNECTED_S)
+    keep_alive.apply(connection)
+    challenge = b""
+    while len(challenge) < CHALLENGE_BYTES:
+        challenge += _read(connection, CHALLENGE_BYTES - len(challenge))
+    body = json.dumps({"node": socket.gethostname(), "ranks": [*ranks]}).encode()
+    connection.sendall(signing.sign(body, challenge_name(challenge)).hex().encode() + b"\n")
+    if _read(connection, 1) != ACCEPTED:
+        raise ConnectionAbortedError("the driver's answer is not one")
+    connection.settimeout(None)
+    return connection
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    if data := connection.recv(size):
+        return data
+    raise ConnectionAbortedError("the driver has ended")
+
+
+def _is_running(process: int) -> bool:
+    return not select.select([process], [], [], 0.0)[0]
+
+
+def _end_node(agent: int) -> None:
+    """Kill the ranks that an agent has started, then end the agent: torchrun's, or the actor of the node."""
+    for pid in _ranks_of(agent):
+        _kill_group(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(agent, signal.SIGTERM)
+    deadline = time.monotonic() + _AGENT_S
+    while time.monotonic() < deadline and _exists(agent):
+        time.sleep(0.1)
+    for pid in _ranks_of(agent):  # started meanwhile
+        _kill_group(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(agent, signal.SIGKILL)
+
+
+def _ranks_of(agent: int) -> Iterator[int]:
+    """Yield the process ids of the ranks of this job that an agent has started."""
+    mine = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if not entry.name.isdigit() or _parent_of(int(entry.name)) != agent:
+                continue
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if f"TORCHELASTIC_RUN_ID={mine}".encode() in variables:
+                yield int(entry.name)
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _exists(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a rank and what it has started in its process group, if the group is its own."""
+    end: Callable[[int, int], None] = os.kill
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) == pid:
+            end = os.killpg
+        end(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    where, *numbers = sys.argv[1:]
+    pid, first, count, *limits = map(int, numbers)
+    signing.job_secret()
+    sys.exit(main(where, pid, range(first, first + count), KeepAlive(*limits)))

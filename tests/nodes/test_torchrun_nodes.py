@@ -1,0 +1,110 @@
+"""Jobs on two nodes under torchrun: equal metrics, and failures that name the node.
+
+    pytest tests/nodes -m nightly
+
+The nodes are namespaces of this machine. No interface is named: each rank chooses it."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import COMMON, Job, replace_flags, train
+from tests.e2e.test_resume import check_equal
+from tests.nodes.namespaces import Nodes, address, why_not
+from tests.nodes.test_ray_nodes import check_folder_is_told, shared, wait_for_steps
+
+__all__ = ["shared"]  # a fixture
+REASON = why_not()
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+]
+TORCHRUN = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"
+
+
+def start(
+    nodes: Nodes, data: Path, *flags: str, hides: Path | None = None
+) -> tuple[Path, list[subprocess.Popen]]:
+    """Start torchrun on both nodes. Returns the run folder and torchrun's processes.
+
+    Args:
+        hides: a folder that node 1 does not see."""
+    shutil.copytree(data, nodes.folder / "data")
+    run, own_data = nodes.folder / "runs" / "run", nodes.folder / "data"
+    run.parent.mkdir()
+    files = ("--model", str(own_data / "model"), "--train-data", str(own_data / "train.jsonl"))
+    arguments = replace_flags([*COMMON, *files, "--save", str(run)], [*flags])
+    secret, processes = secrets.token_hex(32), []
+    for node in range(2):
+        where = ("--rdzv-endpoint", f"{address(0)}:29500", "--local-addr", address(node))
+        command = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN.split(), *where]
+        env = {"MEGARL_JOB_SECRET": secret, "NODE_HIDES": str(hides or "") if node == 1 else ""}
+        processes.append(nodes.start(node, [*command, "-m", "megarl.train", *arguments], **env))
+    return run, processes
+
+
+def logs(nodes: Nodes) -> str:
+    """Return the output of both nodes: torchrun decides on which of them rank 0 and the driver are."""
+    return nodes.log(0) + nodes.log(1)
+
+
+def node_of_driver(nodes: Nodes) -> int:
+    """Return the number of the node on which the driver runs."""
+    for node in range(2):
+        for pid in nodes.pids(node):
+            if b"-m\0megarl.trainer\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return node
+    raise AssertionError(logs(nodes))
+
+
+def test_two_nodes_train_as_one_machine_does(sums_data, tmp_path, shared):
+    with Nodes(2, shared) as nodes:
+        run, processes = start(nodes, sums_data)
+        codes = [process.wait(300) for process in processes]
+        assert codes == [0, 0], logs(nodes)
+        here = train(sums_data, tmp_path / "run")
+        there = Job(0, logs(nodes), run)
+        assert here.returncode == 0 and there.steps
+        check_equal(here, there, after=0)
+
+
+@pytest.mark.parametrize("how", ["kill", "cut"])
+def test_a_node_that_is_lost_is_named_with_its_rank(sums_data, shared, how):
+    with Nodes(2, shared) as nodes:
+        run, processes = start(nodes, sums_data, "--train-iters", "1000")
+        wait_for_steps(run, 3, nodes)
+        survivor = node_of_driver(nodes)
+        lost = 1 - survivor
+        nodes.kill(lost) if how == "kill" else nodes.cut(lost)
+        begun, limit_s = time.monotonic(), 15
+        named = rf"\[driver\] node node{lost} was lost, with rank [01]: actor"
+        while not re.search(named, nodes.log(survivor)):
+            assert time.monotonic() - begun < limit_s, logs(nodes)
+            time.sleep(0.1)
+        print(f"{how}: named after {time.monotonic() - begun:.1f} s")
+        processes[lost].wait(limit_s + 3 - (time.monotonic() - begun))
+        print(f"{how}: the lost node is empty after {time.monotonic() - begun:.1f} s")
+        assert nodes.pids(lost) == []
+        assert processes[survivor].wait(60) != 0
+        print(f"{how}: all is over after {time.monotonic() - begun:.1f} s")
+        text = nodes.log(survivor)
+        assert "Connection reset by peer" not in text and "Traceback" not in text.split("[driver]")[1], text
+        steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert steps == [*range(1, len(steps) + 1)]
+
+
+def test_a_folder_that_is_not_shared_is_told_before_training(sums_data, shared):
+    with Nodes(2, shared) as nodes:
+        _, processes = start(nodes, sums_data, hides=nodes.folder / "runs")
+        assert 0 not in [process.wait(200) for process in processes]
+        check_folder_is_told(logs(nodes), nodes.folder / "runs" / "run")

@@ -1,0 +1,120 @@
+"""A lost node is reported by its name and ranks, and what only looks like one is not.
+
+tests/nodes/test_node_watch.py cuts real links."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.runtime.keep_alive import KeepAlive
+from megarl.runtime.node_watch import Node, NodeWatch
+from megarl.runtime.signing import JOB_SECRET
+
+SCRIPT = Path(__file__).with_name("watched_node.py")
+SHORT, USUAL = KeepAlive(1, 1, 2), KeepAlive()
+
+
+def until(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.02)
+
+
+def limits(keep_alive: KeepAlive) -> list[str]:
+    return [str(n) for n in (keep_alive.idle_s, keep_alive.interval_s, keep_alive.probes)]
+
+
+def watch_processes(pid: int) -> list[int]:
+    """Ids of the watch processes of a rank."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(c) for c in children if b"node_watch_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start processes of watched_node.py; all of them end with the test."""
+    env = os.environ | {JOB_SECRET: secrets.token_hex(32)}
+    started: list[subprocess.Popen] = []
+
+    def start(*arguments: object) -> subprocess.Popen:
+        what, *rest = map(str, arguments)
+        command = [sys.executable, "-P", str(SCRIPT), what, str(tmp_path), *rest]
+        started.append(subprocess.Popen(command, env=env))
+        return started[-1]
+
+    yield start
+    (tmp_path / "end").touch()
+    for process in started:
+        process.send_signal(signal.SIGCONT)
+        process.wait(10)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "keep_alive, hold_s, stop_s",
+    [(SHORT, 5, 5.0), pytest.param(USUAL, 60, 30.0, marks=pytest.mark.nightly)],
+)
+def test_a_held_lock_and_a_stopped_driver_are_no_lost_node_and_a_kill_is(
+    start, tmp_path, keep_alive, hold_s, stop_s
+):
+    assert hold_s > keep_alive.limit_s and stop_s > keep_alive.limit_s
+    driver = start("driver", "127.0.0.1", *limits(keep_alive))
+    start("agent", 3, hold_s, *limits(keep_alive))
+    until((tmp_path / "rank_3").exists, 20)
+    rank = int((tmp_path / "rank_3").read_text())
+    until(lambda: watch_processes(rank), 5)
+    time.sleep(1.0)  # the watch has signed in
+    driver.send_signal(signal.SIGSTOP)
+    time.sleep(stop_s)
+    driver.send_signal(signal.SIGCONT)
+    until((tmp_path / "held_3").exists, hold_s)
+    time.sleep(1.0)
+    assert not (tmp_path / "lost").exists()
+    killed = time.time()
+    for pid in (*watch_processes(rank), rank):
+        os.kill(pid, signal.SIGKILL)
+    until((tmp_path / "lost").exists, 5)
+    (lost,) = map(json.loads, (tmp_path / "lost").read_text().splitlines())
+    assert (lost["node"], lost["ranks"]) == (socket.gethostname(), [3])
+    assert lost["time"] - killed < 1.0 and lost["reason"].startswith("all its processes have ended")
+
+
+@pytest.mark.timeout(60)
+def test_the_end_of_a_rank_is_not_the_loss_of_its_node(start, tmp_path):
+    start("driver", "127.0.0.1", *limits(SHORT))
+    agent = start("agent", 1, 0, *limits(SHORT))
+    until((tmp_path / "held_1").exists, 20)
+    rank = int((tmp_path / "rank_1").read_text())
+    (watch,) = watch_processes(rank)
+    time.sleep(1.0)
+    os.kill(rank, signal.SIGKILL)
+    agent.wait(10)
+    until(lambda: not Path(f"/proc/{watch}").exists(), 5)
+    time.sleep(0.2)
+    assert not (tmp_path / "lost").exists()
+
+
+def test_only_nodes_that_know_the_secret_are_listened_to(caplog):
+    lost: list[Node] = []
+    watch = NodeWatch("127.0.0.1", lambda node, reason: lost.append(node))
+    host, port = watch.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        assert len(connection.recv(16)) == 16
+        connection.sendall(b"00" * 64 + b"\n")
+        assert connection.recv(1) == b""
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.recv(16)
+    watch.close()
+    assert lost == [] and "not from a node of this job" in caplog.text
