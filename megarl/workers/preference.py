@@ -1,4 +1,4 @@
-"""Implement the actor that learns from pairs of a chosen and a rejected answer in the dataset."""
+"""Implement the actor that learns from pairs of answers, or labelled ones, in the dataset."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from megarl.workers.store import BatchLayout
 
 @implements(Actor)
 class PreferenceActorRole(SFTActorRole):
-    """An actor whose samples are the chosen and the rejected answer of each row, in this order."""
+    """An actor whose samples are two answers per row: the chosen and the rejected one, in this order, or the row's
+    completion and that of another row."""
 
     def read_rows(
         self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
     ) -> list[list[RowSample]]:
-        """Return both answers of every row. Their rewards are the scores of the row, else 1 and 0."""
+        """Return both answers of every row. Their rewards are the scores of the row, else 1 and 0; the label for
+        both, if there are labels."""
         rows, eos = range(len(dataset)), tokenizer.eos_token_id
+        if self.algorithm.row_needs == "labelled":
+            return _labelled(dataset, encoder, eos)
         prompts, pairs = encoder.prompts(rows), encoder.pairs(rows)
         return [
             [
@@ -49,3 +53,19 @@ class PreferenceActorRole(SFTActorRole):
         """Write the column old_log_probs. There is no engine to compare with, so there are no metrics."""
         self.write_log_probs("old_log_probs")
         return {}
+
+
+def _labelled(dataset: PromptDataset, encoder: PromptEncoder, eos: int) -> list[list[RowSample]]:
+    """Return, for every row, its completion, and the completion of the row half the dataset away.
+
+    Neighbours would not do as the other row: they often answer the same prompt."""
+    count = len(dataset)
+    prompts, responses = encoder.prompts(range(count)), encoder.responses(range(count))
+    completions = [[*ids, eos] for ids in responses]
+    return [
+        [
+            RowSample(prompt, completions[row], float(dataset[row].label)),
+            RowSample(prompt, completions[(row + max(count // 2, 1)) % count], float(dataset[row].label)),
+        ]
+        for row, prompt in enumerate(prompts)
+    ]
