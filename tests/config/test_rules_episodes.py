@@ -95,7 +95,7 @@ RULES = {
     ),
     "rewards of answers without an environment": (
         "--turn-rewards",
-        "--turn-rewards: has no effect without --env. Leave it out.",
+        "--turn-rewards (True): has no effect without --env. Leave it out.",
         f"--turn-rewards {IS}",
     ),
     "rewards of answers for a critic": (
