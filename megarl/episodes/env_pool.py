@@ -20,28 +20,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
 from megarl.episodes.env_messages import EnvReply, read_reply
+from megarl.episodes.environments import Reply, Usage
 from megarl.runtime.signing import JOB_SECRET
 
 _START_S = 120.0  # the user's file may have slow imports
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What an environment replied to one call, or why it did not."""
-
-    episode: int
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    reward: float | None = None
-    done: bool = False
-    failure: str | None = None
-    """Why the call failed. The episode must be ended."""
-    cause: str | None = None
-    """One of `env_messages.CAUSES`."""
 
 
 class EnvironmentPool:
@@ -85,12 +72,16 @@ class EnvironmentPool:
         self._ask(episode, op="reset", row=row)
         return episode
 
-    def step(self, episode: int, text: str) -> None:
+    def step(self, episode: int, text: str, usage: Usage | None = None) -> None:
         """Give the environment of an episode the model's answer. A reply follows."""
         if episode in self._lost:
             self._ready.append(self._lost[episode])
         else:
             self._ask(episode, op="step", text=text)
+
+    def refuse(self, episode: int, code: str, message: str) -> bool:
+        """Return False: an environment has replied already, and gives no further reward."""
+        return False
 
     def end(self, episode: int) -> None:
         """Forget an episode. No reply to an earlier call of it follows."""

@@ -1,0 +1,249 @@
+"""Run the user's agent, one process per episode, against the endpoint of `proxy.Proxy`.
+
+    with AgentPool("python agent.py", timeout_s=600, num_processes=16, max_length=512) as pool:
+        episode = pool.open(row)                 # starts a process, or queues the episode
+        for reply in pool.replies(timeout_s=1):  # a request's new messages, the reward at the end, or a failure
+            pool.step(reply.episode, text, usage)
+        pool.end(episode)                        # kills the process group
+
+It has the methods of `env_pool.EnvironmentPool`, so `runner.play` does not tell them apart. The agent gets the
+row as a line of JSON on stdin, and prints the reward as the last line of stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.episodes.chat import Message
+from megarl.episodes.chat_requests import BadRequest, Completion
+from megarl.episodes.environments import Reply, Usage
+from megarl.episodes.proxy import Proxy
+from megarl.runtime.signing import JOB_SECRET
+
+_LONGEST_OUTPUT = 1 << 16  # bytes of stdout that are kept, from the end
+_LARGEST_REWARD = 3.4028234663852886e38  # of float32
+_WANTED = 'wanted a number or {"reward": number} as the last line of stdout'
+
+
+class AgentPool:
+    """The agents of open episodes, and the endpoint that they call.
+
+    Use a pool on the main thread: the kernel ends the processes with the thread that started them.
+
+    Args:
+        command: --agent-command, split like a shell would; no shell runs it.
+        timeout_s: deadline of an episode from the start of its process.
+        num_processes: processes at a time; further episodes wait.
+        max_length: tokens of a conversation.
+        host: interface of the endpoint."""
+
+    def __init__(
+        self, command: str, timeout_s: float, num_processes: int, max_length: int, host: str = "127.0.0.1"
+    ) -> None:
+        self._command, self._timeout_s, self._num_processes = shlex.split(command), timeout_s, num_processes
+        self._agents: dict[int, _Agent] = {}
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+        self._num_answers: dict[int, int] = {}
+        self._num_episodes = 0
+        self._requests: deque[Reply] = deque()
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._proxy = Proxy(self._on_request, max_length, host)
+
+    def __enter__(self) -> AgentPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all processes, and stop the endpoint."""
+        for episode in [*self._num_answers]:
+            self.end(episode)
+        self._proxy.stop()
+        self._woken.close()
+        self._wake.close()
+
+    def open(self, row: Mapping[str, Any]) -> int:
+        """Start an episode on a row of the data set, and return its number."""
+        episode = self._num_episodes
+        self._num_episodes += 1
+        self._num_answers[episode] = 0
+        self._waiting[episode] = row
+        self._start()
+        return episode
+
+    def step(self, episode: int, text: str, usage: Usage) -> None:
+        """Give an agent the model's answer. A reply follows."""
+        if episode in self._agents:
+            self._num_answers[episode] += 1
+            self._proxy.answer(episode, Completion(text, usage))
+
+    def refuse(self, episode: int, code: str, message: str) -> bool:
+        """Refuse an agent's last request. The agent may go on, unless the conversation is at a limit; in both
+        cases it may print a reward."""
+        is_limit = code == "context_length_exceeded"
+        self._proxy.refuse(episode, BadRequest(message, code, "messages"), is_limit)
+        return True
+
+    def end(self, episode: int) -> None:
+        """Kill an episode's processes, and forget it."""
+        self._num_answers.pop(episode, None)
+        self._waiting.pop(episode, None)
+        agent = self._agents.pop(episode, None)
+        if agent is not None:
+            agent.kill()
+            self._proxy.close(episode)
+            self._start()
+
+    def replies(self, timeout_s: float) -> list[Reply]:
+        """Return the requests that have arrived and the agents that have ended. Waits at most so long."""
+        now = time.monotonic()
+        first = min((agent.deadline for agent in self._agents.values()), default=now + timeout_s)
+        patience = 0.0 if self._requests else max(0.0, min(timeout_s, first - now))
+        poll = select.poll()  # `select.select` cannot watch descriptors above 1023
+        poll.register(self._woken, select.POLLIN)
+        for agent in self._agents.values():
+            for descriptor in agent.descriptors:
+                poll.register(descriptor, select.POLLIN)
+        readable = {descriptor for descriptor, _ in poll.poll(patience * 1000)}
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+        ended = [(episode, self._ending(episode, agent, readable)) for episode, agent in self._agents.items()]
+        found = []
+        while self._requests:  # after the look at the processes: an agent's last request comes before its end
+            found.append(self._requests.popleft())
+        found = [reply for reply in found if reply.episode in self._agents]
+        return found + [reply for _, reply in ended if reply is not None]
+
+    def _start(self) -> None:
+        """Start waiting episodes as long as there may be more processes."""
+        while self._waiting and len(self._agents) < self._num_processes:
+            episode = next(iter(self._waiting))
+            row = self._waiting.pop(episode)
+            key = self._proxy.open(episode)
+            self._agents[episode] = _Agent(self._command, row, self._proxy.url, key, self._timeout_s)
+
+    def _on_request(self, episode: int, messages: list[Message], max_tokens: int | None) -> None:
+        """Queue a request. Runs on the endpoint's thread."""
+        self._requests.append(Reply(episode, messages, max_tokens=max_tokens))
+        with contextlib.suppress(BlockingIOError, OSError):  # the pool is awake already, or closed
+            self._wake.send(b"\0")
+
+    def _ending(self, episode: int, agent: _Agent, readable: set[int]) -> Reply | None:
+        """Return the last reply of an agent that has ended or is late, and None for another one."""
+        if agent.has_replied:
+            return None
+        if readable.intersection(agent.descriptors):
+            agent.read()
+            code = agent.exit_code()
+            if code is not None:
+                agent.has_replied = True
+                return self._judge(episode, agent.output, code)
+        if time.monotonic() < agent.deadline:
+            return None
+        agent.has_replied = True
+        why = f"the agent took longer than --agent-timeout-s ({self._timeout_s:g})"
+        return Reply(episode, failure=why, cause="timeout")
+
+    def _judge(self, episode: int, output: bytes, code: int) -> Reply:
+        if code:
+            how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return Reply(episode, failure=f"the agent {how}", cause="died")
+        if not self._num_answers[episode]:
+            why = "the agent ended without an answer of the model"
+            return Reply(episode, failure=why, cause="malformed")
+        try:
+            return Reply(episode, reward=read_reward(output), done=True)
+        except ValueError as error:
+            return Reply(episode, failure=str(error), cause="malformed")
+
+
+def read_reward(output: bytes) -> float:
+    """Return the reward in the last line that an agent has printed. Raises: ValueError without one."""
+    lines = output.decode(errors="backslashreplace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    try:
+        value = json.loads(last)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        value = value.get("reward")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_REWARD:
+        raise ValueError(f"the agent printed {last[:300]!r} last; {_WANTED}")
+    return float(value)
+
+
+class _Agent:
+    """The process of one episode."""
+
+    def __init__(
+        self, command: list[str], row: Mapping[str, Any], url: str, key: str, timeout_s: float
+    ) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self.output = b""
+        """The end of what the agent has printed."""
+        self.has_replied = False
+        """Whether the last reply of the episode was given."""
+        variables = {name: value for name, value in os.environ.items() if name != JOB_SECRET}
+        local = ",".join(filter(None, (variables.get("NO_PROXY"), url.split("/")[2].rpartition(":")[0])))
+        variables |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": local, "no_proxy": local}
+        with tempfile.TemporaryFile() as stdin:  # a pipe may be too small for the row
+            stdin.write(json.dumps(row, default=str).encode() + b"\n")
+            stdin.seek(0)
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", str(Path(__file__).with_name("agent_process.py"))),
+                    *(str(os.getpid()), *command),
+                ],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=variables,
+                bufsize=0,
+            )
+        assert self._process.stdout is not None
+        self._stdout = self._process.stdout
+        os.set_blocking(self._stdout.fileno(), False)
+        self._pid_descriptor = os.pidfd_open(self._process.pid)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors that become readable when the agent prints or ends; none after its last reply."""
+        return [] if self.has_replied else [self._stdout.fileno(), self._pid_descriptor]
+
+    def read(self) -> None:
+        """Take over what the agent has printed."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._stdout.fileno(), _LONGEST_OUTPUT):
+                self.output = (self.output + data)[-_LONGEST_OUTPUT:]
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of an agent that has ended, after everything that it printed was read."""
+        code = self._process.poll()
+        if code is not None:
+            self.read()
+        return code
+
+    def kill(self) -> None:
+        """Kill the process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._stdout.close()
+        os.close(self._pid_descriptor)

@@ -1,0 +1,65 @@
+"""Define what plays episodes against the model: an environment that is called, or an agent that calls.
+
+`runner.play` sees only this protocol. `env_pool.EnvironmentPool` calls the user's class, and
+`agent_pool.AgentPool` runs the user's program, whose requests arrive over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment replied to one call, or why it did not."""
+
+    episode: int
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reward: float | None = None
+    done: bool = False
+    failure: str | None = None
+    """Why the call failed. The episode must be ended."""
+    cause: str | None = None
+    """One of `env_messages.CAUSES`."""
+    max_tokens: int | None = None
+    """Tokens of the next answer at most, if an agent wants fewer than the job allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The numbers that an agent is told about an answer."""
+
+    num_prompt: int
+    num_sampled: int
+    is_cut: bool
+    """Whether the answer ended at its limit of tokens."""
+
+
+class Environments(Protocol):
+    """Open episodes, which reply in any order."""
+
+    def open(self, row: Mapping[str, Any]) -> int:
+        """Start an episode on a row of the data set, and return its number."""
+        ...
+
+    def step(self, episode: int, text: str, usage: Usage) -> None:
+        """Give an episode the model's answer. A reply follows."""
+        ...
+
+    def refuse(self, episode: int, code: str, message: str) -> bool:
+        """Refuse the last messages of an episode. Returns whether the episode may go on or still gives a
+        reward, so that a reply follows."""
+        ...
+
+    def end(self, episode: int) -> None:
+        """Forget an episode. No reply follows."""
+        ...
+
+    def replies(self, timeout_s: float) -> list[Reply]:
+        """Return the replies that have arrived, in order. Waits at most so long for the first."""
+        ...
+
+    def close(self) -> None:
+        """End all processes."""
+        ...
