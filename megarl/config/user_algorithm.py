@@ -53,9 +53,8 @@ def with_user_algorithms(algorithms: Mapping[str, type], argv: Sequence[str]) ->
 
 def _broken_rules(cls: object) -> list[str]:
     """Return what keeps an object from being an algorithm, one sentence each."""
-    from megarl.algorithms.base import Algorithm
-
-    if not isinstance(cls, type) or not issubclass(cls, Algorithm):
+    base = _base_of(cls)
+    if base is None:
         shown = cls.__name__ if isinstance(cls, type) else type(cls).__name__
         return [f"{shown} is no subclass of Algorithm."]
     if "__dataclass_fields__" not in vars(cls) or not cls.__dataclass_params__.frozen:
@@ -63,7 +62,7 @@ def _broken_rules(cls: object) -> list[str]:
             f"{cls.__name__} is no frozen dataclass: write @dataclass(frozen=True, kw_only=True) above it."
         ]
     rules = []
-    for name, method in inspect.getmembers(Algorithm, inspect.isfunction):
+    for name, method in inspect.getmembers(base, inspect.isfunction):
         own, count = inspect.getattr_static(cls, name), len(inspect.signature(method).parameters)
         if name.startswith("__") or own is method:
             continue
@@ -79,3 +78,10 @@ def _broken_rules(cls: object) -> list[str]:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             rules.append(f"Field {field.name} of {cls.__name__} has no default.")
     return rules
+
+
+def _base_of(cls: object) -> type | None:
+    """Return `Algorithm` if a class extends it. It is found by name, as configurations import no algorithm."""
+    mro = cls.__mro__ if isinstance(cls, type) else ()
+    named = (one for one in mro if (one.__module__, one.__name__) == ("megarl.algorithms.base", "Algorithm"))
+    return next(named, None)
