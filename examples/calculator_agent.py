@@ -1,8 +1,9 @@
 """The calculator of calculator_env.py as an agent that calls the model with OpenAI's SDK.
 
-    megarl train @configs/calculator_grpo.args ... --agent-command "python examples/calculator_agent.py"
+    --agent-command "python examples/calculator_agent.py"
 
-It imports nothing of megarl. The SDK reads the endpoint and the key from OPENAI_BASE_URL and OPENAI_API_KEY."""
+in the place of --env in a copy of configs/calculator_grpo.args. It imports nothing of megarl. The SDK reads the
+endpoint and the key from OPENAI_BASE_URL and OPENAI_API_KEY."""
 
 import json
 import re

@@ -56,7 +56,9 @@ def episodes(job: Job) -> Errors:
 def _agent(command: str, env: str | None) -> Iterator[str]:
     """Yield why --agent-command cannot be run."""
     if env is not None:
-        yield f"an episode is played by an agent or by an environment, and --env ({env}) is given. Leave one out."
+        yield (
+            f"an episode is played by an agent or by an environment, and --env ({env}) is given. Leave one out."
+        )
     try:
         words = shlex.split(command)
     except ValueError as error:

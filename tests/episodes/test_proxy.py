@@ -183,7 +183,7 @@ def mutated(rng: random.Random) -> bytes:
             if rng.random() < 0.2:
                 del node[key]
             else:
-                node[key] = rng.choice(odd)
+                node[key] = copy.deepcopy(rng.choice(odd))
             break
     data = bytearray(json.dumps(body).encode())
     if rng.random() < 0.4:
