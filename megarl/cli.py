@@ -44,7 +44,8 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   engines    Show the engines of a running job, and start one again that has ended:
              `megarl engines --help`.
   doctor     Show what this installation and machine have, and try the parts (about 15 s);
-             `megarl doctor --json` for programs.
+             `megarl doctor --json` for programs. With --nnodes N --head HOST, on each of N machines:
+             whether they fit together.
   reshard-plan   What a weight sync of a configuration moves: `megarl reshard-plan --help`.
 
   megarl train --help     every flag

@@ -1,6 +1,6 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
-    cli -> new, evaluate -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks ->
+    cli -> new, evaluate -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks, tools ->
     megatron, rollout, data, rewards, episodes -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
     frameworks, ranges -> failures
@@ -39,7 +39,7 @@ FLOORS = (
     ("algorithms", "reshard"),
     ("checkpoint",),
     ("megatron", "rollout", "data", "rewards", "episodes"),
-    ("workers", "checks"),
+    ("workers", "checks", "tools"),
     ("trainer",),
     ("train", "convert", "doctor", "translate"),
     ("inspect",),  # converts a checkpoint before a chat
@@ -69,6 +69,7 @@ NO_TORCH = {
     "ranges",
     "translate",
     "new",
+    "tools",
 }
 """Rooms that the console script and the driver read before any device is touched."""
 NO_TORCH_FILES = (

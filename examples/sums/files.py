@@ -48,6 +48,18 @@ def make_sums(out: str | os.PathLike[str], seed: int = 0) -> dict[str, str]:
     return paths
 
 
+def write_labelled(pairs: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
+    """Write both answers of every pair of a file as rows of their own, with a label, and return the path."""
+    rows = []
+    with open(pairs, encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            for column, label in (("chosen", True), ("rejected", False)):
+                rows.append({"prompt": row["prompt"], "completion": row[column], "label": label})
+    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+    _write_jsonl(os.fspath(out), rows)
+    return os.fspath(out)
+
+
 def test_rows() -> list[dict[str, Any]]:
     """Return the held-out rows. Each has its own generator, so a problem may occur twice."""
     split: Split = "test"

@@ -5,6 +5,7 @@ from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, Value
 from megarl.algorithms.dpo import DPO
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.ipo import IPO
+from megarl.algorithms.kto import KTO
 from megarl.algorithms.maxrl import MaxRL
 from megarl.algorithms.opo import OPO
 from megarl.algorithms.orpo import ORPO
@@ -26,6 +27,7 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "sft": SFT,
     "dpo": DPO,
     "ipo": IPO,
+    "kto": KTO,
     "simpo": SimPO,
     "orpo": ORPO,
     "rpo": RPO,

@@ -204,9 +204,9 @@ class Algorithm(Section):
     """The advantages can tell the rewards of an episode's answers apart (--turn-rewards)."""
     needs_rollout: ClassVar[bool] = True
     """Responses are sampled and scored. False: they come from the data set."""
-    row_needs: ClassVar[Literal["response", "pair", "scored_pair"]] = "response"
-    """Without a rollout: the part of a row that is trained on, a response or a pair of answers, which may need
-    scores."""
+    row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "response"
+    """Without a rollout: the part of a row that is trained on, a response, a pair of answers, which may need
+    scores, or a completion with a label."""
     early_stop_kl: ClassVar[float | None] = None
     """Mean of the metric policy/kl of an epoch above which the actor makes no further epoch in the step."""
     needs_critic: ClassVar[bool] = False

@@ -99,7 +99,8 @@ def _needs(name: str) -> str:
     cls = REGISTRY[name]
     needs = {
         "responses in the data": not cls.needs_rollout and cls.row_needs == "response",
-        "pairs in the data": cls.row_needs != "response",
+        "pairs in the data": cls.row_needs in ("pair", "scored_pair"),
+        "labels in the data": cls.row_needs == "labelled",
         "scores of both answers": cls.row_needs == "scored_pair",
         "a critic": cls.needs_critic,
         "several responses per prompt": cls.relative_to_group,

@@ -33,7 +33,7 @@ class Answers(NamedTuple):
     lengths: Tensor
     """Number of the answer's tokens, including end-of-sequence."""
     scores: Tensor
-    """Score of the answer in the data; 1 for chosen and 0 for rejected answers without scores."""
+    """Score of the answer in the data; 1 for chosen and 0 for rejected answers without scores, and for labels."""
 
     @property
     def log_ratios(self) -> Tensor:
@@ -51,7 +51,7 @@ class Preference(Algorithm):
     """learning from pairs"""
 
     needs_rollout: ClassVar[bool] = False
-    row_needs: ClassVar[Literal["response", "pair", "scored_pair"]] = "pair"
+    row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "pair"
 
     @property
     def needs_reference(self) -> bool:
@@ -72,6 +72,18 @@ class Preference(Algorithm):
     def pair_losses(self, chosen: Answers, rejected: Answers) -> Tensor:
         """Return the [P] losses of the pairs, differentiable in the answers' `log_probs`."""
         raise NotImplementedError
+
+    def pair_metrics(self, chosen: Answers, rejected: Answers) -> dict[str, Tensor]:
+        """Return the metrics of a step beside policy/loss, means over its pairs."""
+        of_chosen, of_rejected = self.implicit_rewards(chosen), self.implicit_rewards(rejected)
+        return {
+            "rewards/chosen": of_chosen.mean(),
+            "rewards/rejected": of_rejected.mean(),
+            "rewards/margins": (of_chosen - of_rejected).mean(),
+            "rewards/accuracies": (of_chosen > of_rejected).double().mean(),
+            "logps/chosen": chosen.log_probs.mean(),
+            "logps/rejected": rejected.log_probs.mean(),
+        }
 
     def flow(self, roles: Iterable[str]) -> Flow:
         """Return the flow of a step: rows of the data become pairs of samples, policy and reference score them,
@@ -108,16 +120,7 @@ class Preference(Algorithm):
             loss = self.pair_losses(chosen, rejected).mean()
         (slope,) = torch.autograd.grad(loss, log_probs)
         with torch.no_grad():
-            of_chosen, of_rejected = self.implicit_rewards(chosen), self.implicit_rewards(rejected)
-            metrics = {
-                "policy/loss": loss,
-                "rewards/chosen": of_chosen.mean(),
-                "rewards/rejected": of_rejected.mean(),
-                "rewards/margins": (of_chosen - of_rejected).mean(),
-                "rewards/accuracies": (of_chosen > of_rejected).double().mean(),
-                "logps/chosen": chosen.log_probs.mean(),
-                "logps/rejected": rejected.log_probs.mean(),
-            }
+            metrics = {"policy/loss": loss, **self.pair_metrics(chosen, rejected)}
         # The parts of all ranks add up to the metric.
         share = len(inputs.rows) / len(inputs.rewards)
         parts = {name: value.item() * share for name, value in metrics.items()}

@@ -23,7 +23,7 @@ class RPO(Preference):
 
     paper: ClassVar[str] = "2406.11704"
     advantage: ClassVar[str] = "none: the loss is KL(sigmoid(eta score difference), sigmoid(DPO's margin))"
-    row_needs: ClassVar[Literal["response", "pair", "scored_pair"]] = "scored_pair"
+    row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "scored_pair"
 
     beta: Positive = 0.1
     """How strongly the policy is held at the reference: factor of the log-ratio in the implicit reward."""

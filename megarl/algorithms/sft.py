@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.base import Algorithm, LossInputs
 from megarl.flow import Flow, symbolic_roles
@@ -20,6 +20,10 @@ class SFT(Algorithm):
     needs_rollout: ClassVar[bool] = False
     paper: ClassVar[str] = "2203.02155"
     advantage: ClassVar[str] = "none: cross-entropy on the data set's responses"
+
+    train_turns: Literal["last", "all"] = "last"
+    """Which of the assistant's turns of a row with `messages` are trained on: the last one, or all of them.
+    With all, the other messages between them are context, as in an episode with --env."""
 
     @property
     def loss_reads(self) -> tuple[str, ...]:

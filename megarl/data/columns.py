@@ -7,7 +7,8 @@ problems.
 Fine-tuning rows have `response` (str) besides `prompt`, or `messages` with the assistant's turn last.
 
 Preference rows have `chosen` and `rejected`: strings, or messages with the assistant's turn last. Such messages
-may begin with the prompt, and then need no column for it. `score_chosen` and `score_rejected` are optional.
+may begin with the prompt, and then need no column for it. `score_chosen` and `score_rejected` are optional. Labelled
+rows have `completion`, in the same forms, and `label`: true or false.
 
 A row of GSM8K as published is {"question": ..., "answer": "... #### 1,234"}. It is converted as in verl's own
 script: the instruction below is added to the question, and the ground truth is the text after "####", without
@@ -26,9 +27,9 @@ _WANTED_MESSAGES = 'a non-empty list of {"role": str, "content": str}, or a stri
 _WANTED_TEXT = "a string that is not empty"
 _WANTED_ANSWER = "a string that is not empty, or messages with the assistant's turn last"
 _SCORES = ("score_chosen", "score_rejected")
-Needs = Literal["ground_truth", "response", "pair", "scored_pair"] | None
+Needs = Literal["ground_truth", "response", "pair", "scored_pair", "labelled"] | None
 """Part that a row must have besides its prompt. A pair is `chosen` and `rejected`; a scored one has
-`score_chosen` and `score_rejected` too."""
+`score_chosen` and `score_rejected` too. A labelled row has `completion` and `label`."""
 _SHOWN_CHARACTERS = 80
 _MAX_DEPTH = 64
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -56,6 +57,8 @@ class Prompt:
     score_chosen: float | None = None
     """Score of the preferred answer, for algorithms that read scores."""
     score_rejected: float | None = None
+    label: bool | None = None
+    """Whether the response, which is the column `completion`, is desirable."""
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -82,12 +85,16 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: Needs) -> tuple[Promp
     parsed = Prompt()
     parsed.data_source = problems.check("data_source", row.get("data_source"), str, "a string") or ""
     parsed.extra_info = problems.check("extra_info", row.get("extra_info"), dict, "an object") or {}
-    has_context = isinstance(row.get("chosen"), list) and row.get(prompt_key) is row.get("messages") is None
-    if not (has_context and needs in ("pair", "scored_pair", None)):
+    answer = "completion" if needs == "labelled" else "chosen"
+    has_context = isinstance(row.get(answer), list) and row.get(prompt_key) is row.get("messages") is None
+    if not (has_context and needs in ("pair", "scored_pair", "labelled", None)):
         _read_prompt(row, prompt_key, parsed, problems)
-    _read_pair(row, prompt_key, parsed, problems, needs)
+    if needs == "labelled":
+        _read_labelled(row, prompt_key, parsed, problems)
+    else:
+        _read_pair(row, prompt_key, parsed, problems, needs)
     _read_ground_truth(row, parsed, problems)
-    if row.get("response") is not None:
+    if row.get("response") is not None and needs != "labelled":
         parsed.response = problems.check("response", row["response"], str, _WANTED_TEXT)
     content = {
         "data_source": parsed.data_source,
@@ -189,11 +196,7 @@ def _read_pair(
             "rejected", "continues another prompt than column 'chosen'; the messages before must be equal"
         )
     given = parsed.messages
-    as_messages = ({"role": "user", "content": given},) if isinstance(given, str) else given
-    if not found.texts and context and given and context != as_messages:
-        found.unfit("chosen", f"begins with other messages than column {prompt_key!r}")
-    if not found.texts and not context and not given:
-        found.missing(prompt_key, f"{_WANTED_MESSAGES}, or messages before the answer in 'chosen'")
+    _check_context(context, "chosen", prompt_key, given, found)
     if found.texts:
         if not is_needed and not given and not problems.texts:
             problems.missing(prompt_key, _WANTED_MESSAGES)
@@ -203,6 +206,34 @@ def _read_pair(
     parsed.score_chosen, parsed.score_rejected = (
         None if row.get(name) is None else float(row[name]) for name in _SCORES
     )
+
+
+def _check_context(
+    context: tuple[dict[str, Any], ...],
+    column: str,
+    prompt_key: str,
+    given: tuple[dict[str, Any], ...] | str,
+    problems: _Problems,
+) -> None:
+    """Record a problem if the messages before an answer are not the row's prompt, or if there is no prompt.
+
+    Args:
+        given: the row's prompt; () if it has no column for it."""
+    as_messages = ({"role": "user", "content": given},) if isinstance(given, str) else given
+    if not problems.texts and context and given and context != as_messages:
+        problems.unfit(column, f"begins with other messages than column {prompt_key!r}")
+    if not problems.texts and not context and not given:
+        problems.missing(prompt_key, f"{_WANTED_MESSAGES}, or messages before the answer in {column!r}")
+
+
+def _read_labelled(row: dict[str, Any], prompt_key: str, parsed: Prompt, problems: _Problems) -> None:
+    """Read a completion with its label, and the prompt if only the completion's messages have it."""
+    context, parsed.response = _read_answer(row, "completion", problems)
+    if row.get("label") is None:
+        problems.missing("label", "true for a desirable completion, false for an undesirable one")
+    parsed.label = problems.check("label", row.get("label"), bool, "true or false")
+    _check_context(context, "completion", prompt_key, parsed.messages, problems)
+    parsed.messages = context or parsed.messages
 
 
 def _read_answer(

@@ -28,7 +28,21 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    several = parser.add_argument_group("several machines, where this command is run on each of them")
+    several.add_argument(
+        "--nnodes", type=int, default=1, metavar="N", help="try whether N machines fit together"
+    )
+    several.add_argument("--head", help="host name or address of one of them, the same on all")
+    several.add_argument(
+        "--port", type=int, default=29511, help="a free port of --head (default: %(default)s)"
+    )
+    several.add_argument("--folder", help="a folder that all of them should share")
+    several.add_argument(
+        "--wait-s", type=float, default=60.0, help="seconds to wait for all of them (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.nnodes > 1:
+        return _check_nodes(parser, arguments)
     found = versions()
     report = {
         "versions": found,
@@ -45,6 +59,32 @@ def main(argv: list[str]) -> int:
     report["ok"] = not report["errors"] and all(test["ok"] for test in report["tests"])
     sys.stdout.write(json.dumps(report, indent=1) + "\n" if arguments.json else text(report))
     return 0 if report["ok"] else 1
+
+
+def _check_nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Try this machine together with others. Returns the exit code; 2 if the user must name something."""
+    from megarl.doctor.nodes import Meeting, check_nodes
+    from megarl.runtime.network import InterfaceError
+    from megarl.runtime.signing import SecretError
+
+    if arguments.head is None:
+        parser.error("--head (not given): must name one of the machines, which all others reach.")
+    meeting = Meeting(arguments.nnodes, arguments.head, arguments.port, arguments.folder, arguments.wait_s)
+    try:
+        tests = check_nodes(meeting)
+    except (SecretError, InterfaceError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    ok = all(test["ok"] for test in tests)
+    report = {"tests": tests, "ok": ok}
+    lines = [_line(test) for test in tests]
+    shown = json.dumps(report, indent=1) if arguments.json else "\n".join([*lines, "ok" if ok else "not ok"])
+    sys.stdout.write(f"{shown}\n")
+    return 0 if ok else 1
+
+
+def _line(test: dict) -> str:
+    return f"{'ok    ' if test['ok'] else 'FAILED'} {test['test']}: {test['text']} ({test['seconds']} s)"
 
 
 @contextlib.contextmanager
@@ -120,10 +160,7 @@ def text(report: dict) -> str:
         "features": [
             f"{'on ' if on else 'off'} {name}: {why}" for name, (on, why) in report["features"].items()
         ],
-        "tests": [
-            f"{'ok    ' if t['ok'] else 'FAILED'} {t['test']}: {t['text']} ({t['seconds']} s)"
-            for t in report["tests"]
-        ],
+        "tests": [_line(test) for test in report["tests"]],
     }
     lines = [line for title, own in parts.items() for line in (title, *(f"  {one}" for one in own))]
     lines += [f"wrong: {error}" for error in report["errors"]]

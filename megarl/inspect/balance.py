@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from megarl.config.errors import ConfigError
+from megarl.config.flags import algorithm_name
 from megarl.config.loader import load_config
 from megarl.config.mesh import MeshSpec, role_meshes
 from megarl.config.rules_streaming import ARGUMENTS
@@ -98,7 +99,8 @@ def check_run(folder: Path, config: TrainConfig) -> None:
     """Raise ConfigError for a run whose seconds do not say how long sampling takes."""
     advice = "Give a run with --staleness 0; a few steps are enough."
     if not config.algorithm.needs_rollout:
-        raise ConfigError([f"RUN ({folder}): has an algorithm that samples nothing. {advice}"])
+        name = algorithm_name(type(config.algorithm))
+        raise ConfigError([f"RUN ({folder}): has --algorithm {name}, which samples nothing. {advice}"])
     if config.streaming.staleness:
         raise ConfigError(
             [

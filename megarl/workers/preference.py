@@ -1,4 +1,4 @@
-"""Implement the actor that learns from pairs of a chosen and a rejected answer in the dataset."""
+"""Implement the actor that learns from pairs of answers, or labelled ones, in the dataset."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import Tokenizer
 from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch, Sample
 from megarl.workers.implements import implements
@@ -16,16 +17,24 @@ from megarl.workers.store import BatchLayout
 
 @implements(Actor)
 class PreferenceActorRole(SFTActorRole):
-    """An actor whose samples are the chosen and the rejected answer of each row, in this order."""
+    """An actor whose samples are two answers per row: the chosen and the rejected one, in this order, or the row's
+    completion and that of another row."""
 
-    def read_rows(self, dataset: PromptDataset, encoder: PromptEncoder, eos: int) -> list[list[RowSample]]:
-        """Return both answers of every row. Their rewards are the scores of the row, else 1 and 0."""
-        rows = range(len(dataset))
+    def read_rows(
+        self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
+    ) -> list[list[RowSample]]:
+        """Return both answers of every row. Their rewards are the scores of the row, else 1 and 0; the label for
+        both, if there are labels."""
+        rows, eos = range(len(dataset)), tokenizer.eos_token_id
+        if self.algorithm.row_needs == "labelled":
+            return _labelled(dataset, encoder, eos)
         prompts, pairs = encoder.prompts(rows), encoder.pairs(rows)
         return [
             [
-                (prompt, [*chosen, eos], 1.0 if row.score_chosen is None else row.score_chosen),
-                (prompt, [*rejected, eos], 0.0 if row.score_rejected is None else row.score_rejected),
+                RowSample(prompt, [*chosen, eos], 1.0 if row.score_chosen is None else row.score_chosen),
+                RowSample(
+                    prompt, [*rejected, eos], 0.0 if row.score_rejected is None else row.score_rejected
+                ),
             ]
             for row, prompt, (chosen, rejected) in zip(dataset, prompts, pairs, strict=True)
         ]
@@ -35,7 +44,7 @@ class PreferenceActorRole(SFTActorRole):
         samples = {}
         for visit in visits:
             for sample in range(2 * visit, 2 * visit + 2):
-                prompt, ids, _ = self.row_sample(visits, sample)
+                prompt, ids, *_ = self.row_sample(visits, sample)
                 samples[sample] = Sample(sample, len(prompt) + len(ids), len(ids), group=visit)
         self.store.layouts[self.shard_key] = BatchLayout("train", mini_batches, samples)
 
@@ -44,3 +53,19 @@ class PreferenceActorRole(SFTActorRole):
         """Write the column old_log_probs. There is no engine to compare with, so there are no metrics."""
         self.write_log_probs("old_log_probs")
         return {}
+
+
+def _labelled(dataset: PromptDataset, encoder: PromptEncoder, eos: int) -> list[list[RowSample]]:
+    """Return, for every row, its completion, and the completion of the row half the dataset away.
+
+    Neighbours would not do as the other row: they often answer the same prompt."""
+    count = len(dataset)
+    prompts, responses = encoder.prompts(range(count)), encoder.responses(range(count))
+    completions = [[*ids, eos] for ids in responses]
+    return [
+        [
+            RowSample(prompt, completions[row], float(dataset[row].label)),
+            RowSample(prompt, completions[(row + max(count // 2, 1)) % count], float(dataset[row].label)),
+        ]
+        for row, prompt in enumerate(prompts)
+    ]

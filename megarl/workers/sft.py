@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from megarl.batch import Batch
 from megarl.data.encoder import PromptEncoder
+from megarl.data.columns import Prompt
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.episodes.chat import Chat
+from megarl.episodes.session import Session
 from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
@@ -16,8 +20,42 @@ from megarl.workers.random_state import RandomStateOfRank
 from megarl.workers.run_folder import RunFolderOfRank
 from megarl.workers.store import BatchShard
 
-RowSample = tuple[list[int], list[int], float | None]
-"""Prompt, response with end-of-sequence, and reward of one sample of a row of the data."""
+
+class RowSample(NamedTuple):
+    """The token ids and the reward of one sample of a row of the data."""
+
+    prompt: list[int]
+    response: list[int]
+    """Everything after the prompt, with the end of sequence."""
+    reward: float | None = None
+    holes: tuple[tuple[int, int], ...] = ()
+    """(start, end) in the response of the ids that are context and not trained on."""
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.response) - sum(end - start for start, end in self.holes)
+
+
+def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> RowSample:
+    """Return the ids of a row, in which every turn of the assistant is trained on, but one without a prompt
+    before it. Each turn ends with the end of sequence, as the model will write it.
+
+    Raises: ValueError if the chat template refuses the messages."""
+    assert row.response is not None
+    if isinstance(row.messages, str):
+        (prompt,) = tokenizer.encode_prompts([row.messages])
+        (ids,) = tokenizer.encode_responses([row.response])
+        return RowSample(prompt, [*ids, tokenizer.eos_token_id])
+    messages = [*row.messages, {"role": "assistant", "content": row.response}]
+    turns = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
+    session = Session(chat, messages[: turns[0]])
+    for turn, following in zip(turns, [*turns[1:], None], strict=True):
+        (ids,) = tokenizer.encode_responses([messages[turn]["content"]])
+        ids = [*ids, tokenizer.eos_token_id]
+        session.answer(ids, [0.0] * len(ids), [0] * len(ids))
+        if following is not None:
+            session.append(messages[turn + 1 : following])
+    return RowSample(session.first_prompt, session.response, holes=tuple(session.holes))
 
 
 @implements(Actor)
@@ -35,16 +73,33 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
         dataset = PromptDataset.load(
             config.data.train_data, prompt_key=config.data.prompt_key, needs=self.algorithm.row_needs
         )
-        self.rows = self.read_rows(dataset, PromptEncoder(tokenizer, dataset), tokenizer.eos_token_id)
+        self.rows = self.read_rows(dataset, PromptEncoder(tokenizer, dataset), tokenizer)
         if self.mesh.ranks[0] != self.rank:
             return None
-        return [[(len(p) + len(r), len(r), reward) for p, r, reward in row] for row in self.rows]
+        return [
+            [(len(one.prompt) + len(one.response), one.num_trained, one.reward) for one in row]
+            for row in self.rows
+        ]
 
-    def read_rows(self, dataset: PromptDataset, encoder: PromptEncoder, eos: int) -> list[list[RowSample]]:
-        """Return the samples of every row of the data: here one, the row's response, without a reward."""
-        rows = range(len(dataset))
-        prompts, responses = encoder.prompts(rows), encoder.responses(rows)
-        return [[(prompt, [*ids, eos], None)] for prompt, ids in zip(prompts, responses, strict=True)]
+    def read_rows(
+        self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
+    ) -> list[list[RowSample]]:
+        """Return the samples of every row of the data: here one, the row's response, without a reward.
+
+        Raises: ValueError naming a row that the chat template refuses."""
+        if self.algorithm.train_turns == "last":
+            rows = range(len(dataset))
+            pairs = zip(encoder.prompts(rows), encoder.responses(rows), strict=True)
+            return [[RowSample(prompt, [*ids, tokenizer.eos_token_id])] for prompt, ids in pairs]
+        chat = Chat(tokenizer, (*self.shape.eos_token_ids, tokenizer.eos_token_id))
+        encoded = []
+        for row, prompt in enumerate(dataset):
+            try:
+                encoded.append([encode_turns(chat, tokenizer, prompt)])
+            except ValueError as error:
+                where = dataset.places([row])[0]
+                raise ValueError(f"--train-turns (all): {where} of --train-data: {error}") from error
+        return encoded
 
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
         """Make the dataset rows that this rank trains on in a step its training batch.
@@ -54,8 +109,12 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
         dp_rank = self.model.groups.dp.rank()
         samples = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
         of_samples = [self.row_sample(visits, sample) for sample in samples]
-        prompts, responses = [prompt for prompt, *_ in of_samples], [ids for _, ids, _ in of_samples]
-        batch = Batch.from_samples(samples, prompts, responses)
+        batch = Batch.from_samples(
+            samples,
+            [one.prompt for one in of_samples],
+            [one.response for one in of_samples],
+            holes=[one.holes for one in of_samples],
+        )
         self.store.release_batch(self.shard_key)
         self.store.set_batch(self.shard_key, BatchShard(batch, mini_batches))
 

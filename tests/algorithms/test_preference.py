@@ -11,7 +11,7 @@ import torch
 from megarl.algorithms import REGISTRY, AdvantageInputs, LossInputs
 from megarl.kernels.dpo_loss import dpo_loss_ref
 
-DPO, IPO, ORPO, RPO, SimPO = (REGISTRY[name] for name in ("dpo", "ipo", "orpo", "rpo", "simpo"))
+DPO, IPO, KTO, ORPO, RPO, SimPO = (REGISTRY[name] for name in ("dpo", "ipo", "kto", "orpo", "rpo", "simpo"))
 LENGTHS = [3, 1, 4, 7, 2, 2, 9, 5]  # chosen, rejected, chosen, ...
 SCORES = [1.0, -0.5, 2.0, 1.9, 0.0, 0.0, 3.5, 0.25]
 
@@ -231,3 +231,41 @@ def test_an_answer_of_probability_1_has_finite_odds():
 def test_wrong_numbers_are_refused(algorithm, fields, message):
     with pytest.raises(ValueError, match=message):
         algorithm(**fields)
+
+
+@pytest.mark.parametrize("shift", [0.3, -3.0], ids=["KL above 0", "KL held at 0"])
+@pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[6, 0, 3], [], [7, 1, 2, 5, 4]]], ids=str)
+def test_kto_judges_each_answer_against_the_kl_of_mismatched_ones(monkeypatch, split, shift):
+    """Samples 0, 2, 4, 6 are labelled answers, the others are answers to other prompts."""
+    labels = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    monkeypatch.setitem(globals(), "SCORES", labels)
+    algorithm = KTO(beta=0.4, desirable_weight=1.5, undesirable_weight=0.7)
+    log_probs, refs = step()
+    log_probs = log_probs + shift
+    ratios = [
+        float(x.sum() - y.sum())
+        for x, y in zip(log_probs.double().split(LENGTHS), refs.double().split(LENGTHS))
+    ]
+    kl = max(sum(ratios[1::2]) / 4, 0.0)
+    assert (kl > 0) == (shift > 0)
+    losses, slopes = [], []
+    for ratio, label in zip(ratios[::2], labels[::2]):
+        sign, weight = (1, 1.5) if label else (-1, 0.7)
+        value = 1 / (1 + math.exp(-sign * 0.4 * (ratio - kl)))
+        losses.append(weight * (1 - value))
+        slopes.append(-sign * weight * 0.4 * value * (1 - value) / 4)
+    results = ranks_of(algorithm, split, log_probs, refs)
+    total = {name: sum(metrics[name] for _, metrics in results) for name in results[0][1]}
+    assert total["policy/loss"] == pytest.approx(sum(losses) / 4, rel=1e-6)
+    assert total["kl/mismatched"] == pytest.approx(kl, rel=1e-6)
+    assert total["rewards/chosen"] == pytest.approx(0.4 * (ratios[0] + ratios[4]) / 2, rel=1e-6)
+    assert total["rewards/margins"] == pytest.approx(total["rewards/chosen"] - total["rewards/rejected"])
+    for rows, (columns, _) in zip(split, results, strict=True):
+        wanted = [0.0 if row % 2 else -slopes[row // 2] for row in rows for _ in range(LENGTHS[row])]
+        assert columns["advantages"].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-9)
+
+
+def test_kto_without_an_undesirable_answer_has_no_metrics_of_them(monkeypatch):
+    monkeypatch.setitem(globals(), "SCORES", [1.0] * 8)
+    ((_, metrics),) = ranks_of(KTO(), [list(range(8))], *step())
+    assert "rewards/chosen" in metrics and not {"rewards/rejected", "rewards/margins"} & metrics.keys()

@@ -109,3 +109,32 @@ def test_scores_that_an_algorithm_reads_must_be_there(tmp_path):
         ValueError, match=r"no column 'score_chosen' \(there: prompt, chosen, rejected\), wanted num"
     ):
         load(tmp_path, GOOD, needs="scored_pair")
+
+
+LABELLED = {"prompt": USER, "completion": "#### 17", "label": True}
+
+
+def test_labelled_completions(tmp_path):
+    said_before = {"completion": [*USER, *said("#### 18")], "label": False}
+    rows = [*load(tmp_path, LABELLED, said_before, needs="labelled")]
+    assert rows == [
+        Prompt(0, "", tuple(USER), response="#### 17", label=True),
+        Prompt(1, "", tuple(USER), response="#### 18", label=False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": None}, r"no column 'label' \(there: prompt, completion\), wanted true for a desirable"),
+        ({"label": 1}, r"column 'label' is 1 \(int\), wanted true or false"),
+        ({"completion": None}, r"no column 'completion' \(there: prompt, label\)"),
+        ({"prompt": None}, r"no column 'prompt' \(there: completion, label\)"),
+        ({"completion": [*USER, *USER, *said("x")]}, r"column 'completion' begins with other messages"),
+    ],
+)
+def test_bad_labelled_row_is_named(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        load(tmp_path, LABELLED, LABELLED | change, needs="labelled")
+    assert f"{tmp_path}/rows.jsonl:2: " in str(error.value)
+    assert str(error.value).count("column '") == 1 + ("than column" in str(error.value))

@@ -51,6 +51,13 @@ NOT_RUN = {
     'python -m pytest tests/faults/test_graded_faults.py -m "" --write-table': "its cases are nightly tests",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 --local-addr "
     "OWN_ADDRESS -m megarl.train @job.args --nnodes 2 --nproc-per-node 8": "needs two nodes",
+    "megarl doctor --nnodes 2 --head node0 --folder /shared/runs": "needs two machines; tests/doctor/test_nodes.py "
+    "runs it",
+    "export MEGARL_JOB_SECRET=...": "tests/tools/test_launch_scripts.py runs the script on two nodes",
+    "tools/launch/torchrun.sh --nnodes 2 --head node0 --nproc-per-node 8 -- @job.args": "needs two nodes; "
+    "tests/tools/test_launch_scripts.py runs it",
+    "sbatch --nodes 2 --gpus-per-node 8 --cpus-per-task 64 --time 24:00:00 tools/launch/slurm.sh /shared/runs/a "
+    "@job.args": "needs SLURM; tests/tools/test_launch_scripts.py has stand-ins",
     "megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray --ray-address HEAD:6379": "needs a "
     "cluster; tests/nodes makes a small one",
     "ray job submit -- megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray": "needs a cluster "

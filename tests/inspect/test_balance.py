@@ -133,7 +133,7 @@ def test_a_run_of_fine_tuning_samples_nothing(open_run, megarl, tmp_path):
     run = write_run(open_run, tmp_path / "a", STEP, STEP)
     arguments = run / "resolved.args"
     arguments.write_text("--algorithm sft\n--model none\n--train-data none\n--train-iters 3\n--save unused\n")
-    assert "is supervised fine-tuning, which samples nothing" in megarl("balance", run)[2]
+    assert "has --algorithm sft, which samples nothing" in megarl("balance", run)[2]
     arguments.unlink()
     assert f"RUN ({run}): holds no resolved.args." in megarl("balance", run)[2]
     assert "there is no such folder" in megarl("balance", tmp_path / "b")[2]

@@ -8,11 +8,13 @@ Linux namespaces make them, which takes root and the programs `ip` and `unshare`
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,6 +57,8 @@ class Nodes:
         self.processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> Nodes:
+        self._lock = open(Path(tempfile.gettempdir()) / "megarl-nodes.lock", "w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # another test may have nodes of the same names
         self._remove()
         _ip("link", "add", BRIDGE, "type", "bridge")
         _ip("link", "set", BRIDGE, "up")
@@ -77,6 +81,7 @@ class Nodes:
         for node in range(self.number):
             self.kill(node)
         self._remove()
+        self._lock.close()
 
     def start(self, node: int, command: Sequence[str], **env: str) -> subprocess.Popen:
         """Start a command on a node; its output goes to <folder>/node<number>.log. Commands of one node share

@@ -51,6 +51,10 @@ CASES = [
         code=2,
         says="PART .nothing. must be one of build,",
     ),
+    # With stand-ins for SLURM, and on two nodes of this machine: tests/tools/test_launch_scripts.py.
+    Case("tools/launch/torchrun.sh", "--help", says="usage: tools/launch/torchrun.sh"),
+    Case("tools/launch/slurm.sh", "--help", says="usage: sbatch --nodes N"),
+    Case("tools/launch/ray_submit.sh", "--help", says="usage: tools/launch/ray_submit.sh"),
     Case("tools/make_random_model.py", "--out OUT/model", json="OUT/model/config.json vocab_size"),
     Case("tools/make_sums.py", "--out OUT/sums --seed 3", says="train.jsonl"),
     Case(

