@@ -28,13 +28,15 @@ class Answering:
 
     def __init__(self) -> None:
         self.requests: list[tuple[int, list, int | None]] = []
-        self.delay_s = 0.0
+        self.delay_s: float | None = 0.0  # None: no answer
         self.proxy = Proxy(self._on_request, max_length=64)
         self.key = self.proxy.open(0)
 
     def _on_request(self, episode, messages, max_tokens):
         self.requests.append((episode, messages, max_tokens))
         completion = Completion(f" é{len(messages)} ", USAGE)
+        if self.delay_s is None:
+            return
         if self.delay_s:
             threading.Timer(self.delay_s, self.proxy.answer, (episode, completion)).start()
         else:
@@ -100,7 +102,7 @@ def test_a_key_is_good_for_its_open_episode_only(server):
         assert status == 401 and body["error"]["code"] == "invalid_api_key", key
     server.proxy.close(1)
     assert server.post(ask(HI), other)[0] == 401 and server.post(ask(HI))[0] == 200
-    server.delay_s, waiting = 5.0, server.proxy.open(2)
+    server.delay_s, waiting = None, server.proxy.open(2)
     threading.Timer(0.3, server.proxy.close, (2,)).start()
     started = time.monotonic()
     status, body = server.post(ask(HI), waiting)
