@@ -29,7 +29,9 @@ class BadRequest(Exception):
         code: OpenAI's error code, or one of our own.
         param: the field at fault."""
 
-    def __init__(self, message: str, code: str = "invalid_value", param: str | None = None, status: int = 400):
+    def __init__(
+        self, message: str, code: str = "invalid_value", param: str | None = None, status: int = 400
+    ):
         super().__init__(message)
         self.message, self.code, self.param, self.status = message, code, param, status
 
