@@ -146,6 +146,7 @@ CASES = [
 ELSEWHERE = {
     "examples/calculator_env.py": "tests/e2e/test_episodes_job.py",
     "examples/own_loop.py": "tests/e2e/test_python_api.py",
+    f"{BENCH}/preference_learning.py": "tests/e2e/test_preference_jobs.py",
     "examples/retry_loop.py": "tests/e2e/test_python_api.py",
     **{
         f"tools/data/{name}.py": "tests/tools/test_data_scripts.py"
