@@ -30,6 +30,7 @@ from megarl.config.roles import absent_roles
 from megarl.config.rules_files import unreachable_paths
 from megarl.config.rules_streaming import stale_defaults
 from megarl.config.schema import TrainConfig
+from megarl.config.user_algorithm import is_user_algorithm, load_user_algorithm, with_user_algorithms
 from megarl.frameworks.answers import find_row
 from megarl.frameworks.rows import as_number, format_line
 
@@ -53,7 +54,8 @@ def load_config(
 
     Args:
         argv: flags and @files, without the program's name.
-        algorithms: name -> frozen dataclass. --algorithm chooses one, whose fields are flags.
+        algorithms: name -> frozen dataclass. --algorithm chooses one, whose fields are flags, or a class in
+            a file of the user's.
         prog: program in the usage line of --help.
         defaults: flags that args files and `argv` override.
     Raises: ConfigError with all errors, or else with all paths that cannot be looked at; if an args file
@@ -70,6 +72,10 @@ def load_config(
     if not {"--help", "-h"}.isdisjoint(argv):
         from megarl.config.render import help_text  # imported for --help only
 
+        try:
+            algorithms = with_user_algorithms(algorithms, argv)
+        except ValueError as error:
+            raise_errors([f"--algorithm: {error}"])
         sys.stdout.write(help_text(algorithms, prog))
         raise SystemExit(0)
     reader = Reader()
@@ -161,6 +167,12 @@ class _Loader:
         names = ", ".join(self.algorithms)
         last = max(chosen, key=lambda one: (one.level, one.number, one.base))
         name = last.words[0].text if len(last.words) == 1 else ""
+        if is_user_algorithm(name):
+            try:
+                return load_user_algorithm(name)
+            except ValueError as error:
+                self.errors.append(last.error(str(error)))
+                return None
         if name not in self.algorithms:
             advice = did_you_mean(name, self.algorithms, prefix="")
             self.errors.append(last.error(f"must be one of {names}.{advice}"))
