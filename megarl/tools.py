@@ -100,8 +100,8 @@ def run_python(
     Raises: RuntimeError where the machine cannot confine programs, unless `allow_unsandboxed`."""
     if (lacking := missing()) and not allow_unsandboxed:
         raise RuntimeError(
-            f"run_python: this machine cannot confine programs: {' and '.join(lacking)} missing. Run where they "
-            "are allowed, or, if nothing within reach of this user matters, pass allow_unsandboxed=True."
+            f"run_python: this machine cannot confine programs: {' and '.join(lacking)} missing. Run where "
+            "they are allowed, or, if nothing within reach of this user matters, pass allow_unsandboxed=True."
         )
     outcome = run_confined(program, stdin, timeout_s, memory_limit_bytes, allow_unsandboxed)
     if outcome.exit_code == 0:

@@ -207,7 +207,7 @@ def _reward_errors(config: TrainConfig, dataset: PromptDataset, flag: str) -> Er
     """Yield an error for each data source that --reward auto has no rule for."""
     if (
         not config.algorithm.needs_rollout
-        or config.episodes.env is not None
+        or config.episodes.has_turns
         or config.data.reward_function is not None
         or config.data.reward not in (None, "auto")
     ):

@@ -62,7 +62,7 @@ def uses_rule_reward(config: TrainConfig) -> bool:
 def needs_ground_truth(config: TrainConfig) -> bool:
     """Return whether every row of the data must have a ground truth. A user's function or environment need
     not have one."""
-    if config.episodes.env is not None:
+    if config.episodes.has_turns:
         return False
     if uses_rule_reward(config) and config.data.reward_function is None:
         return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,22 +14,35 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.rules_layout import Job
 
 _NO_EFFECT = "has no effect without --env. Leave it out."
+_NO_AGENT = "has no effect without --agent-command. Leave it out."
+_OF_AGENT = ("agent_timeout_s", "agent_num_processes", "agent_host")
+_OF_ENV = ("env_timeout_s", "env_episodes_per_process", "turn_rewards")
 
 
 def episodes(job: Job) -> Errors:
-    """Yield an error per flag of episodes that does not fit --env, or that --env cannot be combined with."""
+    """Yield an error per flag of episodes that does not fit --env or --agent-command, or that they cannot be
+    combined with."""
     config = job.config
-    env = config.episodes.env
+    env, agent = config.episodes.env, config.episodes.agent_command
+    if agent is None:
+        yield from refuse_set(config.episodes, _NO_AGENT, *_OF_AGENT)
     if env is None:
-        yield from refuse_set(config.episodes, _NO_EFFECT)
+        yield from refuse_set(config.episodes, _NO_EFFECT, *_OF_ENV)
+    if env is None and agent is None:
         yield from refuse_set(config.sampling, _NO_EFFECT, "max_turns", "max_context_length")
         return
-    head = f"--env ({env})"
+    head, who = (
+        (f"--env ({env})", "environment") if agent is None else (f"--agent-command ({agent})", "agent")
+    )
     if not job.uses_rollout:
         yield f"{head}: has no effect, as supervised fine-tuning samples nothing. Leave it out."
         return
-    yield from (f"{head}: {rule}" for rule in (*_file(env), *_combinations(job)))
-    if config.episodes.turn_rewards:
+    if agent is not None:
+        yield from (f"{head}: {rule}" for rule in _agent(agent, env))
+    else:
+        yield from (f"{head}: {rule}" for rule in _file(env))
+    yield from (f"{head}: {rule}" for rule in _combinations(job, who))
+    if config.episodes.turn_rewards and env is not None:
         yield from (f"--turn-rewards: {rule}" for rule in _turn_rewards(job))
     sampling = config.sampling
     limit, prompt = sampling.max_context_length, sampling.max_prompt_length
@@ -36,6 +51,23 @@ def episodes(job: Job) -> Errors:
             f"--max-context-length ({limit}): must be above --max-prompt-length ({prompt}), or no token is "
             f"left for an answer. Try {prompt + sampling.max_response_length}."
         )
+
+
+def _agent(command: str, env: str | None) -> Iterator[str]:
+    """Yield why --agent-command cannot be run."""
+    if env is not None:
+        yield (
+            f"an episode is played by an agent or by an environment, and --env ({env}) is given. Leave one out."
+        )
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        yield f'cannot be split into words: {error}. Try "python agent.py".'
+        return
+    if not words:
+        yield 'must name a program. Try "python agent.py".'
+    elif shutil.which(words[0]) is None:
+        yield f'there is no program {words[0]}. Try "python agent.py".'
 
 
 def _file(env: str) -> Iterator[str]:
@@ -91,8 +123,11 @@ def _turn_rewards(job: Job) -> Iterator[str]:
             yield f"--overlong-buffer ({buffer}) changes the reward of the whole episode. Leave one of them out."
 
 
-def _combinations(job: Job) -> Iterator[str]:
-    """Yield what --env cannot be combined with."""
+def _combinations(job: Job, who: str) -> Iterator[str]:
+    """Yield what --env and --agent-command cannot be combined with.
+
+    Args:
+        who: what plays the episodes, "environment" or "agent"."""
     config = job.config
     for flag, value in (
         ("--reward", config.data.reward),
@@ -100,7 +135,7 @@ def _combinations(job: Job) -> Iterator[str]:
         ("--reward-model", " ".join(config.reward_models.reward_model) or None),
     ):
         if value is not None:
-            yield f"the environment gives the rewards, and {flag} ({value}) would too. Leave one of them out."
+            yield f"the {who} gives the rewards, and {flag} ({value}) would too. Leave one of them out."
     if staleness := config.streaming.staleness:
         yield (
             f"episodes are sampled within a step, and --staleness ({staleness}) samples beyond it. Try "
@@ -110,7 +145,7 @@ def _combinations(job: Job) -> Iterator[str]:
     if job.engine == "in-process" and tp > 1:
         yield (
             f"an engine in the workers with --rollout-tensor-parallel-size ({tp}) takes its steps on several "
-            "ranks, and only one of them hears the environment. Try --rollout-engine out-of-process."
+            f"ranks, and only one of them hears the {who}. Try --rollout-engine out-of-process."
         )
     if config.experts.moe_routing_replay == "engine":
         yield (

@@ -216,6 +216,22 @@ class EpisodeConfig(Section):
     turn_rewards: bool = False
     """With --env and --algorithm grpo: the tokens of an answer are judged by the rewards from that answer on,
     not by the sum over the episode. See docs/agents.md."""
+    agent_command: str | None = None
+    """Your own agent, e.g. "python agent.py": a process per episode that calls the model through an OpenAI SDK
+    and prints the reward. It takes the place of --env and --reward. See docs/agents.md."""
+    agent_timeout_s: Positive = 600.0
+    """With --agent-command: seconds that the agent of an episode may take, the model's answers included; then
+    the episode has failed."""
+    agent_num_processes: Count = 16
+    """With --agent-command: agents per engine that run at a time. The others wait."""
+    agent_host: str = "127.0.0.1"
+    """With --agent-command: interface on which the agents' endpoint listens. It takes no request without the
+    key of an open episode, but it does not encrypt."""
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the job plays episodes of several turns."""
+        return self.env is not None or self.agent_command is not None
 
 
 @section
@@ -386,7 +402,7 @@ class TrainConfig:
     def max_sampled_length(self) -> int:
         """Sampled tokens of a sample, at most."""
         sampling = self.sampling
-        return sampling.max_response_length * (sampling.max_turns if self.episodes.env else 1)
+        return sampling.max_response_length * (sampling.max_turns if self.episodes.has_turns else 1)
 
     @property
     def engine_dtype(self) -> str:

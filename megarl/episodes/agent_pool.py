@@ -17,7 +17,6 @@ import os
 import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -59,9 +58,7 @@ class AgentPool:
         self._num_answers: dict[int, int] = {}
         self._num_episodes = 0
         self._requests: deque[Reply] = deque()
-        self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._proxy = Proxy(self._on_request, max_length, host)
 
     def __enter__(self) -> AgentPool:
@@ -75,8 +72,8 @@ class AgentPool:
         for episode in [*self._num_answers]:
             self.end(episode)
         self._proxy.stop()
-        self._woken.close()
-        self._wake.close()
+        os.close(self._woken)
+        os.close(self._wake)
 
     def open(self, row: Mapping[str, Any]) -> int:
         """Start an episode on a row of the data set, and return its number."""
@@ -122,7 +119,7 @@ class AgentPool:
                 poll.register(descriptor, select.POLLIN)
         readable = {descriptor for descriptor, _ in poll.poll(patience * 1000)}
         with contextlib.suppress(BlockingIOError):
-            while self._woken.recv(4096):
+            while os.read(self._woken, 4096):
                 pass
         ended = [(episode, self._ending(episode, agent, readable)) for episode, agent in self._agents.items()]
         found = []
@@ -142,8 +139,8 @@ class AgentPool:
     def _on_request(self, episode: int, messages: list[Message], max_tokens: int | None) -> None:
         """Queue a request. Runs on the endpoint's thread."""
         self._requests.append(Reply(episode, messages, max_tokens=max_tokens))
-        with contextlib.suppress(BlockingIOError, OSError):  # the pool is awake already, or closed
-            self._wake.send(b"\0")
+        with contextlib.suppress(BlockingIOError):  # the pool is awake already
+            os.write(self._wake, b"\0")
 
     def _ending(self, episode: int, agent: _Agent, readable: set[int]) -> Reply | None:
         """Return the last reply of an agent that has ended or is late, and None for another one."""

@@ -1,4 +1,4 @@
-"""Play episodes between one engine and the environments.
+"""Play episodes between one engine and the environments, or agents (environments.py).
 
 A turn enters the engine's running batch as soon as its environment has replied to the turn before."""
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.episodes.chat import Chat
-from megarl.episodes.env_pool import EnvironmentPool, Reply
+from megarl.episodes.environments import Environments, Reply, Usage
 from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.session import Session
 from megarl.runtime.abort import ABORT
@@ -49,7 +49,7 @@ class TurnEngine(Protocol):
 
 
 def play(
-    episodes: Sequence[Episode], engine: TurnEngine, environments: EnvironmentPool, chat: Chat, limits: Limits
+    episodes: Sequence[Episode], engine: TurnEngine, environments: Environments, chat: Chat, limits: Limits
 ) -> None:
     """Play all episodes until each has ended.
 
@@ -64,7 +64,7 @@ class _Play:
         self,
         episodes: Sequence[Episode],
         engine: TurnEngine,
-        environments: EnvironmentPool,
+        environments: Environments,
         chat: Chat,
         limits: Limits,
     ) -> None:
@@ -72,13 +72,14 @@ class _Play:
         self._chat, self._limits = chat, limits
         self._index_of: dict[int, int] = {}  # number in the pool -> index, of the open episodes
         self._number_of: dict[int, int] = {}
+        self._num_prompt: dict[int, int] = {}  # index -> ids of the prompt that the engine is answering
 
     def run(self) -> None:
         try:
             for index, episode in enumerate(self._episodes):
                 number = self._environments.open(episode.row)
                 self._index_of[number], self._number_of[index] = index, number
-            while self._index_of:
+            while self._index_of or self._engine.has_unfinished():  # an agent may end before its answer
                 self._take_replies()
                 if self._engine.has_unfinished():
                     self._engine.step()
@@ -92,64 +93,81 @@ class _Play:
         patience = 0.0 if self._engine.has_unfinished() else _LOOK_S
         replies = self._environments.replies(patience)
         ABORT.check()
-        self._engine.add([turn for reply in replies for turn in self._after(reply)])
+        self._engine.add(
+            [turn for reply in replies if reply.episode in self._index_of for turn in self._after(reply)]
+        )
 
     def _after(self, reply: Reply) -> Iterable[Turn]:
-        """Return the turn that follows a reply; none if the episode has ended."""
+        """Return the turn that follows a reply; none if the episode has ended or the reply is refused."""
         index = self._index_of[reply.episode]
         episode = self._episodes[index]
         if reply.failure is not None:
             episode.fail(reply.cause or "raised", reply.failure)
-        else:
-            self._continue(episode, reply)
+        elif not self._continue(episode, reply):
+            return ()
         if episode.finish:
             self._end(index)
             return ()
         session = episode.session
         assert session is not None
-        room = self._limits.max_context_length - len(session)
-        return [Turn(index, session.prompt, min(room, self._limits.max_response_length))]
+        room = min(self._limits.max_context_length - len(session), self._limits.max_response_length)
+        self._num_prompt[index] = len(session)
+        return [Turn(index, session.prompt, min(room, reply.max_tokens or room))]
 
-    def _continue(self, episode: Episode, reply: Reply) -> None:
-        """Add a reply to its episode, and note why the episode has ended, if it has."""
+    def _continue(self, episode: Episode, reply: Reply) -> bool:
+        """Add a reply to its episode, and note why the episode has ended, if it has.
+
+        Returns: False if the reply is refused and another one follows."""
         assert episode.reward is not None
         episode.reward += reply.reward or 0.0
         if episode.has_answers:
-            episode.turn_rewards.append(reply.reward)
+            answered = episode.session.num_answers
+            episode.turn_rewards[answered - 1 :] = [reply.reward]  # a refused reply is replaced by the next
         if reply.done:
-            episode.finish = "stop"
-        elif episode.has_answers and episode.session.num_answers >= self._limits.max_turns:
+            episode.finish = episode.finish or "stop"
+            return True
+        if episode.has_answers and episode.session.num_answers >= self._limits.max_turns:
             episode.finish, episode.truncated = "turns", True
-        else:
-            self._append(episode, reply)
+            why = f"the episode has had --max-turns ({self._limits.max_turns}) answers"
+            return not self._environments.refuse(reply.episode, "context_length_exceeded", why)
+        return self._append(episode, reply)
 
-    def _append(self, episode: Episode, reply: Reply) -> None:
+    def _append(self, episode: Episode, reply: Reply) -> bool:
+        """Append a reply's messages. Returns: False if they are refused and another reply follows."""
         try:
             if episode.session is None:
                 episode.session = Session(self._chat, reply.messages)
             else:
                 episode.session.append(reply.messages)
         except ValueError as error:
+            if self._environments.refuse(reply.episode, "invalid_value", str(error)):
+                return False
             episode.fail("refused", str(error))
-            return
-        if len(episode.session) < self._limits.max_context_length:
-            return
+            return True
+        limit, length = self._limits.max_context_length, len(episode.session)
+        if length < limit:
+            return True
         if episode.has_answers:
             episode.finish, episode.truncated = "context", True
-            return
+            why = f"the messages have {length} tokens, and --max-context-length is {limit}"
+            return not self._environments.refuse(reply.episode, "context_length_exceeded", why)
         episode.fail(
             "refused",
-            f"reset returned messages of {len(episode.session)} tokens, and --max-context-length "
-            f"({self._limits.max_context_length}) leaves no token for an answer",
+            f"the first messages have {length} tokens, and --max-context-length ({limit}) leaves no token for "
+            "an answer",
         )
+        return True
 
     def _take_answers(self) -> None:
         for answer in self._engine.take():
             episode = self._episodes[answer.index]
+            if episode.finish:  # its agent has ended meanwhile
+                continue
             assert episode.session is not None
             text = episode.session.answer(answer.token_ids, answer.log_probs, answer.versions)
             episode.truncated = episode.truncated or answer.is_cut
-            self._environments.step(self._number_of[answer.index], text)
+            usage = Usage(self._num_prompt[answer.index], len(answer.token_ids), answer.is_cut)
+            self._environments.step(self._number_of[answer.index], text, usage)
 
     def _end(self, index: int) -> None:
         number = self._number_of[index]

@@ -55,7 +55,14 @@ _SHOWN = {
         "reward_timeout_s",
         "reward_max_failed_share",
     ),
-    "episodes": ("env", "env_timeout_s", "env_episodes_per_process"),
+    "episodes": (
+        "env",
+        "env_timeout_s",
+        "env_episodes_per_process",
+        "agent_command",
+        "agent_timeout_s",
+        "agent_num_processes",
+    ),
     "run": ("eval_num_samples", "eval_num_prompts"),
     "sampling": (
         "temperature",

@@ -78,7 +78,7 @@ class NodeWatch:
     def close(self) -> None:
         """Stop to report nodes, and close all connections. The processes of the nodes end then."""
         self._is_closed = True
-        self._wake.send(b".")
+        self._wake.sendall(b".")
         self._thread.join()
 
     def _run(self) -> None:
@@ -101,7 +101,7 @@ class NodeWatch:
             self._keep_alive.apply(connection)
             new = _Connection()
             connection.setblocking(False)
-            connection.send(new.challenge)
+            connection.sendall(new.challenge)
         except OSError as error:  # the node has gone meanwhile
             logger.debug("a connection of a node failed: %s", error)
             return
@@ -111,7 +111,7 @@ class NodeWatch:
         """Read what a node has sent, or find out that it is lost."""
         reason = "all its processes have ended, or the machine was restarted"
         try:
-            data = connection.recv(4096)
+            data = read_bytes(connection, 4096)
         except OSError as error:
             data = b""
             if is_cut(error):
@@ -136,7 +136,7 @@ class NodeWatch:
             signed = bytes.fromhex(line.decode("ascii"))
             body = json.loads(bytes(signing.verify(signed, challenge_name(known.challenge))))
             known.node = Node(str(body["node"]), tuple(map(int, body["ranks"])))
-            connection.send(ACCEPTED)
+            connection.sendall(ACCEPTED)
         except (ValueError, KeyError, TypeError, OSError, signing.ForgedMessage) as error:
             logger.warning("[driver] a connection that is not from a node of this job was closed: %s", error)
             self._drop(connection)
@@ -144,6 +144,12 @@ class NodeWatch:
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         connection.close()
+
+
+def read_bytes(connection: socket.socket, size: int) -> bytes:
+    """Return what has arrived, at most `size` bytes; b"" if the other end has closed the connection."""
+    buffer = bytearray(size)
+    return bytes(buffer[: connection.recv_into(buffer)])
 
 
 def challenge_name(challenge: bytes) -> str:

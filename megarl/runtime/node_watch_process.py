@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megarl.runtime import signing
 from megarl.runtime.keep_alive import KeepAlive, is_cut
-from megarl.runtime.node_watch import ACCEPTED, CHALLENGE_BYTES, RANK_ENDED, challenge_name
+from megarl.runtime.node_watch import ACCEPTED, CHALLENGE_BYTES, RANK_ENDED, challenge_name, read_bytes
 
 _CONNECTED_S, _AGENT_S = 60.0, 3.0
 _WITH_NODE_S = 0.3  # if the whole node is killed, this process dies meanwhile, and the driver sees that
@@ -38,14 +38,14 @@ def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> in
     try:
         connection = _connect(address, ranks, keep_alive)
         if not _is_running(rank):
-            connection.send(RANK_ENDED)
+            connection.sendall(RANK_ENDED)
             return 0
         ready, _, _ = select.select([connection.fileno(), rank], [], [])
         if ready == [rank]:
             time.sleep(_WITH_NODE_S)
-            connection.send(RANK_ENDED)
+            connection.sendall(RANK_ENDED)
             return 0
-        connection.recv(1)  # raises if the driver is not reached
+        read_bytes(connection, 1)  # raises if the driver is not reached
         return 0
     except OSError as error:
         if not is_cut(error):
@@ -77,7 +77,7 @@ def _connect(address: str, ranks: range, keep_alive: KeepAlive) -> socket.socket
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    if data := connection.recv(size):
+    if data := read_bytes(connection, size):
         return data
     raise ConnectionAbortedError("the driver has ended")
 

@@ -84,7 +84,11 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
         probe_environment(
             config.episodes, {flag: dataset[0].columns for dataset, flag in datasets if dataset}
         )
-    elif algorithm_of(config).needs_rollout and uses_rule_reward(config):
+    elif (
+        config.episodes.agent_command is None
+        and algorithm_of(config).needs_rollout
+        and uses_rule_reward(config)
+    ):
         with RewardPool(config.data, num_workers=1) as pool:
             for dataset, flag in datasets:
                 probe_reward(pool, dataset, flag)

@@ -11,6 +11,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer_base import Tokenizer
 from megarl.episodes.chat import Chat
 from megarl.episodes.env_pool import EnvironmentPool
+from megarl.episodes.environments import Environments
 from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.runner import Answer, Turn, play
 from megarl.invariants import digest
@@ -23,18 +24,32 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
 
 
+def _environments(config: TrainConfig) -> Environments:
+    """Return the processes of --env or of --agent-command."""
+    episodes = config.episodes
+    if episodes.agent_command is not None:
+        from megarl.episodes.agent_pool import AgentPool  # imports aiohttp, which other jobs need not have
+
+        return AgentPool(
+            episodes.agent_command,
+            episodes.agent_timeout_s,
+            episodes.agent_num_processes,
+            config.sampling.max_length,
+            episodes.agent_host,
+        )
+    assert episodes.env is not None
+    return EnvironmentPool(episodes.env, episodes.env_timeout_s, episodes.env_episodes_per_process)
+
+
 class EpisodeSampler:
     """Samples the episodes of one engine. The environments' processes live from the first call to `close`."""
 
     def __init__(self, config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer, engine: Engine) -> None:
-        sampling, of_env = config.sampling, config.episodes
-        assert of_env.env is not None
+        sampling = config.sampling
         self._tokenizer, self._engine = tokenizer, engine
         self._chat = Chat(tokenizer, (*shape.eos_token_ids, tokenizer.eos_token_id, *sampling.stop_token_ids))
         self._limits = Limits(sampling.max_turns, sampling.max_response_length, sampling.max_length)
-        self._environments = EnvironmentPool(
-            of_env.env, of_env.env_timeout_s, of_env.env_episodes_per_process
-        )
+        self._environments = _environments(config)
 
     def close(self) -> None:
         self._environments.close()

@@ -36,7 +36,7 @@ class RewardRole(HostedRole):
     def setup(self) -> None:
         """Start the worker processes that run the rule. Only the engine's first rank has some, and only in a
         job with a rule."""
-        if self.config.episodes.env is not None:
+        if self.config.episodes.has_turns:
             return  # the environments give the rewards
         if uses_rule_reward(self.config) and self.mesh.coordinates(self.rank)["tp"] == 0:
             data, number = self.config.data, num_workers(self.config.data.reward_num_workers)
@@ -100,7 +100,7 @@ class RewardRole(HostedRole):
 
     def _texts(self, rollouts: Sequence[RolloutSample]) -> list[str]:
         """Return the text of each response; of an episode the model's answers, one after another."""
-        if self.config.episodes.env is not None:
+        if self.config.episodes.has_turns:
             return ["\n".join(rollout.episode.answers) for rollout in rollouts]
         return self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
 
@@ -114,7 +114,7 @@ class RewardRole(HostedRole):
     ) -> list[Verdict]:
         """Return the rule's or the environment's verdict on each rollout in order, or empty verdicts in a job
         without either."""
-        if self.config.episodes.env is not None:
+        if self.config.episodes.has_turns:
             return [Verdict(rollout.episode.reward, rollout.episode.failure) for rollout in rollouts]
         if self.pool is None:
             return [Verdict(None)] * len(rollouts)

@@ -78,7 +78,7 @@ class RolloutRole(LeavingEngine):
         }
         sources = megatron_atlases(self.shape, self.meshes[f"actor{self.suffix}"], config.actor)
         self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
-        if self.engine is not None and self.config.episodes.env is not None:
+        if self.engine is not None and self.config.episodes.has_turns:
             self.episodes = EpisodeSampler(self.config, self.shape, self.tokenizer, self.engine)
         if self.config.streaming.staleness:
             self._start_stream()

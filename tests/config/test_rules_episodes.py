@@ -113,6 +113,42 @@ RULES = {
         "--turn-rewards: --overlong-buffer (8) changes the reward of the whole episode. Leave one of them out.",
         f"{IS} --overlong-buffer 8",
     ),
+    "an agent's deadline without an agent": (
+        "--agent-timeout-s 3",
+        "--agent-timeout-s (3): has no effect without --agent-command. Leave it out.",
+        "--agent-timeout-s 3 --agent-command sh",
+    ),
+    "an agent and an environment": (
+        f"{IS} --agent-command sh",
+        "--agent-command (sh): an episode is played by an agent or by an environment, and --env (env.py:Env) is "
+        "given. Leave one out.",
+        "--agent-command sh",
+    ),
+    "an environment's deadline for an agent": (
+        "--agent-command sh --env-timeout-s 3",
+        "--env-timeout-s (3): has no effect without --env. Leave it out.",
+        "--agent-command sh --agent-timeout-s 3",
+    ),
+    "rewards of answers by an agent": (
+        "--agent-command sh --turn-rewards",
+        "--turn-rewards (True): has no effect without --env. Leave it out.",
+        "--agent-command sh",
+    ),
+    "no program": (
+        "--agent-command no-such-program",
+        '--agent-command (no-such-program): there is no program no-such-program. Try "python agent.py".',
+        "--agent-command sh --max-turns 3",
+    ),
+    "an open quote": (
+        "--agent-command 'sh",
+        "--agent-command ('sh): cannot be split into words: No closing quotation.",
+        "--agent-command sh",
+    ),
+    "an agent and a reward": (
+        "--agent-command sh --reward math",
+        "--agent-command (sh): the agent gives the rewards, and --reward (math) would too. Leave one of them out.",
+        "--agent-command sh",
+    ),
     "fine-tuning": (
         f"--algorithm sft {IS}",
         "--env (env.py:Env): has no effect, as supervised fine-tuning samples nothing. Leave it out.",

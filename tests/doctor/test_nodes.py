@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -25,6 +26,17 @@ def start(port: int, *flags: str, **env: str) -> subprocess.Popen:
     )
 
 
+def meet(port: int, *folders: str) -> list[subprocess.Popen]:
+    """Start two machines; the first one, which becomes the head, listens before the second one starts."""
+    first, deadline = start(port, "--folder", folders[0]), time.monotonic() + 60
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return [first, start(port, "--folder", folders[1])]
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -33,8 +45,7 @@ def free_port() -> int:
 
 @pytest.mark.timeout(120)
 def test_two_machines_that_fit(tmp_path):
-    port = free_port()
-    nodes = [start(port, "--folder", str(tmp_path)) for _ in range(2)]
+    nodes = meet(free_port(), str(tmp_path), str(tmp_path))
     for node in nodes:
         said, errors = node.communicate(timeout=100)
         report = json.loads(said)
@@ -49,10 +60,9 @@ def test_two_machines_that_fit(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_folders_of_the_same_name_that_are_not_one(tmp_path):
-    port = free_port()
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    nodes = [start(port, "--folder", str(tmp_path / name)) for name in "ab"]
+    nodes = meet(free_port(), str(tmp_path / "a"), str(tmp_path / "b"))
     reports = [json.loads(node.communicate(timeout=100)[0]) for node in nodes]
     assert [node.returncode for node in nodes] == [1, 1]
     for report in reports:

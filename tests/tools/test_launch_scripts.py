@@ -17,6 +17,7 @@ import yaml
 
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
+from tests.e2e.jobs import COMMON, replace_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "tools" / "launch"
@@ -204,12 +205,10 @@ def test_the_rayjob_is_a_job_of_as_many_nodes_and_gpus_as_its_cluster():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_two_nodes_on_this_machine_train(tmp_path):
-    from sums.files import make_sums
-
-    make_sums(tmp_path / "data", seed=0)
-    data = ("--model", f"{tmp_path}/data/model", "--train-data", f"{tmp_path}/data/train.jsonl")
-    arguments = (ARGS, *data, "--train-iters", "2", "--save", str(tmp_path / "run"))
+def test_two_nodes_on_this_machine_train(sums_data, tmp_path):
+    data = ("--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl"))
+    files = (*data, "--save", str(tmp_path / "run"))
+    arguments = replace_flags([*COMMON, *files], ["--train-iters", "2"])
     options = ("--nnodes", "2", "--head", "127.0.0.1", "--port", "29517", "--nproc-per-node", "1")
     env = os.environ | {"PYTHON": sys.executable, "MEGARL_JOB_SECRET": SECRET}
     nodes = [

@@ -144,6 +144,7 @@ CASES = [
     Case(f"{BENCH}/trl_grpo.py", "a.json b.json", code=1, says="No module named '(datasets|trl)'"),
 ]
 ELSEWHERE = {
+    "examples/calculator_agent.py": "tests/e2e/test_agents_job.py",
     "examples/calculator_env.py": "tests/e2e/test_episodes_job.py",
     "examples/own_loop.py": "tests/e2e/test_python_api.py",
     f"{BENCH}/preference_learning.py": "tests/e2e/test_preference_jobs.py",

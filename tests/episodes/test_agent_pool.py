@@ -1,0 +1,93 @@
+"""Episodes between a scripted engine and real agent processes over HTTP: turns, limits, failures, processes.
+
+pytest tests/episodes/test_agent_pool.py"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.episodes.agent_pool import AgentPool, read_reward
+from megarl.episodes.chat import Chat
+from megarl.episodes.episode import Episode, Limits
+from megarl.episodes.runner import play
+from megarl.runtime.signing import JOB_SECRET
+from tests.e2e.test_cli_jobs import processes
+from tests.episodes.templates import tokenizer
+from tests.episodes.test_runner import NAME, Scripted
+
+LIMITS = Limits(max_turns=10, max_response_length=8, max_context_length=1000)
+COMMAND = f"{sys.executable} -S {Path(__file__).with_name('agents.py')}"
+
+
+def run(*rows: dict, limits: Limits = LIMITS, timeout_s: float = 30.0, num_processes: int = 4, engine=None):
+    engine, made = engine or Scripted(), tokenizer(NAME)
+    episodes = [Episode(row) for row in rows]
+    with AgentPool(COMMAND, timeout_s, num_processes, 1000) as agents:
+        play(episodes, engine, agents, Chat(made, [made.eos_token_id]), limits)
+        assert not agents._agents and not agents._waiting and not engine.turns
+    return episodes, engine
+
+
+def test_agents_play_episodes_and_their_failures_cost_only_themselves(monkeypatch):
+    """More episodes than processes. The plain ones are unharmed; no process is left."""
+    monkeypatch.setenv(JOB_SECRET, "s" * 40)
+    mark = f"MEGARL_TEST_AGENTS={time.monotonic_ns()}"
+    monkeypatch.setenv(*mark.split("="))
+    whats = ("plain", "exit", "no reward", "silent", "secret", "child", "plain")
+    episodes, engine = run(*({"what": what, "noise": 30_000} for what in whats), num_processes=3)
+    plain, dead, wordless, silent, secret, child, last = (episode.result for episode in episodes)
+    for one in (plain, last, child):
+        assert (one.reward, one.num_turns, one.finish_reason) == (0.75, 3, "stop")
+        assert one.answers == ["two"] * 3
+    assert [message["role"] for message in plain.turns] == [
+        *("assistant", "tool", "assistant", "tool", "assistant")
+    ]
+    assert plain.turn_rewards == [0.0, 0.0, 0.75]
+    assert (dead.reward, dead.cause, dead.num_turns) == (None, "died", 1) and "exit code 3" in dead.failure
+    assert (wordless.cause, wordless.num_turns) == ("malformed", 3) and "'good bye'" in wordless.failure
+    assert (silent.cause, silent.num_turns) == ("malformed", 0)
+    assert secret.reward == 0.0  # the job's secret is not in an agent's environment
+    assert not processes(mark)
+    turns = [turn for turn in engine.asked if turn.index == 0]
+    for before, after in zip(turns, turns[1:], strict=False):
+        assert after.prompt[: len(before.prompt + engine.text)] == [*before.prompt, *engine.text]
+
+
+def test_a_late_agent_is_killed():
+    (late, plain), _ = run({"what": "hang"}, {"what": "plain"}, timeout_s=4.0)
+    assert (late.cause, late.reward, late.session.num_answers) == ("timeout", None, 1)
+    assert "--agent-timeout-s (4)" in late.failure and plain.reward == 0.75
+
+
+def test_at_a_limit_the_agent_is_refused_and_keeps_its_reward():
+    (turns,), _ = run({"what": "endless"}, limits=Limits(2, 8, 1000))
+    assert (turns.finish, turns.reward, turns.result.num_turns) == ("turns", 0.5, 2) and turns.truncated
+    assert turns.result.turn_rewards == [0.0, 0.5]
+    (context,), engine = run({"what": "endless"}, limits=Limits(10, 8, 60))
+    assert context.finish == "context" and context.truncated and len(context.session.response) < 60
+    assert context.reward == 0.25 * context.result.num_turns
+    (full,), engine = run({"what": "plain"}, limits=Limits(10, 8, 5))
+    assert (full.cause, full.reward) == ("refused", None) and not engine.asked
+    (short,), engine = run({"what": "plain", "how": {"max_tokens": 1}})
+    assert short.truncated and {turn.max_tokens for turn in engine.asked} == {1}
+
+
+@pytest.mark.parametrize(
+    "output, wanted",
+    [
+        (b"1", 1.0),
+        (b'x\n{"reward": -0.5, "why": "no"}\n\n', -0.5),
+        (b"\xff\n0\r\n", 0.0),
+        *((text, None) for text in (b"", b"true", b"nan", b"1e39", b'{"reward": "1"}', b"[" * 9999, b"ok")),
+    ],
+)
+def test_the_reward_is_the_last_line(output, wanted):
+    if wanted is None:
+        with pytest.raises(ValueError, match="wanted a number"):
+            read_reward(output)
+    else:
+        assert read_reward(output) == wanted

@@ -1,0 +1,216 @@
+"""The endpoint of agents over real connections: OpenAI's SDK, retries, keys, and mutated requests.
+
+pytest tests/episodes/test_proxy.py"""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from megarl.episodes.chat_requests import BadRequest, Completion
+from megarl.episodes.environments import Usage
+from megarl.episodes.proxy import Proxy
+
+HI = [{"role": "user", "content": "hi"}]
+USAGE = Usage(num_prompt=5, num_sampled=2, is_cut=False)
+
+
+class Answering:
+    """Answers every request with the number of messages that it added, after a delay."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[int, list, int | None]] = []
+        self.delay_s: float | None = 0.0  # None: no answer
+        self.proxy = Proxy(self._on_request, max_length=64)
+        self.key = self.proxy.open(0)
+
+    def _on_request(self, episode, messages, max_tokens):
+        self.requests.append((episode, messages, max_tokens))
+        completion = Completion(f" é{len(messages)} ", USAGE)
+        if self.delay_s is None:
+            return
+        if self.delay_s:
+            threading.Timer(self.delay_s, self.proxy.answer, (episode, completion)).start()
+        else:
+            self.proxy.answer(episode, completion)
+
+    def post(self, body: object, key: str | None = None, **headers: str) -> tuple[int, dict]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.proxy.port, timeout=20)
+        given = {"Authorization": f"Bearer {key or self.key}"} | headers
+        connection.request("POST", "/v1/chat/completions", data, given)
+        reply = connection.getresponse()
+        text = reply.read()
+        connection.close()
+        return reply.status, json.loads(text) if reply.headers.get_content_subtype() == "json" else text
+
+
+@pytest.fixture
+def server() -> Iterator[Answering]:
+    made = Answering()
+    yield made
+    made.proxy.stop()
+    assert not made.proxy._thread.is_alive()
+
+
+def ask(messages, **how) -> dict:
+    return {"model": "m", "messages": messages, **how}
+
+
+def test_the_sdk_talks_streams_and_retries(server, monkeypatch):
+    """Each request hands only its new messages on. An impatient SDK gets the first request's answer."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    client = openai.OpenAI(base_url=server.proxy.url, api_key=server.key, max_retries=0)
+    assert [model.id for model in client.models.list()] == ["policy"]
+    first = client.chat.completions.create(model="m", messages=HI, max_tokens=7, temperature=0.2)
+    assert (first.choices[0].message.content, first.choices[0].finish_reason) == (" é1 ", "stop")
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens, first.usage.total_tokens) == (5, 2, 7)
+    messages = [
+        *HI,
+        first.choices[0].message.to_dict(),
+        {"role": "tool", "content": "a", "tool_call_id": "1"},
+    ]
+    how = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(model="m", messages=messages, **how)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == " é1 "
+    assert chunks[-1].choices[0].finish_reason == "stop" and last.usage.total_tokens == 7
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    messages += [{"role": "assistant", "content": "é1"}, *HI, {"role": "user", "content": parts}]
+    server.delay_s = 1.0
+    patient = client.with_options(timeout=0.4, max_retries=5)
+    assert patient.chat.completions.create(model="m", messages=messages).choices[0].message.content == " é2 "
+    assert server.requests == [
+        (0, HI, 7),
+        (0, [{"role": "tool", "content": "a", "tool_call_id": "1"}], None),
+        (0, [*HI, {"role": "user", "content": "bc"}], None),
+    ]
+
+
+def test_a_key_is_good_for_its_open_episode_only(server):
+    other = server.proxy.open(1)
+    assert server.post(ask(HI), other)[0] == 200 and server.requests[-1][0] == 1
+    for key in ("wrong", other[:-1], other + "x", "é".encode().decode("latin-1")):
+        status, body = server.post(ask(HI), key)
+        assert status == 401 and body["error"]["code"] == "invalid_api_key", key
+    server.proxy.close(1)
+    assert server.post(ask(HI), other)[0] == 401 and server.post(ask(HI))[0] == 200
+    server.delay_s, waiting = None, server.proxy.open(2)
+    threading.Timer(0.3, server.proxy.close, (2,)).start()
+    started = time.monotonic()
+    status, body = server.post(ask(HI), waiting)
+    assert (status, body["error"]["code"]) == (400, "episode_ended") and time.monotonic() - started < 3
+
+
+RETRY = {"x-stainless-retry-count": "1"}
+REFUSED = {
+    "a second draw": (ask(HI), {}, "answered before"),
+    "n": (ask(HI, n=2), {}, "n (2) must be 1"),
+    "another conversation": (ask([{"role": "user", "content": "ho"}]), {}, "messages[0] is not what it was"),
+    "nothing new": (ask([*HI, {"role": "assistant", "content": "é1"}]), {}, "is the assistant's"),
+    "an edited answer": (ask([*HI, {"role": "assistant", "content": "x"}, *HI]), {}, "messages[1] is not"),
+    "tools": (ask(HI, tools=[{}]), {}, "tools is not supported"),
+    "a stop string": (ask(HI, stop="x"), {}, "stop is not supported"),
+    "a picture": (
+        ask([{"role": "user", "content": [{"type": "image_url"}]}]),
+        {},
+        "messages[0].content[0] must be a part with type text",
+    ),
+    "no role": (ask([{"role": "root", "content": "x"}]), {}, "messages[0].role must be one of"),
+    "no content": (ask([{"role": "user"}]), {}, "messages[0].content is missing"),
+    "no tokens": (ask(HI, max_tokens=0), {}, "max_tokens must be a positive number"),
+    "depth": (b"[" * 100_000, {}, "the request is not"),
+    "a depth inside": (b'{"tools":' + b"[" * 100_000, {}, "the body is not JSON"),
+    "no number": (ask(HI), {"x-stainless-retry-count": "x"}, "is not a number"),
+    "a long body": (b" " * ((16 << 20) + 1), {}, "the body is longer than"),
+}
+
+
+def test_requests_are_refused_by_name(server):
+    assert server.post(ask(HI))[0] == 200
+    for name, (body, headers, wanted) in REFUSED.items():
+        status, reply = server.post(body, **headers)
+        assert status == (413 if name == "a long body" else 400), (name, reply)
+        assert wanted in reply["error"]["message"] and reply["error"]["type"] == "invalid_request_error", name
+    assert server.post(ask(HI), **RETRY)[1]["choices"][0]["message"]["content"] == " é1 "
+    assert len(server.requests) == 1
+    server.proxy.refuse(0, BadRequest("full", "context_length_exceeded"), is_final=True)
+    status, reply = server.post(ask(HI))
+    assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+
+
+VALID = ask(
+    [{"role": "system", "content": "s"}, *HI, {"role": "user", "content": [{"type": "text", "text": "é"}]}],
+    **{"max_tokens": 3, "stream": False, "n": 1, "temperature": 0.5, "stop": None, "tools": None},
+)
+
+
+def mutated(rng: random.Random) -> bytes:
+    """Return a valid request after one to three mutations of its values, or of its bytes."""
+    body = copy.deepcopy(VALID)
+    odd = (
+        None,
+        True,
+        -1,
+        0,
+        2**70,
+        1e308,
+        "",
+        "\0",
+        "x" * 5000,
+        [],
+        {},
+        [[]],
+        [None],
+        {"a": {}},
+        "assistant",
+    )
+    for _ in range(rng.randint(1, 3)):
+        node = body
+        while True:
+            keys = [*node] if isinstance(node, dict) else [*range(len(node))]
+            if not keys:
+                break
+            key = rng.choice(keys)
+            if isinstance(node[key], dict | list) and rng.random() < 0.7:
+                node = node[key]
+                continue
+            if rng.random() < 0.2:
+                del node[key]
+            else:
+                node[key] = copy.deepcopy(rng.choice(odd))
+            break
+    data = bytearray(json.dumps(body).encode())
+    if rng.random() < 0.4:
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
+    return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
+
+
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(5000, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])]
+)
+def test_mutated_requests_are_answered_or_refused_with_a_reason(server, count):
+    """Every mutant has an episode of its own. A bystander's conversation goes on unharmed."""
+    rng, statuses = random.Random(0), set()
+    assert server.post(ask(HI))[0] == 200
+    for episode in range(1, count):
+        status, reply = server.post(mutated(rng), server.proxy.open(episode))
+        statuses.add(status)
+        if status == 200:
+            assert b"data: [DONE]" in reply if isinstance(reply, bytes) else reply["choices"]
+        else:
+            assert 400 <= status < 500 and reply["error"]["message"], reply
+            assert server.key not in json.dumps(reply)
+        server.proxy.close(episode)
+    assert {200, 400} <= statuses and 500 not in statuses
+    assert set(server.proxy._conversations) == {server.key} and set(server.proxy._key_of) == {0}
+    assert server.post(ask([*HI, {"role": "assistant", "content": "é1"}, *HI]))[0] == 200
