@@ -166,10 +166,9 @@ def check_role(out: Path, on_nonfinite: str) -> list:
     actor = build_roles(load_config([*map(str, flags)], REGISTRY), 2)["actor"]
     actor.setup()
     actor.load_dataset()
-    texts = zip(actor.prompts, actor.responses, strict=True)
     samples = [
-        Sample(row, len(prompt) + len(response), len(response))
-        for row, (prompt, response) in enumerate(texts)
+        Sample(row, len(only.prompt) + len(only.response), len(only.response))
+        for row, [only] in enumerate(actor.rows)
     ]
     visits = dict(enumerate(range(len(samples))))
     actor.receive_rows(visits, plan_mini_batches(samples, 4, {}, 2, 64, actor.shape.hidden_size, "a"))
