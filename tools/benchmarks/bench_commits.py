@@ -4,8 +4,8 @@ turns.
     python tools/benchmarks/bench_commits.py OLD NEW --checkpoint runs/quickstart/sft_mixed/hf
            --data runs/quickstart/data --json out.json [--steps 20] [--repeats 3]
 
-OLD and NEW are checkouts with an environment each in .venv. Ratios are those of the same repeat, because other
-load on the machine changes from one repeat to the next."""
+OLD and NEW are checkouts with an environment each in .venv. The same checkout twice with --flags compares flags.
+Ratios are those of the same repeat, because other load on the machine changes from one repeat to the next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -34,6 +36,11 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True, help="folder for all runs, made anew")
     parser.add_argument("--json", type=Path, required=True, help="where to write the result")
+    parser.add_argument(
+        "--flags",
+        default="",
+        help='training flags that all checkouts but the first get besides, as one word: --flags="--executor ray"',
+    )
     arguments = parser.parse_args()
     if arguments.steps <= SKIPPED_STEPS:
         parser.error(f"--steps ({arguments.steps}): the first {SKIPPED_STEPS} are left out. Try 20.")
@@ -43,7 +50,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True)
     repeats = [
         [
-            train(checkout, arguments, f"{index}_{repeat}")
+            train(checkout, arguments, f"{index}_{repeat}", shlex.split(arguments.flags) if index else [])
             for index, checkout in enumerate(arguments.checkouts)
         ]
         for repeat in range(arguments.repeats)
@@ -54,7 +61,9 @@ def main() -> int:
     return 0
 
 
-def train(checkout: Path, arguments: argparse.Namespace, name: str) -> dict[str, float]:
+def train(
+    checkout: Path, arguments: argparse.Namespace, name: str, more_flags: Sequence[str]
+) -> dict[str, float]:
     """Run one job of a checkout. Returns its median seconds per step, seconds of start-up, and peak bytes."""
     folder = arguments.out / name
     files = [
@@ -68,7 +77,7 @@ def train(checkout: Path, arguments: argparse.Namespace, name: str) -> dict[str,
     flags = [*files, "--eval-data", arguments.data / "test.jsonl", "--eval-interval", 0]
     command = [checkout / ".venv" / "bin" / "python", "-P", "-m", "megarl.cli", "train"]
     recipe = f"@{checkout.resolve()}/configs/quickstart_grpo.args"
-    words = [*command, recipe, *flags, "--train-iters", arguments.steps, "--nproc-per-node", 2]
+    words = [*command, recipe, *flags, "--train-iters", arguments.steps, "--nproc-per-node", 2, *more_flags]
     env = {variable: value for variable, value in os.environ.items() if variable != "OMP_NUM_THREADS"}
     measured = measured_process.run([*map(str, words)], folder.with_suffix(".log"), env)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
