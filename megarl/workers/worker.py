@@ -58,6 +58,9 @@ def join_world(timeout_s: float) -> None:
     torch.set_num_threads(
         int(os.environ.get("OMP_NUM_THREADS") or 1)
     )  # before vLLM replaces this function by a no-op
+    # Reads the environment, once per process. A thread of gloo would do so at its first collective, while the
+    # main thread's imports change the environment, and getenv beside setenv can end the process with SIGSEGV.
+    torch.backends.cpu.get_cpu_capability()
     device, timeout = _take_device(), group_timeout(timeout_s)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
