@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.role_names import with_suffix
-from tests.e2e.jobs import train
+from tests.e2e.jobs import Job, train
 
 GROUPS = ("policy", "critic", "reward", "response", "kl", "advantage", "mismatch", "batch", "eval")
 ALONE = ("--nproc-per-node", "1", "--rollout-engine", "out-of-process")
@@ -67,31 +67,42 @@ def overlap_s(run: Path, one: str, *others: str) -> float:
     )
 
 
-def test_two_actors_on_ranks_of_their_own_do_what_each_does_alone_and_at_the_same_time(sums_data, tmp_path):
-    evaluate = (
-        "--eval-data",
-        str(sums_data / "test.parquet"),
-        "--eval-interval",
-        "2",
-        "--eval-num-prompts",
-        "4",
-    )
-    both = train(sums_data, tmp_path / "both", *PPO, *evaluate, *DISJOINT)
-    assert both.returncode == 0, both.output
+@pytest.fixture(scope="module")
+def evaluated(sums_data) -> tuple[str, ...]:
+    """Flags of an evaluation of four prompts after the last step."""
+    test = str(sums_data / "test.parquet")
+    return ("--eval-data", test, "--eval-interval", "2", "--eval-num-prompts", "4")
+
+
+@pytest.fixture(scope="module")
+def both(sums_data, evaluated, tmp_path_factory) -> Job:
+    """The job of two actors, each on a rank of its own."""
+    job = train(sums_data, tmp_path_factory.mktemp("two") / "both", *PPO, *evaluated, *DISJOINT)
+    assert job.returncode == 0, job.output
+    return job
+
+
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_an_actor_on_a_rank_of_its_own_does_what_it_does_alone(both, evaluated, sums_data, tmp_path, number):
+    """Metrics and exported weights to the last bit. The suite runs the second, which has the flags and names of
+    its own that the first cannot get wrong."""
+    suffix, flags = {1: ("", ()), 2: ("_2", ("--seed", "3", "--temperature", "0.8"))}[number]
+    job = train(sums_data, tmp_path / "alone", *PPO, *evaluated, *ALONE, *flags)
+    assert job.returncode == 0, job.output
+    for alone, together in zip(job.metrics, both.metrics, strict=True):
+        names = [name for name in alone if name.split("/")[0] in GROUPS]
+        assert {name: together[with_suffix(name, suffix)] for name in names} == {
+            name: alone[name] for name in names
+        }
+    weights = [
+        (folder / "model.safetensors").read_bytes()
+        for folder in (job.folder / "hf", both.folder / f"hf{suffix}")
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_two_actors_on_ranks_of_their_own_work_at_the_same_time(both):
     assert "warn" not in both.output.lower(), both.output
-    first = train(sums_data, tmp_path / "first", *PPO, *evaluate, *ALONE)
-    second = train(
-        sums_data, tmp_path / "second", *PPO, *evaluate, *ALONE, "--seed", "3", "--temperature", "0.8"
-    )
-    for job, suffix, folder in ((first, "", "hf"), (second, "_2", "hf_2")):
-        assert job.returncode == 0, job.output
-        for alone, together in zip(job.metrics, both.metrics, strict=True):
-            names = [name for name in alone if name.split("/")[0] in GROUPS]
-            assert {name: together[with_suffix(name, suffix)] for name in names} == {
-                name: alone[name] for name in names
-            }
-        weights = [(f / "model.safetensors").read_bytes() for f in (job.folder / "hf", both.folder / folder)]
-        assert weights[0] == weights[1]
     assert len(both.steps) == 2 and both.steps[0]["policy/loss"] != both.steps[0]["policy_2/loss"]
     rows = [
         json.loads(line) for line in (both.folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()
