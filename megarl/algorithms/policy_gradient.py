@@ -10,8 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceColumn, ReferenceInputs
 from megarl.algorithms.kl_controller import MAX_ERROR, MEASURED_KL, AdaptiveKLController, FixedKLController
 from megarl.algorithms.corrections import MIS_BOUNDS, correction_weights
-from megarl.algorithms.ratio_transforms import OPTIONS, TRANSFORMS
-from megarl.config.errors import Count, Fraction, NonNegative, Positive, Rule, above, at_least, below
+from megarl.algorithms.ratio_transforms import OPTIONS, TRANSFORMS, Transform
+from megarl.algorithms.user_policy_loss import transform_of
+from megarl.config.errors import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Rule,
+    above,
+    at_least,
+    below,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +34,11 @@ if TYPE_CHECKING:
 class PolicyGradient(Algorithm):
     """policy gradient"""
 
-    policy_loss: Literal[
-        "ppo", "cispo", "reinforce", "sapo", "dppo-tv", "dppo-kl", "gspo", "gspo-token", "gmpo"
-    ] = "ppo"
-    """How the ratio of a token's probabilities, now and before the step, enters its loss. ppo: a clipped
-    token has no gradient. cispo: the clip only bounds the ratio that weighs a token's gradient. reinforce: no
-    ratio. `megarl algorithms` lists all with their papers."""
+    policy_loss: str = "ppo"
+    """How the ratio of a token's probabilities, now and before the step, enters its loss: ppo, cispo,
+    reinforce, sapo, dppo-tv, dppo-kl, gspo, gspo-token or gmpo, which `megarl algorithms` lists with their
+    papers, or path/to/file.py:function, a function of your own. ppo: a clipped token has no gradient. cispo:
+    the clip only bounds the ratio that weighs a token's gradient. reinforce: no ratio."""
     clip_eps_low: Fraction | None = None
     """The policy ratio is clipped at 1 - this (gmpo: its log at -this). Default: ppo, cispo 0.2, gspo,
     gspo-token 3e-4, gmpo 0.4."""
@@ -104,7 +114,7 @@ class PolicyGradient(Algorithm):
 
     def __post_init__(self) -> None:
         """Replace None by the default of --policy-loss and --mis-level, then check the rules."""
-        transform = TRANSFORMS.get(self.policy_loss)
+        transform, _ = self._transform_or_reason()
         defaults = dict(transform.defaults) if transform else {}
         if self.mis_level in MIS_BOUNDS:
             defaults |= zip(("mis_low", "mis_high"), MIS_BOUNDS[self.mis_level])
@@ -118,11 +128,11 @@ class PolicyGradient(Algorithm):
             kl_coef_rule = "must be 0 with --kl-mode none. Leave it out, or try --kl-mode loss."
         else:
             kl_coef_rule = f"must be above 0 with --kl-mode {self.kl_mode}. Try 0.001."
-        transform = TRANSFORMS.get(self.policy_loss)
+        transform, reason = self._transform_or_reason()
         unread = sorted(OPTIONS - transform.fields) if transform else ()
         bounds_rule = f"must be above --mis-low ({self.mis_low}). Leave both out."
         return [
-            (transform is not None, "policy_loss", f"must be one of {', '.join(TRANSFORMS)}."),
+            (transform is not None, "policy_loss", reason),
             *(
                 (
                     getattr(self, name) is None,
@@ -166,6 +176,22 @@ class PolicyGradient(Algorithm):
             ),
         ]
 
+    def _transform_or_reason(self) -> tuple[Transform | None, str]:
+        """Return the ratio transform of --policy-loss, or None and what is wrong with the value."""
+        try:
+            transform = transform_of(self.policy_loss)
+        except ValueError as error:
+            return None, str(error)
+        near = did_you_mean(self.policy_loss, TRANSFORMS, prefix="")
+        return transform, f"must be one of {', '.join(TRANSFORMS)}, or path/to/file.py:function.{near}"
+
+    @property
+    def _transform(self) -> Transform:
+        """The ratio transform of a --policy-loss that has passed the rules."""
+        transform = transform_of(self.policy_loss)
+        assert transform is not None
+        return transform
+
     @property
     def needs_reference(self) -> bool:
         return self.kl_mode != "none"
@@ -176,12 +202,12 @@ class PolicyGradient(Algorithm):
 
     @property
     def token_level(self) -> bool:
-        return TRANSFORMS[self.policy_loss].token_level
+        return self._transform.token_level
 
     @property
     def has_ratio(self) -> bool:
         """Whether the loss sees that the policy has moved since the step began."""
-        return TRANSFORMS[self.policy_loss].has_ratio
+        return self._transform.has_ratio
 
     @property
     def has_correction(self) -> bool:
@@ -303,7 +329,7 @@ class PolicyGradient(Algorithm):
         from megarl.kernels.aggregate import token_weights
         from megarl.kernels.policy_loss import PolicyLossColumns, policy_loss
 
-        n, has_kernel = inputs.num_tokens, TRANSFORMS[self.policy_loss].loss is None
+        n, has_kernel = inputs.num_tokens, self._transform.loss is None
         advantages = inputs.advantages
         if has_kernel and inputs.correction_weights is not None:
             advantages = advantages * inputs.correction_weights  # the loss is proportional to them

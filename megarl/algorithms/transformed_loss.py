@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol
 
-from megarl.algorithms.ratio_transforms import TRANSFORMS, Tokens, TransformFlags
+from megarl.algorithms.ratio_transforms import Tokens, TransformFlags
+from megarl.algorithms.user_policy_loss import transform_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +48,11 @@ def transformed_loss(
         rollout_log_probs=columns.rollout_log_probs,
         response_mean=lambda values: response_mean(values, inputs.sequence_ids, inputs.response_lengths),
     )
-    losses, is_held = TRANSFORMS[flags.policy_loss].loss(tokens, flags)
+    transform = transform_of(flags.policy_loss)
+    assert (
+        transform is not None and transform.loss is not None
+    )  # the caller has asked for a transform without a kernel
+    losses, is_held = transform.loss(tokens, flags)
     weights, tis_weight_sum, ref_kl_sum = columns.weights, None, None
     if flags.tis_clip is not None and flags.tis_level == "token":
         log_w = (columns.old_log_probs - columns.rollout_log_probs).clamp(max=math.log(flags.tis_clip))

@@ -30,7 +30,7 @@ from megarl.config.roles import absent_roles
 from megarl.config.rules_files import unreachable_paths
 from megarl.config.rules_streaming import stale_defaults
 from megarl.config.schema import TrainConfig
-from megarl.config.user_algorithm import is_user_algorithm, load_user_algorithm, with_user_algorithms
+from megarl.config.user_algorithm import is_in_file, load_user_algorithm, with_user_algorithms
 from megarl.frameworks.answers import find_row
 from megarl.frameworks.rows import as_number, format_line
 
@@ -167,7 +167,7 @@ class _Loader:
         names = ", ".join(self.algorithms)
         last = max(chosen, key=lambda one: (one.level, one.number, one.base))
         name = last.words[0].text if len(last.words) == 1 else ""
-        if is_user_algorithm(name):
+        if is_in_file(name):
             try:
                 return load_user_algorithm(name)
             except ValueError as error:

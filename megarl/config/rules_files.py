@@ -17,6 +17,7 @@ from megarl.config.hf_config import differences, function_fields, not_compared
 from megarl.config.hf_families import Json
 from megarl.config.roles import configs_of_actors, trained_models
 from megarl.config.schema import TrainConfig
+from megarl.config.user_files import changed_files
 from megarl.files.checkpoints import (
     CHECKPOINTS,
     JOB,
@@ -226,12 +227,15 @@ def uncompared_models(config: TrainConfig, saved: Json) -> list[str]:
 
 def checkpoint_notes(config: TrainConfig) -> list[str]:
     """Return the notes about --load that are no errors: what an older checkpoint does not store and could not
-    be compared."""
+    be compared, and files of the user's that have changed."""
     try:
         found = newest_job(config) if config.checkpoint.load is not None else None
     except JobFileError:
         return []
-    return uncompared_models(config, found[1]) if found is not None else []
+    if found is None:
+        return []
+    saved = found[1]
+    return [*uncompared_models(config, saved), *changed_files(config, saved.get("user_files", {}))]
 
 
 def checkpoint_errors(config: TrainConfig) -> list[str]:

@@ -15,8 +15,8 @@ _WANTED = (
 )
 
 
-def is_user_algorithm(name: str) -> bool:
-    """Return whether a value of --algorithm names a class in a file."""
+def is_in_file(name: str) -> bool:
+    """Return whether a value of --algorithm or --policy-loss names something in a file of the user's."""
     return ".py:" in name
 
 
@@ -46,7 +46,7 @@ def with_user_algorithms(algorithms: Mapping[str, type], argv: Sequence[str]) ->
     for flag, value in zip(argv, (*argv[1:], ""), strict=True):
         name, equals, after = flag.partition("=")
         value = after if equals else value
-        if name == "--algorithm" and is_user_algorithm(value):
+        if name == "--algorithm" and is_in_file(value):
             found[value] = load_user_algorithm(value)
     return found
 

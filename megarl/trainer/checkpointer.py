@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.rules_files import described_models, uncompared_models
+from megarl.config.user_files import changed_files, user_files
 from megarl.failures import ExplainedError
 from megarl.files.checkpoints import (
     CHECKPOINTS,
@@ -92,6 +93,7 @@ class Checkpointer:
         stop: StopRequest,
     ) -> None:
         self._job_config, self.config = config, config.checkpoint
+        self._user_files = user_files(config)  # as the ranks have read them
         self._state, self._run, self._stop = state, run_folder, stop
         self.roles = {
             role: TrainedRole(executor, role) for role in meshes if kind_and_suffix(role)[0] in TRAINED_KINDS
@@ -258,6 +260,7 @@ class Checkpointer:
             "weight_version": step,
             "random_states": random_states,
             "models": described_models(self._job_config),
+            "user_files": self._user_files,
             "metrics": {name: value for name, value in row.items() if math.isfinite(value)},
             "arguments": write_args(self._job_config),
         }
@@ -316,7 +319,8 @@ class Checkpointer:
 
     def _load(self, folder: Path) -> None:
         body = read_job(folder)
-        for line in uncompared_models(self._job_config, body):
+        changed = changed_files(self._job_config, body.get("user_files", {}))
+        for line in (*uncompared_models(self._job_config, body), *changed):
             self._run.progress.note(line)
         loaded = [
             role.load_checkpoint(str(folder / name), digests=False) for name, role in self.roles.items()

@@ -370,7 +370,7 @@ def test_the_checks_of_a_first_update_hold(loss, correction):
 
 
 def test_the_flags_are_those_of_the_table():
-    assert typing.get_args(typing.get_type_hints(GRPO)["policy_loss"]) == tuple(TRANSFORMS)
+    assert typing.get_type_hints(GRPO)["policy_loss"] is str  # a file of the user's too
     kernels = {name for name, transform in TRANSFORMS.items() if transform.loss is None}
     assert kernels == set(typing.get_args(PolicyLossKind))
     assert OPTIONS <= {field.name for field in dataclasses.fields(GRPO)}

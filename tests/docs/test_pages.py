@@ -472,7 +472,7 @@ def check_two_actors(seen: dict[str, dict[str, float] | None]) -> None:
 @pytest.mark.timeout(600)
 def test_the_algorithm_of_the_page_trains(checkout):
     """Both blocks as files of a copied tree, with the flags that the page promises."""
-    module, registry = [block for block in blocks_of("docs/algorithms.md") if block.language == "python"]
+    module, registry = [block for block in blocks_of("docs/algorithms.md") if how(block) == "stepmean"]
     tree = checkout / "tree"
     shutil.copytree(ROOT / "megarl", tree / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "megarl" / "algorithms" / "stepmean.py").write_text(module.text + "\n")
