@@ -192,7 +192,7 @@ class Algorithm(Section):
 
     paper: ClassVar[str] = ""
     """Number of the paper on arXiv."""
-    advantage: ClassVar[str] = ""
+    advantage_formula: ClassVar[str] = ""
     """The advantage in one line, for `megarl algorithms`; r is the response's reward."""
     is_on_policy: ClassVar[bool] = False
     """The paper derives the advantage for exact on-policy training: one update per step, no staleness."""

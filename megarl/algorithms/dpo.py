@@ -22,7 +22,9 @@ class DPO(Preference):
     """direct preference optimization"""
 
     paper: ClassVar[str] = "2305.18290"
-    advantage: ClassVar[str] = "none: the loss is -log sigmoid(beta (log-ratio of chosen - of rejected))"
+    advantage_formula: ClassVar[str] = (
+        "none: the loss is -log sigmoid(beta (log-ratio of chosen - of rejected))"
+    )
 
     beta: Positive = 0.1
     """How strongly the policy is held at the reference: factor of the log-ratio in the implicit reward."""

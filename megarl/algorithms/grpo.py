@@ -9,12 +9,13 @@ token-mean and no KL by default. Dr. GRPO (2503.20783) is `--loss-aggregation dr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.group_advantage import GroupAdvantage, Peer
+from megarl.algorithms.user_advantage import load_user_advantage
 from megarl.algorithms.turn_advantages import reference_turn_advantages, turn_advantages
 
 if TYPE_CHECKING:
@@ -26,11 +27,32 @@ class GRPO(GroupAdvantage):
     """group relative policy optimization"""
 
     paper: ClassVar[str] = "2402.03300"
-    advantage: ClassVar[str] = "(r - group mean) / (group std + 1e-4)"
-    takes_turn_rewards: ClassVar[bool] = True
+    advantage_formula: ClassVar[str] = "(r - group mean) / (group std + 1e-4)"
 
     normalize_advantages_by_std: bool = True
     """Divide the advantages by the standard deviation of their group's rewards."""
+    advantage: str | None = None
+    """path/to/file.py:function of your own that makes the advantages of a step's samples from their rewards,
+    groups and lengths, in place of the group's mean and deviation. Default: none."""
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        yield from GroupAdvantage.field_rules(self)
+        if self.advantage is None:
+            return
+        try:
+            load_user_advantage(self.advantage)
+        except ValueError as error:
+            yield False, "advantage", str(error)
+        yield (
+            self.normalize_advantages_by_std,
+            "normalize_advantages_by_std",
+            "is not for --advantage, whose function decides. Leave it out.",
+        )
+
+    @property
+    def takes_turn_rewards(self) -> bool:
+        """Whether the advantages can tell the rewards of an episode's answers apart."""
+        return self.advantage is None
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the advantages as the base class does, or of each answer by itself with --turn-rewards."""
@@ -40,12 +62,16 @@ class GRPO(GroupAdvantage):
         advantages = turn_advantages(inputs, self.normalize_advantages_by_std)
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
-    def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
+    def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn] | None:
+        if self.advantage is not None:
+            return None  # the user's function is the only definition
         if inputs.turns is None:
             return GroupAdvantage.reference_advantages(self, inputs, sample)
         return reference_turn_advantages(inputs, sample, self.normalize_advantages_by_std)
 
     def sample_advantages(self, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+        if self.advantage is not None:
+            return load_user_advantage(self.advantage)(rewards, group_ids, lengths)
         from megarl.kernels.group_advantages import group_advantages
 
         return group_advantages(rewards, group_ids, self.normalize_advantages_by_std)

@@ -21,7 +21,9 @@ class IPO(Preference):
     """identity preference optimization"""
 
     paper: ClassVar[str] = "2310.12036"
-    advantage: ClassVar[str] = "none: the loss is (log-ratio of chosen - of rejected - 1 / (2 beta))^2"
+    advantage_formula: ClassVar[str] = (
+        "none: the loss is (log-ratio of chosen - of rejected - 1 / (2 beta))^2"
+    )
 
     beta: Positive = 0.1
     """The log-ratios of a pair are drawn 1 / (2 beta) apart."""

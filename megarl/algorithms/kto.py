@@ -22,7 +22,9 @@ class KTO(Preference):
     """Kahneman-Tversky optimization"""
 
     paper: ClassVar[str] = "2402.01306"
-    advantage: ClassVar[str] = "none: the loss is 1 - sigmoid(+-beta (log-ratio - KL)), by the answer's label"
+    advantage_formula: ClassVar[str] = (
+        "none: the loss is 1 - sigmoid(+-beta (log-ratio - KL)), by the answer's label"
+    )
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "labelled"
 
     beta: Positive = 0.1

@@ -70,7 +70,7 @@ def tables() -> Iterator[Table]:
         "Algorithms (--algorithm)",
         ("name", "what", "advantage", "needs", "paper"),
         [
-            (name, (cls.__doc__ or "").splitlines()[0], cls.advantage, _needs(name), cls.paper)
+            (name, (cls.__doc__ or "").splitlines()[0], cls.advantage_formula, _needs(name), cls.paper)
             for name, cls in REGISTRY.items()
         ],
     )

@@ -21,7 +21,7 @@ class MaxRL(GroupAdvantage):
     """maximum likelihood reinforcement learning"""
 
     paper: ClassVar[str] = "2602.02710"
-    advantage: ClassVar[str] = "(r - group mean) / group mean, 0 where the mean is not above 0"
+    advantage_formula: ClassVar[str] = "(r - group mean) / group mean, 0 where the mean is not above 0"
 
     def sample_advantages(self, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
         found = GroupStatistics.of(rewards, group_ids)

@@ -23,7 +23,7 @@ class OPO(GroupAdvantage):
     """on-policy optimization with the optimal baseline"""
 
     paper: ClassVar[str] = "2505.23585"
-    advantage: ClassVar[str] = "r - length-weighted group mean"
+    advantage_formula: ClassVar[str] = "r - length-weighted group mean"
     is_on_policy: ClassVar[bool] = True
 
     def sample_advantages(self, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:

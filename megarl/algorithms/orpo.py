@@ -25,7 +25,7 @@ class ORPO(Preference):
     """odds ratio preference optimization"""
 
     paper: ClassVar[str] = "2403.07691"
-    advantage: ClassVar[str] = (
+    advantage_formula: ClassVar[str] = (
         "none: the loss is -log p(chosen) - beta log sigmoid(log odds ratio), p per token"
     )
 

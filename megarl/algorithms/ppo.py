@@ -43,7 +43,7 @@ class PPO(PolicyGradient):
 
     needs_critic: ClassVar[bool] = True
     paper: ClassVar[str] = "1707.06347"
-    advantage: ClassVar[str] = "GAE of a critic, whitened over the step"
+    advantage_formula: ClassVar[str] = "GAE of a critic, whitened over the step"
 
     gamma: Fraction = 1.0
     """Discount of rewards per token."""

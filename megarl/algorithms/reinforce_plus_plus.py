@@ -26,7 +26,7 @@ class ReinforcePlusPlus(PolicyGradient):
 
     name: ClassVar[str] = "reinforce++"
     paper: ClassVar[str] = "2501.03262"
-    advantage: ClassVar[str] = "return of the token, whitened over the step"
+    advantage_formula: ClassVar[str] = "return of the token, whitened over the step"
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the whitened return of each token, and metrics, with one sum over ranks.
@@ -91,7 +91,7 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
     """REINFORCE++ with the group's mean as baseline"""
 
     name: ClassVar[str] = "reinforce++-baseline"
-    advantage: ClassVar[str] = "as reinforce++, of r - group mean"
+    advantage_formula: ClassVar[str] = "as reinforce++, of r - group mean"
     relative_to_group: ClassVar[bool] = True
 
     def _centred(self, inputs: AdvantageInputs) -> Tensor:

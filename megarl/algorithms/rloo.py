@@ -23,7 +23,7 @@ class RLOO(GroupAdvantage):
     """REINFORCE leave-one-out"""
 
     paper: ClassVar[str] = "2402.14740"
-    advantage: ClassVar[str] = "r - mean reward of the group's other responses"
+    advantage_formula: ClassVar[str] = "r - mean reward of the group's other responses"
 
     def sample_advantages(self, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
         found = GroupStatistics.of(rewards, group_ids)

@@ -22,7 +22,9 @@ class RPO(Preference):
     """reward-aware preference optimization"""
 
     paper: ClassVar[str] = "2406.11704"
-    advantage: ClassVar[str] = "none: the loss is KL(sigmoid(eta score difference), sigmoid(DPO's margin))"
+    advantage_formula: ClassVar[str] = (
+        "none: the loss is KL(sigmoid(eta score difference), sigmoid(DPO's margin))"
+    )
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "scored_pair"
 
     beta: Positive = 0.1

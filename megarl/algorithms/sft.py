@@ -19,7 +19,7 @@ class SFT(Algorithm):
 
     needs_rollout: ClassVar[bool] = False
     paper: ClassVar[str] = "2203.02155"
-    advantage: ClassVar[str] = "none: cross-entropy on the data set's responses"
+    advantage_formula: ClassVar[str] = "none: cross-entropy on the data set's responses"
 
     train_turns: Literal["last", "all"] = "last"
     """Which of the assistant's turns of a row with `messages` are trained on: the last one, or all of them.

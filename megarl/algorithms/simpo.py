@@ -21,7 +21,7 @@ class SimPO(Preference):
     """simple preference optimization"""
 
     paper: ClassVar[str] = "2405.14734"
-    advantage: ClassVar[str] = (
+    advantage_formula: ClassVar[str] = (
         "none: the loss is -log sigmoid(beta (mean log-prob of chosen - of rejected) - margin)"
     )
 

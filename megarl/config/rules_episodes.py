@@ -115,8 +115,11 @@ def _turn_rewards(job: Job) -> Iterator[str]:
     for suffix, of_actor in configs_of_actors(job.config).items():
         algorithm = of_actor.algorithm
         if not algorithm.takes_turn_rewards:
-            name = algorithm_name(type(algorithm))
-            yield f"--algorithm{suffix} ({name}) has one advantage for all answers of an episode. Try grpo."
+            flag, value = f"--algorithm{suffix}", algorithm_name(type(algorithm))
+            advice = "Try grpo."
+            if (own := getattr(algorithm, "advantage", None)) is not None:
+                flag, value, advice = "--advantage", own, "Leave one of them out."
+            yield f"{flag} ({value}) has one advantage for all answers of an episode. {advice}"
         if getattr(algorithm, "kl_mode", "none") == "reward":
             yield "--kl-mode (reward) belongs to no single answer. Try --kl-mode loss."
         if (buffer := getattr(algorithm, "overlong_buffer", None)) is not None:

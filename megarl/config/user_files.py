@@ -18,6 +18,7 @@ def user_files(config: TrainConfig) -> dict[str, dict[str, str]]:
     for suffix, of_actor in configs_of_actors(config).items():
         values = {
             "algorithm": getattr(type(of_actor.algorithm), "name", ""),
+            "advantage": getattr(of_actor.algorithm, "advantage", None),
             "policy-loss": getattr(of_actor.algorithm, "policy_loss", ""),
             "reward-function": of_actor.data.reward_function,
             "env": of_actor.episodes.env,

@@ -33,7 +33,7 @@ def test_each_is_a_frozen_dataclass_with_defaults():
     for cls in REGISTRY.values():
         assert issubclass(cls, Algorithm) and cls.__dataclass_params__.frozen
         assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(cls))
-        assert cls.paper and cls.advantage
+        assert cls.paper and cls.advantage_formula
         assert not hasattr(cls(), "__dict__")  # slots: a misspelt attribute is an error
 
 

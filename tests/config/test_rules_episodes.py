@@ -4,6 +4,8 @@ pytest tests/config/test_rules_episodes.py"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megarl.algorithms import REGISTRY
@@ -13,6 +15,7 @@ from megarl.config.loader import load_config
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 
 ENV = "class Env:\n    def reset(self, row): ...\n    def step(self, text): ...\n"
+OWN = f"{Path(__file__).with_name('own_advantage.py')}:centred"
 IS = "--env env.py:Env"
 
 
@@ -102,6 +105,11 @@ RULES = {
         f"{IS} --turn-rewards --algorithm ppo",
         "--turn-rewards: --algorithm (ppo) has one advantage for all answers of an episode. Try grpo.",
         f"{IS} --turn-rewards --algorithm grpo",
+    ),
+    "rewards of answers for a function of one's own": (
+        f"{IS} --turn-rewards --algorithm grpo --advantage {OWN}",
+        f"--turn-rewards: --advantage ({OWN}) has one advantage for all answers of an episode. Leave one of them out.",
+        f"{IS} --algorithm grpo --advantage {OWN}",
     ),
     "rewards of answers and a KL of episodes": (
         f"{IS} --turn-rewards --kl-mode reward --kl-coef 0.1",

@@ -1,0 +1,5 @@
+"""A user's file for --advantage."""
+
+
+def centred(rewards, group_ids, lengths):
+    return rewards - rewards.nanmean()
