@@ -147,6 +147,8 @@ ELSEWHERE = {
     "examples/calculator_agent.py": "tests/e2e/test_agents_job.py",
     "examples/calculator_env.py": "tests/e2e/test_episodes_job.py",
     "examples/own_loop.py": "tests/e2e/test_python_api.py",
+    f"{BENCH}/learning_curves.py": "tests/tools/test_learning_curves.py",
+    f"{BENCH}/permuted_reward.py": "tests/tools/test_learning_curves.py",
     f"{BENCH}/preference_learning.py": "tests/e2e/test_preference_jobs.py",
     "examples/retry_loop.py": "tests/e2e/test_python_api.py",
     **{

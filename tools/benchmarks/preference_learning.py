@@ -88,10 +88,12 @@ def accuracy(model: Path, quickstart: Path, file: Path) -> float:
     return json.loads(file.read_text())["all"]["reward_greedy"]["value"]
 
 
-def megarl(*words: object) -> str:
-    """Run a command of megarl, and return what it prints to stdout."""
+def megarl(*words: object, seconds: float | None = None) -> str:
+    """Run a command of megarl, and return what it prints to stdout.
+
+    Raises: subprocess.SubprocessError if it fails, or takes longer than `seconds`."""
     command = [sys.executable, "-m", "megarl.cli", *map(str, words)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=seconds).stdout
 
 
 if __name__ == "__main__":
