@@ -6,6 +6,7 @@ import array
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -30,11 +31,19 @@ def main() -> None:
     streams = array.array("i", [0, 1, 2])
     connection.sendmsg([b"%d\n" % len(request)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
     connection.sendall(request)
-    replies = connection.makefile("rb")
+    replies = connection.makefile("rb", buffering=0)
     child = int(replies.readline())
+    # A handler of Python's runs between two bytecodes: a signal just before a read that blocks would wait for
+    # the read's end. The byte of its number in a pipe does not.
+    arrived, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
     for signum in FORWARDED:
-        signal.signal(signum, lambda signum, frame: os.kill(child, signum))
+        signal.signal(signum, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    while connection not in select.select([arrived, connection], [], [])[0]:
+        for signum in os.read(arrived, 64):
+            os.kill(child, signum)
     status = int(replies.readline() or signal.SIGKILL)  # a server that was killed has taken the child along
     if os.WIFSIGNALED(status):
         if os.WTERMSIG(status) in FORWARDED:

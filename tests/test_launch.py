@@ -56,7 +56,11 @@ def test_exit_codes(preloaded, code, expected, says):
 @BOTH
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_arrive(preloaded, signum, tmp_path):
-    code = "import signal, sys, time\nfor s in (2, 15): signal.signal(s, lambda n, f: sys.exit(40 + n))\nprint('up', flush=True); time.sleep(60)"
+    # short sleeps: a handler does not run if its signal arrives between two bytecodes, just before a long one
+    code = (
+        "import signal, sys, time\nfor s in (2, 15): signal.signal(s, lambda n, f: sys.exit(40 + n))\n"
+        "print('up', flush=True)\nwhile True: time.sleep(0.1)"
+    )
     process = subprocess.Popen(
         [preloaded_python() if preloaded else sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
     )

@@ -175,6 +175,9 @@ class Job:
             time.sleep(0.1)
         seconds = time.time() - since if alive else last - since
         orphans = [self.describe(pid) for pid in alive]
+        if not alive:  # a process that /proc calls a zombie can be waited for once its last thread has ended
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.launcher.wait(5)
         exit_code = self.launcher.poll()
         self.end()
         return Outcome(

@@ -90,7 +90,7 @@ def wait_until_taken(process) -> None:
         pending.search(status.read_text()) for status in Path(f"/proc/{process.pid}/task").glob("*/status")
     ):
         time.sleep(0.001)
-    time.sleep(0.01)  # from the kernel's hands to Python's
+    time.sleep(0.1)  # from the kernel's hands to Python's, on a machine that is busy with others
 
 
 def ended(process) -> bool:
