@@ -2,6 +2,7 @@
 import and a line here."""
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ValueLossInputs
+from megarl.algorithms.bradley_terry import BradleyTerry
 from megarl.algorithms.dpo import DPO
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.ipo import IPO
@@ -31,6 +32,7 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "simpo": SimPO,
     "orpo": ORPO,
     "rpo": RPO,
+    "bradley-terry": BradleyTerry,
 }
 """--algorithm -> the dataclass with its flags and its math."""
 

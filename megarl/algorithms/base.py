@@ -66,6 +66,8 @@ class AdvantageInputs:
     """[N] fp32, of the reference policy."""
     values: Tensor | None = None
     """[N] fp32, the critic's V of the state in which the token was chosen."""
+    old_scores: Tensor | None = None
+    """[N] fp32, of a reward model in training; N is then B."""
     turns: Sequence[TurnRewards | None] | None = None
     """With --turn-rewards: the answers of each of the S episodes; None where the reward failed."""
 
@@ -187,6 +189,26 @@ class ValueLossInputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreLossInputs:
+    """What the loss of a reward model in training reads: one number per sample of one micro-batch on one rank,
+    B of them. Counts are as in `LossInputs`."""
+
+    scores: Tensor
+    """[B] fp32, of the model now, at each sample's last token; carries the gradient."""
+    old_scores: Tensor
+    """[B] fp32, of the model before the update."""
+    advantages: Tensor
+    """[B] fp32, of `compute_advantages`."""
+    response_lengths: Tensor
+    """[B] int64, all 1: of a sample only the last token is trained on."""
+    num_tokens: int
+    num_sequences: int
+    max_response_length: int
+    sequence_ids: Tensor | None = None
+    """[B] int64, as in `LossInputs`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Algorithm(Section):
     """Base of all algorithms. A new one is a file with a subclass and a line in REGISTRY."""
 
@@ -207,6 +229,8 @@ class Algorithm(Section):
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "response"
     """Without a rollout: the part of a row that is trained on, a response, a pair of answers, which may need
     scores, or a completion with a label."""
+    trains_scores: ClassVar[bool] = False
+    """The trained model is a reward model: it has a score head, and learns from `score_loss`."""
     early_stop_kl: ClassVar[float | None] = None
     """Mean of the metric policy/kl of an epoch above which the actor makes no further epoch in the step."""
     needs_critic: ClassVar[bool] = False
@@ -334,6 +358,11 @@ class Algorithm(Section):
         """Return this micro-batch's part of the critic's loss, a scalar with gradient, and of its metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no critic")
 
+    def score_loss(self, inputs: ScoreLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this micro-batch's part of the loss of a reward model, a scalar with gradient, and of its
+        metrics."""
+        raise NotImplementedError(f"{type(self).__name__} trains no reward model")
+
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float | None:
         """Return what the weights of all tokens of a mini-batch in `loss` must add up to, or None for no
         check.
@@ -356,9 +385,13 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     return config.algorithm
 
 
-def promised_weight(algorithm: Algorithm, loss: Literal["loss", "value_loss"], *counts: int) -> float | None:
+def promised_weight(
+    algorithm: Algorithm, loss: Literal["loss", "value_loss", "score_loss"], *counts: int
+) -> float | None:
     """Return the `weight_sum` that belongs to one of the algorithm's losses, or None if a subclass has
     replaced the loss but not the sum."""
+    if loss == "score_loss":  # its tokens are samples, whose weights are the algorithm's to choose
+        return None
     sum_name = {"loss": "weight_sum", "value_loss": "value_weight_sum"}[loss]
     classes = type(algorithm).__mro__
     of_loss, of_sum = (next(cls for cls in classes if name in vars(cls)) for name in (loss, sum_name))

@@ -96,7 +96,7 @@ def tables() -> Iterator[Table]:
 
 def _needs(name: str) -> str:
     """Return what an algorithm needs beside the actor, in words."""
-    cls = REGISTRY[name]
+    cls = REGISTRY[name]()
     needs = {
         "responses in the data": not cls.needs_rollout and cls.row_needs == "response",
         "pairs in the data": cls.row_needs in ("pair", "scored_pair"),

@@ -35,7 +35,8 @@ class TrainedModel(NamedTuple):
 
 def trained_models(config: TrainConfig) -> dict[str, TrainedModel]:
     """Return role -> model for one actor and, if it has one, its critic."""
-    models = {"actor": TrainedModel(config.model.model, config.optimizer, config.lora)}
+    of_actor = config.model.model, config.optimizer, config.lora
+    models = {"actor": TrainedModel(*of_actor, value_head=config.algorithm.trains_scores)}
     if config.critic is not None:
         critic = config.model.critic_folder, config.critic_optimizer, config.critic_lora
         models["critic"] = TrainedModel(*critic, value_head=True)

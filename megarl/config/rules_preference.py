@@ -18,7 +18,7 @@ def preference(job: Job) -> Errors:
     name = algorithm_name(type(algorithm))
     if config.batch.num_epochs > 1:
         yield (
-            f"--num-epochs ({config.batch.num_epochs}): a pair's loss is derived from the log-probs before the "
+            f"--num-epochs ({config.batch.num_epochs}): a pair's loss is derived from the model's output before the "
             f"step, so --algorithm {name} makes one update per step. Try --num-epochs 1, and more --train-iters "
             "to see rows again."
         )

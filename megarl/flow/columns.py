@@ -82,6 +82,10 @@ COLUMNS: dict[str, Column] = {
         ),
         Column(name="ref_log_probs", holds="Log-probability under the reference policy."),
         Column(name="values", holds="The critic's value of the state in which the token was chosen."),
+        Column(
+            name="old_scores",
+            holds="Score by the reward model in training before this step's update, on the last token.",
+        ),
         Column(name="advantages", holds="Advantage; NaN where the sample's reward failed."),
         Column(
             name="correction_weights",

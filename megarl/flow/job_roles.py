@@ -244,13 +244,19 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
                 mismatch/*.
             canaries: whether the pass also scores the canaries that were distributed."""
 
+    @method(
+        reads=("tokens", "lengths", "weights:actor"), writes=("old_scores",), optional=True, phase="log_probs"
+    )
+    def scores(self) -> None:
+        """Write the column old_scores: the score of each sample by this actor, a reward model in training."""
+
     @method(optional=True)
     def canary_tokens(self) -> list[dict[str, int | float]]:
         """Return trainer's and engine's log-prob of each response token of the scored canaries, in the form
         of `worst_tokens`. One rank of each data-parallel replica returns those of the replica."""
 
     @method(
-        reads=("rewards", "old_log_probs", "ref_log_probs", "values"),
+        reads=("rewards", "old_log_probs", "ref_log_probs", "values", "old_scores"),
         writes=("advantages", "returns", "correction_weights"),
         reports=True,
         of_algorithm=True,

@@ -42,7 +42,7 @@ class ValueModel(TrainedModel):
 
         Stages before the last one return None. Element i has seen only the tokens before token i. It is the
         head's output at the position that predicts token i, so it is aligned with log_probs."""
-        return self._forward_only(micro_batches, self._before_responses)
+        return self._forward_only(micro_batches, self._of_responses)
 
     def scores(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
         """Return the value after the last token of each sample, [B] fp32 on the CPU for each micro-batch.
@@ -71,9 +71,9 @@ class ValueModel(TrainedModel):
             return value, [metrics]
 
         ask = lambda: self.values(micro_batches)
-        return self._update(micro_batches, self._before_responses, finish, ask, check=check)
+        return self._update(micro_batches, self._of_responses, finish, ask, check=check)
 
-    def _before_responses(self, micro: MicroBatch, shard: ContextShard) -> ValuePositions:
+    def _of_responses(self, micro: MicroBatch, shard: ContextShard) -> ValuePositions:
         return self._at(micro.predict_positions, shard)
 
     def _at(self, positions: torch.Tensor, shard: ContextShard) -> ValuePositions:
@@ -82,3 +82,16 @@ class ValueModel(TrainedModel):
         return ValuePositions(
             here.to(self.device), None if rows is None else rows.to(self.device), len(positions)
         )
+
+
+class ScoreModel(ValueModel):
+    """A reward model in training: its value of a response token is the head's output at that token itself.
+
+    The tokens are the samples' last ones, so these values are `scores`."""
+
+    prefix: ClassVar[str] = "policy"
+    routing_prefix: ClassVar[str] = "moe"
+    token_values: ClassVar[tuple[str, str]] = "score", "old_scores"
+
+    def _of_responses(self, micro: MicroBatch, shard: ContextShard) -> ValuePositions:
+        return self._at(micro.response_positions, shard)

@@ -15,6 +15,11 @@ def next_commands(config: TrainConfig) -> str:
     A job of supervised fine-tuning has no samples to show."""
     folder, needs_rollout = Path(config.run.save), algorithm_of(config).needs_rollout
     run, model = shlex.quote(str(folder)), shlex.quote(str(folder / "hf"))
+    if algorithm_of(config).trains_scores:
+        return (
+            f"The reward model is in {model}. To look at the run:\n  megarl plot {run}\n"
+            f"To train with it: --reward-model {model}"
+        )
     looks = [f"megarl plot {run}", f"megarl chat --model {run}"]
     if needs_rollout:
         looks.insert(0, f"megarl show {run}")

@@ -287,7 +287,8 @@ class MegatronRole(HostedRole):
         Args:
             rows: indices into the micro-batch's response tokens."""
         objective = self.objective
-        weight = None if check.promised is None else objective.token_weight(self.algorithm, inputs)
+        measure = None if check.promised is None else objective.token_weight
+        weight = None if measure is None else measure(self.algorithm, inputs)
         check.add_tokens(inputs.response_lengths, weight)
         if check.limit is not None:
             check.add_passes(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs
+from megarl.algorithms.base import Algorithm, LossInputs, ScoreLossInputs, ValueLossInputs
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Objective:
 
     loss: str
     """Method of the algorithm that computes the loss."""
-    inputs: type[LossInputs] | type[ValueLossInputs]
+    inputs: type[LossInputs] | type[ValueLossInputs] | type[ScoreLossInputs]
     """Type of the method's argument."""
     columns: Mapping[str, str]
     """Field of the inputs -> token column that fills it.
@@ -37,5 +37,6 @@ class Objective:
     """Field of the inputs with the model's output before the updates of the step."""
     what: str
     """Word for one number of the output, for error messages."""
-    token_weight: Callable[[Algorithm, LossInputs | ValueLossInputs], torch.Tensor]
-    """Function that measures the sum of the weights that the loss gives its tokens, see `loss_probes`."""
+    token_weight: Callable[[Algorithm, LossInputs | ValueLossInputs], torch.Tensor] | None = None
+    """Function that measures the sum of the weights that the loss gives its tokens, see `loss_probes`; None
+    where nothing is promised of it."""

@@ -44,8 +44,9 @@ class PreferenceActorRole(SFTActorRole):
         samples = {}
         for visit in visits:
             for sample in range(2 * visit, 2 * visit + 2):
-                prompt, ids, *_ = self.row_sample(visits, sample)
-                samples[sample] = Sample(sample, len(prompt) + len(ids), len(ids), group=visit)
+                one = self.row_sample(visits, sample)
+                length = len(one.prompt) + len(one.response)
+                samples[sample] = Sample(sample, length, one.num_trained, group=visit)
         self.store.layouts[self.shard_key] = BatchLayout("train", mini_batches, samples)
 
     @needs("parameters")

@@ -177,10 +177,12 @@ def _roles_without_rollout(
     """Return name -> role for a job whose samples are rows of the data. Actor and reference are on the same
     ranks."""
     from megarl.workers.preference import PreferenceActorRole
+    from megarl.workers.reward_training import RewardTrainingRole
     from megarl.workers.sft import SFTActorRole
 
     shared = config, meshes, store, offload_manager
-    cls = SFTActorRole if config.algorithm.row_needs == "response" else PreferenceActorRole
+    of_pairs = RewardTrainingRole if config.algorithm.trains_scores else PreferenceActorRole
+    cls = SFTActorRole if config.algorithm.row_needs == "response" else of_pairs
     actor = cls("actor", *shared)
     if "reference" not in meshes:
         return {"actor": actor}

@@ -22,7 +22,10 @@ def errors_of(flags):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--num-epochs 2", "--num-epochs (2): a pair's loss is derived from the log-probs before the step"),
+        (
+            "--num-epochs 2",
+            "--num-epochs (2): a pair's loss is derived from the model's output before the step",
+        ),
         ("--actor-ranks 0 --reference-ranks 1", "--reference-ranks (1): with --algorithm dpo the reference"),
         (
             "--tensor-model-parallel-size 2 --reference-tensor-model-parallel-size 1",

@@ -379,7 +379,7 @@ def node(name: str, reads=(), writes=(), **options) -> Node:
             [Node(role="actor", method="logprobs")],
             r"node \(actor.logprobs\): no columns are known for method \(logprobs\). Did you mean "
             r"log_probs\? "
-            r"Known methods of actor: log_probs, receive_rows, update. For one of your own",
+            r"Known methods of actor: log_probs, receive_rows, scores, update. For one of your own",
         ),
         (
             [Node(role="a", method="x")],

@@ -95,6 +95,7 @@ def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
         "rollout_log_probs": "rollout_2.generate",
         "weight_versions": "rollout_2.generate",
         "old_log_probs": "actor_2.log_probs",
+        "old_scores": "actor_2.scores",
         "ref_log_probs": "reference_2.log_probs",
         "values": "critic_2.values",
         "advantages": "actor_2.advantages",
@@ -133,6 +134,7 @@ def test_what_the_step_does_with_each_call():
         "critic.values": "values",
         "critic.update": "critic_update",
         "actor.log_probs": "log_probs",
+        "actor.scores": "log_probs",
         "actor.update": "update",
     }
     assert declaration("critic_2", "update") is Critic.update

@@ -10,6 +10,7 @@ import megarl.workers.profiler
 import megarl.workers.reference
 import megarl.workers.reward
 import megarl.workers.reward_model
+import megarl.workers.reward_training
 import megarl.workers.rollout
 import megarl.workers.sft  # noqa: F401  importing a class compares it with its declaration
 from megarl.flow.job_roles import Metrics
