@@ -104,6 +104,11 @@ class GateLimits:
         """Level in nats above which a token is an outlier."""
         return self.multiples.outlier * self.unit
 
+    @property
+    def largest(self) -> float:
+        """Largest difference of a token in nats that is accepted."""
+        return self.multiples.maximum * self.unit if self.max_abs is None else self.max_abs
+
     def accepted(self, mismatch: Mapping[str, float]) -> dict[str, float]:
         """Return name -> largest accepted value for each statistic that is judged, e.g. "clipped_abs" and
         "max_abs".
@@ -121,10 +126,8 @@ class GateLimits:
         else:
             limits["mean_abs"] = self.mean_abs
         if self.max_abs is None:
-            limits |= {"outliers": FEW + rule.outlier_share * num_tokens, "max_abs": rule.maximum * self.unit}
-        else:
-            limits["max_abs"] = self.max_abs
-        return limits
+            limits["outliers"] = FEW + rule.outlier_share * num_tokens
+        return limits | {"max_abs": self.largest}
 
     def describe(self) -> str:
         """Return one line that explains how the limits are derived."""
@@ -140,3 +143,43 @@ class GateLimits:
             f"{outliers if self.max_abs is None else '--gate-max-abs'}; "
             f"u = {self.unit_text} = {self.unit:.3g}"
         )
+
+
+def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
+    """Return the names of the log-prob statistics of a step that are above their limits or not finite, e.g.
+    "mean_abs".
+
+    Args:
+        mismatch: metrics of the step, each with the prefix mismatch/, see `ActorRole.log_probs`."""
+    return [
+        name
+        for name, limit in limits.accepted(mismatch).items()
+        if not (math.isfinite(value := mismatch[f"mismatch/{name}"]) and value <= limit)
+    ]
+
+
+def gate_error(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
+    """Return the error message if a step's differences |trainer log-prob - engine log-prob| are too large,
+    else None.
+
+    Args:
+        mismatch: as in `exceeded`."""
+    above = exceeded(mismatch, limits)
+    if not above:
+        return None
+    statistics = [
+        f"  mismatch/{name} {mismatch[f'mismatch/{name}']:.9g}, accepted "
+        f"{limit:.9g}{': TOO LARGE' if name in above else ''}"
+        for name, limit in limits.accepted(mismatch).items()
+    ]
+    rule = (
+        f"  accepted by the rule {limits.describe()}; mean log-prob "
+        f"-{mismatch['mismatch/log_prob_abs']:.4g}. --gate-mean-abs and --gate-max-abs replace the rule."
+    )
+    return "\n".join([_DISAGREE.format(mismatch["mismatch/tokens"]), *statistics, rule])
+
+
+_DISAGREE = (
+    "trainer and engine disagree on {:.0f} sampled tokens by more than rounding. Training would be silently "
+    "wrong. Is dropout on, a weight not synchronised, or an engine argument changing the distribution?"
+)

@@ -229,6 +229,8 @@ class Algorithm(Section):
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "response"
     """Without a rollout: the part of a row that is trained on, a response, a pair of answers, which may need
     scores, or a completion with a label."""
+    takes_engine_log_probs: ClassVar[bool] = False
+    """The engine's log-probs stand for those of the policy before the step, and no pass computes them."""
     trains_scores: ClassVar[bool] = False
     """The trained model is a reward model: it has a score head, and learns from `score_loss`."""
     early_stop_kl: ClassVar[float | None] = None
@@ -280,18 +282,19 @@ class Algorithm(Section):
         `roles`, those of the job, are left out."""
         actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=roles)
         models = symbolic_roles(" ".join(role for role in roles if role.startswith("reward_model")))
+        is_without_pass = self.takes_engine_log_probs
         return (
             actor.rollout()
             .join(
                 reward.score,
                 *(model.score for model in models),
-                actor.log_probs,
+                None if is_without_pass else actor.log_probs,
                 reference.log_probs,
                 critic.values,
             )
             .advantages(self)
             .update(critic)
-            .update(actor)
+            .update(actor, reads=("tokens", *self.loss_reads) if is_without_pass else None)
         )
 
     def step_errors(self, num_samples: int) -> Iterable[str]:

@@ -57,6 +57,10 @@ class PolicyGradient(Algorithm):
     """For --policy-loss dppo-tv and dppo-kl: a token has no gradient once its probability differs from the
     engine's by more than this in the direction of the update. Default: dppo-tv 0.15 (difference of the
     probabilities), dppo-kl 0.05 (nats)."""
+    old_log_probs: Literal["trainer", "engine"] = "trainer"
+    """The log-probs of before the step, which the ratio compares with. trainer: a forward pass computes them.
+    engine: those that the engine sampled by, which saves that pass; the log-prob gate then judges the first
+    mini-batch of a step, in its update."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
         "token-mean"
     )
@@ -161,6 +165,13 @@ class PolicyGradient(Algorithm):
                 for name in ("mis_low", "mis_high")
             ),
             (None in (self.mis_low, self.mis_high) or self.mis_low < self.mis_high, "mis_high", bounds_rule),
+            (self.old_log_probs in ("trainer", "engine"), "old_log_probs", "must be trainer or engine."),
+            (
+                not self.takes_engine_log_probs or not self.has_correction,
+                "old_log_probs",
+                "with engine, the trainer's probability before the step is the engine's, so corrections by their "
+                "ratio (--tis-clip, --mis-level, --token-veto) do nothing. Leave them out, or try trainer.",
+            ),
             (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
             ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef", kl_coef_rule),
             (
@@ -205,6 +216,10 @@ class PolicyGradient(Algorithm):
         return self._transform.token_level
 
     @property
+    def takes_engine_log_probs(self) -> bool:
+        return self.old_log_probs == "engine"
+
+    @property
     def has_ratio(self) -> bool:
         """Whether the loss sees that the policy has moved since the step began."""
         return self._transform.has_ratio
@@ -222,7 +237,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
-        old = ("old_log_probs",) if self.needs_reference or self.has_correction else ()
+        old = self._old_column if self.needs_reference or self.has_correction else ()
         return ("rewards", *old, *(("ref_log_probs",) if self.needs_reference else ()))
 
     @property
@@ -234,7 +249,12 @@ class PolicyGradient(Algorithm):
     def loss_reads(self) -> tuple[str, ...]:
         of_reference = ("ref_log_probs",) if self.needs_reference else ()
         weights = ("correction_weights",) if self.has_correction_column else ()
-        return ("old_log_probs", "advantages", *of_reference, *weights)
+        return (*self._old_column, "advantages", *of_reference, *weights)
+
+    @property
+    def _old_column(self) -> tuple[str, ...]:
+        """The column that a pass before the step writes, if there is one."""
+        return () if self.takes_engine_log_probs else ("old_log_probs",)
 
     def shaped_reward(self, reward: float, length: int, max_response_length: int) -> float:
         """Return the reward less DAPO's penalty of long responses (arXiv:2503.14476, eq. 13)."""

@@ -51,7 +51,33 @@ def _overlong_buffer(config: TrainConfig) -> int | None:
     return getattr(config.algorithm, "overlong_buffer", None)
 
 
+def _takes_engine_log_probs(config: TrainConfig) -> bool:
+    return config.algorithm.takes_engine_log_probs
+
+
 CONDITIONS: tuple[Condition, ...] = (
+    Condition(
+        is_error=True,
+        applies=lambda c: _takes_engine_log_probs(c) and _is_stale(c),
+        text="--old-log-probs (engine): with --staleness {staleness} the pass that it saves also scores the "
+        "canaries, which tell a fault of the engine from older weights. Try --old-log-probs trainer.",
+    ),
+    Condition(
+        is_error=True,
+        applies=lambda c: _takes_engine_log_probs(c) and c.experts.moe_routing_replay == "policy",
+        text="--old-log-probs (engine): --moe-routing-replay policy replays the experts of the pass that it "
+        "saves. Try --moe-routing-replay engine.",
+    ),
+    Condition(
+        is_error=True,
+        applies=lambda c: (
+            _takes_engine_log_probs(c)
+            and not c.algorithm.token_level
+            and (c.model.bf16 or c.rollout.dtype in ("bfloat16", "float16"))
+        ),
+        text="--old-log-probs (engine): --policy-loss {policy_loss} clips the ratio of a whole response at less "
+        "than what rounding in bf16 or fp16 moves it by. Try --old-log-probs trainer.",
+    ),
     Condition(
         is_error=True,
         applies=lambda c: _is_stale(c) and _without_ratio(c, has_correction=False),

@@ -66,7 +66,8 @@ class Flow(Graph):
     def advantages(self, algorithm: HasAdvantages, actor: SymbolicRole | None = None) -> Flow:
         """Return the flow with a node that computes the algorithm's advantages on the actor's ranks.
 
-        A missing `actor.log_probs` is added before the advantages, unless `actor.scores` is in its place. Scores of reward models count as
+        A missing `actor.log_probs` is added before the advantages, unless `actor.scores` is in its place or the
+        algorithm does without (`takes_engine_log_probs`). Scores of reward models count as
         rewards."""
         scored = any(base(column) == "scores" for node in self.nodes for column in node.writes or ())
         reads = [
@@ -77,7 +78,7 @@ class Flow(Graph):
         role = "actor" if actor is None else actor.name
         log_probs = Node(role=role, method="log_probs")
         is_there = {log_probs.name, f"{role}.scores"} & {node.name for node in self.declared}
-        added = [] if is_there else [log_probs]
+        added = [] if is_there or getattr(algorithm, "takes_engine_log_probs", False) else [log_probs]
         return self._with(
             *added,
             Node(

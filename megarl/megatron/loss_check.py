@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from megarl.batch import MicroBatch
 from megarl.collectives import all_gather_messages
+from megarl.gate_limits import GateLimits, exceeded, gate_error
 from megarl.invariants import InvariantError
 
 _WEIGHT_TOLERANCE = 1e-5
@@ -52,6 +54,9 @@ class LossCheck:
         num_tokens, num_sequences: counts of the whole mini-batch, as the loss receives them.
         limit: None if the numbers from before the step are not this model's, so nothing is compared."""
 
+    origin: ClassVar[str] = "before the step"
+    """Where the numbers that the update is compared with come from, in words."""
+
     def __init__(
         self,
         role: str,
@@ -70,6 +75,11 @@ class LossCheck:
         self._amounts: torch.Tensor | float = 0.0  # [2] number of tokens and of sequences
         self._gaps: torch.Tensor | float = 0.0  # [2] tokens above the limit, and the sum of differences
         self._seen: list[tuple[MicroBatch, torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def compares(self) -> bool:
+        """Whether `add_passes` is to be called."""
+        return self.limit is not None
 
     def add_tokens(self, response_lengths: torch.Tensor, weight: torch.Tensor | None) -> None:
         """Add the tokens of one loss call, and the sum of their weights, to this rank's sums.
@@ -152,17 +162,22 @@ class LossCheck:
         ):
             raise InvariantError(self._disagreement(tokens, group, gap / tokens))
 
-    def _disagreement(self, tokens: float, group: dist.ProcessGroup, mean: float) -> str:
+    def _worst(self, group: dist.ProcessGroup) -> list[tuple[float, str]]:
+        """Return the largest differences on all ranks, each with its token in words. Collective over the
+        group."""
         mine: list[tuple[float, str]] = []
         for micro, rows, now, before in self._seen if self.counts else ():
             gaps = (now - before).abs().nan_to_num(nan=torch.inf)
             for at in gaps.topk(min(_NAMED, len(gaps))).indices.tolist():
-                if gaps[at] > self.limit.limit or self.limit.of_mean:
-                    mine.append(
-                        (float(gaps[at]), self._told(micro, int(rows[at]), float(now[at]), float(before[at])))
-                    )
+                told = self._told(micro, int(rows[at]), float(now[at]), float(before[at]))
+                mine.append((float(gaps[at]), told))
         ranks = all_gather_messages(mine, list[tuple[float, str]], group)
-        worst = sorted((token for rank in ranks for token in rank), reverse=True)[:_NAMED]
+        return sorted((token for rank in ranks for token in rank), reverse=True)[:_NAMED]
+
+    def _disagreement(self, tokens: float, group: dist.ProcessGroup, mean: float) -> str:
+        worst = self._worst(group)
+        if not self.limit.of_mean:
+            worst = [token for token in worst if token[0] > self.limit.limit]
         name, value = ("mean", mean) if self.limit.of_mean else ("largest", worst[0][0])
         return "\n".join(
             [
@@ -184,6 +199,85 @@ class LossCheck:
         sample = int(torch.searchsorted(batch.cu_seqlens, position, right=True)) - 1
         return (
             f"sample {int(batch.sample_ids[sample])}, token {int(batch.tokens[position])} at position "
-            f"{position - int(batch.cu_seqlens[sample])}: {before:.8g} before the step, "
+            f"{position - int(batch.cu_seqlens[sample])}: {before:.8g} {self.origin}, "
             f"{now:.8g} in the update"
         )
+
+
+class EngineLossCheck(LossCheck):
+    """A `LossCheck` that is the log-prob gate as well, for --old-log-probs engine: the first update's own
+    log-probs are compared with the engine's, before a weight changes.
+
+    Args:
+        role, promised, num_tokens, num_sequences: as for `LossCheck`.
+        limits: limits of the gate."""
+
+    origin: ClassVar[str] = "by the engine"
+
+    def __init__(
+        self, role: str, promised: float | None, num_tokens: int, num_sequences: int, limits: GateLimits
+    ) -> None:
+        super().__init__(role, "log-prob", promised, num_tokens, num_sequences, limit=None)
+        self._limits = limits
+        self._stats = torch.zeros(len(_STATISTICS), dtype=torch.float64)
+        self._largest = 0.0
+
+    @property
+    def compares(self) -> bool:
+        return True
+
+    def add_passes(
+        self, micro: MicroBatch, rows: torch.Tensor, now: torch.Tensor, before: torch.Tensor
+    ) -> None:
+        gap = (now.detach() - before).double()
+        size, outlier = gap.abs(), self._limits.outlier
+        self._stats = self._stats.to(gap.device) + torch.stack(
+            [
+                size.sum(),
+                size.clamp(max=outlier).sum(),
+                now.detach().double().abs().sum(),
+                (~(size <= outlier)).sum().double(),
+                (gap.expm1() - gap).sum(),
+            ]
+        )
+        self._largest = max(self._largest, float(size.nan_to_num(nan=torch.inf).max()))
+        self._seen.append((micro, rows, now.detach(), before))
+
+    def metrics(self) -> dict[str, float]:
+        """Return this rank's part of the metrics mismatch/*, over the tokens of the mini-batch."""
+        if not self.counts:
+            return {}
+        return _mismatch(self._stats, self.num_tokens, self._largest) | {
+            "mismatch/tokens": sum(len(now) for _, _, now, _ in self._seen)
+        }
+
+    def sums(self, device: torch.device) -> torch.Tensor:
+        own = self._stats.to(device) if self.counts else torch.zeros(len(_STATISTICS), device=device)
+        is_above = float(self.counts and not self._largest <= self._limits.largest)
+        return torch.cat([super().sums(device), own.double(), own.new_tensor([is_above]).double()])
+
+    def judge(self, sums: torch.Tensor, factors: Collection[float], group: dist.ProcessGroup) -> None:
+        """Raise InvariantError on all ranks with the same message if a check fails, or trainer and engine
+        disagree. Collective over the group where they do."""
+        own = len(_STATISTICS) + 1
+        super().judge(sums[:-own], factors, group)
+        *stats, num_above = sums[-own:].cpu()
+        largest = 0.0
+        mismatch = _mismatch(torch.stack(stats), self.num_tokens, largest)
+        mismatch["mismatch/tokens"] = self.num_tokens
+        if not num_above and not exceeded(mismatch, self._limits):
+            return
+        worst = self._worst(group)
+        mismatch["mismatch/max_abs"] = worst[0][0]
+        error = gate_error(mismatch, self._limits)
+        raise InvariantError("\n".join([f"{self.role}: {error}", *(f"  {text}" for _, text in worst)]))
+
+
+_STATISTICS = ("mean_abs", "clipped_abs", "log_prob_abs", "outliers", "kl")
+
+
+def _mismatch(sums: torch.Tensor, num_tokens: int, largest: float) -> dict[str, float]:
+    """Return the metrics mismatch/* of sums over tokens, means where they are means."""
+    values = dict(zip(_STATISTICS, (sums / num_tokens).tolist(), strict=True))
+    values["outliers"] *= num_tokens
+    return {f"mismatch/{name}": value for name, value in values.items()} | {"mismatch/max_abs": largest}

@@ -15,11 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from megarl.config.mesh import MeshSpec, replicas
 from megarl.flow import Actor, Data, Rollout
 from megarl.futures import Future
-from megarl.gate_limits import FP32_EXPERTS, GateLimits
+from megarl.gate_limits import FP32_EXPERTS, GateLimits, gate_error
 from megarl.invariants import InvariantError
 from megarl.packing import Sample, plan_mini_batches, preferred_ranks
 from megarl.runtime.executor import Executor
-from megarl.trainer.gate import GateError, gate_error
+from megarl.trainer.gate import GateError
 from megarl.trainer.state import TrainState
 
 Token = Mapping[str, float]

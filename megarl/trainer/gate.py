@@ -6,11 +6,10 @@ not in the other."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from megarl.failures import ExplainedError
-from megarl.gate_limits import GateLimits
+from megarl.gate_limits import gate_error
 from megarl.futures import Future
 from megarl.runtime.executor import Executor
 from megarl.flow import Actor, Metrics
@@ -32,40 +31,6 @@ class GateError(ExplainedError, RuntimeError):
             for t in worst_tokens
         ]
         super().__init__("\n".join([error, *rows]))
-
-
-def exceeded(mismatch: Mapping[str, float], limits: GateLimits) -> list[str]:
-    """Return the names of the log-prob statistics of a step that are above their limits or not finite, e.g.
-    "mean_abs".
-
-    Args:
-        mismatch: metrics of the step that `ActorRole.log_probs` returns, each with the prefix mismatch/."""
-    return [
-        name
-        for name, limit in limits.accepted(mismatch).items()
-        if not (math.isfinite(value := mismatch[f"mismatch/{name}"]) and value <= limit)
-    ]
-
-
-def gate_error(mismatch: Mapping[str, float], limits: GateLimits) -> str | None:
-    """Return the error message if a step's differences |trainer log-prob - engine log-prob| are too large,
-    else None.
-
-    Args:
-        mismatch: as in `exceeded`."""
-    above = exceeded(mismatch, limits)
-    if not above:
-        return None
-    statistics = [
-        f"  mismatch/{name} {mismatch[f'mismatch/{name}']:.9g}, accepted "
-        f"{limit:.9g}{': TOO LARGE' if name in above else ''}"
-        for name, limit in limits.accepted(mismatch).items()
-    ]
-    rule = (
-        f"  accepted by the rule {limits.describe()}; mean log-prob "
-        f"-{mismatch['mismatch/log_prob_abs']:.4g}. --gate-mean-abs and --gate-max-abs replace the rule."
-    )
-    return "\n".join([_DISAGREE.format(mismatch["mismatch/tokens"]), *statistics, rule])
 
 
 class LogProbGate:
@@ -96,9 +61,3 @@ class LogProbGate:
             answers = Actor(self._executor, actor.actor).worst_tokens(5).result()
             worst = [token for of_rank in answers for token in of_rank]
             raise GateError(f"{actor.actor}: {error}" if actor.suffix else error, worst)
-
-
-_DISAGREE = (
-    "trainer and engine disagree on {:.0f} sampled tokens by more than rounding. Training would be silently "
-    "wrong. Is dropout on, a weight not synchronised, or an engine argument changing the distribution?"
-)

@@ -207,6 +207,11 @@ class StepRunner:
         if called is Actor.update:
             if self.batches.is_on_policy(node.role):
                 self._check_gate(node.role, results)
+            elif actor.algorithm.takes_engine_log_probs:
+                raise ValueError(
+                    f"--old-log-probs (engine): {node.role} trains on samples of another actor, whose engine's "
+                    "log-probs are not its own. Try --old-log-probs trainer."
+                )
             return (actor.kl.coef,)
         if called is Rollout.sync:
             send_weights(self.executor, self.meshes, batch.step, actor.suffix)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.base import AdvantageInputs, LossInputs
+from megarl.algorithms.base import AdvantageInputs, LossInputs, promised_weight
 from megarl.algorithms.turn_rewards import TurnRewards, turn_rewards_of
 from megarl.batch import Batch, MicroBatch
 from megarl.gate_limits import GateLimits
@@ -33,7 +33,7 @@ from megarl.workers.reward_shaping import shaped, shaping_metrics
 from megarl.workers.store import BatchShard
 
 if TYPE_CHECKING:
-    from megarl.megatron.loss_check import LossCheck, PassLimit
+    from megarl.megatron.loss_check import EngineLossCheck, LossCheck, PassLimit
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class ActorRole(PolicyRole):
     """Whether an update has begun since the weights were last copied into the engine of this process."""
     _is_compared: torch.Tensor | None = None
     """[T] bool: tokens of the batch that the last `log_probs` compared in mismatch/*; None: all."""
+    _engine_check: EngineLossCheck | None = None
+    """The gate of the step, with --old-log-probs engine."""
     _canaries: BatchShard | None = None
     """Canaries that the last `log_probs` scored."""
     rollout_mesh: MeshSpec | None = None
@@ -238,6 +240,7 @@ class ActorRole(PolicyRole):
         check_reward_sizes(dict(zip(sample_ids, rewards, strict=True)))
         if not self.model.is_last_stage:
             return {}
+        self._take_engine_log_probs()
         self.require_columns(
             "advantages", [name for name in self.algorithm.advantage_reads if name in ADVANTAGE_COLUMNS]
         )
@@ -317,6 +320,8 @@ class ActorRole(PolicyRole):
         """Make all optimizer updates of the step, and return this rank's part of their mean metrics. Raises
         NonFiniteUpdate as --on-nonfinite says."""
         self.require_columns("update", self.algorithm.loss_reads)
+        self._take_engine_log_probs()
+        self._engine_check = None
         self.has_new_weights = True
 
         def once(mini_batch: MiniBatch, check: LossCheck | None) -> dict[str, float]:
@@ -324,7 +329,28 @@ class ActorRole(PolicyRole):
 
         stops_early = self.algorithm.early_stop_kl is not None
         metrics = self.update_over_epochs(once, self._has_moved_enough if stops_early else None)
+        if self._engine_check is not None:
+            metrics |= self._engine_check.metrics()
         return metrics | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
+
+    def _take_engine_log_probs(self) -> None:
+        """With --old-log-probs engine let the engine's log-probs stand for those of before the step, unless a
+        pass has computed these."""
+        batch = self.shard.batch
+        takes = self.algorithm.takes_engine_log_probs and self.model.is_last_stage
+        if takes and batch.old_log_probs is None:
+            self.shard.set_column("old_log_probs", batch.rollout_log_probs.clone())
+
+    def loss_check(self, mini_batch: MiniBatch) -> LossCheck:
+        if not self.algorithm.takes_engine_log_probs or self.has_own("old_log_probs"):
+            return super().loss_check(mini_batch)
+        from megarl.megatron.loss_check import EngineLossCheck
+
+        counts = mini_batch.num_tokens, mini_batch.num_sequences
+        promised = promised_weight(self.algorithm, "loss", *counts, self.config.max_sampled_length)
+        limits = GateLimits.of(self.config, self.shape)
+        self._engine_check = EngineLossCheck(self.name, promised, *counts, limits)
+        return self._engine_check
 
     def _has_moved_enough(self, metrics: dict[str, float]) -> bool:
         """Return whether the mean policy/kl of an epoch is above --early-stop-kl, given this rank's part of

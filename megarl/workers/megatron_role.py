@@ -290,7 +290,7 @@ class MegatronRole(HostedRole):
         measure = None if check.promised is None else objective.token_weight
         weight = None if measure is None else measure(self.algorithm, inputs)
         check.add_tokens(inputs.response_lengths, weight)
-        if check.limit is not None:
+        if check.compares:
             check.add_passes(
                 micro, rows, getattr(inputs, objective.output), getattr(inputs, objective.before)
             )

@@ -47,7 +47,7 @@ class Bench:
 
     def __init__(self, trainer) -> None:
         import megarl
-        from megarl.trainer.gate import exceeded
+        from megarl.gate_limits import exceeded
 
         actor, reward = megarl.symbolic_roles("actor reward")
         self.role = trainer.executor.roles["actor"]

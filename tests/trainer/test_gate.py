@@ -13,7 +13,8 @@ from megarl.algorithms import REGISTRY
 from megarl.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
-from megarl.trainer.gate import GateError, exceeded, gate_error
+from megarl.gate_limits import exceeded, gate_error
+from megarl.trainer.gate import GateError
 
 
 def step(
