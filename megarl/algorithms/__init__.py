@@ -3,6 +3,7 @@ import and a line here."""
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ValueLossInputs
 from megarl.algorithms.bradley_terry import BradleyTerry
+from megarl.algorithms.distill import Distill
 from megarl.algorithms.dpo import DPO
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.ipo import IPO
@@ -25,6 +26,7 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "opo": OPO,
     "maxrl": MaxRL,
     "ppo": PPO,
+    "distill": Distill,
     "sft": SFT,
     "dpo": DPO,
     "ipo": IPO,

@@ -229,6 +229,8 @@ class Algorithm(Section):
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "response"
     """Without a rollout: the part of a row that is trained on, a response, a pair of answers, which may need
     scores, or a completion with a label."""
+    is_taught: ClassVar[bool] = False
+    """The reference is a teacher: another model than the policy starts from."""
     takes_engine_log_probs: ClassVar[bool] = False
     """The engine's log-probs stand for those of the policy before the step, and no pass computes them."""
     trains_scores: ClassVar[bool] = False

@@ -103,6 +103,7 @@ def _needs(name: str) -> str:
         "labels in the data": cls.row_needs == "labelled",
         "scores of both answers": cls.row_needs == "scored_pair",
         "a critic": cls.needs_critic,
+        "a teacher": cls.is_taught,
         "several responses per prompt": cls.relative_to_group,
         "one update per step": cls.is_on_policy,
     }

@@ -132,13 +132,18 @@ class _ActorParts:
     def __iter__(self) -> Iterator[tuple[int, Part]]:
         config, meshes, trained = self.config, self.meshes, trained_models(self.config)
         # the actor's model without its adapters may serve as the reference, as in build_roles
-        actor_serves = config.lora.lora_rank and self.shape.is_dense and config.reference == config.actor
+        actor_serves = (
+            config.lora.lora_rank
+            and self.shape.is_dense
+            and config.reference == config.actor
+            and config.model.reference_model is None
+        )
         for role, mesh in meshes.items():
             if role in trained:
                 model = trained[role]
                 yield from self._megatron(role, model.shape, model.optimizer, model.lora)
             elif role == "reference" and not (actor_serves and mesh == meshes["actor"]):
-                yield from self._megatron(role, self.shape)
+                yield from self._megatron(role, ModelShape.load(config.model.reference_folder))
         for model in reward_models(config):  # a judge runs in separate processes and is not counted
             if model.backend == "megatron":
                 yield from self._megatron(model.name, value_model_shape(model.path))

@@ -39,6 +39,8 @@ def _folders(config: TrainConfig, trains: bool) -> Iterator[tuple[str, str, Mode
         return
     if config.critic is not None and model.critic_model and not model.random_init:
         yield "--critic-model", model.critic_model, ModelShape.load(model.critic_model, value_head=True)
+    if config.algorithm.needs_reference and model.reference_model:
+        yield "--reference-model", model.reference_model, ModelShape.load(model.reference_model)
     for reward in reward_models(config):
         yield (
             "--reward-model",

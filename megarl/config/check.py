@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megarl.config import rules_episodes as episodes
 from megarl.config import rules_algorithm
 from megarl.config import rules_layout as layout
-from megarl.config import rules_preference
+from megarl.config import rules_preference, rules_reference
 from megarl.config import rules_rollout as rollout
 from megarl.config import rules_streaming as streaming
 from megarl.config import rules_training as training
@@ -38,6 +38,7 @@ TRAINING: list[Rule] = [
     training.fp8,
     training.batch,
     rules_preference.preference,
+    rules_reference.reference_model,
     training.optimizer,
     training.lora,
     training.evaluation_in_training,

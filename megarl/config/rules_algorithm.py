@@ -132,6 +132,12 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         is_error=False,
+        applies=lambda c: _is_stale(c) and c.algorithm.is_taught,
+        text="--algorithm ({algorithm}): the log-probs of sampled tokens measure the KL to the teacher where the "
+        "current weights sampled them. With --staleness {staleness} the advantages are biased.",
+    ),
+    Condition(
+        is_error=False,
         applies=lambda c: _is_stale(c) and c.algorithm.needs_critic,
         text="--algorithm ({algorithm}): with --staleness {staleness} GAE sums what older weights did, so "
         "advantages and returns are biased towards that policy. A smaller --gae-lambda is less biased.",

@@ -46,6 +46,7 @@ def unreachable_paths(config: TrainConfig) -> Errors:
             "model": [model.model],
             "tokenizer-model": [model.tokenizer_model],
             "critic-model": [model.critic_model],
+            "reference-model": [model.reference_model],
             "train-data": data.train_data,
             "eval-data": data.eval_data,
             "reward-function": [(data.reward_function or "").rpartition(":")[0]],

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from megarl.config.errors import Errors, divisors, must_divide, try_numbers
+from megarl.config.errors import ConfigError, Errors, divisors, must_divide, try_numbers
 from megarl.config.flags import ROLES, flag_name, refuse_set
 from megarl.config.hf_config import ModelShape
 from megarl.config.installed import installed_version
@@ -102,7 +102,12 @@ class Job:
             role = kind_and_suffix(name)[0].removesuffix("_model")
             if role not in present or (role == "reward" and name not in of_model):
                 continue
-            shape = {"critic": self.critic_shape, "reward": of_model.get(name)}.get(role, self.shape)
+            others = {
+                "critic": self.critic_shape,
+                "reward": of_model.get(name),
+                "reference": self.reference_shape,
+            }
+            shape = others.get(role, self.shape)
             trained = models[role][1:3] if role in models else ()
             roles.append(MegatronRole(role, parallel_of(config, name), ranks, shape, shared, *trained))
         return roles
@@ -111,6 +116,15 @@ class Job:
     def trained_roles(self) -> list[MegatronRole]:
         """The actor and, if there is one, the critic."""
         return [role for role in self.megatron_roles if role.optimizer is not None]
+
+    @functools.cached_property
+    def reference_shape(self) -> ModelShape | None:
+        """Shape of the reference's model; None for one with errors, which are reported elsewhere."""
+        folder = self.config.model.reference_model
+        try:
+            return ModelShape.load(folder) if folder else self.shape
+        except ConfigError:
+            return None
 
     def _reward_shapes(self) -> dict[str, ModelShape]:
         """Return reward model -> shape for those that Megatron runs; {} if one has errors, which are

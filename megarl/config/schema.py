@@ -54,6 +54,9 @@ class ModelConfig(Section):
     """Folder of the Hugging Face model that the critic starts from, with the actor's vocabulary: a language
     model, whose value head starts at zero, or a sequence classifier with one label, whose `score` it takes
     over. Default: --model."""
+    reference_model: str | None = None
+    """Folder of the Hugging Face language model that is the reference, with the actor's tokenizer: the teacher
+    of --algorithm distill, or what a KL is measured to. Default: --model."""
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights and fp32 gradients. Default: fp32."""
 
@@ -61,6 +64,11 @@ class ModelConfig(Section):
     def critic_folder(self) -> str:
         """The folder that the critic starts from."""
         return self.critic_model or self.model
+
+    @property
+    def reference_folder(self) -> str:
+        """The folder that the reference is loaded from."""
+        return self.reference_model or self.model
 
     @property
     def dtype(self) -> str:

@@ -177,6 +177,8 @@ class ActorState:
         """Return the hidden size of a role's model, which the cost estimate of a sequence uses."""
         if role == f"critic{self.suffix}" and self.config.model.critic_model:
             return ModelShape.load(self.config.model.critic_model, value_head=True).hidden_size
+        if role == f"reference{self.suffix}" and self.config.model.reference_model:
+            return ModelShape.load(self.config.model.reference_model).hidden_size
         for model in reward_models(self.config):
             if role == f"{model.name}{self.suffix}":
                 config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))

@@ -1,7 +1,10 @@
-"""Implement the reference on one rank: a frozen copy of the initial policy."""
+"""Implement the reference on one rank: a frozen copy of the initial policy, or another model."""
 
 from __future__ import annotations
 
+from functools import cached_property
+
+from megarl.config.hf_config import ModelShape
 from megarl.flow.job_roles import Reference
 from megarl.reshard.hf_weights import save_hf
 from megarl.workers.actor import ActorRole
@@ -12,7 +15,14 @@ from megarl.workers.policy import PolicyRole
 
 @implements(Reference)
 class ReferenceRole(PolicyRole):
-    """A frozen policy on one rank, which keeps the weights that training started from."""
+    """A frozen policy on one rank, which keeps the weights that training started from, or those of
+    --reference-model."""
+
+    folder = property(lambda self: self.config.model.reference_folder)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape.load(self.folder)
 
     @needs("parameters")
     def log_probs(self) -> dict[str, float]:

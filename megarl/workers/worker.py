@@ -204,7 +204,7 @@ def _reference(
     # The routers of a mixture of experts keep their choices for the actor's updates, so they cannot serve the
     # reference too.
     is_dense = ModelShape.load(config.model.model).is_dense
-    if actor is not None and config.lora.lora_rank and is_dense:
+    if actor is not None and config.lora.lora_rank and is_dense and config.model.reference_model is None:
         if meshes[name] == meshes[actor.name] and config.reference == config.actor:
             return AdapterlessReferenceRole(actor)
     return ReferenceRole(name, config, meshes, store, offload_manager)

@@ -77,6 +77,7 @@ NOTES = {
     f"--algorithm opo {TWO_UPDATES}": "--algorithm (opo): its baseline is derived for exact on-policy",
     "--algorithm opo --staleness 1": "has --staleness 1 and 1 updates per step",
     "--kl-mode reward --kl-coef 0.1 --staleness 1": "--kl-mode (reward): every estimate of the KL",
+    "--algorithm distill --staleness 1": "measure the KL to the teacher where the current weights sampled",
     "--algorithm ppo --staleness 1": "--algorithm (ppo): with --staleness 1 GAE sums",
 }
 FINE = [

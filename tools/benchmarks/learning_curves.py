@@ -77,7 +77,9 @@ def methods() -> list[Method]:
         for loss in TRANSFORMS
         if loss not in papers and loss != "ppo"
     ]
-    return [Method(m.name, fitted(m.flags)) for m in found if REGISTRY[algorithm_of(m.flags)].needs_rollout]
+    kinds = {name: cls() for name, cls in REGISTRY.items()}
+    trained = {name for name, kind in kinds.items() if kind.needs_rollout and not kind.is_taught}
+    return [Method(m.name, fitted(m.flags)) for m in found if algorithm_of(m.flags) in trained]
 
 
 def algorithm_of(flags: str) -> str:

@@ -1,0 +1,60 @@
+"""Check --reference-model: the model that the reference is, where it is not the actor's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megarl.config.errors import ConfigError, Errors
+from megarl.config.hf_config import ModelShape
+from megarl.config.rules_layout import Job
+
+
+def reference_model(job: Job) -> Errors:
+    """Yield an error for a teacher that is not named, and for a reference model that cannot be loaded or does
+    not know the actor's tokens."""
+    model, algorithm = job.config.model, job.config.algorithm
+    folder = model.reference_model
+    if folder is None:
+        if algorithm.is_taught:
+            yield (
+                "--reference-model (none): is the teacher, without which the policy would learn from itself. Give "
+                "the folder of a model with the same tokenizer."
+            )
+        return
+    try:
+        shape = ModelShape.load(folder)
+    except ConfigError as error:
+        yield from (line.replace("--model ", "--reference-model ", 1) for line in error.errors)
+        return
+    if job.shape is not None and shape.vocab_size < job.shape.vocab_size:
+        yield (
+            f"--reference-model ({folder}): has a vocabulary of {shape.vocab_size}, and --model of "
+            f"{job.shape.vocab_size}, whose last tokens it does not know. Name a model of the same family."
+        )
+    ours, theirs = (_vocabulary(path) for path in (model.tokenizer_model or model.model, folder))
+    if ours is not None and theirs is not None and ours != theirs:
+        token = min({*ours.items()} ^ {*theirs.items()}, key=lambda item: (item[1], item[0]))
+        yield (
+            f"--reference-model ({folder}): has another tokenizer than --model: token {token[1]} is {token[0]!r} in "
+            "one of them only. It must read the actor's ids. Name a model of the same family."
+        )
+    longest = job.config.sampling.max_length
+    if longest > shape.max_position_embeddings:
+        yield (
+            f"--reference-model ({folder}): takes {shape.max_position_embeddings} tokens "
+            f"(max_position_embeddings), and --max-prompt-length + --max-response-length = {longest}. Make them "
+            "shorter."
+        )
+
+
+def _vocabulary(folder: str) -> dict[str, int] | None:
+    """Return token -> id of a folder's tokenizer.json; None where there is none that can be read."""
+    try:
+        content = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
+        words = content["model"]["vocab"]
+        if not isinstance(words, dict):
+            words = {word: index for index, (word, *_) in enumerate(words)}
+        return words | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
