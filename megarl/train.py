@@ -18,6 +18,7 @@ from megarl.config.schema import TrainConfig
 from megarl.trainer.announce import Say, line_on, starting_text
 from megarl.trainer.executors import has_rank_processes, open_executor
 from megarl.trainer.restarts import attempt_under_torchrun, continued
+from megarl.runtime import start_verdict
 from megarl.runtime.network import InterfaceError, choose_interface
 from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
 from megarl.runtime.signing import SecretError, check_secret
@@ -49,6 +50,7 @@ def main(
         end_on_signals()
     keep_checkout_off_path()
     rank = int(os.environ.get("RANK", "0"))
+    is_first = os.environ.get("RANK") == "0" and DRIVER_PID not in os.environ
     try:
         config = load(argv)
         if not has_rank_processes(config):
@@ -59,9 +61,7 @@ def main(
                 "megarl.train ..., or megarl train ..., which does it for you\n"
             )
             return 2
-        if (
-            rank == 0 and DRIVER_PID not in os.environ
-        ):  # torchrun's own count may not suit the job; others may come when the run has begun
+        if is_first:  # torchrun's own count may not suit the job; others may come when the run has begun
             restarts, ranks = new_run and attempt_under_torchrun(), int(os.environ["WORLD_SIZE"])
             check_everything(
                 continued(config) if restarts else config,
@@ -69,17 +69,19 @@ def main(
                 new_run,
                 int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
             )
-    except ConfigError as error:
-        if rank == 0:
-            sys.stderr.write(f"{error}\n")
-        return 2
-    try:
         check_secret()
         choose_interface()
-    except (SecretError, InterfaceError) as error:  # each node reports its own
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"{error}\n")
+    except (ConfigError, SecretError, InterfaceError) as error:  # each node reports its own
+        start_verdict.tell(str(error))
+        if is_first:
+            start_verdict.publish(str(error))
         return 2
+    except BaseException as error:
+        if is_first:
+            start_verdict.publish(f"{type(error).__name__}: {error}")
+        raise
+    if is_first:
+        start_verdict.publish("")
     return work(config, argv, rank, driver)
 
 
@@ -101,6 +103,9 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     from megarl.runtime.worker_loop import answer_health, fail_to_start, serve
     from megarl.workers.worker import build_roles, join_world
 
+    if rank and not driver_pid and (reason := start_verdict.await_start(config.placement.call_timeout_s)):
+        start_verdict.tell(reason)
+        end_process(2)
     health = answer_health(rank) if has_own_store() else None
     try:
         if health is not None and has_node_watch():

@@ -3,6 +3,7 @@ tests/runtime/test_shutdown.py`
 
 tests/e2e/test_stopping.py has the same with a job that trains."""
 
+import contextlib
 import os
 import re
 import signal
@@ -40,7 +41,8 @@ def test_what_the_signal_ends_first_is_no_failure(job):
     ranks = [int(pid) for pid in job.read("pids").split()]
     (child,) = set(job.alive()) - {process.pid, *ranks}
     for pid in (child, ranks[1], ranks[0], process.pid):
-        os.kill(pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # on a busy machine it has ended with the one before
+            os.kill(pid, signal.SIGTERM)
         time.sleep(0.03)
     assert process.wait(END_WITHIN_S) == 143, job.stderr()
     assert job.stderr() == "[driver] stopped in order\n"
