@@ -24,7 +24,7 @@ class Recipe(NamedTuple):
 RECIPES: tuple[Recipe, ...] = (
     Recipe("GRPO", "2402.03300", "--loss-aggregation seq-mean-token-mean --kl-mode loss --kl-coef 0.04"),
     Recipe("Dr. GRPO", "2503.20783", "--loss-aggregation dr-grpo --no-normalize-advantages-by-std"),
-    Recipe("DAPO, without dynamic sampling", "2503.14476", "--clip-eps-high 0.28 --overlong-buffer 4096"),
+    Recipe("DAPO", "2503.14476", "--clip-eps-high 0.28 --overlong-buffer 4096 --dynamic-sampling"),
     Recipe("GSPO", "2507.18071", "--policy-loss gspo --loss-aggregation seq-mean-token-mean"),
     Recipe("GMPO", "2507.20673", "--policy-loss gmpo --loss-aggregation seq-mean-token-mean"),
     Recipe("CISPO", "2506.13585", "--policy-loss cispo --clip-eps-low 1"),

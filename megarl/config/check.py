@@ -48,6 +48,7 @@ TRAINING: list[Rule] = [
     training.critic,
     training.sequence_length,
     training.profile,
+    rules_algorithm.dynamic_sampling,
     episodes.episodes,
     streaming.staleness,
     streaming.routing_replay,
@@ -61,6 +62,7 @@ OF_UPDATES: list[Rule] = [
     training.optimizer,
     training.evaluation_in_training,
     training.profile,
+    rules_algorithm.dynamic_sampling,
     streaming.staleness,
     streaming.routing_replay,
     streaming.max_tokens_per_step,
@@ -203,6 +205,8 @@ def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) ->
             "for each, or try --algorithm grpo."
         )
         return
+    if any(of_actor.batch.dynamic_sampling for of_actor in actors.values()):
+        yield f"{head}: --dynamic-sampling is not built for several actors. Leave --dynamic-sampling out."
     ranks, broken, inside = {}, [], []
     for suffix, of_actor in actors.items():
         if len(models := of_actor.reward_models.reward_model) > 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.errors import Errors
-from megarl.config.flags import algorithm_name
+from megarl.config.flags import algorithm_name, refuse_set
 from megarl.config.rules_layout import Job
 from megarl.config.schema import TrainConfig
 
@@ -158,6 +158,39 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
         "longest": config.sampling.max_response_length,
         "tenth": max(config.sampling.max_response_length // 10, 1),
     }
+
+
+def dynamic_sampling(job: Job) -> Errors:
+    """Yield an error per reason for which the job cannot keep and drop prompts by their rewards."""
+    config, batch, head = job.config, job.config.batch, "--dynamic-sampling"
+    if not batch.dynamic_sampling:
+        yield from refuse_set(
+            batch,
+            "has no effect without --dynamic-sampling. Leave it out, or set --dynamic-sampling.",
+            "max_sampling_rounds",
+        )
+        return
+    if not config.algorithm.relative_to_group:
+        yield (
+            f"{head}: --algorithm {algorithm_name(type(config.algorithm))} does not compare the samples of a "
+            "prompt, so it learns from equal rewards too. Leave it out, or try --algorithm grpo."
+        )
+        return
+    if batch.num_samples_per_prompt == 1:
+        yield (
+            "--num-samples-per-prompt (1): with --dynamic-sampling every prompt would be dropped, as one "
+            "sample's rewards are all equal. Try 8."
+        )
+    if config.streaming.staleness:
+        yield (
+            f"{head}: is not built for asynchronous training, --staleness {config.streaming.staleness}. Try "
+            "--staleness 0, or leave --dynamic-sampling out."
+        )
+    if config.reward_models.reward_model:
+        yield (
+            f"{head}: is not built for --reward-model, whose scores are practically never equal. Leave "
+            "--dynamic-sampling out."
+        )
 
 
 def _broken(config: TrainConfig, is_error: bool) -> Errors:

@@ -161,6 +161,12 @@ class BatchConfig(Section):
     global_batch_size updates per epoch."""
     num_epochs: Count = 1
     """Passes over the samples of a step."""
+    dynamic_sampling: bool = False
+    """DAPO's dynamic sampling: leave out prompts whose samples all have the same reward, and sample further
+    prompts until the step has --num-prompts. Synchronous training only. Not run on a GPU yet."""
+    max_sampling_rounds: Count = 10
+    """With --dynamic-sampling: rounds of sampling in a step, at most. The run ends with an error if the step
+    is not full after them."""
     max_tokens_per_micro_batch: Count = 16384
     """Tokens that one rank packs into one forward pass, at most. A longer sequence gets a pass of its
     own."""

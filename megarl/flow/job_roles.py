@@ -108,6 +108,7 @@ class Rollout(ServiceRole, kind="rollout"):
         engines: Sequence[int] | None = None,
         wait: bool = True,
         due: Sequence[int] = (),
+        keep: bool = False,
     ) -> list[Sample]:
         """Sample responses to dataset rows. The first rank of each engine returns the engine's samples (ids
         and lengths); its other ranks return [].
@@ -120,7 +121,8 @@ class Rollout(ServiceRole, kind="rollout"):
                 size.
             wait: False queues the requests and returns [] at once. The engines take steps while their ranks
                 wait for calls, and report the groups that are finished as events (see flow/events.py).
-            due: visits that --max-tokens-per-step does not limit from now on."""
+            due: visits that --max-tokens-per-step does not limit from now on.
+            keep: whether the samples of the last call stay, beside those of this one."""
 
     @method(optional=True, phase="rollout")
     def sample_canaries(self, count: int) -> list[Sample]:

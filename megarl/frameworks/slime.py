@@ -297,9 +297,10 @@ TABLE = (
         instead="--staleness 1: unfinished responses go on over a weight sync (docs/asynchronous.md)",
     ),
     Row(
-        "over-sampling-batch-size dynamic-sampling-filter-path rollout-function-path",
-        instead="groups with equal rewards are not sampled again; their advantage is 0",
+        "over-sampling-batch-size dynamic-sampling-filter-path",
+        instead="--dynamic-sampling leaves out prompts with equal rewards, and samples others",
     ),
+    Row("rollout-function-path", instead="no counterpart"),
     Row("sglang-*", instead="the engine is vLLM: --rollout-NAME for its arguments"),
     Row("wandb-* tensorboard-dir", instead="trackers are set up by their own environment variables"),
     Row("megatron-to-hf-mode train-backend custom-* debug-* dump-details", instead="no counterpart"),

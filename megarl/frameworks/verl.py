@@ -259,9 +259,20 @@ TABLE = (
         instead="a prompt above --max-prompt-length is an error: remove such rows from the data",
     ),
     Row("data.val_batch_size", instead="--eval-num-prompts limits the rows of an evaluation"),
+    Row("algorithm.filter_groups.enable", "{}", {"true": "--dynamic-sampling", "false": ""}),
     Row(
-        "data.gen_batch_size algorithm.filter_groups.*",
-        instead="groups with equal rewards are not sampled again; their advantage is 0",
+        "algorithm.filter_groups.max_num_gen_batches",
+        "--max-sampling-rounds {}",
+        {"0": 1000},
+        note="0 is no limit in verl",
+    ),
+    Row(
+        "algorithm.filter_groups.metric",
+        instead="--dynamic-sampling compares rewards without the penalty of long responses",
+    ),
+    Row(
+        "data.gen_batch_size",
+        instead="a first round of --dynamic-sampling has --num-prompts, and further ones what is missing",
     ),
     Row(f"{ROLLOUT}.val_kwargs.n", "--eval-num-samples {}", default=1),
     Row(

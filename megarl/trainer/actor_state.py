@@ -73,7 +73,7 @@ class ActorState:
         if not batch.rewards:  # the actor learns from another actor's samples
             return None
         self.zero_reward_steps = 0 if any(batch.rewards.values()) else self.zero_reward_steps + 1
-        self.equal_reward_steps = 0 if _differ_in_a_group(batch) else self.equal_reward_steps + 1
+        self.equal_reward_steps = 0 if batch.groups_that_differ else self.equal_reward_steps + 1
         limit, look = self.config.run.warn_after_zero_reward_steps, "Look at the texts in rollouts/."
         if limit and self.zero_reward_steps and self.zero_reward_steps % limit == 0:
             return (
@@ -112,13 +112,26 @@ class ActorState:
                 f"rows: with --staleness {self.buffer.staleness} a step trains on rows that were admitted "
                 "before. Call trainer.admit(rows), then trainer.rollout()."
             )
+        if rows is not None and self.config.batch.dynamic_sampling:
+            raise ValueError(
+                "rows: with --dynamic-sampling a step takes rows until enough of them can be learnt from. Call "
+                "trainer.admit(rows), then trainer.rollout()."
+            )
         if rows is None:
-            count = self.buffer.num_to_admit(step - 1, last_step)
-            given, self.given_rows = self.given_rows[:count], self.given_rows[count:]
-            visits = self.cursor.visit(given) | self.cursor.next_visits(count - len(given))
+            self.admit_next(self.buffer.num_to_admit(step - 1, last_step), step)
         else:
             visits = self.cursor.visit(self._checked(rows))
+            self.buffer.admit(visits, self.num_samples_per_prompt, step - 1)
+
+    def admit_next(self, count: int, step: int) -> None:
+        """Add the prompts of the next `count` rows to the buffer: given rows first, then those of the data."""
+        given, self.given_rows = self.given_rows[:count], self.given_rows[count:]
+        visits = self.cursor.visit(given) | self.cursor.next_visits(count - len(given))
         self.buffer.admit(visits, self.num_samples_per_prompt, step - 1)
+
+    def return_rows(self, rows: Sequence[int]) -> None:
+        """Let rows that were sampled, but not trained on, be admitted first in the next step."""
+        self.given_rows = [*rows, *self.given_rows]
 
     def give_rows(self, rows: Sequence[int]) -> None:
         """Let these rows be admitted before others, or raise ValueError for rows that do not exist."""
@@ -184,17 +197,3 @@ class ActorState:
                 config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
                 return int(config.get("hidden_size", self.shape.hidden_size))
         return self.shape.hidden_size
-
-
-def _differ_in_a_group(batch: RolloutBatch) -> bool:
-    """Return whether two samples of a group have different rewards, or with --turn-rewards any answers of a
-    group different returns. Failed rewards do not count."""
-    first: dict[int, float] = {}
-    answers = batch.turns[0] if batch.turns else [()] * len(batch.samples)
-    for sample, of_answers in zip(batch.samples, answers, strict=True):
-        reward = batch.rewards[sample.sample_id]
-        if reward is None:
-            continue
-        if first.setdefault(sample.group, reward) != reward or any(of_answers[:-1]):
-            return True
-    return False

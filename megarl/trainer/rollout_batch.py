@@ -100,6 +100,21 @@ class RolloutBatch:
         )
 
     @property
+    def groups_that_differ(self) -> set[int]:
+        """Groups with samples of different rewards, or with --turn-rewards with a reward before the last answer.
+        Failed rewards do not count."""
+        first: dict[int, float] = {}
+        differ: set[int] = set()
+        answers = self.turns[0] if self.turns else [()] * len(self.samples)
+        for sample, of_answers in zip(self.samples, answers, strict=True):
+            reward = self.rewards[sample.sample_id]
+            if reward is None:
+                continue
+            if first.setdefault(sample.group, reward) != reward or any(of_answers[:-1]):
+                differ.add(sample.group)
+        return differ
+
+    @property
     def texts(self) -> dict[int, dict[str, object]]:
         """Sample id -> prompt, response, ground_truth, ... of the samples that are logged.
 

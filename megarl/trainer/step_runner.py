@@ -23,6 +23,7 @@ from megarl.invariants import check_plan, check_samples, check_versions
 from megarl.messages import decode, encode
 from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
 from megarl.trainer.canaries import Canaries
+from megarl.trainer.dynamic_sampling import Refill, fill_step
 from megarl.trainer.engine_set import EngineSet
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.group_future import GroupFuture
@@ -37,6 +38,9 @@ from megarl.trainer.step_batches import StepBatches
 from megarl.trainer.step_report import metrics_of_actors
 from megarl.trainer.stop_request import StopRequest
 from megarl.trainer.weights import send_weights
+
+_SAMPLING_CALLS = (Rollout.generate, Reward.score)
+"""Calls of the rounds of --dynamic-sampling."""
 
 
 class StepRunner:
@@ -73,6 +77,12 @@ class StepRunner:
         self.scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
         self.canaries = Canaries(executor, meshes, state, self.shard_key_of)
         self.engines = EngineSet(executor, meshes, state)
+        self._refill: Refill | None = None
+        """Rounds of --dynamic-sampling of the last step; None without."""
+        self._round_flow: Flow | None = None
+        """The part of the last flow that a round of --dynamic-sampling runs."""
+        self._is_further_round = False
+        """Whether a round of --dynamic-sampling runs that is not the step's first one."""
         self.log: DriverLog | None = None
         """Log of asynchronous rollouts; None in synchronous training."""
         self._num_reported = 0
@@ -105,8 +115,12 @@ class StepRunner:
         self.batches = StepBatches(self.state.step, flow, self.state.actors)
         self.canaries.begin_step()
         self.engines.start_requested()
+        self._refill = None
         for suffix, rows_of_actor in rows.items():
             actor = self.state.actors[suffix]
+            if actor.config.batch.dynamic_sampling and rows_of_actor is None:
+                self._sample_rounds(flow, actor)
+                continue
             actor.admit(rows_of_actor, self.state.step)
             if not actor.algorithm.needs_rollout:
                 self._take_rows(suffix)
@@ -114,11 +128,44 @@ class StepRunner:
             node.name
             for node in flow.nodes
             if not node.background
+            and not self.skips(node)
             and any_in_driver(node.writes or ())
             and node.declaration() is not Actor.receive_rows  # the driver knows their lengths already
         }
         self.results = self.scheduler.run(flow, until=awaited)
         return self.batches
+
+    def _sample_rounds(self, flow: Flow, actor: ActorState) -> None:
+        """Sample and score rounds of prompts until the actor's step is full, and send its tokens to the ranks.
+        The flow's own calls for this are then skipped.
+
+        Raises: DynamicSamplingError if --max-sampling-rounds are not enough; ValueError for a flow that does not
+            score by a rule or an environment."""
+        nodes = [node for node in flow.declared if node.declaration() in _SAMPLING_CALLS]
+        if not any(node.declaration() is Reward.score for node in nodes):
+            raise ValueError(
+                "flow: has no call of reward.score, and --dynamic-sampling keeps prompts by their rewards. Add "
+                "the call, or leave --dynamic-sampling out."
+            )
+        self._round_flow = round_flow = Flow(nodes)
+
+        def sample_round(is_further: bool) -> RolloutBatch:
+            self.batches = StepBatches(self.state.step, round_flow, self.state.actors)
+            self._is_further_round = is_further
+            self.scheduler.run(round_flow, until={node.name for node in round_flow.nodes})
+            self._is_further_round = False
+            return self.batches.of_actor[actor.suffix]
+
+        refill = fill_step(actor, self.state.step, sample_round)
+        self.batches = StepBatches(self.state.step, flow, self.state.actors)
+        refill.fill(self.batches.of_actor[actor.suffix])
+        Data(self.executor, "data").release(refill.unused, f"train{actor.suffix}")
+        self._distribute(f"rollout{actor.suffix}")
+        self._refill = refill
+
+    @property
+    def _metrics_of_rounds(self) -> dict[str, float]:
+        return {} if self._refill is None else self._refill.metrics()
 
     def finish(self) -> list[NodeResult]:
         """Run the rest of the step. Returns the calls whose results are metrics."""
@@ -150,7 +197,10 @@ class StepRunner:
                 seconds[result.role, result.node.method] += result.future.waited_s
         of_actors = metrics_of_actors(self.batches, self.state, reports, seconds)
         return {
-            suffix: own | self.canaries.metrics(suffix) | self.engines.metrics(suffix)
+            suffix: own
+            | self.canaries.metrics(suffix)
+            | self.engines.metrics(suffix)
+            | self._metrics_of_rounds
             for suffix, own in of_actors.items()
         }
 
@@ -220,6 +270,8 @@ class StepRunner:
 
     def _prompts(self, rollout: str, actor: ActorState) -> Sequence[object]:
         """Return the arguments of `Rollout.generate`, and free the samples that were trained on before."""
+        if self._is_further_round:
+            return "train", actor.buffer.issue(), False, None, True, (), True
         if not actor.buffer.staleness:  # the call releases the samples of the call before
             return "train", actor.buffer.issue()
         source = f"train{actor.suffix}"
@@ -276,6 +328,8 @@ class StepRunner:
     def skips(self, node: Node) -> bool:
         """Return whether a node is left out of this step, as are an actor's update and weight sync while its
         critic warms up."""
+        if self._refill is not None and node.declaration() in _SAMPLING_CALLS:
+            return True  # the rounds have made these calls
         warming_up = self.batches.step <= self.state.actor_of(node.role).algorithm.critic_warmup_iters
         return warming_up and node.declaration() in (Actor.update, Rollout.sync)
 
@@ -319,6 +373,15 @@ class StepRunner:
         check_samples(batch.samples, sizes, actor.config.sampling.max_length)
         if staleness := actor.config.streaming.staleness:
             check_versions(batch.samples, batch.step, staleness)
+        if self.batches.flow is self._round_flow:
+            return  # the rewards decide what is trained on
+        self._distribute(rollout)
+        self.take_finished_groups()  # an engine may have left before it sampled its canaries
+        self.canaries.distribute(rollout, self.batches.step)
+
+    def _distribute(self, rollout: str) -> None:
+        """Send the tokens of a batch to all ranks that train on it or score it."""
+        actor, batch = self.state.actor_of(rollout), self.batches.batch_of(rollout)
         keys = [key for key in self.hidden_size if self.batches.batch_of(key) is batch]
         ranks = sorted({rank for role in (rollout, *keys) for rank in self.meshes[role].ranks})
         for key in keys:
@@ -336,8 +399,6 @@ class StepRunner:
             data = Data(self.executor, "data", ranks)
             sent = data.distribute(key, batch.samples, mini_batches, f"train{actor.suffix}")
             batch.transfers.append(sent)
-        self.take_finished_groups()  # an engine may have left before it sampled its canaries
-        self.canaries.distribute(rollout, self.batches.step)
 
     def _take_rows(self, suffix: str) -> None:
         """Take the rows of a step of an algorithm that samples nothing: each row is a finished group."""

@@ -191,11 +191,13 @@ class RolloutRole(LeavingEngine):
         engines: Sequence[int] | None = None,
         wait: bool = True,
         due: Sequence[int] = (),
+        keep: bool = False,
     ) -> list[Sample]:
         """Sample responses to dataset rows. The first rank of each engine returns the engine's samples,
         ordered as `visits`; its other ranks return [].
 
-        The samples of the last call for this purpose are released, unless the call does not wait. Every
+        The samples of the last call for this purpose are released, unless the call keeps them or does not
+        wait. Every
         sample draws by a unique key (run seed, purpose, visit, index). Its draws therefore do not depend on
         layout, batch or step.
 
@@ -208,6 +210,7 @@ class RolloutRole(LeavingEngine):
                 returns [] at once. Finished groups are then reported by events. Only with --staleness above
                 0, and for training.
             due: groups that --max-tokens-per-step does not limit from now on. Only if the call does not wait.
+            keep: whether the samples of the last call stay: a further round of --dynamic-sampling.
 
         Returns: the samples of this engine, on its first rank only."""
         rollouts = self.store.source(purpose + self.suffix)
@@ -216,7 +219,7 @@ class RolloutRole(LeavingEngine):
                 f"generate: with --staleness {self.config.streaming.staleness} the samples of earlier calls "
                 "wait for later steps. Call generate(..., wait=False), or let trainer.rollout() do it."
             )
-        if wait:
+        if wait and not keep:
             rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
         if not self.has_engine:
             return []
