@@ -164,6 +164,8 @@ class LossInputs:
     """[N] fp32, of the reference policy; if `needs_reference`."""
     correction_weights: Tensor | None = None
     """[N] fp32, of `compute_corrections`."""
+    selected_tokens: Tensor | None = None
+    """[N] fp32, 1 at the tokens of `select_tokens`, else 0."""
     sequence_ids: Tensor | None = None
     """[N] int64, equal for the tokens of one sequence of the micro-batch; they are next to each other."""
 
@@ -333,6 +335,16 @@ class Algorithm(Section):
     def compute_corrections(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the column correction_weights, [N] fp32, if the loss reads it, and this rank's part of the
         metrics. Collective over the data-parallel ranks."""
+        return {}, {}
+
+    def select_tokens(
+        self, inputs: AdvantageInputs, advantages: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the column selected_tokens, [N] fp32, if the loss reads it, and this rank's part of the metrics.
+        Collective over the data-parallel ranks.
+
+        Args:
+            advantages: [N] fp32, of `compute_advantages`."""
         return {}, {}
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:

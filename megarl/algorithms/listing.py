@@ -29,6 +29,8 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("GMPO", "2507.20673", "--policy-loss gmpo --loss-aggregation seq-mean-token-mean"),
     Recipe("CISPO", "2506.13585", "--policy-loss cispo --clip-eps-low 1"),
     Recipe("SAPO", "2511.20347", "--policy-loss sapo --loss-aggregation seq-mean-token-mean"),
+    Recipe("Clip-Cov", "2505.22617", "--policy-loss clip-cov"),
+    Recipe("KL-Cov", "2505.22617", "--policy-loss kl-cov"),
     Recipe("DPPO-Binary-TV", "2602.04879", "--policy-loss dppo-tv"),
     Recipe("DPPO-Binary-KL", "2602.04879", "--policy-loss dppo-kl"),
     Recipe(

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceColumn, ReferenceInputs
+from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceInputs
 from megarl.algorithms.kl_controller import MAX_ERROR, MEASURED_KL, AdaptiveKLController, FixedKLController
 from megarl.algorithms.corrections import MIS_BOUNDS, correction_weights
 from megarl.algorithms.ratio_transforms import OPTIONS, TRANSFORMS, Transform
+from megarl.algorithms.token_selection import select_tokens
 from megarl.algorithms.user_policy_loss import transform_of
 from megarl.config.errors import (
     Count,
@@ -36,14 +37,14 @@ class PolicyGradient(Algorithm):
 
     policy_loss: str = "ppo"
     """How the ratio of a token's probabilities, now and before the step, enters its loss: ppo, cispo,
-    reinforce, sapo, dppo-tv, dppo-kl, gspo, gspo-token or gmpo, which `megarl algorithms` lists with their
+    reinforce, sapo, dppo-tv, dppo-kl, clip-cov, kl-cov, gspo, gspo-token or gmpo, which `megarl algorithms` lists with their
     papers, or path/to/file.py:function, a function of your own. ppo: a clipped token has no gradient. cispo:
     the clip only bounds the ratio that weighs a token's gradient. reinforce: no ratio."""
     clip_eps_low: Fraction | None = None
-    """The policy ratio is clipped at 1 - this (gmpo: its log at -this). Default: ppo, cispo 0.2, gspo,
+    """The policy ratio is clipped at 1 - this (gmpo: its log at -this). Default: ppo, cispo, clip-cov 0.2, gspo,
     gspo-token 3e-4, gmpo 0.4."""
     clip_eps_high: NonNegative | None = None
-    """The policy ratio is clipped at 1 + this (gmpo: its log at this). Default: ppo, cispo 0.2, gspo,
+    """The policy ratio is clipped at 1 + this (gmpo: its log at this). Default: ppo, cispo, clip-cov 0.2, gspo,
     gspo-token 4e-4, gmpo 0.4."""
     clip_ratio_c: Annotated[float, above(1)] | None = None
     """Dual clip of ppo: bound of the ratio where the advantage is negative, above 1, e.g. 3. Default:
@@ -57,6 +58,15 @@ class PolicyGradient(Algorithm):
     """For --policy-loss dppo-tv and dppo-kl: a token has no gradient once its probability differs from the
     engine's by more than this in the direction of the update. Default: dppo-tv 0.15 (difference of the
     probabilities), dppo-kl 0.05 (nats)."""
+    cov_share: Annotated[float, above(0), below(1)] | None = None
+    """For --policy-loss clip-cov, kl-cov: share of the step's tokens that the covariance of log-prob and
+    advantage selects. Default: clip-cov 2e-4, kl-cov 2e-3."""
+    cov_low: float | None = None
+    """For --policy-loss clip-cov: tokens are drawn from those with a covariance above this. Default: 1."""
+    cov_high: float | None = None
+    """The same, below this. Default: 5."""
+    cov_kl_coef: Positive | None = None
+    """For --policy-loss kl-cov: factor of |log pi - log pi_old| of a selected token. Default: 1."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """The log-probs of before the step, which the ratio compares with. trainer: a forward pass computes them.
     engine: those that the engine sampled by, which saves that pass; the log-prob gate then judges the first
@@ -134,7 +144,6 @@ class PolicyGradient(Algorithm):
             kl_coef_rule = f"must be above 0 with --kl-mode {self.kl_mode}. Try 0.001."
         transform, reason = self._transform_or_reason()
         unread = sorted(OPTIONS - transform.fields) if transform else ()
-        bounds_rule = f"must be above --mis-low ({self.mis_low}). Leave both out."
         return [
             (transform is not None, "policy_loss", reason),
             *(
@@ -164,13 +173,20 @@ class PolicyGradient(Algorithm):
                 )
                 for name in ("mis_low", "mis_high")
             ),
-            (None in (self.mis_low, self.mis_high) or self.mis_low < self.mis_high, "mis_high", bounds_rule),
+            *(
+                (
+                    None in (bounds := (getattr(self, low), getattr(self, high))) or bounds[0] < bounds[1],
+                    high,
+                    f"must be above --{low.replace('_', '-')} ({bounds[0]}). Leave both out.",
+                )
+                for low, high in (("mis_low", "mis_high"), ("cov_low", "cov_high"))
+            ),
             (self.old_log_probs in ("trainer", "engine"), "old_log_probs", "must be trainer or engine."),
             (
                 not self.takes_engine_log_probs or not self.has_correction,
                 "old_log_probs",
-                "with engine, the trainer's probability before the step is the engine's, so corrections by their "
-                "ratio (--tis-clip, --mis-level, --token-veto) do nothing. Leave them out, or try trainer.",
+                "with engine, corrections by the ratio of trainer and engine (--tis-clip, --mis-level, "
+                "--token-veto) do nothing. Leave them out, or try trainer.",
             ),
             (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
             ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef", kl_coef_rule),
@@ -237,19 +253,28 @@ class PolicyGradient(Algorithm):
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
-        old = self._old_column if self.needs_reference or self.has_correction else ()
-        return ("rewards", *old, *(("ref_log_probs",) if self.needs_reference else ()))
+        reads_old = self.needs_reference or self.has_correction or self._transform.choose is not None
+        return (
+            "rewards",
+            *(self._old_column if reads_old else ()),
+            *(("ref_log_probs",) if self.needs_reference else ()),
+        )
 
     @property
     def advantage_writes(self) -> tuple[str, ...]:
         returns = ("returns",) if self.needs_critic else ()
-        return ("advantages", *returns, *(("correction_weights",) if self.has_correction_column else ()))
+        weights = ("correction_weights",) if self.has_correction_column else ()
+        return ("advantages", *returns, *weights, *self._selected_column)
 
     @property
     def loss_reads(self) -> tuple[str, ...]:
         of_reference = ("ref_log_probs",) if self.needs_reference else ()
         weights = ("correction_weights",) if self.has_correction_column else ()
-        return (*self._old_column, "advantages", *of_reference, *weights)
+        return (*self._old_column, "advantages", *of_reference, *weights, *self._selected_column)
+
+    @property
+    def _selected_column(self) -> tuple[str, ...]:
+        return () if self._transform.choose is None else ("selected_tokens",)
 
     @property
     def _old_column(self) -> tuple[str, ...]:
@@ -270,6 +295,12 @@ class PolicyGradient(Algorithm):
         if not self.has_correction:
             return {}, {}
         return correction_weights(self, inputs)
+
+    def select_tokens(
+        self, inputs: AdvantageInputs, advantages: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        choose = self._transform.choose
+        return ({}, {}) if choose is None else select_tokens(self, choose, inputs, advantages)
 
     def step_errors(self, num_samples: int) -> Iterable[str]:
         if self.kl_controller == "adaptive" and MAX_ERROR * num_samples >= self.kl_horizon:
@@ -406,19 +437,3 @@ class PolicyGradient(Algorithm):
             kl_straight_through=self.kl_straight_through,
             entropy_coef=self.entropy_coef,
         )
-
-
-def whitened_reference(
-    values: Sequence[float], magnitudes: Sequence[float], sums: Sequence[float]
-) -> ReferenceColumn:
-    """Return the whitened values of one sample.
-
-    Args:
-        sums: sum, sum of squares and count of the values of all samples of the step."""
-    total, squares, count = sums
-    mean = total / count
-    scale = math.sqrt(max(squares - total * mean, 0.0) / max(count - 1, 1) + 1e-8)
-    whitened = [(value - mean) / scale for value in values]
-    # Mean and deviation are of rounded numbers too.
-    sizes = [(size + abs(mean)) / scale * (1 + abs(value)) for size, value in zip(magnitudes, whitened)]
-    return ReferenceColumn(values=whitened, magnitudes=sizes)

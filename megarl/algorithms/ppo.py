@@ -30,7 +30,8 @@ from megarl.algorithms.base import (
     ValueLossInputs,
     advantage_metrics,
 )
-from megarl.algorithms.policy_gradient import PolicyGradient, whitened_reference
+from megarl.algorithms.policy_gradient import PolicyGradient
+from megarl.algorithms.whitening import whitened_reference
 from megarl.config.errors import Fraction, Natural, Positive
 
 if TYPE_CHECKING:

@@ -12,9 +12,11 @@ there is one:
     dppo-kl     -A ratio, 0 where (pi - mu) A > 0 and KL(Bernoulli(mu), Bernoulli(pi)) > threshold
     gspo        ppo's loss of s = exp(mean of d over the response)
     gspo-token  the same, of stop_gradient(s) pi / stop_gradient(pi)
+    clip-cov    ppo's loss, 0 at the tokens that token_selection.py selects
+    kl-cov      -A ratio, and coef |d| more at the tokens that it selects
     gmpo        -A exp(mean of clip(d, -low, high)), the clip only where it lowers A times the ratio
 
-All have the gradient -A of log pi where pi = pi_old = mu. ppo and cispo are one kernel with everything that
+All but clip-cov have the gradient -A of log pi where pi = pi_old = mu. ppo and cispo are one kernel with everything that
 is added to them (policy_loss.py); of the others autograd has the gradient. A function gets tensors [N] and
 needs no import of torch.
 """
@@ -24,6 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from megarl.algorithms.token_selection import Choose, drawn_within_bounds, largest_covariance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +41,7 @@ class TransformFlags(Protocol):
     sapo_tau_pos: float
     sapo_tau_neg: float
     dppo_threshold: float
+    cov_kl_coef: float
 
 
 class Tokens(NamedTuple):
@@ -50,6 +55,8 @@ class Tokens(NamedTuple):
     advantages: Tensor
     rollout_log_probs: Tensor
     """Of the engine that sampled."""
+    selected: Tensor | None
+    """1 at the tokens that the transform's `choose` has selected, else 0; None without it."""
     response_mean: Callable[[Tensor], Tensor]
     """Replace each of [N] values by their mean over its response. Only for a transform of sequences."""
 
@@ -93,6 +100,21 @@ def dppo_kl(tokens: Tokens, flags: TransformFlags) -> Loss:
     return -tokens.advantages * tokens.ratio * ~is_held, is_held
 
 
+def clip_cov(tokens: Tokens, flags: TransformFlags) -> Loss:
+    loss, is_clipped = _pessimistic(tokens, tokens.ratio, flags)
+    assert tokens.selected is not None and is_clipped is not None
+    is_selected = tokens.selected > 0
+    return loss * ~is_selected, is_clipped | is_selected
+
+
+def kl_cov(tokens: Tokens, flags: TransformFlags) -> Loss:
+    assert tokens.selected is not None
+    return (
+        -tokens.advantages * tokens.ratio + flags.cov_kl_coef * tokens.selected * tokens.log_ratio.abs(),
+        None,
+    )
+
+
 def gspo(tokens: Tokens, flags: TransformFlags) -> Loss:
     return _pessimistic(tokens, tokens.response_mean(tokens.log_ratio).exp(), flags)
 
@@ -126,6 +148,8 @@ class Transform:
     """Whether a token's loss depends on that token alone."""
     has_ratio: bool = True
     """Whether the loss sees that the policy has moved since the step began."""
+    choose: Choose | None = None
+    """Which of the step's tokens `Tokens.selected` marks; None: it marks none."""
 
     @property
     def fields(self) -> set[str]:
@@ -171,6 +195,20 @@ TRANSFORMS: dict[str, Transform] = {
         summary="the same, by the KL of token against all others",
         loss=dppo_kl,
         defaults={"dppo_threshold": 0.05},
+    ),
+    "clip-cov": Transform(
+        paper="2505.22617",
+        summary="ppo's clip, and no gradient at some tokens whose log-prob and advantage covary most",
+        loss=clip_cov,
+        defaults=_CLIP | {"cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+        choose=drawn_within_bounds,
+    ),
+    "kl-cov": Transform(
+        paper="2505.22617",
+        summary="no clip, and a penalty of moving the tokens whose log-prob and advantage covary most",
+        loss=kl_cov,
+        defaults={"cov_share": 2e-3, "cov_kl_coef": 1.0},
+        choose=largest_covariance,
     ),
     "gspo": Transform(
         paper="2507.18071",

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
-from megarl.algorithms.policy_gradient import PolicyGradient, whitened_reference
+from megarl.algorithms.policy_gradient import PolicyGradient
+from megarl.algorithms.whitening import whitened_reference
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -46,6 +46,7 @@ def transformed_loss(
         ratio=log_ratio.exp(),
         advantages=columns.advantages,
         rollout_log_probs=columns.rollout_log_probs,
+        selected=inputs.selected_tokens,
         response_mean=lambda values: response_mean(values, inputs.sequence_ids, inputs.response_lengths),
     )
     transform = transform_of(flags.policy_loss)

@@ -92,6 +92,10 @@ COLUMNS: dict[str, Column] = {
             holds="Weight of the token in the policy loss that corrects for the policy that sampled.",
         ),
         Column(
+            name="selected_tokens",
+            holds="1 where the policy loss treats the token by itself (clip-cov, kl-cov), else 0.",
+        ),
+        Column(
             name="returns",
             holds="What the critic learns to predict; NaN where the sample's reward failed.",
         ),

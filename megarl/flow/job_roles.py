@@ -259,7 +259,7 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
     @method(
         reads=("rewards", "old_log_probs", "ref_log_probs", "values", "old_scores"),
-        writes=("advantages", "returns", "correction_weights"),
+        writes=("advantages", "returns", "correction_weights", "selected_tokens"),
         reports=True,
         of_algorithm=True,
     )

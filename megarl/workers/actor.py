@@ -39,7 +39,14 @@ logger = logging.getLogger(__name__)
 
 ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COMPUTED_COLUMNS)
 """Token columns that an algorithm may compute advantages from."""
-_LOSS_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "correction_weights")
+_LOSS_COLUMNS = (
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "correction_weights",
+    "selected_tokens",
+)
 
 
 @implements(Actor)
@@ -257,7 +264,8 @@ class ActorRole(PolicyRole):
         inputs = self._advantage_inputs(samples, group_ids, rewards, kl_coef, turns)
         columns, metrics = self.algorithm.compute_advantages(inputs)
         corrections, of_corrections = self.algorithm.compute_corrections(inputs)
-        columns, metrics = columns | corrections, metrics | of_corrections
+        selected, of_selection = self.algorithm.select_tokens(inputs, columns["advantages"])
+        columns, metrics = columns | corrections | selected, metrics | of_corrections | of_selection
         for name, values in columns.items():
             shard.set_column(name, batch.scatter(values))
             check_column(batch, name, may_be_nan=name == "returns")

@@ -27,6 +27,8 @@ def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
     others["advantages"] = zeros - 1
     if inputs.correction_weights is not None:
         others["correction_weights"] = zeros + 1
+    if inputs.selected_tokens is not None:
+        others["selected_tokens"] = zeros
     return _slope(
         lambda log_probs: algorithm.loss(replace(inputs, log_probs=log_probs, kl_coef=0.0, **others))[0],
         zeros,
@@ -76,6 +78,7 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
     }
     columns |= {"advantages": 2 * noise["advantages"] - 1, "entropy": noise["entropy"]}
     columns["correction_weights"] = noise["correction_weights"]
+    columns["selected_tokens"] = (noise["correction_weights"] > 0.5).to(inputs.log_probs.dtype)
     columns = {
         name: column
         for name, column in columns.items()

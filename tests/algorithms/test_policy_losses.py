@@ -28,6 +28,8 @@ LOSSES = {
     "sapo-sharp": dict(policy_loss="sapo", sapo_tau_pos=2.0, sapo_tau_neg=3.0),
     "dppo-tv": dict(dppo_threshold=0.1),
     "dppo-kl": dict(dppo_threshold=0.05),
+    "clip-cov": dict(cov_share=0.2, cov_low=0.01, cov_high=0.8),
+    "kl-cov": dict(cov_share=0.2, cov_kl_coef=0.7),
     "gspo": {},
     "gspo-wide": dict(policy_loss="gspo", clip_eps_low=0.1, clip_eps_high=0.3),
     "gspo-token": {},
@@ -99,7 +101,7 @@ def token_losses(algorithm, a, sample):
     """[(loss, whether held)] of the tokens of one response: `a` is its advantage."""
     log_probs, old, mu = (sample[name] for name in ("log_probs", "old", "rollout"))
     ratios = [torch.exp(p - o) for p, o in zip(log_probs, old)]
-    kind, found = algorithm.policy_loss, []
+    kind, found, selected = algorithm.policy_loss, [], sample.get("selected", [False] * len(old))
     if kind == "gspo":
         return [pessimistic(a, algorithm, geometric_mean(ratios))] * len(old)
     if kind == "gmpo":
@@ -110,7 +112,7 @@ def token_losses(algorithm, a, sample):
             kept.append(clipped if clipped * a < ratio * a else ratio)
         loss = -a * geometric_mean(kept)
         return [(loss, bool(k is not r)) for k, r in zip(kept, ratios)]
-    for p, o, m, ratio in zip(log_probs, old, mu, ratios):
+    for p, o, m, ratio, is_selected in zip(log_probs, old, mu, ratios, selected):
         now, then = math.exp(p.detach()), math.exp(m)
         if kind == "reinforce":
             found.append((-a * p, False))
@@ -122,6 +124,10 @@ def token_losses(algorithm, a, sample):
             found.append((-a * clip(float(ratio.detach()), low, high) * p, not low <= ratio <= high))
         elif kind == "ppo":
             found.append(pessimistic(a, algorithm, ratio))
+        elif kind == "clip-cov":
+            found.append((0 * p, True) if is_selected else pessimistic(a, algorithm, ratio))
+        elif kind == "kl-cov":
+            found.append((-a * ratio + is_selected * algorithm.cov_kl_coef * abs(p - o), False))
         elif kind == "gspo-token":
             s = geometric_mean(ratios).detach() * ratio / ratio.detach()
             found.append(pessimistic(a, algorithm, s))
@@ -184,7 +190,7 @@ def naive(algorithm, samples):
 
 
 def naive_result(algorithm, samples):
-    leaves = ("log_probs", "entropy")
+    leaves, samples = ("log_probs", "entropy"), with_selected(algorithm, samples)
     fp64 = [s | {c: [x.double().requires_grad_(c in leaves) for x in s[c]] for c in COLUMNS} for s in samples]
     fp64 = [s | {c: [float(x) for x in s[c]] for c in ("old", "rollout", "ref")} for s in fp64]
     loss, metrics = naive(algorithm, fp64)
@@ -195,21 +201,39 @@ def naive_result(algorithm, samples):
 
 def column(algorithm, samples, rows=None, sum_over_ranks=lambda total: total):
     """Columns and metrics of `compute_corrections` on the rank that holds these rows of the samples."""
+    return algorithm.compute_corrections(on_rank(samples, rows, sum_over_ranks))
+
+
+def on_rank(samples, rows=None, sum_over_ranks=lambda total: total):
     rows = list(range(len(samples))) if rows is None else rows
     mine = [samples[row] for row in rows]
     cat = lambda name: torch.cat([torch.zeros(0), *(s[name] for s in mine)])
-    return algorithm.compute_corrections(
-        AdvantageInputs(
-            rewards=torch.tensor([s["advantage"] for s in samples]),
-            group_ids=torch.zeros(len(samples), dtype=torch.int64),
-            rows=torch.tensor(rows, dtype=torch.int64),
-            response_lengths=torch.tensor([len(s["old"]) for s in mine], dtype=torch.int64),
-            kl_coef=0.0,
-            sum_over_ranks=sum_over_ranks,
-            old_log_probs=cat("old"),
-            rollout_log_probs=cat("rollout"),
-        )
+    return AdvantageInputs(
+        rewards=torch.tensor([s["advantage"] for s in samples]),
+        group_ids=torch.zeros(len(samples), dtype=torch.int64),
+        rows=torch.tensor(rows, dtype=torch.int64),
+        response_lengths=torch.tensor([len(s["old"]) for s in mine], dtype=torch.int64),
+        kl_coef=0.0,
+        sum_over_ranks=sum_over_ranks,
+        old_log_probs=cat("old"),
+        rollout_log_probs=cat("rollout"),
     )
+
+
+def select(algorithm, samples, rows=None, sum_over_ranks=lambda total: total):
+    """Column and metrics of `select_tokens` on the rank that holds these rows of the samples."""
+    inputs = on_rank(samples, rows, sum_over_ranks)
+    advantages = inputs.spread(inputs.rewards.nan_to_num(0.0))  # of a failed sample it is 0
+    return algorithm.select_tokens(inputs, advantages)
+
+
+def with_selected(algorithm, samples):
+    """The samples, each with the list of its tokens' marks, if the loss has some."""
+    found, _ = select(algorithm, samples)
+    if not found:
+        return samples
+    parts = found["selected_tokens"].bool().split([len(s["old"]) for s in samples])
+    return [s | dict(selected=part.tolist()) for s, part in zip(samples, parts)]
 
 
 def make_inputs(algorithm, samples):
@@ -222,6 +246,8 @@ def make_inputs(algorithm, samples):
     if weights is not None:
         rows = torch.tensor([is_scored(s) for s in samples for _ in s["old"]])
         weights = weights[rows]
+    marked = with_selected(algorithm, samples)
+    selected = [float(x) for s in marked if is_scored(s) for x in s.get("selected", ())]
     leaf = tokens["log_probs"].requires_grad_()
     inputs = LossInputs(
         log_probs=leaf,
@@ -231,6 +257,7 @@ def make_inputs(algorithm, samples):
         ref_log_probs=tokens["ref"] if algorithm.needs_reference else None,
         advantages=torch.tensor([s["advantage"] for s in scored]).repeat_interleave(lengths),
         correction_weights=weights,
+        selected_tokens=torch.tensor(selected) if selected else None,
         sequence_ids=torch.arange(len(scored)).repeat_interleave(lengths),
         response_lengths=lengths.repeat_interleave(lengths),
         num_tokens=int(lengths.sum()),
@@ -263,7 +290,9 @@ def test_loss_and_gradient_equal_the_papers_formulas(loss, correction):
         assert not any(m.requires_grad or m.ndim for m in metrics.values())
 
 
-@pytest.mark.parametrize("loss", [name for name in LOSSES if name not in ("reinforce", "sapo", "sapo-sharp")])
+@pytest.mark.parametrize(
+    "loss", [name for name in LOSSES if name not in ("reinforce", "sapo", "sapo-sharp", "kl-cov")]
+)
 def test_the_cases_meet_every_clip_and_mask(loss):
     """Otherwise the comparison above would prove less than it says."""
     held = naive_result(build(loss), make_samples())[1]["policy/clip_fraction"]
@@ -316,10 +345,11 @@ def test_corrections_and_their_metrics_on_any_ranks(correction, split):
 
 
 def test_on_policy_all_transforms_give_one_gradient():
-    """pi = pi_old = mu: the gradient of -A log pi, whatever the transform and the correction."""
+    """pi = pi_old = mu: the gradient of -A log pi, whatever the transform and the correction. But clip-cov takes
+    the gradient of some tokens away, and kl-cov's penalty has a kink there, whose gradient counts as 0."""
     samples = [s | dict(log_probs=s["old"].clone(), rollout=s["old"]) for s in make_samples()]
     gradients = {}
-    for loss, correction in itertools.product(LOSSES, CORRECTIONS):
+    for loss, correction in itertools.product([name for name in LOSSES if name != "clip-cov"], CORRECTIONS):
         algorithm = build(loss, **CORRECTIONS[correction])
         inputs, leaf = make_inputs(algorithm, samples)
         value, metrics = algorithm.loss(inputs)

@@ -101,6 +101,7 @@ def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
         "advantages": "actor_2.advantages",
         "returns": "actor_2.advantages",
         "correction_weights": "actor_2.advantages",
+        "selected_tokens": "actor_2.advantages",
         "routed_experts": "rollout_2.generate",
         "lengths": "rollout_2.generate",
         "rewards": "reward_2.score",

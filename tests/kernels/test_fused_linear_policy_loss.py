@@ -29,6 +29,8 @@ ALGORITHMS = {
     "sapo, k3": GRPO(policy_loss="sapo", kl_mode="loss", kl_coef=0.1),
     "dppo-tv": GRPO(policy_loss="dppo-tv", dppo_threshold=1e-3),
     "dppo-kl": GRPO(policy_loss="dppo-kl", dppo_threshold=1e-3),
+    "clip-cov": GRPO(policy_loss="clip-cov"),
+    "kl-cov, k3": GRPO(policy_loss="kl-cov", kl_mode="loss", kl_coef=0.1),
     "sft": SFT(),
 }
 
@@ -42,6 +44,7 @@ def make_loss(algorithm, num_tokens, advantages=None):
 
     def loss(log_probs, entropy, rows):
         old, rollout, ref, advantages = (x[rows].to(log_probs) for x in columns)
+        selected = (advantages > 0.5).to(log_probs.dtype)  # by some column
         lengths = torch.full(log_probs.shape, 5, device=log_probs.device)
         return algorithm.loss(
             LossInputs(
@@ -56,6 +59,7 @@ def make_loss(algorithm, num_tokens, advantages=None):
                 rollout_log_probs=rollout,
                 ref_log_probs=ref,
                 advantages=advantages,
+                selected_tokens=selected,
             )
         )
 
