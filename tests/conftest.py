@@ -4,6 +4,7 @@ the same."""
 import importlib.util
 import os
 import secrets
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +25,9 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+# A shell script starts `pytest &` with Ctrl-C ignored, and so would be all processes that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `python -m pytest` puts the working directory on the path; see PYTHONSAFEPATH above for why that must not be
 # the checkout.
