@@ -141,7 +141,10 @@ def _other_function(path: Path) -> str:
 
     found = path if functions(path) else nearest_path(path, lambda one: bool(functions(one)))
     if found is None or difflib.SequenceMatcher(None, found.name, path.name).ratio() < _SIMILAR:
-        return " Give a function of a file of yours; its path is relative to the folder in which you are."
+        return (
+            " Give a function of a file of yours, whose path is relative to the folder in which you are, or leave it "
+            "out for the built-in rules."
+        )
     return f" Try {found}:{functions(found)[0]}."
 
 
