@@ -12,6 +12,7 @@ from megarl.algorithms.maxrl import MaxRL
 from megarl.algorithms.opo import OPO
 from megarl.algorithms.orpo import ORPO
 from megarl.algorithms.ppo import PPO
+from megarl.algorithms.raft import RAFT
 from megarl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from megarl.algorithms.rloo import RLOO
 from megarl.algorithms.rpo import RPO
@@ -26,6 +27,7 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "opo": OPO,
     "maxrl": MaxRL,
     "ppo": PPO,
+    "raft": RAFT,
     "distill": Distill,
     "sft": SFT,
     "dpo": DPO,

@@ -332,6 +332,11 @@ class Algorithm(Section):
             truncated: whether --max-response-length cut it."""
         return False
 
+    def left_out(self, inputs: AdvantageInputs) -> Tensor | None:
+        """Return [S] bool, which samples of the step the policy's loss and its denominators leave out because of
+        their rewards; None: none. The same on every rank."""
+        return None
+
     def compute_corrections(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the column correction_weights, [N] fp32, if the loss reads it, and this rank's part of the
         metrics. Collective over the data-parallel ranks."""

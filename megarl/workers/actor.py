@@ -280,14 +280,17 @@ class ActorRole(PolicyRole):
             self._sum_over_replicas,
             None if turns is None else dict(zip(sample_ids, turns, strict=True)),
         )
-        left_out = [
+        by_rewards = self.algorithm.left_out(inputs)
+        are_worse = [False] * len(samples) if by_rewards is None else by_rewards.tolist()
+        filtered = [
             reward is None or self.algorithm.is_left_out(sample.truncated)
             for sample, reward in zip(samples, rewards, strict=True)
         ]
+        left_out = [one or other for one, other in zip(filtered, are_worse, strict=True)]
         if any(left_out):  # NaN marks a token on every mesh as excluded from training
             excluded = batch.spread(torch.tensor(left_out)[inputs.rows]).bool()
             shard.set_column("advantages", batch.advantages.masked_fill(excluded, math.nan))
-        metrics |= shaping_metrics(given, rewards, left_out, inputs.rows.tolist())
+        metrics |= shaping_metrics(given, rewards, filtered, inputs.rows.tolist())
         return metrics if self.model.reports else {}
 
     def _advantage_inputs(

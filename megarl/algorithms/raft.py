@@ -1,0 +1,91 @@
+"""Reward-ranked fine-tuning (RAFT, arXiv:2304.06767), also called rejection sampling or best-of-n: in every step the
+responses of a prompt with the largest rewards are kept, and the policy is fine-tuned on them.
+
+    loss = - sum of log pi over the tokens of kept responses / their number          (--loss-aggregation token-mean)
+
+The other responses are neither in the loss nor in what it is divided by. A step samples with the current weights, so the
+paper's stages are steps: its stage of several updates on one set of kept responses is --global-batch-size or
+--num-epochs. There is no ratio: a kept response is right whoever sampled it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
+from megarl.algorithms.policy_gradient import PolicyGradient
+from megarl.config.errors import Count
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RAFT(PolicyGradient):
+    """fine-tuning on the best responses"""
+
+    paper: ClassVar[str] = "2304.06767"
+    advantage_formula: ClassVar[str] = (
+        "1 for the responses of a group with the largest r; others are left out"
+    )
+
+    policy_loss: str = "reinforce"
+    """reinforce: the negative log-prob of the kept responses' tokens, as in supervised fine-tuning."""
+    raft_keep: Count = 1
+    """Responses of a prompt that are kept, those with the largest rewards; of equal ones the first."""
+    raft_min_reward: float | None = None
+    """Keep a response only if its reward is at least this. Default: none."""
+
+    @property
+    def has_ratio(self) -> bool:
+        """True: a likelihood needs none."""
+        return True
+
+    def left_out(self, inputs: AdvantageInputs) -> Tensor:
+        """Return [S] bool: whether a sample of the step is not kept."""
+        import torch
+
+        rewards = inputs.rewards.double()
+        group = inputs.group_ids.unique(return_inverse=True)[1]
+        best_first = rewards.nan_to_num(nan=-math.inf).neg().argsort(stable=True)
+        order = best_first[group[best_first].argsort(stable=True)]
+        counts = torch.bincount(group)
+        rank = torch.empty_like(group)
+        rank[order] = torch.arange(len(group)) - (counts.cumsum(0) - counts)[group[order]]
+        is_kept = (rank < self.raft_keep) & ~rewards.isnan()
+        if self.raft_min_reward is not None:
+            is_kept &= rewards >= self.raft_min_reward
+        return ~is_kept
+
+    def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return advantages of 1 for the tokens of kept responses, and 0 for others, which `left_out` takes out of
+        the loss.
+
+        Metrics: raft/kept, the number of kept responses; raft/reward, their mean reward; those of
+        `advantage_metrics`, and with a reference kl/per_response and kl/coef.
+        """
+        _, metrics = self._reference_kl(inputs)
+        is_kept = ~self.left_out(inputs)
+        here = is_kept[inputs.rows]
+        count = max(int(is_kept.sum()), 1)
+        metrics |= {
+            "raft/kept": float(here.sum()),
+            "raft/reward": inputs.rewards[inputs.rows][here].double().sum().item() / count,
+        }
+        advantages = inputs.spread(is_kept.float())
+        return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
+
+    def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
+        """Return 1 on each token of a sample that fewer than raft_keep of its group come before, else 0."""
+        mine, place = inputs.rewards[sample], inputs.positions[sample]
+        better = sum(
+            inputs.rewards[other] > mine
+            or (inputs.rewards[other] == mine and inputs.positions[other] < place)
+            for other in inputs.groups[sample]
+        )
+        is_enough = self.raft_min_reward is None or mine >= self.raft_min_reward
+        value = float(not math.isnan(mine) and better < self.raft_keep and is_enough)
+        values = [value] * len(inputs.columns(sample, "advantages"))
+        return {"advantages": ReferenceColumn(values=values, magnitudes=values)}
