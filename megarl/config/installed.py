@@ -135,6 +135,22 @@ def cpu_head_sizes() -> tuple[int, ...] | None:
     return None
 
 
+@functools.cache
+def answer_parsers(kind: str) -> tuple[str, ...]:
+    """Return the names of vLLM's parsers of answers; () if vLLM is not installed.
+
+    Args:
+        kind: the package of vLLM, tool_parsers or reasoning."""
+    for path in _files("vllm", f"{kind}/__init__.py"):
+        for node in syntax_tree(path).body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name.endswith(
+                    "_PARSERS_TO_REGISTER"
+                ):
+                    return tuple(sorted(ast.literal_eval(key) for key in keys if key is not None))
+    return ()
+
+
 def is_transformers_model(model_type: str) -> bool:
     """Return whether the installed transformers has an architecture with this model_type."""
     return model_type.isidentifier() and any(_files("transformers", f"models/{model_type}/__init__.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -10,12 +11,17 @@ from pathlib import Path
 
 from megarl.config.errors import Errors
 from megarl.config.flags import algorithm_name, refuse_set
+from megarl.config.installed import answer_parsers
 from megarl.config.roles import configs_of_actors
 from megarl.config.rules_layout import Job
+from megarl.config.schema import EpisodeConfig
 
 _NO_EFFECT = "has no effect without --env. Leave it out."
 _NO_AGENT = "has no effect without --agent-command. Leave it out."
-_OF_AGENT = ("agent_timeout_s", "agent_num_processes", "agent_host")
+_OF_AGENT = (
+    *("agent_timeout_s", "agent_num_processes", "agent_host"),
+    *("tool_call_parser", "reasoning_parser"),
+)
 _OF_ENV = ("env_timeout_s", "env_episodes_per_process", "turn_rewards")
 
 
@@ -39,6 +45,7 @@ def episodes(job: Job) -> Errors:
         return
     if agent is not None:
         yield from (f"{head}: {rule}" for rule in _agent(agent, env))
+        yield from _parsers(config.episodes)
     else:
         yield from (f"{head}: {rule}" for rule in _file(env))
     yield from (f"{head}: {rule}" for rule in _combinations(job, who))
@@ -68,6 +75,24 @@ def _agent(command: str, env: str | None) -> Iterator[str]:
         yield 'must name a program. Try "python agent.py".'
     elif shutil.which(words[0]) is None:
         yield f'there is no program {words[0]}. Try "python agent.py".'
+
+
+def _parsers(config: EpisodeConfig) -> Iterator[str]:
+    """Yield an error per parser that the installed vLLM does not have."""
+    for flag, kind, name in (
+        ("--tool-call-parser", "tool_parsers", config.tool_call_parser),
+        ("--reasoning-parser", "reasoning", config.reasoning_parser),
+    ):
+        if name is None:
+            continue
+        names = answer_parsers(kind)
+        if not names:
+            yield f"{flag} ({name}): is a parser of vLLM, which is not installed. Leave it out."
+        elif name not in names:
+            near = difflib.get_close_matches(name, names, 1) or [
+                "hermes" if kind == "tool_parsers" else "qwen3"
+            ]
+            yield f"{flag} ({name}): must be one of vLLM's: {', '.join(names)}. Try {near[0]}."
 
 
 def _file(env: str) -> Iterator[str]:

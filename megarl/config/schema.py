@@ -241,6 +241,12 @@ class EpisodeConfig(Section):
     agent_host: str = "127.0.0.1"
     """With --agent-command: interface on which the agents' endpoint listens. It takes no request without the
     key of an open episode, but it does not encrypt."""
+    tool_call_parser: str | None = None
+    """With --agent-command: vLLM's parser that finds tool calls in answers, e.g. hermes (Qwen2.5, Qwen3),
+    llama3_json or deepseek_v31. Without it requests with tools are refused."""
+    reasoning_parser: str | None = None
+    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1.
+    Without it the reasoning is part of the text."""
 
     @property
     def has_turns(self) -> bool:

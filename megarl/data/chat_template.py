@@ -20,7 +20,7 @@ def read_text(path: str) -> str | None:
 
 
 def compile_template(source: str, where: str, **special: str) -> ChatTemplate:
-    """Return a function that renders messages with a chat template, in a jinja sandbox with the functions
+    """Return a function that renders messages, and tools, with a chat template, in a jinja sandbox with the functions
     that transformers 5.19 offers a template.
 
     Args:
@@ -50,9 +50,13 @@ def compile_template(source: str, where: str, **special: str) -> ChatTemplate:
         template = environment.from_string(source)
     except Exception as error:  # jinja2's own error, or one of the generated Python: blocks nested too deep
         raise ValueError(f"{where} is not a jinja template: {error}") from error
-    return lambda messages: template.render(
-        messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
-    )
+
+    def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
+        return template.render(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=True, **special
+        )
+
+    return render
 
 
 def _raise_exception(message: str) -> None:

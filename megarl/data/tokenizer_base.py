@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Messages = Sequence[dict[str, Any]] | str
-ChatTemplate = Callable[[list[dict[str, Any]]], str]
+ChatTemplate = Callable[..., str]
+"""Renders a list of messages, and tools=... in OpenAI's form if there are some."""
 
 
 class Tokenizer(ABC):
@@ -37,12 +38,17 @@ class Tokenizer(ABC):
 
         Ids >= vocab_size are left out too. A model with a padded vocabulary can sample them."""
 
-    def encode_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
+    def encode_prompts(
+        self, prompts: Sequence[Messages], tools: Sequence[dict[str, Any]] = ()
+    ) -> list[list[int]]:
         """Return the token ids of each prompt, which is a list of messages or a string.
 
         Messages go through the chat template. A string is encoded as it is, after the beginning-of-sequence
-        token, unless the string has it already: a user may have rendered the template before."""
-        texts = [self.render(prompt) for prompt in prompts]
+        token, unless the string has it already: a user may have rendered the template before.
+
+        Args:
+            tools: tools that the chat template shows to the model, in OpenAI's form."""
+        texts = [self.render(prompt, tools) for prompt in prompts]
         return [
             self.bos + ids if isinstance(prompt, str) and ids[:1] != self.bos else ids
             for prompt, ids in zip(prompts, self.encode_responses(texts), strict=True)
@@ -57,7 +63,7 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_batch([ids])[0]
 
-    def render(self, messages: Messages) -> str:
+    def render(self, messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> str:
         """Return the text that is encoded for a prompt: through the chat template, or the string as it is."""
         if isinstance(messages, str):
             return messages
@@ -67,7 +73,8 @@ class Tokenizer(ABC):
                 "Put a chat_template.jinja into that folder, or make the prompt column a string."
             )
         try:
-            return self.template(list(messages))
+            given = {"tools": list(tools)} if tools else {}
+            return self.template(list(messages), **given)
         except Exception as error:  # a foreign template: its own error, or any error of the Python under it
             raise ValueError(
                 f"the chat template in {self.name} refuses the prompt {list(messages)!r:.500}: "

@@ -3,7 +3,7 @@
     with AgentPool("python agent.py", timeout_s=600, num_processes=16, max_length=512) as pool:
         episode = pool.open(row)                 # starts a process, or queues the episode
         for reply in pool.replies(timeout_s=1):  # a request's new messages, the reward at the end, or a failure
-            pool.step(reply.episode, text, usage)
+            pool.step(reply.episode, text, sampled)
         pool.end(episode)                        # kills the process group
 
 It has the methods of `env_pool.EnvironmentPool`, so `runner.play` does not tell them apart. The agent gets the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import shlex
@@ -26,12 +27,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.episodes.answers import AnswerParser, Completion, completion_of
+from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat import Message
-from megarl.episodes.chat_requests import BadRequest, Completion
-from megarl.episodes.environments import Reply, Usage
+from megarl.episodes.chat_requests import ChatRequest
+from megarl.episodes.environments import Reply, Sampled
 from megarl.episodes.proxy import Proxy
 from megarl.runtime.signing import JOB_SECRET
 
+_LOG = logging.getLogger(__name__)
 _LONGEST_OUTPUT = 1 << 16  # bytes of stdout that are kept, from the end
 _LARGEST_REWARD = 3.4028234663852886e38  # of float32
 _WANTED = 'wanted a number or {"reward": number} as the last line of stdout'
@@ -47,19 +51,29 @@ class AgentPool:
         timeout_s: deadline of an episode from the start of its process.
         num_processes: processes at a time; further episodes wait.
         max_length: tokens of a conversation.
-        host: interface of the endpoint."""
+        host: interface of the endpoint.
+        parser: finds reasoning and tool calls in answers. Without one they are text."""
 
     def __init__(
-        self, command: str, timeout_s: float, num_processes: int, max_length: int, host: str = "127.0.0.1"
+        self,
+        command: str,
+        timeout_s: float,
+        num_processes: int,
+        max_length: int,
+        host: str = "127.0.0.1",
+        parser: AnswerParser | None = None,
     ) -> None:
+        self._parser = parser
         self._command, self._timeout_s, self._num_processes = shlex.split(command), timeout_s, num_processes
         self._agents: dict[int, _Agent] = {}
         self._waiting: dict[int, Mapping[str, Any]] = {}
         self._num_answers: dict[int, int] = {}
         self._num_episodes = 0
-        self._requests: deque[Reply] = deque()
+        self._num_calls: dict[int, int] = {}
+        self._asked: dict[int, ChatRequest] = {}  # what the agent of an episode waits for, or has got
+        self._requests: deque[tuple[Reply, ChatRequest]] = deque()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._proxy = Proxy(self._on_request, max_length, host)
+        self._proxy = Proxy(self._on_request, max_length, host, parser is not None and parser.takes_tools)
 
     def __enter__(self) -> AgentPool:
         return self
@@ -84,11 +98,29 @@ class AgentPool:
         self._start()
         return episode
 
-    def step(self, episode: int, text: str, usage: Usage) -> None:
+    def step(self, episode: int, text: str, sampled: Sampled) -> None:
         """Give an agent the model's answer. A reply follows."""
         if episode in self._agents:
             self._num_answers[episode] += 1
-            self._proxy.answer(episode, Completion(text, usage))
+            self._proxy.answer(episode, self._completion(episode, text, sampled))
+
+    def _completion(self, episode: int, text: str, sampled: Sampled) -> Completion:
+        """Return an answer with its reasoning and tool calls apart, as the agent asked for it."""
+        if self._parser is None:
+            return Completion(text, sampled.usage)
+        asked = self._asked[episode]
+        try:
+            content, reasoning, calls = self._parser.parse(
+                sampled.prompt, sampled.ids, asked.tools, asked.wants_calls
+            )
+        except Exception:  # a foreign parser on what a model wrote: the model's mistake must not end the job
+            _LOG.warning("an answer cannot be parsed, and is given as text: %.200r", text, exc_info=True)
+            return Completion(text, sampled.usage)
+        if asked.is_single_call:
+            calls = calls[:1]
+        num_calls = self._num_calls.get(episode, 0)
+        self._num_calls[episode] = num_calls + len(calls)
+        return completion_of((content, reasoning, calls), text, sampled.usage, num_calls)
 
     def refuse(self, episode: int, code: str, message: str) -> bool:
         """Refuse an agent's last request. The agent may go on, unless the conversation is at a limit; in both
@@ -101,6 +133,8 @@ class AgentPool:
         """Kill an episode's processes, and forget it."""
         self._num_answers.pop(episode, None)
         self._waiting.pop(episode, None)
+        self._num_calls.pop(episode, None)
+        self._asked.pop(episode, None)
         agent = self._agents.pop(episode, None)
         if agent is not None:
             agent.kill()
@@ -124,8 +158,10 @@ class AgentPool:
         ended = [(episode, self._ending(episode, agent, readable)) for episode, agent in self._agents.items()]
         found = []
         while self._requests:  # after the look at the processes: an agent's last request comes before its end
-            found.append(self._requests.popleft())
-        found = [reply for reply in found if reply.episode in self._agents]
+            reply, asked = self._requests.popleft()
+            if reply.episode in self._agents:
+                self._asked[reply.episode] = asked
+                found.append(reply)
         return found + [reply for _, reply in ended if reply is not None]
 
     def _start(self) -> None:
@@ -136,9 +172,10 @@ class AgentPool:
             key = self._proxy.open(episode)
             self._agents[episode] = _Agent(self._command, row, self._proxy.url, key, self._timeout_s)
 
-    def _on_request(self, episode: int, messages: list[Message], max_tokens: int | None) -> None:
+    def _on_request(self, episode: int, messages: list[Message], asked: ChatRequest) -> None:
         """Queue a request. Runs on the endpoint's thread."""
-        self._requests.append(Reply(episode, messages, max_tokens=max_tokens))
+        reply = Reply(episode, messages, max_tokens=asked.max_tokens, tools=asked.tools)
+        self._requests.append((reply, asked))
         with contextlib.suppress(BlockingIOError):  # the pool is awake already
             os.write(self._wake, b"\0")
 

@@ -17,8 +17,10 @@ _MARKER = "\u241fanswer{}\u241f"
 class Tokenizer(Protocol):
     """What a conversation needs of a tokenizer; see megarl/data/tokenizer_base.py."""
 
-    def render(self, messages: Sequence[Message]) -> str: ...
-    def encode_prompts(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]: ...
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str: ...
+    def encode_prompts(
+        self, prompts: Sequence[Sequence[Message]], tools: Sequence[Message] = ()
+    ) -> list[list[int]]: ...
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]: ...
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]: ...
 
@@ -32,17 +34,19 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer, stop_ids: Iterable[int]) -> None:
         self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Return the ids of a first prompt, up to and including the assistant's header.
 
         Raises: ValueError if the chat template refuses the messages."""
-        return self._tokenizer.encode_prompts([list(messages)])[0]
+        return self._tokenizer.encode_prompts([list(messages)], tools)[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of an answer, without special tokens."""
         return self._tokenizer.decode_batch([ids])[0]
 
-    def suffix(self, before: Sequence[Message], new: Sequence[Message], last_id: int) -> list[int]:
+    def suffix(
+        self, before: Sequence[Message], new: Sequence[Message], last_id: int, tools: Sequence[Message] = ()
+    ) -> list[int]:
         """Return the ids between the last sampled id and the first id of the next answer: the end of the
         model's turn, the new messages, and the assistant's header.
 
@@ -52,10 +56,12 @@ class Chat:
         Args:
             before: the conversation so far, with the model's last answer at its end.
             last_id: the last id that was sampled.
+            tools: tools of the conversation.
         Raises: ValueError if the chat template refuses the messages, or leaves out the last answer."""
         marker = _unused_marker(new)
-        marked = [*before[:-1], {**before[-1], "content": marker}]
-        text = self._tokenizer.render([*marked, *new])
+        # without its tool calls, which a template may write behind the marker, or in its place
+        answer = {name: value for name, value in before[-1].items() if name != "tool_calls"}
+        text = self._tokenizer.render([*before[:-1], {**answer, "content": marker}, *new], tools)
         _, found, rest = text.rpartition(marker)
         if not found:
             raise ValueError("the chat template leaves out the model's last answer, so nothing can follow it")

@@ -8,13 +8,21 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from megarl.episodes.answers import Completion, Tool, called
+from megarl.episodes.bad_request import (
+    BadRequest,
+    decode,
+    read_arguments,
+    refuse_deep,
+    refuse_unsupported,
+    tool_problem,
+)
 from megarl.episodes.chat import Message
-from megarl.episodes.environments import Usage
 
 MODEL = "policy"
 """Name of the model that is trained. Requests may give any name."""
@@ -22,29 +30,31 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _LARGEST_NUMBER = 2**31 - 1
 
 
-class BadRequest(Exception):
-    """Raised for a request that is refused.
-
-    Args:
-        code: OpenAI's error code, or one of our own.
-        param: the field at fault."""
-
-    def __init__(
-        self, message: str, code: str = "invalid_value", param: str | None = None, status: int = 400
-    ):
-        super().__init__(message)
-        self.message, self.code, self.param, self.status = message, code, param, status
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
-        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
 class _Part(msgspec.Struct):
     type: str
     text: str | None = None
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    function: _CalledFunction
+    id: str | None = None
+    type: str = "function"
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    function: _Function
 
 
 class _Message(msgspec.Struct):
@@ -52,7 +62,7 @@ class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[_Call] | None = None
     function_call: dict[str, Any] | None = None
 
 
@@ -68,8 +78,9 @@ class _Body(msgspec.Struct):
     n: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
@@ -90,18 +101,28 @@ class ChatRequest:
     messages: list[Message]
     max_tokens: int | None
     stream: bool
-    include_usage: bool
+    include_usage: bool = False
+    tools: list[Tool] = field(default_factory=list)
+    """The tools that the model is shown."""
+    wants_calls: bool = True
+    """Whether calls are looked for in the answer."""
+    is_single_call: bool = False
+    """Whether only the first call is wanted."""
+
+    def repeats(self, other: ChatRequest) -> bool:
+        """Return whether this asks for what the other request has asked for."""
+        return self.messages == other.messages and self.tools == other.tools
 
 
-def read_chat_request(data: bytes) -> ChatRequest:
-    """Return the request in the body of a POST. Raises: BadRequest with the reason and the field."""
-    try:
-        body = _DECODER.decode(data)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"the request is not a chat completion: {error}", "invalid_type") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}", "invalid_json") from error
+def read_chat_request(data: bytes, takes_tools: bool = False) -> ChatRequest:
+    """Return the request in the body of a POST. Raises: BadRequest with the reason and the field.
+
+    Args:
+        takes_tools: whether the job finds tool calls in answers."""
+    body = decode(_DECODER, data, "a chat completion")
     _refuse_unsupported(body)
+    wants_calls = _wants_calls(body.tool_choice, bool(body.tools))
+    tools = _tools(body.tools or [], takes_tools, wants_calls)
     wanted = [one for one in (body.max_completion_tokens, body.max_tokens) if one is not None]
     if wanted and not 1 <= min(wanted) <= max(wanted) <= _LARGEST_NUMBER:
         raise BadRequest("max_tokens must be a positive number of 31 bits at most", param="max_tokens")
@@ -110,7 +131,38 @@ def read_chat_request(data: bytes) -> ChatRequest:
         min(wanted, default=None),
         bool(body.stream),
         bool(body.stream_options and body.stream_options.include_usage),
+        tools,
+        wants_calls,
+        body.parallel_tool_calls is False,
     )
+
+
+def _wants_calls(choice: object, has_tools: bool) -> bool:
+    """Return whether tool_choice allows calls. Raises: BadRequest if it forces one."""
+    if choice in (None, "auto", "none"):
+        return choice != "none" and has_tools
+    raise BadRequest(
+        f"tool_choice must be auto or none: {choice[:80] if isinstance(choice, str) else 'an object'} forces a "
+        "call, and answers are sampled without a grammar",
+        "unsupported_value",
+        "tool_choice",
+    )
+
+
+def _tools(given: list[dict[str, Any]], takes_tools: bool, wants_calls: bool) -> list[Tool]:
+    """Return the tools as they were given. Raises: BadRequest for one that is not understood."""
+    names = []
+    for index, tool in enumerate(given):
+        where = f"tools[{index}]"
+        if tool.get("type") != "function":
+            raise BadRequest(f"{where}.type must be function", "unsupported_value", where)
+        try:
+            names.append(msgspec.convert(tool, _Tool).function.name)
+        except msgspec.ValidationError as error:
+            raise BadRequest(f"{where} is not a tool: {error}", "invalid_type", where) from error
+        refuse_deep(tool, where)
+    tool_problem(names, takes_tools, wants_calls)
+    return given
 
 
 def _refuse_unsupported(body: _Body) -> None:
@@ -123,16 +175,14 @@ def _refuse_unsupported(body: _Body) -> None:
             "n",
         )
     text_only = body.response_format in (None, {"type": "text"})
-    for name, is_given, why in (
-        ("tools", body.tools, "tool calls are not parsed yet: describe the tools in a message"),
-        ("functions", body.functions, "function calls are not parsed yet: describe them in a message"),
+    fields = (
+        ("functions", body.functions, "give tools, which have taken its place"),
         ("logprobs", body.logprobs, "log-probs are recorded by the job and are not returned"),
         ("return_token_ids", body.return_token_ids, "token ids are recorded by the job and are not returned"),
         ("stop", body.stop, "the job decides where answers end: use --stop-token-ids"),
         ("response_format", not text_only, "answers are sampled without a grammar"),
-    ):
-        if is_given:
-            raise BadRequest(f"{name} is not supported: {why}", "unsupported_parameter", name)
+    )
+    refuse_unsupported(fields)
 
 
 def _messages(given: list[_Message]) -> list[Message]:
@@ -146,13 +196,13 @@ def _messages(given: list[_Message]) -> list[Message]:
             raise BadRequest(
                 f"{where}.role must be one of {', '.join(ROLES)}: {message.role[:80]!r}", param=where
             )
-        if message.tool_calls or message.function_call:
+        if message.function_call:
             raise BadRequest(
-                f"{where}.tool_calls is not supported: tool calls are not parsed yet",
-                "unsupported_parameter",
-                where,
+                f"{where}.function_call is not supported: give tool_calls", "unsupported_parameter", where
             )
         one: Message = {"role": message.role, "content": _text(message, where)}
+        if message.tool_calls:
+            one["tool_calls"] = _given_calls(message, f"{where}.tool_calls")
         for name in ("name", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
                 one[name] = value
@@ -163,6 +213,20 @@ def _messages(given: list[_Message]) -> list[Message]:
             "Put a message of another role behind it.",
             param=f"messages[{len(found) - 1}]",
         )
+    return found
+
+
+def _given_calls(message: _Message, where: str) -> list[dict[str, Any]]:
+    """Return the calls of a message as chat templates read them. Raises: BadRequest for one that is not
+    understood."""
+    if message.role != "assistant":
+        raise BadRequest(f"{where} belongs to messages of the assistant only", param=where)
+    found = []
+    for at, call in enumerate(message.tool_calls or []):
+        if call.type != "function":
+            raise BadRequest(f"{where}[{at}].type must be function", "unsupported_value", where)
+        arguments = read_arguments(call.function.arguments, f"{where}[{at}].function")
+        found.append(called(call.id, call.function.name, arguments))
     return found
 
 
@@ -184,45 +248,57 @@ def _text(message: _Message, where: str) -> str:
     return "".join(part.text or "" for part in message.content)
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """An answer of the model to a request."""
+def chat_body(completion: Completion) -> dict[str, Any]:
+    """Return an answer as one JSON object."""
+    message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+    if completion.reasoning is not None:
+        message |= _reasoning(completion.reasoning)
+    if completion.tool_calls:
+        message |= {"content": completion.text or None, "tool_calls": _calls(completion)}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(completion)}
+    return {**_head(), "object": "chat.completion", "choices": [choice], "usage": _usage(completion)}
 
-    text: str
-    usage: Usage
 
-    @property
-    def _head(self) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": MODEL}
+def chat_events(completion: Completion, include_usage: bool) -> bytes:
+    """Return an answer as a stream of server-sent events."""
+    head = {**_head(), "object": "chat.completion.chunk"}
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": completion.text}]
+    if completion.reasoning is not None:  # SDKs join the roles of all deltas, so there is one
+        deltas = [{"role": "assistant", **_reasoning(completion.reasoning)}, {"content": completion.text}]
+    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(_calls(completion))]
+    finished = [*((delta, None) for delta in deltas), ({}, _finish_reason(completion))]
+    chunks: list[dict[str, Any]] = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+        for delta, finish in finished
+    ]
+    if include_usage:
+        chunks.append({**head, "choices": [], "usage": _usage(completion)})
+    lines = [json.dumps(chunk) for chunk in chunks]
+    return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
 
-    @property
-    def _usage(self) -> dict[str, int]:
-        prompt, sampled = self.usage.num_prompt, self.usage.num_sampled
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
-    @property
-    def _finish_reason(self) -> str:
-        return "length" if self.usage.is_cut else "stop"
+def _head() -> dict[str, Any]:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": MODEL}
 
-    def body(self) -> dict[str, Any]:
-        """Return the answer as one JSON object."""
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": self.text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": self._finish_reason,
-        }
-        return {**self._head, "object": "chat.completion", "choices": [choice], "usage": self._usage}
 
-    def events(self, include_usage: bool) -> bytes:
-        """Return the answer as a stream of server-sent events."""
-        head = {**self._head, "object": "chat.completion.chunk"}
-        deltas = (({"role": "assistant", "content": self.text}, None), ({}, self._finish_reason))
-        chunks: list[dict[str, Any]] = [
-            {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
-            for delta, finish in deltas
-        ]
-        if include_usage:
-            chunks.append({**head, "choices": [], "usage": self._usage})
-        lines = [json.dumps(chunk) for chunk in chunks]
-        return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
+def _reasoning(text: str) -> dict[str, str]:
+    """Return the reasoning under vLLM's name, and under the one that other servers and older clients use."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _calls(completion: Completion) -> list[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in completion.tool_calls
+    ]
+
+
+def _usage(completion: Completion) -> dict[str, int]:
+    prompt, sampled = completion.usage.num_prompt, completion.usage.num_sampled
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _finish_reason(completion: Completion) -> str:
+    if completion.usage.is_cut:
+        return "length"
+    return "tool_calls" if completion.tool_calls else "stop"

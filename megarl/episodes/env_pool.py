@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from megarl.episodes.env_messages import EnvReply, read_reply
-from megarl.episodes.environments import Reply, Usage
+from megarl.episodes.environments import Reply, Sampled
 from megarl.runtime.signing import JOB_SECRET
 
 _START_S = 120.0  # the user's file may have slow imports
@@ -72,7 +72,7 @@ class EnvironmentPool:
         self._ask(episode, op="reset", row=row)
         return episode
 
-    def step(self, episode: int, text: str, usage: Usage | None = None) -> None:
+    def step(self, episode: int, text: str, sampled: Sampled | None = None) -> None:
         """Give the environment of an episode the model's answer. A reply follows."""
         if episode in self._lost:
             self._ready.append(self._lost[episode])

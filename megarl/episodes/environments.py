@@ -24,6 +24,8 @@ class Reply:
     """One of `env_messages.CAUSES`."""
     max_tokens: int | None = None
     """Tokens of the next answer at most, if an agent wants fewer than the job allows."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tools that an agent's first request shows to the model, in OpenAI's form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,20 @@ class Usage:
     """Whether the answer ended at its limit of tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token ids of an answer, and of what was before it."""
+
+    prompt: list[int]
+    ids: list[int]
+    is_cut: bool
+    """Whether the answer ended at its limit of tokens."""
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt), len(self.ids), self.is_cut)
+
+
 class Environments(Protocol):
     """Open episodes, which reply in any order."""
 
@@ -43,7 +59,7 @@ class Environments(Protocol):
         """Start an episode on a row of the data set, and return its number."""
         ...
 
-    def step(self, episode: int, text: str, usage: Usage) -> None:
+    def step(self, episode: int, text: str, sampled: Sampled) -> None:
         """Give an episode the model's answer. A reply follows."""
         ...
 

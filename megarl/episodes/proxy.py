@@ -2,7 +2,7 @@
 
     proxy = Proxy(on_request)
     key = proxy.open(episode)            # requests with this key belong to the episode
-    on_request(episode, messages, max_tokens)    is called on the server's thread
+    on_request(episode, messages, asked) is called on the server's thread
     proxy.answer(episode, completion)    # the reply to the request
     proxy.close(episode)                 # the key is refused from now on
 
@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from megarl.episodes.answers import Completion
+from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat import Message
-from megarl.episodes.chat_requests import MODEL, BadRequest, ChatRequest, Completion, read_chat_request
+from megarl.episodes.chat_requests import MODEL, ChatRequest, chat_body, chat_events, read_chat_request
 
 _KEY_BYTES = 24
 _LARGEST_BODY = 16 << 20
@@ -30,7 +32,7 @@ _START_S = 30.0
 _RETRY_COUNT = "x-stainless-retry-count"
 _LOG = logging.getLogger(__name__)
 
-OnRequest = Callable[[int, list[Message], int | None], None]
+OnRequest = Callable[[int, list[Message], ChatRequest], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -40,8 +42,10 @@ class _Conversation:
     episode: int
     messages: list[Message] = field(default_factory=list)
     """The conversation with the model's last answer at its end. [] before the first one."""
-    asked: list[Message] | None = None
-    """Messages of the last request that was handed on."""
+    asked: ChatRequest | None = None
+    """The last request that was handed on."""
+    answered: ChatRequest | None = None
+    """The last request that was answered."""
     answer: asyncio.Future[Completion] | None = None
     limit: BadRequest | None = None
     """Why every further request is refused."""
@@ -51,12 +55,16 @@ class Proxy:
     """A server on a thread of its own.
 
     Args:
-        on_request: called on that thread with the episode, its new messages, and the tokens wanted at most.
+        on_request: called on that thread with the episode, its new messages, and the whole request.
         max_length: tokens of a conversation, as /v1/models reports them.
+        takes_tools: whether the job finds tool calls in answers.
         host: interface on which it listens; the loopback interface by default."""
 
-    def __init__(self, on_request: OnRequest, max_length: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, on_request: OnRequest, max_length: int, host: str = "127.0.0.1", takes_tools: bool = False
+    ) -> None:
         self._on_request, self._max_length, self._host = on_request, max_length, host
+        self._takes_tools = takes_tools
         self._conversations: dict[str, _Conversation] = {}
         self._key_of: dict[int, str] = {}
         self._loop = asyncio.new_event_loop()
@@ -132,11 +140,12 @@ class Proxy:
 
     async def _chat(self, request: web.Request) -> web.Response:
         conversation = self._conversation(request)
-        asked = read_chat_request(await request.read())
+        asked = read_chat_request(await request.read(), self._takes_tools)
         completion = await self._ask(conversation, asked, _is_retry(request))
         if not asked.stream:
-            return web.json_response(completion.body())
-        return web.Response(body=completion.events(asked.include_usage), content_type="text/event-stream")
+            return web.json_response(chat_body(completion))
+        events = chat_events(completion, asked.include_usage)
+        return web.Response(body=events, content_type="text/event-stream")
 
     def _conversation(self, request: web.Request) -> _Conversation:
         """Return the conversation of a request's key. Raises: BadRequest (401) for another key."""
@@ -150,7 +159,8 @@ class Proxy:
         """Hand a request on, and wait for its answer. Raises: BadRequest if it is refused."""
         if conversation.limit is not None:
             raise conversation.limit
-        if asked.messages == conversation.asked and conversation.answer is not None:
+        before = conversation.asked
+        if before is not None and conversation.answer is not None and asked.repeats(before):
             if is_retry:
                 return await asyncio.shield(conversation.answer)
             raise BadRequest(
@@ -161,9 +171,17 @@ class Proxy:
             )
         if conversation.answer is not None and not conversation.answer.done():
             raise BadRequest("another request of this episode is being answered", "request_in_progress")
+        if conversation.answered is not None and asked.tools != conversation.answered.tools:
+            raise BadRequest(
+                "tools is not what it was in this episode's last request: the prompt shows the tools, and an "
+                "episode is one conversation. Send the same tools each time, with tool_choice none where "
+                "no call is wanted.",
+                "branch_not_supported",
+                "tools",
+            )
         new = _new_messages(conversation.messages, asked.messages)
-        conversation.asked, conversation.answer = asked.messages, self._loop.create_future()
-        self._on_request(conversation.episode, new, asked.max_tokens)
+        conversation.asked, conversation.answer = asked, self._loop.create_future()
+        self._on_request(conversation.episode, new, asked)
         return await asyncio.shield(conversation.answer)
 
     @staticmethod
@@ -171,7 +189,8 @@ class Proxy:
         if conversation.answer is None or conversation.answer.done():  # the episode has ended meanwhile
             return
         assert conversation.asked is not None
-        conversation.messages = [*conversation.asked, {"role": "assistant", "content": completion.text}]
+        conversation.messages = [*conversation.asked.messages, completion.message]
+        conversation.answered = conversation.asked
         conversation.answer.set_result(completion)
 
     @staticmethod
@@ -208,9 +227,11 @@ def _new_messages(before: Sequence[Message], asked: Sequence[Message]) -> list[M
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    """Return whether two messages agree. Outer blanks of an answer do not count, since clients strip them."""
+    """Return whether two messages agree. Outer blanks of an answer and ids of its calls do not count, since
+    clients strip the ones and may write the others anew."""
     if one["role"] == other["role"] == "assistant":
-        return one["content"].strip() == other["content"].strip()
+        calls = [[call["function"] for call in of.get("tool_calls", ())] for of in (one, other)]
+        return one["content"].strip() == other["content"].strip() and calls[0] == calls[1]
     return one == other
 
 

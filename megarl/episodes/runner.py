@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.episodes.chat import Chat
-from megarl.episodes.environments import Environments, Reply, Usage
+from megarl.episodes.environments import Environments, Reply, Sampled
 from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.session import Session
 from megarl.runtime.abort import ABORT
@@ -72,7 +72,6 @@ class _Play:
         self._chat, self._limits = chat, limits
         self._index_of: dict[int, int] = {}  # number in the pool -> index, of the open episodes
         self._number_of: dict[int, int] = {}
-        self._num_prompt: dict[int, int] = {}  # index -> ids of the prompt that the engine is answering
 
     def run(self) -> None:
         try:
@@ -111,7 +110,6 @@ class _Play:
         session = episode.session
         assert session is not None
         room = min(self._limits.max_context_length - len(session), self._limits.max_response_length)
-        self._num_prompt[index] = len(session)
         return [Turn(index, session.prompt, min(room, reply.max_tokens or room))]
 
     def _continue(self, episode: Episode, reply: Reply) -> bool:
@@ -136,7 +134,7 @@ class _Play:
         """Append a reply's messages. Returns: False if they are refused and another reply follows."""
         try:
             if episode.session is None:
-                episode.session = Session(self._chat, reply.messages)
+                episode.session = Session(self._chat, reply.messages, reply.tools)
             else:
                 episode.session.append(reply.messages)
         except ValueError as error:
@@ -164,10 +162,10 @@ class _Play:
             if episode.finish:  # its agent has ended meanwhile
                 continue
             assert episode.session is not None
+            sampled = Sampled(episode.session.prompt, answer.token_ids, answer.is_cut)
             text = episode.session.answer(answer.token_ids, answer.log_probs, answer.versions)
             episode.truncated = episode.truncated or answer.is_cut
-            usage = Usage(self._num_prompt[answer.index], len(answer.token_ids), answer.is_cut)
-            self._environments.step(self._number_of[answer.index], text, usage)
+            self._environments.step(self._number_of[answer.index], text, sampled)
 
     def _end(self, index: int) -> None:
         number = self._number_of[index]

@@ -19,15 +19,17 @@ from megarl.episodes.chat import Chat, Message
 class Session:
     """The tokens of one conversation, with the log-prob and version of every sampled one.
 
+    Args:
+        tools: tools that the chat template shows to the model, in OpenAI's form.
     Raises: ValueError if the chat template refuses the first messages."""
 
-    def __init__(self, chat: Chat, messages: Sequence[Message]) -> None:
-        self._chat = chat
+    def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Message] = ()) -> None:
+        self._chat, self._tools = chat, tools
         self.messages: list[Message] = [*messages]
         """The conversation as messages."""
         self.num_first = len(self.messages)
         """Number of messages of the first prompt."""
-        self.first_prompt = chat.encode(self.messages)
+        self.first_prompt = chat.encode(self.messages, tools)
         """Ids of the first prompt."""
         self.response: list[int] = []
         """All ids after the first prompt, up to the last sampled one."""
@@ -82,6 +84,6 @@ class Session:
         Raises: ValueError if there is no answer before them, or the chat template refuses the messages."""
         if not self.num_answers or self._appended:
             raise ValueError("messages can be appended once after each answer of the model")
-        appended = self._chat.suffix(self.messages, messages, self.response[-1])
+        appended = self._chat.suffix(self.messages, messages, self.response[-1], self._tools)
         self._appended = appended
         self.messages += messages

@@ -62,6 +62,8 @@ _SHOWN = {
         "agent_command",
         "agent_timeout_s",
         "agent_num_processes",
+        "tool_call_parser",
+        "reasoning_parser",
     ),
     "run": ("eval_num_samples", "eval_num_prompts"),
     "sampling": (

@@ -9,6 +9,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer_base import Tokenizer
+from megarl.episodes.answers import AnswerParser
 from megarl.episodes.chat import Chat
 from megarl.episodes.env_pool import EnvironmentPool
 from megarl.episodes.environments import Environments
@@ -24,7 +25,24 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
 
 
-def _environments(config: TrainConfig) -> Environments:
+def _parser(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> AnswerParser | None:
+    """Return vLLM's parser of answers; None without --tool-call-parser and --reasoning-parser."""
+    tools, reasoning = config.episodes.tool_call_parser, config.episodes.reasoning_parser
+    if tools is None and reasoning is None:
+        return None
+    from megarl.rollout.answer_parser import VllmAnswerParser  # imports vLLM, which this process may not have
+
+    hugging_face = getattr(tokenizer, "hugging_face", None)
+    if hugging_face is None:
+        flag = "--reasoning-parser" if tools is None else "--tool-call-parser"
+        raise ValueError(
+            f"{flag} ({tools or reasoning}): vLLM's parsers need a Hugging Face tokenizer, and {tokenizer.name} is "
+            "a SentencePiece file. Leave it out."
+        )
+    return VllmAnswerParser(tools, reasoning, hugging_face, stop_ids)
+
+
+def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> Environments:
     """Return the processes of --env or of --agent-command."""
     episodes = config.episodes
     if episodes.agent_command is not None:
@@ -36,6 +54,7 @@ def _environments(config: TrainConfig) -> Environments:
             episodes.agent_num_processes,
             config.sampling.max_length,
             episodes.agent_host,
+            _parser(config, tokenizer, stop_ids),
         )
     assert episodes.env is not None
     return EnvironmentPool(episodes.env, episodes.env_timeout_s, episodes.env_episodes_per_process)
@@ -47,9 +66,10 @@ class EpisodeSampler:
     def __init__(self, config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer, engine: Engine) -> None:
         sampling = config.sampling
         self._tokenizer, self._engine = tokenizer, engine
-        self._chat = Chat(tokenizer, (*shape.eos_token_ids, tokenizer.eos_token_id, *sampling.stop_token_ids))
+        stop_ids = (*shape.eos_token_ids, tokenizer.eos_token_id, *sampling.stop_token_ids)
+        self._chat = Chat(tokenizer, stop_ids)
         self._limits = Limits(sampling.max_turns, sampling.max_response_length, sampling.max_length)
-        self._environments = _environments(config)
+        self._environments = _environments(config, tokenizer, stop_ids)
 
     def close(self) -> None:
         self._environments.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.installed import answer_parsers
 from megarl.algorithms import REGISTRY
 from megarl.config.check import check
 from megarl.config.hf_config import ModelShape
@@ -125,6 +126,22 @@ RULES = {
         "--agent-timeout-s 3",
         "--agent-timeout-s (3): has no effect without --agent-command. Leave it out.",
         "--agent-timeout-s 3 --agent-command sh",
+    ),
+    "a tool parser without an agent": (
+        "--tool-call-parser hermes",
+        "--tool-call-parser (hermes): has no effect without --agent-command. Leave it out.",
+        "--tool-call-parser hermes --agent-command sh",
+    ),
+    "no tool parser of vLLM": (
+        "--agent-command sh --tool-call-parser hermess",
+        "--tool-call-parser (hermess): must be one of vLLM's: "
+        f"{', '.join(answer_parsers('tool_parsers'))}. Try hermes.",
+        "--agent-command sh --tool-call-parser llama3_json",
+    ),
+    "no reasoning parser of vLLM": (
+        "--agent-command sh --reasoning-parser think",
+        f"--reasoning-parser (think): must be one of vLLM's: {', '.join(answer_parsers('reasoning'))}. Try qwen3.",
+        "--agent-command sh --reasoning-parser deepseek_r1",
     ),
     "an agent and an environment": (
         f"{IS} --agent-command sh",

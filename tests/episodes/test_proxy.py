@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from megarl.episodes.chat_requests import BadRequest, Completion
+from megarl.episodes.answers import Completion
+from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.environments import Usage
 from megarl.episodes.proxy import Proxy
 
@@ -26,14 +27,16 @@ USAGE = Usage(num_prompt=5, num_sampled=2, is_cut=False)
 class Answering:
     """Answers every request with the number of messages that it added, after a delay."""
 
+    takes_tools = False
+
     def __init__(self) -> None:
         self.requests: list[tuple[int, list, int | None]] = []
         self.delay_s: float | None = 0.0  # None: no answer
-        self.proxy = Proxy(self._on_request, max_length=64)
+        self.proxy = Proxy(self._on_request, max_length=64, takes_tools=self.takes_tools)
         self.key = self.proxy.open(0)
 
-    def _on_request(self, episode, messages, max_tokens):
-        self.requests.append((episode, messages, max_tokens))
+    def _on_request(self, episode, messages, asked):
+        self.requests.append((episode, messages, asked.max_tokens))
         completion = Completion(f" é{len(messages)} ", USAGE)
         if self.delay_s is None:
             return
@@ -116,7 +119,12 @@ REFUSED = {
     "another conversation": (ask([{"role": "user", "content": "ho"}]), {}, "messages[0] is not what it was"),
     "nothing new": (ask([*HI, {"role": "assistant", "content": "é1"}]), {}, "is the assistant's"),
     "an edited answer": (ask([*HI, {"role": "assistant", "content": "x"}, *HI]), {}, "messages[1] is not"),
-    "tools": (ask(HI, tools=[{}]), {}, "tools is not supported"),
+    "tools": (ask(HI, tools=[{}]), {}, "tools[0].type must be function"),
+    "tools without a parser": (
+        ask(HI, tools=[{"type": "function", "function": {"name": "add"}}]),
+        {},
+        "this job finds no tool calls in answers. Give it --tool-call-parser",
+    ),
     "a stop string": (ask(HI, stop="x"), {}, "stop is not supported"),
     "a picture": (
         ask([{"role": "user", "content": [{"type": "image_url"}]}]),
@@ -127,7 +135,7 @@ REFUSED = {
     "no content": (ask([{"role": "user"}]), {}, "messages[0].content is missing"),
     "no tokens": (ask(HI, max_tokens=0), {}, "max_tokens must be a positive number"),
     "depth": (b"[" * 100_000, {}, "the request is not"),
-    "a depth inside": (b'{"tools":' + b"[" * 100_000, {}, "the body is not JSON"),
+    "a depth inside": (b'{"tool_choice":' + b"[" * 100_000, {}, "the body is not JSON"),
     "no number": (ask(HI), {"x-stainless-retry-count": "x"}, "is not a number"),
     "a long body": (b" " * ((16 << 20) + 1), {}, "the body is longer than"),
 }

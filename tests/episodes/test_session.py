@@ -10,7 +10,7 @@ import pytest
 
 from megarl.episodes.chat import Chat
 from megarl.episodes.session import Session
-from tests.episodes.templates import SPECIAL, TEMPLATES, WORDS, tokenizer
+from tests.episodes.templates import ADDED, SPECIAL, TEMPLATES, WORDS, tokenizer
 
 TEXTS = [
     *WORDS.split(" "),
@@ -51,7 +51,7 @@ def _split(name: str, index: int) -> list[int]:
     """Return the ids of single bytes that spell a token, or the token where it is one byte or special."""
     made = tokenizer(name)._tokenizer
     pieces = made.id_to_token(index)
-    return [index] if pieces in SPECIAL else [made.token_to_id(piece) for piece in pieces]
+    return [index] if pieces in (*SPECIAL, *ADDED) else [made.token_to_id(piece) for piece in pieces]
 
 
 def reply(rng: random.Random) -> list[dict[str, str]]:
@@ -167,7 +167,7 @@ def test_a_template_that_leaves_the_answer_out_is_an_error():
     class Forgetful:
         """Renders the last message alone."""
 
-        def render(self, messages):
+        def render(self, messages, tools=()):
             return messages[-1]["content"]
 
     with pytest.raises(ValueError, match="leaves out the model's last answer"):
