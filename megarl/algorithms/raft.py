@@ -11,6 +11,7 @@ paper's stages are steps: its stage of several updates on one set of kept respon
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -37,6 +38,11 @@ class RAFT(PolicyGradient):
     """Responses of a prompt that are kept, those with the largest rewards; of equal ones the first."""
     raft_min_reward: float | None = None
     """Keep a response only if its reward is at least this. Default: none."""
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        yield from PolicyGradient.field_rules(self)
+        rule = "is not for raft: a response is kept by its reward alone. Try --kl-mode loss, or leave it out."
+        yield self.kl_mode != "reward", "kl_mode", rule
 
     @property
     def has_ratio(self) -> bool:

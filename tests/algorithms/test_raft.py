@@ -96,3 +96,9 @@ def test_the_loss_is_that_of_fine_tuning_on_what_is_kept():
     assert (
         loss.item() == pytest.approx(-log_probs.sum().item() / 4) and log_probs.grad.tolist() == [-0.25] * 4
     )
+
+
+def test_a_kl_that_no_reward_counts_is_refused():
+    with pytest.raises(ValueError, match=r"kl_mode \(reward\): is not for raft: .* Try --kl-mode loss"):
+        RAFT(kl_mode="reward", kl_coef=0.1)
+    assert RAFT(kl_mode="loss", kl_coef=0.1).needs_reference
