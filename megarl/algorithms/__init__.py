@@ -5,6 +5,7 @@ from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, Value
 from megarl.algorithms.bradley_terry import BradleyTerry
 from megarl.algorithms.distill import Distill
 from megarl.algorithms.dpo import DPO
+from megarl.algorithms.gdpo import GDPO
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.ipo import IPO
 from megarl.algorithms.kto import KTO
@@ -26,6 +27,7 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "reinforce++-baseline": ReinforcePlusPlusBaseline,
     "opo": OPO,
     "maxrl": MaxRL,
+    "gdpo": GDPO,
     "ppo": PPO,
     "raft": RAFT,
     "distill": Distill,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
+from megarl.algorithms.several_scores import StepScores
 from megarl.algorithms.turn_rewards import TurnRewards
 from megarl.config.errors import Section
 from megarl.config.roles import configs_of_actors
@@ -70,6 +71,8 @@ class AdvantageInputs:
     """[N] fp32, of a reward model in training; N is then B."""
     turns: Sequence[TurnRewards | None] | None = None
     """With --turn-rewards: the answers of each of the S episodes; None where the reward failed."""
+    scores: StepScores | None = None
+    """If `takes_scores`: the single scores of the S samples."""
 
     def spread(self, per_sample: Tensor) -> Tensor:
         """Return [N] values for this rank's tokens, given [S] numbers per sample: each token gets the number
@@ -114,6 +117,8 @@ class ReferenceInputs:
     """`reference_sums`, added up over the data-parallel ranks."""
     turns: Mapping[int, TurnRewards | None] | None = None
     """With --turn-rewards: sample id -> its answers; None where the reward failed."""
+    scores: StepScores | None = None
+    """If `takes_scores`: the single scores of all samples of the step, by their positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,13 +222,15 @@ class Algorithm(Section):
     paper: ClassVar[str] = ""
     """Number of the paper on arXiv."""
     advantage_formula: ClassVar[str] = ""
-    """The advantage in one line, for `megarl algorithms`; r is the response's reward."""
+    """The advantage in one line, for `megarl algorithms`; r is the reward."""
     is_on_policy: ClassVar[bool] = False
     """The paper derives the advantage for exact on-policy training: one update per step, no staleness."""
     has_ratio: ClassVar[bool] = True
     """The loss sees that the policy has moved since the step began."""
     has_correction: ClassVar[bool] = False
     """The loss accounts for the difference to the policy that sampled."""
+    takes_scores: ClassVar[bool] = False
+    """The advantages are computed from the single scores of a response, not from their sum."""
     takes_turn_rewards: ClassVar[bool] = False
     """The advantages can tell the rewards of an episode's answers apart (--turn-rewards)."""
     needs_rollout: ClassVar[bool] = True
@@ -326,10 +333,8 @@ class Algorithm(Section):
         return reward
 
     def is_left_out(self, truncated: bool) -> bool:
-        """Return whether the policy's loss and its denominators leave a response out.
-
-        Args:
-            truncated: whether --max-response-length cut it."""
+        """Return whether the policy's loss and its denominators leave a response out. `truncated`:
+        --max-response-length cut it."""
         return False
 
     def left_out(self, inputs: AdvantageInputs) -> Tensor | None:
@@ -402,7 +407,7 @@ class Algorithm(Section):
 
 
 def algorithm_of(config: TrainConfig) -> Algorithm:
-    """Return the algorithm of a job, which the configuration holds without naming its type."""
+    """Return a job's algorithm, which the configuration holds without its type."""
     assert isinstance(config.algorithm, Algorithm)
     return config.algorithm
 

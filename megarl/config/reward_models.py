@@ -109,6 +109,7 @@ def reward_errors(config: TrainConfig) -> Errors:
     if config.data.reward != "code":
         names = ("code_timeout_s", "code_memory_limit_bytes", "allow_unsandboxed_code")
         yield from refuse_set(config.data, _NO_EFFECT.format("--reward code"), *names)
+    yield from _score_weights(config)
     given = config.reward_models
     if not given.reward_model:
         yield from refuse_set(given, _NO_EFFECT.format("--reward-model"))
@@ -136,6 +137,26 @@ def reward_errors(config: TrainConfig) -> Errors:
     else:
         of_judge = [field.name for field in fields(given) if field.name.startswith("judge_")]
         yield from refuse_set(given, _NO_EFFECT.format("a --reward-model that is a judge"), *of_judge)
+
+
+def _score_weights(config: TrainConfig) -> Errors:
+    """Yield an error per entry of --score-weights that is no name=number, comes twice, or weighs nothing."""
+    names: set[str] = set()
+    if config.data.reward_function is None:
+        yield from refuse_set(config.data, _NO_EFFECT.format("--reward-function"), "score_weights")
+        return
+    for entry in config.data.score_weights:
+        name, _, number = entry.partition("=")
+        head, wanted = f"--score-weights ({entry})", "Try correct=1 short=0.2."
+        try:
+            is_number = math.isfinite(float(number))
+        except ValueError:
+            is_number = False
+        if not name.isidentifier() or not is_number:
+            yield f"{head}: must be the name of a score, = and a finite number. {wanted}"
+        elif name in names:
+            yield f"{head}: {name} has two weights. {wanted}"
+        names.add(name)
 
 
 def _counts(given: RewardModelConfig) -> Errors:

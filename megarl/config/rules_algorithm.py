@@ -176,6 +176,12 @@ def dynamic_sampling(job: Job) -> Errors:
             "prompt, so it learns from equal rewards too. Leave it out, or try --algorithm grpo."
         )
         return
+    if config.algorithm.takes_scores:
+        yield (
+            f"{head}: drops prompts by the sums of their scores, and --algorithm "
+            f"{algorithm_name(type(config.algorithm))} learns from single scores, which may differ where the sums "
+            "are equal. Leave it out, or try --algorithm grpo."
+        )
     if batch.num_samples_per_prompt == 1:
         yield (
             "--num-samples-per-prompt (1): with --dynamic-sampling every prompt would be dropped, as one "

@@ -190,6 +190,9 @@ class DataConfig(Section):
     reward_function: str | None = None
     """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=,
     ground_truth=, extra_info=) -> float."""
+    score_weights: tuple[str, ...] = ()
+    """For a --reward-function that returns several scores: the weight of each in the reward, e.g. correct=1
+    short=0.2. Default: each counts 1."""
     reward: Literal["auto", "gsm8k", "math", "code"] | None = None
     """Built-in rule reward. auto: by data_source (gsm8k for */gsm8k and megarl/sums, math for the MATH
     family). code: the response's program is run on the row's tests, in a sandbox. Default: auto, but none
@@ -213,6 +216,11 @@ class DataConfig(Section):
     allow_unsandboxed_code: bool = False
     """With --reward code: run programs even where this machine cannot keep them from its network and
     files."""
+
+    @property
+    def weights_of_scores(self) -> dict[str, float]:
+        """Weight of each score in the reward, by name, as --score-weights says."""
+        return {name: float(weight) for name, _, weight in (one.partition("=") for one in self.score_weights)}
 
 
 @section

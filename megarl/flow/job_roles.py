@@ -272,6 +272,8 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
         digests: list[int] | None = None,
         turn_rewards: list[list[float]] | None = None,
         turn_lengths: list[list[int]] | None = None,
+        scores: dict[str, list[float | None]] | None = None,
+        score_weights: dict[str, float] | None = None,
     ) -> Metrics:
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
         rewards. Returns metrics.
@@ -281,7 +283,9 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
             kl_coef: factor of the KL to the reference.
             digests: bind each reward to its sample's tokens. None skips this check of the rewards.
             turn_rewards, turn_lengths: with --turn-rewards the reward and the sampled tokens of each answer of
-                every sample."""
+                every sample.
+            scores, score_weights: for an algorithm that learns from single scores, name -> score of each
+                sample, and name -> weight in the reward."""
 
     @method(
         reads=("tokens", "old_log_probs", "ref_log_probs?", "advantages"),

@@ -57,6 +57,8 @@ class Verdict:
     answer: str | None = None
     """Answer that the function found in the response: "" if it found none, None if the function names no
     answers."""
+    scores: dict[str, float] | None = None
+    """Unweighted scores by name, if the function returned several."""
 
 
 class RewardPool:
@@ -99,7 +101,7 @@ class RewardPool:
 
         Raises: ValueError if the function cannot be loaded again after a process had to be killed."""
         if self._function is not None:
-            return [_judge_here(self._function, sample) for sample in samples]
+            return [_judge_here(self._function, sample, self.data) for sample in samples]
         verdicts: list[Verdict] = [Verdict(None)] * len(samples)
         first_request = self._num_requests
         requests: list[int] = []  # sample of each request of this call, from first_request on
@@ -134,7 +136,9 @@ class RewardPool:
                 del running[worker]
                 reply, strangers = worker.receive() if worker in ready else (None, [])
                 if reply is not None:
-                    verdicts[index] = _verdict(samples[index], reply.reward, reply.failure, reply.answer)
+                    verdicts[index] = _verdict(
+                        samples[index], reply.reward, reply.failure, reply.answer, reply.scores
+                    )
                 elif all(stranger.request == worker.request for stranger in strangers):
                     fail(index, worker.cause_of_death() if worker in ready and not strangers else too_slow)
                 else:  # a child of an earlier request replied instead: this sample has not run
@@ -157,18 +161,23 @@ class RewardPool:
         return new
 
 
-def _judge_here(function: RewardFunction, sample: RewardSample) -> Verdict:
+def _judge_here(function: RewardFunction, sample: RewardSample, data: DataConfig) -> Verdict:
     try:
-        score = judge(function, sample)
-        return _verdict(sample, float(score), None, getattr(score, "answer", None))
+        score = judge(function, sample, data.weights_of_scores)
+        answer, scores = getattr(score, "answer", None), getattr(score, "scores", None)
+        return _verdict(sample, float(score), None, answer, scores)
     except ValueError as error:
         return _verdict(sample, None, str(error))
 
 
 def _verdict(
-    sample: RewardSample, reward: float | None, failure: str | None, answer: str | None = None
+    sample: RewardSample,
+    reward: float | None,
+    failure: str | None,
+    answer: str | None = None,
+    scores: dict[str, float] | None = None,
 ) -> Verdict:
-    return Verdict(reward, failure, sample.sample_id, sample.digest, answer)
+    return Verdict(reward, failure, sample.sample_id, sample.digest, answer, scores)
 
 
 def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-data") -> None:

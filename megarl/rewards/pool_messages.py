@@ -49,6 +49,8 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     reward: float | None = None
     answer: str | None = None
     """Answer that the reward function found in the text, see `Score`."""
+    scores: dict[str, float] | None = None
+    """Unweighted scores by name, if the reward function returned several."""
     failure: str | None = None
     """Reason why there is no reward."""
 

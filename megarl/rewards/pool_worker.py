@@ -50,6 +50,7 @@ def main(parent: int) -> None:
         function = load_reward(data)
     except ValueError as error:
         return reply(error=_printable(str(error)))
+    weights = data.weights_of_scores
     reply(ready=True)
     while True:
         try:
@@ -58,10 +59,10 @@ def main(parent: int) -> None:
             return
         sample = request.sample
         try:
-            score = judge(function, sample)
+            score = judge(function, sample, weights)
             verdict = {"reward": float(score)}
             if isinstance(score, Score):
-                verdict["answer"] = _printable(score.answer)
+                verdict |= {"answer": score.answer and _printable(score.answer), "scores": score.scores}
         except ValueError as error:
             verdict = {"failure": _printable(str(error)[-_LONGEST_MESSAGE:])}
         reply(request=request.number, digest=sample.digest, **verdict)

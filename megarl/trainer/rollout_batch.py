@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.flow.job_roles import Metrics, Record
 from megarl.futures import Future
@@ -98,6 +99,28 @@ class RolloutBatch:
         return next(
             (records for role, records in self.records.items() if kind_and_suffix(role)[0] == "reward"), {}
         )
+
+    def scores(self, weight_of: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, Any]:
+        """Return the arguments `scores` and `score_weights` of `Actor.advantages`.
+
+        The single scores are those that the rule returned by name, its reward if it returned none, and the score
+        of each reward model, by the name of its role.
+
+        Args:
+            weight_of: scoring role -> weight of its score.
+            weights: name -> weight of a score of the rule, 1 by default."""
+        found: dict[str, list[float | None]] = {}
+        of_names: dict[str, float] = {}
+        for role, weight in weight_of.items():
+            names = dict.fromkeys(n for one in self.records[role].values() for n in one.get("scores") or ())
+            for name in names:
+                of_samples = [self.records[role][sample].get("scores") or {} for sample in self.sample_ids]
+                found[name] = [one.get(name) for one in of_samples]
+                of_names[name] = weight * weights.get(name, 1.0)
+            if not names:
+                found[role] = [self.score_of(role, sample) for sample in self.sample_ids]
+                of_names[role] = weight
+        return {"scores": found, "score_weights": of_names}
 
     @property
     def groups_that_differ(self) -> set[int]:

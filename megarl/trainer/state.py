@@ -34,6 +34,11 @@ class TrainState:
         self._before_step = self._snapshots()
 
     @property
+    def weight_of(self) -> dict[str, float]:
+        """Weight of each scoring role's score in the reward, of all actors."""
+        return {role: weight for one in self.actors.values() for role, weight in one.weight_of.items()}
+
+    @property
     def first(self) -> ActorState:
         """State of the first actor, whose role is named "actor"."""
         return self.actors[""]

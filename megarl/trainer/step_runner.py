@@ -231,7 +231,7 @@ class StepRunner:
         arguments = tuple(self._arguments(node, results))
         if (declared := node.declaration()) is not None and declared.commits:
             self.stop.begin_update()
-        return arguments, {}
+        return arguments, self._scores(node) if declared is Actor.advantages else {}
 
     def _arguments(self, node: Node, results: Mapping[str, NodeResult]) -> Sequence[object]:
         batch, actor = self.batches.batch_of(node.role), self.state.actor_of(node.role)
@@ -267,6 +267,14 @@ class StepRunner:
             send_weights(self.executor, self.meshes, batch.step, actor.suffix)
             return (batch.step,)
         return ()
+
+    def _scores(self, node: Node) -> dict[str, object]:
+        """Return the single scores of the step's samples, for an algorithm that learns from them."""
+        actor, batch = self.state.actor_of(node.role), self.batches.batch_of(node.role)
+        if not actor.algorithm.takes_scores:
+            return {}
+        weight_of = {role: weight for role, weight in self.state.weight_of.items() if role in batch.records}
+        return batch.scores(weight_of, actor.config.data.weights_of_scores)
 
     def _prompts(self, rollout: str, actor: ActorState) -> Sequence[object]:
         """Return the arguments of `Rollout.generate`, and free the samples that were trained on before."""
@@ -428,9 +436,7 @@ class StepRunner:
         """Add a role's scores to the rewards. Raises RewardsFailed once all roles have scored and too many
         rewards are missing."""
         batch, actor = self.batches.batch_of(role), self.state.actor_of(role)
-        weight_of = {
-            role: weight for one in self.state.actors.values() for role, weight in one.weight_of.items()
-        }
+        weight_of = self.state.weight_of
         if self.log is not None:
             per_rank = self.log.scores(role, batch.step, per_rank)
         take_scores(batch, role, per_rank, weight_of)

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.base import AdvantageInputs, LossInputs, promised_weight
+from megarl.algorithms.several_scores import scores_of_step
 from megarl.algorithms.turn_rewards import TurnRewards, turn_rewards_of
 from megarl.batch import Batch, MicroBatch
 from megarl.gate_limits import GateLimits
@@ -228,6 +230,8 @@ class ActorRole(PolicyRole):
         digests: list[int] | None = None,
         turn_rewards: list[list[float]] | None = None,
         turn_lengths: list[list[int]] | None = None,
+        scores: dict[str, list[float | None]] | None = None,
+        score_weights: dict[str, float] | None = None,
     ) -> dict[str, float]:
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
         rewards. Returns metrics.
@@ -241,6 +245,7 @@ class ActorRole(PolicyRole):
             kl_coef: coefficient of the KL penalty in this step.
             digests: `digest_of_reward` of each sample; None leaves the rewards unchecked.
             turn_rewards, turn_lengths: with --turn-rewards reward and sampled tokens of each answer.
+            scores, score_weights: if the algorithm takes scores, name -> score of each sample, and weight.
         Raises: InvariantError for an advantage that is not finite, for a reward of another sample, and for
         advantages that differ from the algorithm's reference. ValueError for a reward that is not finite in
         float32."""
@@ -262,6 +267,9 @@ class ActorRole(PolicyRole):
             lengths = [sample.response_length for sample in samples]
             turns = turn_rewards_of(sample_ids, given, lengths, turn_rewards, turn_lengths)
         inputs = self._advantage_inputs(samples, group_ids, rewards, kl_coef, turns)
+        if self.algorithm.takes_scores:
+            single = scores_of_step(sample_ids, group_ids, given, scores or {}, score_weights or {})
+            inputs = replace(inputs, scores=single)
         columns, metrics = self.algorithm.compute_advantages(inputs)
         corrections, of_corrections = self.algorithm.compute_corrections(inputs)
         selected, of_selection = self.algorithm.select_tokens(inputs, columns["advantages"])
@@ -279,6 +287,7 @@ class ActorRole(PolicyRole):
             f"{self.config.batch.seed}/{self.rank}/{sorted(tokens.values())}",
             self._sum_over_replicas,
             None if turns is None else dict(zip(sample_ids, turns, strict=True)),
+            inputs.scores,
         )
         by_rewards = self.algorithm.left_out(inputs)
         are_worse = [False] * len(samples) if by_rewards is None else by_rewards.tolist()

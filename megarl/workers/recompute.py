@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from megarl.algorithms.base import Algorithm, ReferenceColumn, ReferenceInputs
+from megarl.algorithms.several_scores import StepScores
 from megarl.algorithms.turn_rewards import TurnRewards
 from megarl.batch import Batch
 from megarl.invariants import InvariantError
@@ -39,6 +40,7 @@ def check_advantages(
     seed: str,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
     turns: Mapping[int, TurnRewards | None] | None = None,
+    scores: StepScores | None = None,
 ) -> None:
     """Recompute advantages of some samples on this rank, and raise InvariantError if the stored columns
     differ by more than rounding.
@@ -51,6 +53,7 @@ def check_advantages(
         lengths_of_all: sample id -> response tokens, of all samples of the step.
         seed: the same seed chooses the same samples.
         turns: with --turn-rewards sample id -> its answers; None where the reward failed.
+        scores: if the algorithm takes scores, those of all samples, in the order of `rewards`.
     Raises: InvariantError with sample, expected and found value."""
     groups: dict[int, list[int]] = {}
     for sample, group in group_of.items():
@@ -73,6 +76,7 @@ def check_advantages(
         groups={s: groups[g] for s, g in group_of.items()},
         samples=here,
         turns=turns,
+        scores=scores,
     )
     if (sums := algorithm.reference_sums(inputs)) is not None:
         inputs = replace(inputs, sums=sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist())

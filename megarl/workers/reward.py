@@ -84,6 +84,8 @@ class RewardRole(HostedRole):
             }
             if verdict.failure is not None:
                 record["failure"] = verdict.failure
+            if verdict.scores is not None:
+                record["scores"] = verdict.scores
             if rollout.episode is not None:
                 record |= _of_episode(rollout.episode)
                 if self.config.episodes.turn_rewards:

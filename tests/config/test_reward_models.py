@@ -113,6 +113,12 @@ def test_what_is_right(parsed, flags):
 
 WRONG = {
     "--judge-max-tokens 3": "--judge-max-tokens (3): has no effect without --reward-model. Leave it out.",
+    "--score-weights a=1": "--score-weights (a=1): has no effect without --reward-function. Leave it out.",
+    "--reward-function r.py:f --score-weights a": "--score-weights (a): must be the name of a score, = and a finite "
+    "number. Try correct=1 short=0.2.",
+    "--reward-function r.py:f --score-weights a=inf": "--score-weights (a=inf): must be the name of a score, = and a "
+    "finite number. Try correct=1 short=0.2.",
+    "--reward-function r.py:f --score-weights a=1 a=2": "--score-weights (a=2): a has two weights. Try correct=1 short=0.2.",
     "--reward-model-weights 2": "--reward-model-weights (2.0): has no effect without "
     "--reward-model. Leave it out.",
     "--reward-model bert --judge-template "

@@ -11,6 +11,7 @@ REFUSED = {
     "--algorithm ppo --dynamic-sampling": "--dynamic-sampling: --algorithm ppo does not compare",
     "--algorithm reinforce++ --dynamic-sampling": "--algorithm reinforce++ does not compare",
     "--algorithm sft --dynamic-sampling": "--algorithm sft does not compare",
+    "--algorithm gdpo --dynamic-sampling": "--algorithm gdpo learns from single scores",
     "--dynamic-sampling --num-samples-per-prompt 1": "--num-samples-per-prompt (1): with --dynamic-sampling",
     "--dynamic-sampling --staleness 1": "is not built for asynchronous training, --staleness 1",
     "--dynamic-sampling --reward-model m": "is not built for --reward-model",

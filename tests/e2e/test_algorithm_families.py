@@ -6,6 +6,7 @@ ranks, with several updates per step; one with context parallelism.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from megarl.algorithms.ratio_transforms import TRANSFORMS
 from tests.e2e.jobs import Job, train
 
 pytestmark = pytest.mark.nightly
+TWO_SCORES = f"--reward-function {Path(__file__).parent}/scores_reward.py:reward"
 JOBS = {
     # algorithm, policy loss, correction and what else there is: each value occurs in a job.
     "rloo": "--algorithm rloo --policy-loss reinforce --global-batch-size 16 --kl-mode reward --kl-coef 0.05 "
@@ -28,6 +30,9 @@ JOBS = {
     "--loss-aggregation seq-mean-token-mean",
     "ppo": "--algorithm ppo --policy-loss gspo-token --tis-clip 2 --overlong-filter "
     "--max-response-length 128",
+    "gdpo": f"--algorithm gdpo --policy-loss clip-cov {TWO_SCORES} --score-weights correct=1 short=0.5",
+    "raft": "--algorithm raft --raft-keep 2",
+    "kl-cov": f"--algorithm grpo --policy-loss kl-cov {TWO_SCORES}",
     "stale": "--algorithm grpo --policy-loss cispo --staleness 1 --mis-level geometric --mis-low 0.5 --mis-high 2",
 }
 
@@ -59,8 +64,19 @@ def test_long_responses_are_penalised_and_left_out(jobs):
     assert all(row["reward/overlong_filtered"] > 0 for row in rows[2:])
 
 
+def test_two_scores_are_weighed_and_reported(jobs):
+    """The weighted sum of means is the mean of weighted sums, to float64 rounding."""
+    for name, weight in (("gdpo", 0.5), ("kl-cov", 1.0)):
+        for row in jobs[name].steps:
+            wanted = row["score/correct"] + weight * row["score/short"]
+            assert row["reward/mean"] == pytest.approx(wanted, abs=1e-9) and row["score/short"] > 0
+
+
 def test_every_family_has_a_job():
     flags = " ".join(JOBS.values())
-    assert all(f"--algorithm {name} " in flags for name in REGISTRY if name != "sft")
+    others = {
+        name for name, one in REGISTRY.items() if not one.needs_rollout or one.is_taught
+    }  # test_preference_jobs.py
+    assert all(f"--algorithm {name} " in flags for name in REGISTRY if name not in others)
     assert all(f"--policy-loss {name} " in flags for name in TRANSFORMS if name != "ppo")
     assert all(correction.flags.split(" --")[0] in flags for correction in CORRECTIONS)

@@ -1,6 +1,7 @@
 """Rewards: the rules on ordinary and nasty answers, the user's own function, and what happens when one
 misbehaves."""
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -394,3 +395,51 @@ def test_built_in_rules_name_the_answer_that_they_judge(source, response, answer
 def test_a_dict_in_verl_s_form_is_taken(value, answer):
     score = base.judge(lambda **_: value, RewardSample("x", "y"))
     assert score == 0.5 and getattr(score, "answer", None) == answer
+
+
+SCORES = {"scores": {"correct": 1, "short": np.float32(0.5)}, "pred": "17"}
+
+
+def scored(value, weights=None):
+    return base.judge(lambda **_: value, RewardSample("x", "#### 17", "17"), weights)
+
+
+def test_several_scores_add_up_to_the_reward():
+    plain, weighed = scored(SCORES), scored(SCORES, {"correct": 2.0, "short": -1.0})
+    assert (plain, weighed) == (1.5, 1.5) and scored(SCORES, {"correct": 1.0, "short": 0.0}) == 1.0
+    assert plain.scores == weighed.scores == {"correct": 1.0, "short": 0.5} and plain.answer == "17"
+    assert scored({"scores": {"a": 2.0}}).answer is None
+
+
+@pytest.mark.parametrize(
+    ("value", "weights", "told"),
+    [
+        ({"score": 1.0, "scores": {"a": 1.0}}, None, "both `score` and `scores`"),
+        ({"scores": {}}, None, "wanted numbers by name"),
+        ({"scores": [1.0]}, None, "wanted numbers by name"),
+        ({"scores": {"a": None}}, None, "the score a must be a number"),
+        ({"scores": {"a": float("nan")}}, None, "the score a must be a number"),
+        ({"scores": {"a": 1e39}}, None, "the score a must be a number"),
+        ({"scores": {"a-b": 1.0}}, None, "'a-b' does. Try correct"),
+        ({"scores": {"reward_model": 1.0}}, None, "'reward_model' does"),
+        ({"scores": {3: 1.0}}, None, "and 3 does"),
+        ({"scores": {"a": 3e38, "b": 3e38}}, None, "float32"),
+        ({"scores": {"a": 1.0, "b": 1.0}}, {"a": 1.0}, "no weight for b. Add b=1"),
+        (1.0, {"a": 1.0}, "which --score-weights cannot weigh"),
+    ],
+)
+def test_what_is_no_score_is_an_error(value, weights, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        scored(value, weights)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_pool_returns_the_scores(tmp_path, num_workers):
+    file = tmp_path / "two.py"
+    file.write_text(
+        "def f(**row): return {'scores': {'a': len(row['solution_str']), 'b': 1}, 'pred': None}\n"
+    )
+    data = DataConfig(train_data=("x",), reward_function=f"{file}:f", score_weights=("a=0.5", "b=2"))
+    with RewardPool(data, num_workers) as pool:
+        (verdict,) = pool.score([RewardSample("x", "four", None)])
+    assert (verdict.reward, verdict.scores, verdict.answer) == (4.0, {"a": 4.0, "b": 1.0}, None)

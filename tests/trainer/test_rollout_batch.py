@@ -51,3 +51,22 @@ def test_every_sample_of_a_run_has_an_id_of_its_own(num_rows, num_prompts, group
         assert Counter(batch.group_ids) == dict.fromkeys(batch.visits, group)
     walked = [row for index, batch in enumerate(batches) if index != 2 for row in batch.rows]
     assert walked == DataCursor(num_rows, seed=1).next_rows(len(walked))
+
+
+def test_the_scores_of_rule_and_models_have_names_and_weights():
+    samples = [Sample(i, 2, 1, group=0) for i in range(2)]
+    batch = RolloutBatch(1, {0: 0}, samples)
+    batch.records["reward"] = {
+        0: {"reward": 1.2, "scores": {"correct": 1.0, "short": 0.4}},
+        1: {"reward": None, "failure": "raised"},
+    }
+    batch.records["reward_model"] = {0: {"score": -1.0}, 1: {"score": 3.0}}
+    assert batch.scores({"reward": 1.0, "reward_model": 0.1}, {"short": 0.5}) == {
+        "scores": {"correct": [1.0, None], "short": [0.4, None], "reward_model": [-1.0, 3.0]},
+        "score_weights": {"correct": 1.0, "short": 0.5, "reward_model": 0.1},
+    }
+    batch.records["reward"] = {0: {"reward": 1.0}, 1: {"reward": 0.0}}
+    assert batch.scores({"reward": 1.0}, {}) == {
+        "scores": {"reward": [1.0, 0.0]},
+        "score_weights": {"reward": 1.0},
+    }

@@ -4,7 +4,8 @@ each learns.
     python tools/benchmarks/learning_curves.py --quickstart runs/quickstart --out runs/curves
     python tools/benchmarks/learning_curves.py --only grpo,rloo --seeds 0
 
-The control of a method is the same run, whose rewards are permuted within each group (permuted_reward.py). A
+The control of a method is the same run with rewards of chance (permuted_reward.py): permuted within each group,
+or, for an algorithm that does not compare the samples of a group, drawn for each response. A
 finished run is kept in cells/ of the folder, so the script can be stopped at any time and goes on when it is
 started again. After each run it writes table.md and curves.svg. The folder of the quickstart needs its data
 and sft_mixed/hf. Methods that learn from pairs are in preference_learning.py."""
@@ -147,7 +148,8 @@ def run(cell: Cell, quickstart: Path, out: Path, seconds: float) -> None:
     words += ["--eval-data", data / "test.jsonl", "--save", folder, "--nproc-per-node", 1]
     if cell.is_control:
         os.environ[FOLDER] = str(rewards.resolve())
-        words += ["--reward-function", f"{HERE}/permuted_reward.py:permuted", "--reward-num-workers", GROUP]
+        chance = "permuted" if REGISTRY[algorithm_of(cell.method.flags)].relative_to_group else "coin"
+        words += ["--reward-function", f"{HERE}/permuted_reward.py:{chance}", "--reward-num-workers", GROUP]
     started = time.monotonic()
     megarl("train", *words, seconds=seconds)
     rows = [{name: row[name] for name in ("step", *_METRICS)} for row in metrics_of(folder) if _SHOWN in row]

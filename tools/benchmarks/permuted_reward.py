@@ -1,5 +1,8 @@
-"""Reward a response with the reward of a response of its group that chance chooses: a control that should
-learn nothing.
+"""Reward a response by chance, as controls that should learn nothing: `permuted` gives it the reward of a
+response of its group that chance chooses, `coin` 1 in one of four calls.
+
+`permuted` is for algorithms that compare the samples of a group. Others learn from it which prompts are easy, and
+most responses to these are right.
 
     MEGARL_PERMUTED=folder megarl train ... --num-samples-per-prompt 8 --reward-num-workers 8 \\
         --nproc-per-node 1 --reward-function tools/benchmarks/permuted_reward.py:permuted
@@ -24,6 +27,13 @@ FOLDER = "MEGARL_PERMUTED"
 GROUP = 8
 _PROBE_S, _WAIT_S = 1.0, 40.0
 _LOOK_S = 0.002
+
+
+def coin(data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]) -> float:
+    """Return 1 with a probability of a quarter, else 0; for a held-out answer its own reward."""
+    if extra_info["split"] == "test":
+        return float(auto_reward(data_source, solution_str, ground_truth, extra_info))
+    return float(random.SystemRandom().random() < 0.25)
 
 
 def permuted(

@@ -1,0 +1,67 @@
+"""Define what an algorithm learns of the single scores of a response (`takes_scores`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_ROUNDING = 1e-9
+"""Relative; the scores and their sum are numbers of 53 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepScores:
+    """The single scores of all samples of a step, which their rewards are weighted sums of.
+
+    Example: StepScores({"correct": [1.0, 0.0], "short": [0.5, 0.9]}, {"correct": 1.0, "short": 0.2})
+        are two samples with the rewards 1.1 and 0.18."""
+
+    of: Mapping[str, Sequence[float]]
+    """Name -> score of each sample; NaN where a sample has none, or where its reward failed."""
+    weights: Mapping[str, float]
+    """Name -> weight of the score in the reward."""
+
+
+def scores_of_step(
+    sample_ids: Sequence[int],
+    group_ids: Sequence[int],
+    rewards: Sequence[float | None],
+    scores: Mapping[str, Sequence[float | None]],
+    weights: Mapping[str, float],
+) -> StepScores:
+    """Return the scores of a step after checks.
+
+    Args:
+        rewards: the weighted sums, which digests bind to the samples.
+        scores: name -> score of each sample.
+        weights: name -> its weight in the reward.
+    Raises: ValueError for a sample whose scores do not add up to its reward, or that has not the names of its
+        group."""
+    names_of: dict[int, tuple[int, list[str]]] = {}
+    for at, (sample, group, reward) in enumerate(zip(sample_ids, group_ids, rewards, strict=True)):
+        if reward is None:
+            continue
+        mine = {name: of_name[at] for name, of_name in scores.items() if of_name[at] is not None}
+        terms = [weights[name] * value for name, value in mine.items() if value is not None]
+        if not abs(math.fsum(terms) - reward) <= _ROUNDING * math.fsum([1.0, *map(abs, terms)]):
+            raise ValueError(
+                f"sample {sample} has the reward {reward:g}, and its scores are {mine} with the weights "
+                f"{dict(weights)}. They must add up. A loop that changes batch.rewards cannot use an algorithm "
+                "that learns from single scores, as --algorithm gdpo; try --algorithm grpo."
+            )
+        other, names = names_of.setdefault(group, (sample, [*mine]))
+        if names != [*mine]:
+            raise ValueError(
+                f"samples {other} and {sample} answer one prompt, and have the scores {names} and {[*mine]}. "
+                "A score that a response does not earn is 0.0: let the reward function return the same names "
+                "for every response to a prompt."
+            )
+    failed = [reward is None for reward in rewards]
+    values = {
+        name: [
+            math.nan if lost or value is None else value for lost, value in zip(failed, of_name, strict=True)
+        ]
+        for name, of_name in scores.items()
+    }
+    return StepScores(values, weights)
