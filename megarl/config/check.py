@@ -39,6 +39,7 @@ TRAINING: list[Rule] = [
     training.batch,
     rules_preference.preference,
     rules_reference.reference_model,
+    rules_reference.reference_updates,
     training.optimizer,
     training.lora,
     training.evaluation_in_training,

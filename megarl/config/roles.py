@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
-from megarl.role_names import kind_and_suffix, suffix_of
+from megarl.role_names import TRAINED_KINDS, kind_and_suffix, suffix_of
 
 Ranks = tuple[int, ...]
+
+
 KINDS = ("actor", "reference", "critic", "reward", "rollout")
 """Kinds of role as flags name them, in the order of set-up. `reward` stands for all reward models."""
+
+
+def checkpointed_roles(config: TrainConfig, roles: Iterable[str]) -> list[str]:
+    """Return the roles of a job that its checkpoints hold: the trained ones, and references that change."""
+    configs = configs_of_actors(config)
+    changing = {
+        f"reference{suffix}"
+        for suffix, one in configs.items()
+        if one.model.reference_update_interval is not None
+    }
+    return [role for role in roles if kind_and_suffix(role)[0] in TRAINED_KINDS or role in changing]
 
 
 def tells_experts(config: TrainConfig, shape: ModelShape) -> bool:

@@ -1,4 +1,5 @@
-"""Check --reference-model: the model that the reference is, where it is not the actor's."""
+"""Check --reference-model and --reference-update-interval: what the reference is, if not always the model that
+training starts from."""
 
 from __future__ import annotations
 
@@ -6,8 +7,32 @@ import json
 from pathlib import Path
 
 from megarl.config.errors import ConfigError, Errors
+from megarl.config.flags import algorithm_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.rules_layout import Job
+
+
+def reference_updates(job: Job) -> Errors:
+    """Yield an error for a reference that is to take over the actor's weights and cannot."""
+    config, interval = job.config, job.config.model.reference_update_interval
+    if interval is None:
+        return
+    head, algorithm = f"--reference-update-interval ({interval})", config.algorithm
+    if not algorithm.needs_rollout:
+        yield (
+            f"{head}: --algorithm {algorithm_name(type(algorithm))} compares the policy with the model that training "
+            "starts from. Leave it out."
+        )
+    elif config.model.reference_model is not None:
+        yield (
+            f"{head}: the reference is another model, --reference-model {config.model.reference_model}, which does not "
+            "take the actor's weights. Leave one of them out."
+        )
+    elif config.lora is not None and config.lora.lora_rank:
+        yield (
+            f"{head}: with --lora-rank the reference is the actor without its adapters, and has no weights of its own. "
+            "Leave one of them out."
+        )
 
 
 def reference_model(job: Job) -> Errors:

@@ -57,6 +57,9 @@ class ModelConfig(Section):
     reference_model: str | None = None
     """Folder of the Hugging Face language model that is the reference, with the actor's tokenizer: the teacher
     of --algorithm distill, or what a KL is measured to. Default: --model."""
+    reference_update_interval: Count | None = None
+    """The reference takes over the actor's weights after every so many steps, so that a KL is measured to a policy
+    not long ago. Default: never."""
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights and fp32 gradients. Default: fp32."""
 

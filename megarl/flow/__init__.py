@@ -8,6 +8,7 @@ no torch."""
 from megarl.flow.flow import Flow, SymbolicRole, background, dataflow, symbolic_roles
 from megarl.flow.job_roles import (
     Actor,
+    CheckpointedRole,
     Critic,
     Data,
     Metrics,
@@ -31,6 +32,7 @@ from megarl.futures import Future
 __all__ = [
     "DRIVER",
     "Actor",
+    "CheckpointedRole",
     "Caller",
     "Critic",
     "Data",

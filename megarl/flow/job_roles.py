@@ -42,30 +42,34 @@ class ModelRole(PlacedRole):
         """Write the weights into `folder` as a Hugging Face checkpoint. Collective over the role's ranks."""
 
 
-class TrainedRole(ModelRole):
-    """A role whose model has an optimizer. Checkpoints hold both."""
+class CheckpointedRole(ModelRole):
+    """A role that checkpoints hold: its model, with its optimizer if it has one."""
 
-    @method()
+    @method(optional=True)
     def begin_checkpoint(self, folder: str) -> None:
         """Copy the model and its optimizer for a checkpoint, and return; a thread writes the copy to
         `folder`. Collective over the role's ranks."""
 
-    @method()
+    @method(optional=True)
     def checkpoint_written(self, wait: bool = False) -> str | None:
         """Return the SHA-256 of the manifest of the checkpoint in progress, or None while it is
         incomplete."""
 
-    @method()
+    @method(optional=True)
     def damage_of_checkpoint(self, folder: str) -> str | None:
         """Return why `load_checkpoint` would fail, the same text on every rank, or None if it would
         succeed."""
 
-    @method()
+    @method(optional=True)
     def load_checkpoint(
         self, folder: str, weights_only: bool = False, digests: bool = True
     ) -> dict[str, object]:
         """Load a checkpoint of any parallel layout into model and optimizer, and return the values that were
         saved beside them."""
+
+
+class TrainedRole(CheckpointedRole):
+    """A role whose model has an optimizer."""
 
 
 class RandomState(Role):
@@ -192,8 +196,14 @@ class RewardModel(ServiceRole, kind="reward_model"):
             rows: sample id -> dataset row, for all samples of the step."""
 
 
-class Reference(ModelRole, kind="reference"):
-    """The policy frozen at the weights that training starts from."""
+class Reference(CheckpointedRole, kind="reference"):
+    """The policy frozen at the weights that training starts from, or at those of a step not long ago. Checkpoints
+    hold it in the second case."""
+
+    @method(optional=True)
+    def take_weights(self, folder: str) -> None:
+        """Load the weights of a Hugging Face folder, which the actor has written. Collective over the role's
+        ranks."""
 
     @method(reads=("tokens", "lengths"), writes=("ref_log_probs",), reports=True, phase="ref_log_probs")
     def log_probs(self) -> Metrics:

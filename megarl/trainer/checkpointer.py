@@ -42,12 +42,13 @@ from megarl.files.checkpoints import file_digest, sync_folder
 from megarl.config.render import write_args
 from megarl.files.writing import writing
 from megarl.futures import Future
-from megarl.flow import RandomState, Rollout, TrainedRole
+from megarl.flow import RandomState, Rollout, CheckpointedRole
 from megarl.runtime.executor import Executor
 from megarl.config.mesh import MeshSpec
+from megarl.config.roles import checkpointed_roles
 from megarl.config.schema import TrainConfig
 from megarl.metrics import current_name
-from megarl.role_names import TRAINED_KINDS, kind_and_suffix
+from megarl.role_names import kind_and_suffix
 from megarl.trainer.attempt import SupersededError
 from megarl.trainer.replay import DriverLog
 from megarl.trainer.run_folder import Run
@@ -95,9 +96,7 @@ class Checkpointer:
         self._job_config, self.config = config, config.checkpoint
         self._user_files = user_files(config)  # as the ranks have read them
         self._state, self._run, self._stop = state, run_folder, stop
-        self.roles = {
-            role: TrainedRole(executor, role) for role in meshes if kind_and_suffix(role)[0] in TRAINED_KINDS
-        }
+        self.roles = {role: CheckpointedRole(executor, role) for role in checkpointed_roles(config, meshes)}
         self._rollouts = {
             role: Rollout(executor, role) for role in meshes if kind_and_suffix(role)[0] == "rollout"
         }
@@ -311,11 +310,27 @@ class Checkpointer:
             body = read_job(folder)
         except JobFileError as error:
             return str(error)
-        if missing := [role for role in self.roles if role not in body["roles"]]:
+        if missing := [
+            role for role in self.roles if role not in body["roles"] and role not in self._references
+        ]:
             return f"{folder} has no {missing[0]}, but {', '.join(body['roles'])}."
-        asked = {name: role.damage_of_checkpoint(str(folder / name)) for name, role in self.roles.items()}
+        if changed := [role for role in self._references if role in body["roles"] and role not in self.roles]:
+            return (
+                f"{folder} has a {changed[0]} that had taken over weights of the actor, and this job's is the model "
+                "that training starts from. Try --reference-update-interval with the number of that run."
+            )
+        asked = {name: role.damage_of_checkpoint(str(folder / name)) for name, role in self._held_by(body)}
         damages = ((name, future.first()) for name, future in asked.items())
         return next((f"{name}: {damage}" for name, damage in damages if damage is not None), None)
+
+    @property
+    def _references(self) -> list[str]:
+        return [role for role in self._meshes if kind_and_suffix(role)[0] == "reference"]
+
+    def _held_by(self, body: Mapping[str, Any]) -> list[tuple[str, CheckpointedRole]]:
+        """Return the roles that a checkpoint holds. It has no reference if the run's was still the model that
+        training starts from, as this job's is."""
+        return [(name, role) for name, role in self.roles.items() if name in body["roles"]]
 
     def _load(self, folder: Path) -> None:
         body = read_job(folder)
@@ -323,7 +338,7 @@ class Checkpointer:
         for line in (*uncompared_models(self._job_config, body), *changed):
             self._run.progress.note(line)
         loaded = [
-            role.load_checkpoint(str(folder / name), digests=False) for name, role in self.roles.items()
+            role.load_checkpoint(str(folder / name), digests=False) for name, role in self._held_by(body)
         ]
         for future in loaded:
             future.result()

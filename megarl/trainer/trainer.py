@@ -27,15 +27,7 @@ from megarl.config.render import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.futures import Future
-from megarl.flow import (
-    Flow,
-    Metrics,
-    ModelRole,
-    Node,
-    Roles,
-    ServiceRole,
-    role_class,
-)
+from megarl.flow import Flow, Metrics, ModelRole, Node, Roles, ServiceRole, role_class
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
 from megarl.trainer.checkpointer import Checkpointer
@@ -44,6 +36,7 @@ from megarl.trainer.failed_step import save_failed_step
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.profiled_steps import ProfiledSteps
 from megarl.trainer.own_ranks import Started, start_ranks
+from megarl.trainer.reference_updates import update_references
 from megarl.trainer.replay import DriverLog
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.run_folder import TIMELINE, Run
@@ -294,6 +287,7 @@ class Trainer:
             self.run_folder.progress.note(note)
         for note in self.runner.judge(of_actors):
             self.run_folder.progress.note(note)
+        update_references(self.executor, self.meshes, state, self.run_folder)
         self._complete_step()
         self._metrics = metrics
         return metrics

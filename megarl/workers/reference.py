@@ -6,7 +6,7 @@ from functools import cached_property
 
 from megarl.config.hf_config import ModelShape
 from megarl.flow.job_roles import Reference
-from megarl.reshard.hf_weights import save_hf
+from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
 from megarl.workers.offload_manager import needs
@@ -15,14 +15,20 @@ from megarl.workers.policy import PolicyRole
 
 @implements(Reference)
 class ReferenceRole(PolicyRole):
-    """A frozen policy on one rank, which keeps the weights that training started from, or those of
-    --reference-model."""
+    """A frozen policy on one rank, with the weights that training started from, those of --reference-model, or
+    with --reference-update-interval those that the actor had not long ago."""
 
     folder = property(lambda self: self.config.model.reference_folder)
 
     @cached_property
     def shape(self) -> ModelShape:
         return ModelShape.load(self.folder)
+
+    @needs("parameters")
+    def take_weights(self, folder: str) -> None:
+        """Load the weights of a Hugging Face folder, which the actor has written. Collective over the mesh."""
+        load_hf(folder, self.atlases[self.rank], self.model.parameters, self.shape)
+        self.model.parameters_changed()
 
     @needs("parameters")
     def log_probs(self) -> dict[str, float]:

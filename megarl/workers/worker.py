@@ -21,11 +21,11 @@ from megarl.config.mesh import (
     training_data_roles,
 )
 from megarl.config.reward_models import reward_models
-from megarl.config.roles import configs_of_actors, tells_experts, trains_in_fp32
+from megarl.config.roles import checkpointed_roles, configs_of_actors, tells_experts, trains_in_fp32
 from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.transformer_engine import transformer_engine_problem, transformer_engine_version
-from megarl.role_names import TRAINED_KINDS, actor_suffix, kind_and_suffix
+from megarl.role_names import actor_suffix
 from megarl.workers.actor import ActorRole
 from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.critic import CriticRole
@@ -123,7 +123,7 @@ def build_roles(
     offload_manager = OffloadManager(config.placement.offload_ahead_bytes)
     for role in training_data_roles(meshes):
         create_groups(meshes[role], group_timeout(config.placement.call_timeout_s))
-    writers, roles = _checkpoint_writers(meshes), {}
+    writers, roles = _checkpoint_writers(config, meshes), {}
     if config.algorithm.needs_rollout:
         roles["data"] = _data_role(config, meshes, store)
         for suffix, of_actor in configs_of_actors(config).items():
@@ -154,15 +154,14 @@ def _data_role(config: TrainConfig, meshes: Mapping[str, MeshSpec], store: Sampl
     return DataRole(store, meshes, keys, vocab_sizes, formats, has_versions)
 
 
-def _checkpoint_writers(meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:
-    """Return role -> checkpoint writer for the trained roles of this rank, each with its own gloo process
-    group.
+def _checkpoint_writers(config: TrainConfig, meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:
+    """Return role -> checkpoint writer for the roles of this rank that checkpoints hold, each with its own gloo
+    process group.
 
     Collective over the world."""
     groups = {
-        role: dist.new_group(list(mesh.ranks), backend="gloo", timeout=_WRITE_TIMEOUT)
-        for role, mesh in meshes.items()
-        if kind_and_suffix(role)[0] in TRAINED_KINDS
+        role: dist.new_group(list(meshes[role].ranks), backend="gloo", timeout=_WRITE_TIMEOUT)
+        for role in checkpointed_roles(config, meshes)
     }
     return {
         role: CheckpointWriter(group)

@@ -233,7 +233,9 @@ def random_config(rng, num_actors=1):
             "reward": None,
             "reward_models": RewardModelConfig(),
         }
-        nodes["model"] = replace(nodes["model"], critic_model=None, reference_model=None)
+        nodes["model"] = replace(
+            nodes["model"], critic_model=None, reference_model=None, reference_update_interval=None
+        )
         nodes["placement"] = replace(
             nodes["placement"], critic_ranks=None, reference_ranks=None, reward_ranks=()
         )

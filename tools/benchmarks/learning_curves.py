@@ -180,8 +180,10 @@ def show(every: Sequence[Method], seeds: Sequence[int], out: Path) -> None:
 
 def table(every: Iterable[Method], seeds: Sequence[int], done: dict[str, list[dict]]) -> str:
     """Return a row per method in Markdown: greedy held-out accuracy before and after with each seed, and
-    means over the seeds that are finished of its gain and of its control's."""
-    head = ["method", "flags", *(f"seed {seed}: before, after" for seed in seeds), "gain", "control's gain"]
+    means over the seeds that are finished of its gain, of its control's, and of its control's by sampled
+    answers."""
+    of_seeds = (f"seed {seed}: before, after" for seed in seeds)
+    head = ["method", "flags", *of_seeds, "gain", "control's gain", "sampled"]
     lines = [f"| {' | '.join(head)} |", "|-" * len(head) + "|"]
     for method in every:
         ends = []
@@ -189,15 +191,22 @@ def table(every: Iterable[Method], seeds: Sequence[int], done: dict[str, list[di
             rows = done.get(Cell(method, seed, is_control=False).name)
             ends.append(f"{rows[0][_SHOWN]:.3f}, {rows[-1][_SHOWN]:.3f}" if rows else "not run")
         gains = [gain(method, seeds, done, is_control) for is_control in (False, True)]
+        gains.append(gain(method, seeds, done, True, _METRICS[0]))
         lines.append(f"| {' | '.join([method.name, f'`{method.flags}`', *ends, *gains])} |")
     return "\n".join(lines) + "\n"
 
 
-def gain(method: Method, seeds: Sequence[int], done: dict[str, list[dict]], is_control: bool) -> str:
+def gain(
+    method: Method,
+    seeds: Sequence[int],
+    done: dict[str, list[dict]],
+    is_control: bool,
+    metric: str = _SHOWN,
+) -> str:
     found = [done[name] for seed in seeds if (name := Cell(method, seed, is_control).name) in done]
     if not found:
         return "not run"
-    mean = sum(rows[-1][_SHOWN] - rows[0][_SHOWN] for rows in found) / len(found)
+    mean = sum(rows[-1][metric] - rows[0][metric] for rows in found) / len(found)
     return f"{mean:+.3f}" + ("" if len(found) == len(seeds) else f" ({len(found)} of {len(seeds)} seeds)")
 
 
