@@ -237,6 +237,9 @@ class _Agent:
         variables = {name: value for name, value in os.environ.items() if name != JOB_SECRET}
         local = ",".join(filter(None, (variables.get("NO_PROXY"), url.split("/")[2].rpartition(":")[0])))
         variables |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": local, "no_proxy": local}
+        # Anthropic's SDK appends the /v1 itself, and sends a token beside the key.
+        variables |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+        variables.pop("ANTHROPIC_AUTH_TOKEN", None)
         with tempfile.TemporaryFile() as stdin:  # a pipe may be too small for the row
             stdin.write(json.dumps(row, default=str).encode() + b"\n")
             stdin.seek(0)

@@ -28,7 +28,8 @@ class BadRequest(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's form."""
-        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        kinds = {401: "authentication_error", 500: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ from megarl.episodes.chat import Message
 MODEL = "policy"
 """Name of the model that is trained. Requests may give any name."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_LARGEST_NUMBER = 2**31 - 1
+LARGEST_NUMBER = 2**31 - 1
 
 
 class _Part(msgspec.Struct):
@@ -124,7 +125,7 @@ def read_chat_request(data: bytes, takes_tools: bool = False) -> ChatRequest:
     wants_calls = _wants_calls(body.tool_choice, bool(body.tools))
     tools = _tools(body.tools or [], takes_tools, wants_calls)
     wanted = [one for one in (body.max_completion_tokens, body.max_tokens) if one is not None]
-    if wanted and not 1 <= min(wanted) <= max(wanted) <= _LARGEST_NUMBER:
+    if wanted and not 1 <= min(wanted) <= max(wanted) <= LARGEST_NUMBER:
         raise BadRequest("max_tokens must be a positive number of 31 bits at most", param="max_tokens")
     return ChatRequest(
         _messages(body.messages),
@@ -187,9 +188,7 @@ def _refuse_unsupported(body: _Body) -> None:
 
 def _messages(given: list[_Message]) -> list[Message]:
     """Return the messages with their content as text. Raises: BadRequest for one that is not understood."""
-    if not given:
-        raise BadRequest("messages is empty", param="messages")
-    found = []
+    found: list[Message] = []
     for index, message in enumerate(given):
         where = f"messages[{index}]"
         if message.role not in ROLES:
@@ -207,13 +206,20 @@ def _messages(given: list[_Message]) -> list[Message]:
             if (value := getattr(message, name)) is not None:
                 one[name] = value
         found.append(one)
-    if found[-1]["role"] == "assistant":
+    check_last_message(found)
+    return found
+
+
+def check_last_message(messages: Sequence[Message]) -> None:
+    """Raise BadRequest if there is no message, or the last one is the assistant's."""
+    if not messages:
+        raise BadRequest("messages is empty", param="messages")
+    if messages[-1]["role"] == "assistant":
         raise BadRequest(
             "the last message is the assistant's: an answer that was begun is not continued. "
             "Put a message of another role behind it.",
-            param=f"messages[{len(found) - 1}]",
+            param=f"messages[{len(messages) - 1}]",
         )
-    return found
 
 
 def _given_calls(message: _Message, where: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Serve OpenAI's chat completions to agents. Each episode has a key of its own, which ends with the episode.
+"""Serve OpenAI's chat completions and Anthropic's messages to agents. Each episode has a key of its own, which ends with the episode.
 
     proxy = Proxy(on_request)
     key = proxy.open(episode)            # requests with this key belong to the episode
@@ -22,6 +22,12 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from megarl.episodes.answers import Completion
+from megarl.episodes.anthropic_requests import (
+    error_body,
+    messages_body,
+    messages_events,
+    read_messages_request,
+)
 from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat import Message
 from megarl.episodes.chat_requests import MODEL, ChatRequest, chat_body, chat_events, read_chat_request
@@ -29,6 +35,7 @@ from megarl.episodes.chat_requests import MODEL, ChatRequest, chat_body, chat_ev
 _KEY_BYTES = 24
 _LARGEST_BODY = 16 << 20
 _START_S = 30.0
+_MESSAGES = "/v1/messages"
 _RETRY_COUNT = "x-stainless-retry-count"
 _LOG = logging.getLogger(__name__)
 
@@ -115,7 +122,11 @@ class Proxy:
         asyncio.set_event_loop(loop)
         application = web.Application(client_max_size=_LARGEST_BODY, middlewares=[_report])
         application.add_routes(
-            [web.post("/v1/chat/completions", self._chat), web.get("/v1/models", self._models)]
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post(_MESSAGES, self._messages),
+                web.get("/v1/models", self._models),
+            ]
         )
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.0)
         try:
@@ -136,7 +147,10 @@ class Proxy:
     async def _models(self, request: web.Request) -> web.Response:
         self._conversation(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}
-        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self._max_length}]})
+        model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's
+        pages = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
+        data = [{**model, "max_model_len": self._max_length}]
+        return web.json_response({"object": "list", "data": data, **pages})
 
     async def _chat(self, request: web.Request) -> web.Response:
         conversation = self._conversation(request)
@@ -147,10 +161,19 @@ class Proxy:
         events = chat_events(completion, asked.include_usage)
         return web.Response(body=events, content_type="text/event-stream")
 
+    async def _messages(self, request: web.Request) -> web.Response:
+        conversation = self._conversation(request)
+        asked = read_messages_request(await request.read(), self._takes_tools)
+        completion = await self._ask(conversation, asked, _is_retry(request))
+        if not asked.stream:
+            return web.json_response(messages_body(completion))
+        return web.Response(body=messages_events(completion), content_type="text/event-stream")
+
     def _conversation(self, request: web.Request) -> _Conversation:
         """Return the conversation of a request's key. Raises: BadRequest (401) for another key."""
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        found = self._conversations.get(key.strip()) if kind.lower() == "bearer" else None
+        kind, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = request.headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
+        found = self._conversations.get(key)
         if found is None:
             raise BadRequest("no open episode has this API key", "invalid_api_key", status=401)
         return found
@@ -239,7 +262,7 @@ def _is_same(one: Message, other: Message) -> bool:
 async def _report(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Turn every refusal into OpenAI's error form."""
+    """Turn every refusal into the error form of the request's dialect."""
     try:
         return await handler(request)
     except BadRequest as error:
@@ -254,10 +277,10 @@ async def _report(
         raise
     except Exception:
         _LOG.exception("a request of an agent failed")
-        body = {"error": {"message": "internal error", "type": "server_error", "param": None, "code": None}}
-        return web.json_response(body, status=500, headers={"x-should-retry": "false"})
+        refused = BadRequest("internal error", "server_error", status=500)
+    is_anthropic = request.path.startswith(_MESSAGES)
     return web.Response(
-        body=json.dumps(refused.body).encode(),
+        body=json.dumps(error_body(refused) if is_anthropic else refused.body).encode(),
         status=refused.status,
         content_type="application/json",
         headers={"x-should-retry": "false"},

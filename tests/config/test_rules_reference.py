@@ -23,6 +23,11 @@ def test_refused(flags):
     assert "Leave" in error
 
 
+def test_without_a_reference():
+    with pytest.raises(ConfigError, match=r"interval \(5\): no KL to it is counted .* Leave it out"):
+        load(HEAD)
+
+
 @pytest.mark.parametrize(
     "flags", ["", f"--kl-mode loss --kl-coef 0.1 {HEAD}", f"--kl-mode reward --kl-coef 0.1 {HEAD}"]
 )

@@ -13,11 +13,26 @@ import pytest
 from tests.e2e.jobs import Job, train
 from tests.e2e.test_cli_jobs import MEASURED
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parents[1] / "examples"
 FLAGS = (
     *("--max-turns", "3", "--max-context-length", "72", "--max-response-length", "8", "--num-prompts", "2"),
     *("--num-rollouts-to-log", "-1", "--train-iters", "1"),
 )
+
+
+AGENTS = {
+    "openai": (EXAMPLES / "calculator_agent.py",),
+    "anthropic": (HERE / "anthropic_agent.py",),
+    "with a parser": (f"{HERE / 'anthropic_agent.py'} tools", "--tool-call-parser", "hermes"),
+}
+"""Agent, and the flags that it needs. The untrained model calls no tools, and its chat template shows none."""
+
+
+@pytest.fixture(scope="module")
+def as_class(sums_data, tmp_path_factory) -> Job:
+    env = f"{EXAMPLES / 'calculator_env.py'}:Calculator"
+    return job_of(sums_data, tmp_path_factory.mktemp("agents") / "class", "--env", env)
 
 
 def job_of(data: Path, save: Path, *flags: str) -> Job:
@@ -33,11 +48,15 @@ def rows_of(job: Job) -> list[dict]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(500)
-def test_an_agent_gives_the_tokens_advantages_and_loss_of_the_environment(sums_data, tmp_path):
-    """The calculator as a class, and as an agent on OpenAI's SDK: the metrics of the first step are equal."""
-    as_class = job_of(sums_data, tmp_path / "class", "--env", f"{EXAMPLES / 'calculator_env.py'}:Calculator")
-    command = f"{sys.executable} {EXAMPLES / 'calculator_agent.py'}"
-    as_agent = job_of(sums_data, tmp_path / "agent", "--agent-command", command, "--agent-num-processes", "2")
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_gives_the_tokens_advantages_and_loss_of_the_environment(
+    sums_data, as_class, tmp_path, name
+):
+    """The calculator as a class, and as an agent on an SDK: the metrics of the first step are equal."""
+    agent, *flags = AGENTS[name]
+    command = f"{sys.executable} {agent}"
+    flags = ["--agent-command", command, "--agent-num-processes", "2", *flags]
+    as_agent = job_of(sums_data, tmp_path / "agent", *flags)
     for one, other in zip(rows_of(as_class), rows_of(as_agent), strict=True):
         for name in ("prompt_ids", "response_ids", "holes", "reward", "num_turns", "finish_reason"):
             assert one[name] == other[name], name

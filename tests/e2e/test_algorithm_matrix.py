@@ -44,5 +44,8 @@ def test_it_trains_or_says_why_not(sums_data, tmp_path, name, staleness, turns):
     assert len(job.steps) == 2
     for row in job.steps:
         assert math.isfinite(row["policy/loss"]) and math.isfinite(row["policy/grad_norm"])
-        assert row["mismatch/max_abs"] <= 1e-4
-    assert any(row["policy/grad_norm"] > 0 for row in job.steps)
+        assert (
+            row.get("mismatch/max_abs", 0.0) <= 1e-4
+        )  # with staleness a step may have no token of its version
+    if not REGISTRY[name].is_taught:  # the teacher is the model itself, so that nothing is learnt
+        assert any(row["policy/grad_norm"] > 0 for row in job.steps)

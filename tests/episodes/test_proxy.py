@@ -160,9 +160,9 @@ VALID = ask(
 )
 
 
-def mutated(rng: random.Random) -> bytes:
+def mutated(rng: random.Random, valid: dict = VALID) -> bytes:
     """Return a valid request after one to three mutations of its values, or of its bytes."""
-    body = copy.deepcopy(VALID)
+    body = copy.deepcopy(valid)
     odd = (
         None,
         True,

@@ -111,12 +111,12 @@ class Watched(AgentPool):
 @pytest.mark.parametrize(
     "count", [6, pytest.param(200, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])]
 )
-@pytest.mark.parametrize("name", PARSERS)
-def test_trained_ids_are_the_sampled_ones_where_rendering_again_would_change_them(name, count):
+@pytest.mark.parametrize("name, dialect", [*((name, "") for name in PARSERS), ("qwen3", " anthropic")])
+def test_trained_ids_are_the_sampled_ones_where_rendering_again_would_change_them(name, dialect, count):
     made, engine = tokenizer(name), Writing(name)
     episodes = [Episode({"seed": seed}) for seed in range(count)]
     limits = Limits(max_turns=10, max_response_length=4000, max_context_length=100_000)
-    with Watched(COMMAND, 60.0, 8, 1000, parser=parser(name)) as agents:
+    with Watched(COMMAND + dialect, 60.0, 8, 1000, parser=parser(name)) as agents:
         play(episodes, engine, agents, Chat(made, [made.eos_token_id]), limits)
     num_turns, num_broken = 0, 0
     for index, episode in enumerate(episodes):
