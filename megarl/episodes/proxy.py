@@ -1,4 +1,4 @@
-"""Serve OpenAI's chat completions and Anthropic's messages to agents. Each episode has a key of its own, which ends with the episode.
+"""Serve OpenAI's chat completions and responses and Anthropic's messages to agents. Each episode has a key of its own, which ends with the episode.
 
     proxy = Proxy(on_request)
     key = proxy.open(episode)            # requests with this key belong to the episode
@@ -31,6 +31,7 @@ from megarl.episodes.anthropic_requests import (
 from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat import Message
 from megarl.episodes.chat_requests import MODEL, ChatRequest, chat_body, chat_events, read_chat_request
+from megarl.episodes.responses_requests import read_responses_request, responses_body, responses_events
 
 _KEY_BYTES = 24
 _LARGEST_BODY = 16 << 20
@@ -124,6 +125,7 @@ class Proxy:
         application.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/responses", self._responses),
                 web.post(_MESSAGES, self._messages),
                 web.get("/v1/models", self._models),
             ]
@@ -160,6 +162,14 @@ class Proxy:
             return web.json_response(chat_body(completion))
         events = chat_events(completion, asked.include_usage)
         return web.Response(body=events, content_type="text/event-stream")
+
+    async def _responses(self, request: web.Request) -> web.Response:
+        conversation = self._conversation(request)
+        asked = read_responses_request(await request.read(), self._takes_tools)
+        completion = await self._ask(conversation, asked, _is_retry(request))
+        if not asked.stream:
+            return web.json_response(responses_body(completion))
+        return web.Response(body=responses_events(completion), content_type="text/event-stream")
 
     async def _messages(self, request: web.Request) -> web.Response:
         conversation = self._conversation(request)
