@@ -22,7 +22,7 @@ _OF_AGENT = (
     *("agent_timeout_s", "agent_num_processes", "agent_host"),
     *("tool_call_parser", "reasoning_parser"),
 )
-_OF_ENV = ("env_timeout_s", "env_episodes_per_process", "turn_rewards")
+_OF_ENV = ("env_timeout_s", "env_episodes_per_process", "env_python", "turn_rewards")
 
 
 def episodes(job: Job) -> Errors:
@@ -48,6 +48,12 @@ def episodes(job: Job) -> Errors:
         yield from _parsers(config.episodes)
     else:
         yield from (f"{head}: {rule}" for rule in _file(env))
+        python = config.episodes.env_python
+        if python is not None and shutil.which(python) is None:
+            yield (
+                f"--env-python ({python}): there is no such program. Try the bin/python of a virtual environment, or "
+                "leave it out."
+            )
     yield from (f"{head}: {rule}" for rule in _combinations(job, who))
     if config.episodes.turn_rewards and env is not None:
         yield from (f"--turn-rewards: {rule}" for rule in _turn_rewards(job))

@@ -238,6 +238,9 @@ class EpisodeConfig(Section):
     env_episodes_per_process: Count = 16
     """With --env: episodes that share one process of the environment. Their calls overlap, in threads or in
     one event loop. 1: each episode has a process of its own."""
+    env_python: str | None = None
+    """With --env: the Python that runs the environment, e.g. path/to/venv/bin/python, 3.9 or later, with packages
+    of its own. megarl need not be installed there. Default: megarl's."""
     turn_rewards: bool = False
     """With --env and --algorithm grpo: the tokens of an answer are judged by the rewards from that answer on,
     not by the sum over the episode. See docs/agents.md."""

@@ -29,6 +29,20 @@ from megarl.episodes.environments import Reply, Sampled
 from megarl.runtime.signing import JOB_SECRET
 
 _START_S = 120.0  # the user's file may have slow imports
+# `-P`, which keeps the current folder off the path, is new in Python 3.11.
+_RUN = """
+import importlib.util, runpy, sys
+if sys.version_info < (3, 9):
+    sys.exit("--env-python (" + sys.executable + "): is Python " + sys.version.split()[0] + "; must be 3.9 or later.")
+sys.path[:] = [path for path in sys.path if path]
+folder = {folder!r}
+spec = importlib.util.spec_from_file_location(
+    "megarl", folder + "/__init__.py", submodule_search_locations=[folder]
+)
+sys.modules["megarl"] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+runpy.run_module("megarl.episodes.env_process", run_name="__main__", alter_sys=True)
+"""
 
 
 class EnvironmentPool:
@@ -39,10 +53,14 @@ class EnvironmentPool:
     Args:
         env: --env, path/to/file.py:Class.
         timeout_s: deadline of each call.
-        episodes_per_process: number of episodes that share a process at a time."""
+        episodes_per_process: number of episodes that share a process at a time.
+        python: --env-python, the interpreter of the processes; by default this one."""
 
-    def __init__(self, env: str, timeout_s: float, episodes_per_process: int) -> None:
+    def __init__(
+        self, env: str, timeout_s: float, episodes_per_process: int, python: str | None = None
+    ) -> None:
         self._env, self._timeout_s, self._per_process = env, timeout_s, episodes_per_process
+        self._command = command(python)
         self._processes: list[_Process] = []
         self._of_episode: dict[int, _Process] = {}
         self._lost: dict[int, Reply] = {}  # the process of the episode has ended
@@ -119,7 +137,7 @@ class EnvironmentPool:
     def _with_room(self) -> _Process:
         free = [one for one in self._processes if one.can_take(self._per_process)]
         if not free:
-            free = [_Process(self._env, self._per_process)]
+            free = [_Process(self._command, self._env, self._per_process)]
             self._processes += free
         return min(free, key=lambda one: len(one.episodes))
 
@@ -176,6 +194,19 @@ class EnvironmentPool:
         return [self._lost[call.episode] for call in process.calls.values() if call.episode in self._lost]
 
 
+def command(python: str | None) -> list[str]:
+    """Return the command that runs env_process.py, but for its arguments.
+
+    An interpreter of the user's does not see what is installed beside megarl, only megarl itself, whose modules
+    that env_process.py imports need nothing else."""
+    if python is None:
+        return [sys.executable, "-P", "-m", "megarl.episodes.env_process"]
+    import megarl
+
+    assert megarl.__file__ is not None
+    return [python, "-c", _RUN.format(folder=os.path.dirname(os.path.abspath(megarl.__file__)))]
+
+
 def _reply(episode: int, reply: EnvReply) -> Reply:
     if reply.failure is not None:
         return Reply(episode, failure=reply.failure, cause=reply.cause)
@@ -191,7 +222,7 @@ class _Call:
 class _Process:
     """One process of the pool (env_process.py)."""
 
-    def __init__(self, env: str, num_threads: int) -> None:
+    def __init__(self, command: list[str], env: str, num_threads: int) -> None:
         self.episodes: set[int] = set()
         self.calls: dict[int, _Call] = {}
         """Calls without a reply, by number."""
@@ -199,10 +230,7 @@ class _Process:
         """is_retired: a call hangs, so the process gets no further episodes."""
         self.start_by = time.monotonic() + _START_S
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "megarl.episodes.env_process"),
-                *(str(os.getpid()), env, str(num_threads)),
-            ],
+            [*command, str(os.getpid()), env, str(num_threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -16,7 +16,8 @@ def probe_environment(config: EpisodeConfig, rows: Mapping[str, Mapping[str, Any
         rows: flag of the data files -> their first row.
     Raises: ValueError if the environment cannot be loaded, or fails for a row."""
     assert config.env is not None
-    with EnvironmentPool(config.env, config.env_timeout_s, config.env_episodes_per_process) as pool:
+    limits = config.env_timeout_s, config.env_episodes_per_process
+    with EnvironmentPool(config.env, *limits, config.env_python) as pool:
         for flag, row in rows.items():
             pool.open(row)
             (reply,) = _first(pool)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAME_WIDTH = 10
-_DEFAULTS = {"row": 0, "data": None, "max_turns": None, "max_context_length": None}
+_DEFAULTS = {"env_python": None, "row": 0, "data": None, "max_turns": None, "max_context_length": None}
 """Flags that need --env, and their defaults."""
 
 
@@ -45,6 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--env", help="path/to/file.py:Class, as in training: show its conversation on one row"
     )
+    group.add_argument("--env-python", help="Python of the environment, as in training; default: megarl's")
     group.add_argument("--row", type=whole(0, 1), default=0, help="row of the data, from 0; default: 0")
     group.add_argument(
         "--data", help="file with the row; default: the run's --eval-data, or its --train-data"
@@ -107,7 +108,8 @@ def show_episode(
     Returns: 1 if the environment has failed, else 0. Raises: ConfigError if it cannot be loaded."""
     ends = model.generation_config.eos_token_id
     speaker = _Speaker(episode, tokenizer, model)
-    with EnvironmentPool(arguments.env, EpisodeConfig().env_timeout_s, 1) as environments:
+    limit, python = EpisodeConfig().env_timeout_s, arguments.env_python
+    with EnvironmentPool(arguments.env, limit, 1, python) as environments:
         try:
             play([episode], speaker, environments, Chat(tokenizer, ends), _limits(arguments, model))
         except ValueError as error:

@@ -57,7 +57,8 @@ def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[
             _parser(config, tokenizer, stop_ids),
         )
     assert episodes.env is not None
-    return EnvironmentPool(episodes.env, episodes.env_timeout_s, episodes.env_episodes_per_process)
+    limits = episodes.env_timeout_s, episodes.env_episodes_per_process
+    return EnvironmentPool(episodes.env, *limits, episodes.env_python)
 
 
 class EpisodeSampler:

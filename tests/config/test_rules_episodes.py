@@ -50,6 +50,17 @@ RULES = {
         "--env-timeout-s (3): has no effect without --env. Leave it out.",
         f"--env-timeout-s 3 {IS}",
     ),
+    "a Python without an environment": (
+        "--env-python python3",
+        "--env-python (python3): has no effect without --env. Leave it out.",
+        f"--env-python python3 {IS}",
+    ),
+    "no such Python": (
+        f"--env-python no/python {IS}",
+        "--env-python (no/python): there is no such program. Try the bin/python of a virtual environment, or leave it "
+        "out.",
+        f"--env-python python3 {IS}",
+    ),
     "no class": (
         "--env env.py",
         "--env (env.py): must be path/to/file.py:Class. Try env.py:Env.",

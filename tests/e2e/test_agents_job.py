@@ -32,7 +32,8 @@ AGENTS = {
 @pytest.fixture(scope="module")
 def as_class(sums_data, tmp_path_factory) -> Job:
     env = f"{EXAMPLES / 'calculator_env.py'}:Calculator"
-    return job_of(sums_data, tmp_path_factory.mktemp("agents") / "class", "--env", env)
+    flags = ("--env", env, "--env-python", sys.executable)
+    return job_of(sums_data, tmp_path_factory.mktemp("agents") / "class", *flags)
 
 
 def job_of(data: Path, save: Path, *flags: str) -> Job:
