@@ -16,6 +16,7 @@ from megarl.config.errors import Errors, nearest_path, try_path
 from megarl.config.hf_config import differences, function_fields, not_compared
 from megarl.config.hf_families import Json
 from megarl.config.roles import configs_of_actors, trained_models
+from megarl.config.rules_data import order_errors, weights_errors
 from megarl.config.schema import TrainConfig
 from megarl.config.user_files import changed_files
 from megarl.files.checkpoints import (
@@ -29,7 +30,6 @@ from megarl.files.checkpoints import (
     read_job,
     step_of,
 )
-from megarl.role_names import suffix_of
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN_FILES = ("resolved.args", "metrics.jsonl")
@@ -76,6 +76,7 @@ def path_errors(config: TrainConfig, new_run: bool = True) -> Errors:
         yield "--train-data (): must name at least one file. Give one or more *.jsonl or *.parquet files."
     data = config.data
     yield from _data("--train-data", data.train_data, data.eval_data)
+    yield from weights_errors(data.train_data_weights, data.train_data)
     yield from _data("--eval-data", data.eval_data, data.train_data)
     yield from _reward_function(config.data.reward_function)
     if new_run and not goes_on(config):
@@ -349,7 +350,7 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
             )
     for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
         if suffix in saved["actors"]:
-            yield from _order_errors(of_actor, number, saved["actors"][suffix]["cursor"])
+            yield from order_errors(of_actor, number, saved["actors"][suffix]["cursor"])
             yield from _buffer_errors(of_actor, number, saved["actors"][suffix], step + 1)
     saved_staleness = max((actor.get("staleness", 0) for actor in saved["actors"].values()), default=0)
     if config.streaming.staleness < saved_staleness:
@@ -395,33 +396,3 @@ def _buffer_errors(config: TrainConfig, number: int, saved: Json, step: int) -> 
             f"which would be older than --staleness ({staleness}) before a step trains on the last of them. "
             f"Try --{flag} {next(fitting)}."
         )
-
-
-def _order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:
-    seed, shuffle = numbered("seed", number), numbered("shuffle", number)
-    if config.batch.seed != cursor["seed"]:
-        yield (
-            f"--{seed} ({config.batch.seed}): the run that --load continues has another. Try "
-            f"--{seed} {cursor['seed']}."
-        )
-    if config.data.shuffle != cursor["shuffle"]:
-        given, wanted = (
-            f"--{'' if value else 'no-'}{shuffle}" for value in (config.data.shuffle, cursor["shuffle"])
-        )
-        yield f"{given}: the run that --load continues had {wanted}. Try {wanted}."
-
-
-def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Json) -> str | None:
-    """Return an error if an actor's number of training rows differs from that of the run that --load names,
-    else None.
-
-    Args:
-        saved: the content of job.json."""
-    cursor = saved["actors"].get(suffix_of(number - 1), {}).get("cursor", {"num_rows": num_rows})
-    if cursor["num_rows"] == num_rows:
-        return None
-    return (
-        f"--{numbered('train-data', number)} ({' '.join(config.data.train_data)}): has {num_rows} "
-        "rows, and the run that --load continues has "
-        f"{cursor['num_rows']}. Give the same files, or start a new run from the exported hf/ folder."
-    )

@@ -184,6 +184,9 @@ class DataConfig(Section):
     train_data: tuple[str, ...]
     """Training files, *.jsonl or *.parquet, in verl's columns: prompt, data_source, reward_model.ground_truth
     (SFT: prompt and response, or messages)."""
+    train_data_weights: tuple[float, ...] | None = None
+    """Share of the rows that each --train-data file gives, e.g. 3 1. Each file is then passed over by itself.
+    Default: the files are one data set."""
     eval_data: tuple[str, ...] = ()
     """Held-out files in the same columns."""
     shuffle: bool = True

@@ -8,7 +8,7 @@ cursor.next_visits(1)        {6: 1}                        the walk continues wh
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -23,7 +23,7 @@ class DataCursor:
     from a visit are therefore unique in the run, even if a batch holds a row twice.
     """
 
-    def __init__(self, num_rows: int, seed: int = 0, shuffle: bool = True):
+    def __init__(self, num_rows: int, seed: int | str = 0, shuffle: bool = True):
         if num_rows < 1:
             raise ValueError(f"num_rows ({num_rows}) must be at least 1: the dataset is empty.")
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
@@ -82,11 +82,28 @@ class DataCursor:
                 "resume with the same --train-data, or start a new run from the exported hf/ folder."
             )
         cursor = cls(state["num_rows"], state["seed"], state["shuffle"])
-        cursor._pass, cursor._offset = state["pass"], state["offset"]
-        cursor._order = cursor._order_of_pass()
-        # Old checkpoints have no count of visits: then each row of the walk is one visit.
-        cursor._num_visits = state.get("visits", state["pass"] * state["num_rows"] + state["offset"])
+        cursor.go_to(state)
         return cursor
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state()` was taken of a cursor with the same rows and the same seed."""
+        self._pass, self._offset = state["pass"], state["offset"]
+        self._order = self._order_of_pass()
+        # Old checkpoints have no count of visits: then each row of the walk is one visit.
+        self._num_visits = state.get("visits", state["pass"] * state["num_rows"] + state["offset"])
+
+    def restored(self, state: dict[str, Any]) -> DataCursor:
+        """Return a cursor of this data set that continues where `state()` was taken.
+
+        Raises: ValueError if the size of the data set has changed, or if the state is that of files with
+            weights."""
+        if "mixture" in state:
+            raise ValueError(
+                "the checkpoint was made with --train-data-weights "
+                f"{' '.join(map(str, state['mixture']['weights']))}. Resume with weights, or start a new run from "
+                "the exported hf/ folder."
+            )
+        return DataCursor.restore(state, self.num_rows)
 
     def _order_of_pass(self) -> list[int]:
         order = list(range(self.num_rows))

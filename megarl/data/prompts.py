@@ -44,8 +44,16 @@ class PromptDataset(Sequence[Prompt]):
 
     The cursor (megarl/data/cursor.py) shuffles them, and the encoder makes token ids."""
 
-    def __init__(self, prompts: Sequence[Prompt], files: Sequence[Path] = (), first: int | None = None):
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        files: Sequence[Path] = (),
+        first: int | None = None,
+        file_sizes: Sequence[int] = (),
+    ):
         self._prompts, self._files = list(prompts), tuple(files)
+        self.file_sizes = tuple(file_sizes)
+        """Number of rows of each file."""
         self.first = first
         """Number of rows that were read of each file. None: all."""
 
@@ -80,6 +88,7 @@ class PromptDataset(Sequence[Prompt]):
         if not files:
             raise ValueError(f"{flag} names no file. Give one or more *.jsonl or *.parquet files.")
         prompts: list[Prompt] = []
+        ends = [0]
         errors = _Errors(flag, len(files), first)
         for path in files:
             try:
@@ -92,8 +101,9 @@ class PromptDataset(Sequence[Prompt]):
                         prompts.append(prompt)
             except UnreadableFile as problem:
                 errors.files.append(str(problem))
+            ends.append(len(prompts))
         errors.raise_if_any()
-        return cls(prompts, files, first)
+        return cls(prompts, files, first, [end - begin for begin, end in itertools.pairwise(ends)])
 
     def places(self, rows: Sequence[int]) -> list[str]:
         """Return the place of each of these rows, such as train.jsonl:12, by reading the files again.

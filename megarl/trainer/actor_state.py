@@ -14,6 +14,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.data.cursor import DataCursor
+from megarl.data.mixture import MixtureCursor
 from megarl.trainer.buffer import SampleBuffer
 from megarl.trainer.jumps import JumpWatch
 from megarl.trainer.preflight import Inputs
@@ -33,7 +34,10 @@ class ActorState:
     def __init__(self, suffix: str, config: TrainConfig, inputs: Inputs) -> None:
         self.suffix, self.config, self.shape, self.actor = suffix, config, inputs.shape, f"actor{suffix}"
         self.algorithm = algorithm_of(config)
-        self.cursor = DataCursor(len(inputs.train), config.batch.seed, config.data.shuffle)
+        walk, weights = (config.batch.seed, config.data.shuffle), config.data.train_data_weights
+        self.cursor = DataCursor(len(inputs.train), *walk)
+        if weights is not None:
+            self.cursor = MixtureCursor(inputs.train.file_sizes, weights, *walk)
         self.eval_rows = inputs.eval_rows(config.run.eval_num_prompts)
         """Held-out row -> its data source."""
         self.kl = self.algorithm.build_kl_controller()
@@ -179,7 +183,7 @@ class ActorState:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `snapshot` returned, or raise ValueError if the size of the training data
         has changed."""
-        self.cursor = DataCursor.restore(state["cursor"], self.cursor.num_rows)
+        self.cursor = self.cursor.restored(state["cursor"])
         self.kl.load_state_dict(state["kl"])
         self.zero_reward_steps = state["zero_reward_steps"]
         self.equal_reward_steps = state.get("equal_reward_steps", 0)  # older checkpoints lack it

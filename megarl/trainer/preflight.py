@@ -12,7 +12,8 @@ from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 from megarl.config.roles import configs_of_actors
-from megarl.config.rules_files import newest_job, rows_error
+from megarl.config.rules_data import rows_error
+from megarl.config.rules_files import newest_job
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset

@@ -19,13 +19,13 @@ from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape, differences, function_fields
 from megarl.config.loader import load_config
 from megarl.config.render import write_args
+from megarl.config.rules_data import rows_error
 from megarl.config.rules_files import (
     checkpoint_errors,
     checkpoint_notes,
     described_models,
     goes_on,
     newest_job,
-    rows_error,
 )
 from megarl.files.checkpoints import JobFileError, checkpoints_in, read_job, write_job
 

@@ -1,0 +1,77 @@
+"""Check the flags that decide which rows come next, also against the run that --load continues."""
+
+from __future__ import annotations
+
+import math
+
+from megarl.config.args_file import numbered
+from megarl.config.errors import Errors
+from megarl.config.hf_families import Json
+from megarl.config.schema import TrainConfig
+from megarl.role_names import suffix_of
+
+
+def weights_errors(weights: tuple[float, ...] | None, files: tuple[str, ...]) -> Errors:
+    """Yield an error for weights of the training files that are not one positive number for each."""
+    if weights is None or not files:
+        return
+    head = f"--train-data-weights ({' '.join(f'{weight:g}' for weight in weights)})"
+    if len(weights) != len(files):
+        yield (
+            f"{head}: must be one number per --train-data file ({len(files)}). Try "
+            f"{' '.join('1' for _ in files)}, or leave it out."
+        )
+    elif not all(0 < weight < math.inf for weight in weights):
+        yield f"{head}: must be above 0 and finite. Leave out a file that is not wanted."
+
+
+def order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:
+    """Yield an error per flag by which an actor would get other rows than the run that --load continues.
+
+    Args:
+        number: number of the actor, from 1.
+        cursor: its position in the data, of job.json."""
+    if _has_other_weights(config, cursor):
+        flag, weights = numbered("train-data-weights", number), cursor.get("mixture", {}).get("weights")
+        given = config.data.train_data_weights
+        yield (
+            f"--{flag} ({' '.join(f'{weight:g}' for weight in given) if given else 'none'}): the run that --load "
+            f"continues walks over its files {'by weights' if weights else 'as one data set'}. "
+            + (
+                f"Try --{flag} {' '.join(f'{weight:g}' for weight in weights)}."
+                if weights
+                else "Leave it out."
+            )
+        )
+    seed, shuffle = numbered("seed", number), numbered("shuffle", number)
+    if config.batch.seed != cursor["seed"]:
+        yield (
+            f"--{seed} ({config.batch.seed}): the run that --load continues has another. Try "
+            f"--{seed} {cursor['seed']}."
+        )
+    if config.data.shuffle != cursor["shuffle"]:
+        given, wanted = (
+            f"--{'' if value else 'no-'}{shuffle}" for value in (config.data.shuffle, cursor["shuffle"])
+        )
+        yield f"{given}: the run that --load continues had {wanted}. Try {wanted}."
+
+
+def _has_other_weights(config: TrainConfig, cursor: Json) -> bool:
+    """Return whether only one of the two runs walks over its files by weights."""
+    return (config.data.train_data_weights is not None) != ("mixture" in cursor)
+
+
+def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Json) -> str | None:
+    """Return an error if an actor's number of training rows differs from that of the run that --load names,
+    else None.
+
+    Args:
+        saved: the content of job.json."""
+    cursor = saved["actors"].get(suffix_of(number - 1), {}).get("cursor", {"num_rows": num_rows})
+    if cursor["num_rows"] == num_rows:
+        return None
+    return (
+        f"--{numbered('train-data', number)} ({' '.join(config.data.train_data)}): has {num_rows} "
+        "rows, and the run that --load continues has "
+        f"{cursor['num_rows']}. Give the same files, or start a new run from the exported hf/ folder."
+    )
