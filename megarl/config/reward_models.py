@@ -59,10 +59,16 @@ def uses_rule_reward(config: TrainConfig) -> bool:
     return is_given or not config.reward_models.reward_model
 
 
+def rule_judges_agents(config: TrainConfig) -> bool:
+    """Return whether a rule gives the rewards of the episodes that an agent plays, which then prints none."""
+    is_given = config.data.reward is not None or config.data.reward_function is not None
+    return config.episodes.agent_command is not None and is_given
+
+
 def needs_ground_truth(config: TrainConfig) -> bool:
     """Return whether every row of the data must have a ground truth. A user's function or environment need
     not have one."""
-    if config.episodes.has_turns:
+    if config.episodes.has_turns and not rule_judges_agents(config):
         return False
     if uses_rule_reward(config) and config.data.reward_function is None:
         return True

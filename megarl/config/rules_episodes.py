@@ -163,9 +163,9 @@ def _combinations(job: Job, who: str) -> Iterator[str]:
     Args:
         who: what plays the episodes, "environment" or "agent"."""
     config = job.config
+    rules = [("--reward", config.data.reward), ("--reward-function", config.data.reward_function)]
     for flag, value in (
-        ("--reward", config.data.reward),
-        ("--reward-function", config.data.reward_function),
+        *(rules if config.episodes.env is not None else []),
         ("--reward-model", " ".join(config.reward_models.reward_model) or None),
     ):
         if value is not None:

@@ -248,8 +248,8 @@ class EpisodeConfig(Section):
     """With --env and --algorithm grpo: the tokens of an answer are judged by the rewards from that answer on,
     not by the sum over the episode. See docs/agents.md."""
     agent_command: str | None = None
-    """Your own agent, e.g. "python agent.py": a process per episode that calls the model through an OpenAI SDK
-    and prints the reward. It takes the place of --env and --reward. See docs/agents.md."""
+    """Your own agent, e.g. "python agent.py": a process per episode that calls the model through an SDK and prints
+    the reward, or --reward or --reward-function judges its last answer. See docs/agents.md."""
     agent_timeout_s: Positive = 600.0
     """With --agent-command: seconds that the agent of an episode may take, the model's answers included; then
     the episode has failed."""

@@ -52,7 +52,8 @@ class AgentPool:
         num_processes: processes at a time; further episodes wait.
         max_length: tokens of a conversation.
         host: interface of the endpoint.
-        parser: finds reasoning and tool calls in answers. Without one they are text."""
+        parser: finds reasoning and tool calls in answers. Without one they are text.
+        is_judged: whether a rule gives the rewards. The agents then need not print any."""
 
     def __init__(
         self,
@@ -62,8 +63,9 @@ class AgentPool:
         max_length: int,
         host: str = "127.0.0.1",
         parser: AnswerParser | None = None,
+        is_judged: bool = False,
     ) -> None:
-        self._parser = parser
+        self._parser, self._is_judged = parser, is_judged
         self._command, self._timeout_s, self._num_processes = shlex.split(command), timeout_s, num_processes
         self._agents: dict[int, _Agent] = {}
         self._waiting: dict[int, Mapping[str, Any]] = {}
@@ -202,6 +204,8 @@ class AgentPool:
         if not self._num_answers[episode]:
             why = "the agent ended without an answer of the model"
             return Reply(episode, failure=why, cause="malformed")
+        if self._is_judged:
+            return Reply(episode, done=True)
         try:
             return Reply(episode, reward=read_reward(output), done=True)
         except ValueError as error:

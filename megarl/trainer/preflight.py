@@ -10,7 +10,7 @@ from megarl.algorithms.base import algorithm_of
 from megarl.config.check import check_job
 from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
-from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
+from megarl.config.reward_models import needs_ground_truth, rule_judges_agents, uses_rule_reward
 from megarl.config.roles import configs_of_actors
 from megarl.config.rules_data import rows_error
 from megarl.config.rules_files import newest_job
@@ -86,7 +86,7 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
             config.episodes, {flag: dataset[0].columns for dataset, flag in datasets if dataset}
         )
     elif (
-        config.episodes.agent_command is None
+        (config.episodes.agent_command is None or rule_judges_agents(config))
         and algorithm_of(config).needs_rollout
         and uses_rule_reward(config)
     ):

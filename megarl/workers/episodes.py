@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.reward_models import rule_judges_agents
 from megarl.config.schema import TrainConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer_base import Tokenizer
@@ -55,6 +56,7 @@ def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[
             config.sampling.max_length,
             episodes.agent_host,
             _parser(config, tokenizer, stop_ids),
+            is_judged=rule_judges_agents(config),
         )
     assert episodes.env is not None
     limits = episodes.env_timeout_s, episodes.env_episodes_per_process

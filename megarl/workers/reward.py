@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from megarl.config.reward_models import uses_rule_reward
+from megarl.config.reward_models import rule_judges_agents, uses_rule_reward
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.episodes.episode import EpisodeResult
 from megarl.flow.job_roles import Record, Reward
@@ -36,8 +36,8 @@ class RewardRole(HostedRole):
     def setup(self) -> None:
         """Start the worker processes that run the rule. Only the engine's first rank has some, and only in a
         job with a rule."""
-        if self.config.episodes.has_turns:
-            return  # the environments give the rewards
+        if self.config.episodes.has_turns and not rule_judges_agents(self.config):
+            return  # the environments or agents give the rewards
         if uses_rule_reward(self.config) and self.mesh.coordinates(self.rank)["tp"] == 0:
             data, number = self.config.data, num_workers(self.config.data.reward_num_workers)
             if self.config.streaming.staleness and number:
@@ -114,12 +114,25 @@ class RewardRole(HostedRole):
     def _verdicts(
         self, purpose: str, rollouts: Sequence[RolloutSample], texts: Sequence[str]
     ) -> list[Verdict]:
-        """Return the rule's or the environment's verdict on each rollout in order, or empty verdicts in a job
-        without either."""
+        """Return the rule's, the environment's or the agent's verdict on each rollout in order, or empty verdicts in
+        a job without either. Of an agent's episode a rule judges the last answer."""
         if self.config.episodes.has_turns:
-            return [Verdict(rollout.episode.reward, rollout.episode.failure) for rollout in rollouts]
+            given = [Verdict(rollout.episode.reward, rollout.episode.failure) for rollout in rollouts]
+            if self.pool is None:
+                return given
+            judged = [at for at, verdict in enumerate(given) if verdict.failure is None]
+            last = [rollouts[at].episode.answers[-1] for at in judged]
+            found = self._of_rule(purpose, [rollouts[at] for at in judged], last)
+            return [dict(zip(judged, found)).get(at, verdict) for at, verdict in enumerate(given)]
         if self.pool is None:
             return [Verdict(None)] * len(rollouts)
+        return self._of_rule(purpose, rollouts, texts)
+
+    def _of_rule(
+        self, purpose: str, rollouts: Sequence[RolloutSample], texts: Sequence[str]
+    ) -> list[Verdict]:
+        """Return the rule's verdict on each rollout in order. `texts`: what it judges of each."""
+        assert self.pool is not None
         samples = _reward_samples(rollouts, texts, self.rollout.datasets[purpose])
         if isinstance(self.pool, BackgroundPool) and purpose == "train":
             verdicts = self.pool.finish(samples)

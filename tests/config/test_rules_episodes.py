@@ -136,7 +136,7 @@ RULES = {
     "an agent's deadline without an agent": (
         "--agent-timeout-s 3",
         "--agent-timeout-s (3): has no effect without --agent-command. Leave it out.",
-        "--agent-timeout-s 3 --agent-command sh",
+        "--agent-timeout-s 3 --agent-command sh --reward math",
     ),
     "a tool parser without an agent": (
         "--tool-call-parser hermes",
@@ -178,11 +178,6 @@ RULES = {
     "an open quote": (
         "--agent-command 'sh",
         "--agent-command ('sh): cannot be split into words: No closing quotation.",
-        "--agent-command sh",
-    ),
-    "an agent and a reward": (
-        "--agent-command sh --reward math",
-        "--agent-command (sh): the agent gives the rewards, and --reward (math) would too. Leave one of them out.",
         "--agent-command sh",
     ),
     "fine-tuning": (

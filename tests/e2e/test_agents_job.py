@@ -29,6 +29,18 @@ AGENTS = {
 """Agent, and the flags that it needs. The untrained model calls no tools, and its chat template shows none."""
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_rule_judges_the_last_answer_of_each_episode(sums_data, tmp_path):
+    command = f"{sys.executable} {EXAMPLES / 'calculator_agent.py'}"
+    rule = f"{HERE / 'last_answer.py'}:reward"
+    job = job_of(sums_data, tmp_path / "run", "--agent-command", command, "--reward-function", rule)
+    rows = rows_of(job)
+    lasts = [[turn["content"] for turn in row["turns"] if turn["role"] == "assistant"][-1] for row in rows]
+    assert [row["reward"] for row in rows] == [pytest.approx(len(last) / 1000) for last in lasts]
+    assert any(row["num_turns"] > 1 for row in rows) and job.steps[0]["reward/failed"] == 0
+
+
 @pytest.fixture(scope="module")
 def as_class(sums_data, tmp_path_factory) -> Job:
     env = f"{EXAMPLES / 'calculator_env.py'}:Calculator"

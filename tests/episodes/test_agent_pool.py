@@ -23,10 +23,12 @@ LIMITS = Limits(max_turns=10, max_response_length=8, max_context_length=1000)
 COMMAND = f"{sys.executable} -S {Path(__file__).with_name('agents.py')}"
 
 
-def run(*rows: dict, limits: Limits = LIMITS, timeout_s: float = 30.0, num_processes: int = 4, engine=None):
+def run(
+    *rows: dict, limits: Limits = LIMITS, timeout_s: float = 30.0, num_processes: int = 4, engine=None, **how
+):
     engine, made = engine or Scripted(), tokenizer(NAME)
     episodes = [Episode(row) for row in rows]
-    with AgentPool(COMMAND, timeout_s, num_processes, 1000) as agents:
+    with AgentPool(COMMAND, timeout_s, num_processes, 1000, **how) as agents:
         play(episodes, engine, agents, Chat(made, [made.eos_token_id]), limits)
         assert not agents._agents and not agents._waiting and not engine.turns
     return episodes, engine
@@ -55,6 +57,13 @@ def test_agents_play_episodes_and_their_failures_cost_only_themselves(monkeypatc
     turns = [turn for turn in engine.asked if turn.index == 0]
     for before, after in zip(turns, turns[1:], strict=False):
         assert after.prompt[: len(before.prompt + engine.text)] == [*before.prompt, *engine.text]
+
+
+def test_an_agent_that_a_rule_judges_need_not_print_a_reward():
+    (wordless, dead), _ = run({"what": "no reward"}, {"what": "exit"}, is_judged=True)
+    result = wordless.result
+    assert (result.reward, result.failure, result.finish_reason) == (0.0, None, "stop")
+    assert (dead.result.reward, dead.result.cause) == (None, "died")
 
 
 def test_a_late_agent_is_killed():
