@@ -48,7 +48,7 @@ def gae_ref(
     cu_seqlens: Tensor,
     *,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
     bootstrap_values: Tensor | None = None,
 ) -> GAE:
     """Specification of `gae` for tests: return the same, one token after another, in fp64."""
@@ -57,10 +57,11 @@ def gae_ref(
     for sequence, (begin, end) in enumerate(zip(ends, ends[1:])):
         advantage = torch.zeros((), dtype=torch.float64)
         next_value = advantage if bootstrap_values is None else bootstrap_values[sequence].double()
+        decay = gamma * (gae_lambda[sequence].double() if isinstance(gae_lambda, Tensor) else gae_lambda)
         for t in reversed(range(begin, end)):
             if is_action[t]:
                 delta = rewards[t] + gamma * next_value - values[t]
-                advantage = delta + gamma * gae_lambda * advantage
+                advantage = delta + decay * advantage
                 next_value = values[t]
                 advantages[t], returns[t] = advantage, advantage + values[t]
     return GAE(
@@ -83,7 +84,7 @@ def gae(
     cu_seqlens: Tensor,
     *,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
     bootstrap_values: Tensor | None = None,
 ) -> GAE:
     """Return advantages, returns and their statistics for B packed sequences, T tokens in all, without
@@ -95,14 +96,15 @@ def gae(
         mask: [T] bool, the tokens that the policy chose. What the others hold is not read, NaN included.
         cu_seqlens: [B + 1] int32 or int64, from 0 to T: sequence b is the tokens cu_seqlens[b] to
             cu_seqlens[b + 1] - 1. May be empty.
-        gamma, gae_lambda: discount per action and the estimator's decay, both in [0, 1].
+        gamma, gae_lambda: discount per action and the estimator's decay, both in [0, 1]. The decay may be [B] fp32,
+            one number per sequence.
         bootstrap_values: [B] fp32, V of the state after the last action of each sequence, where it was cut
             off. None: all ended, 0.
 
     Returns: `GAE`. A NaN of an action reaches itself and the actions before it in its sequence, and the
     statistics.
-    Raises: ValueError for wrong shapes or dtypes, a gamma or gae_lambda outside [0, 1], or, on CPU,
-    cu_seqlens that do not go from 0 to T.
+    Raises: ValueError for wrong shapes or dtypes, a gamma or gae_lambda outside [0, 1] (of a tensor: on CPU only),
+    or, on CPU, cu_seqlens that do not go from 0 to T.
     """
     _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_values)
     if bootstrap_values is None:
@@ -113,7 +115,10 @@ def gae(
             return _gae_torch(*columns, gamma, gamma * gae_lambda)
         from megarl.kernels import gae_triton
 
-        return GAE(*gae_triton.gae(*columns, float(gamma), float(gamma * gae_lambda)))
+        decay = gamma * gae_lambda
+        if not isinstance(decay, Tensor):
+            decay = torch.full_like(bootstrap_values, decay, dtype=torch.float32)
+        return GAE(*gae_triton.gae(*columns, float(gamma), decay))
 
 
 def whiten(advantages: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
@@ -158,15 +163,27 @@ def _check(rewards, values, mask, cu_seqlens, gamma, gae_lambda, bootstrap_value
             f"bootstrap_values must be [{len(cu_seqlens) - 1}], one per sequence, got "
             f"{list(bootstrap_values.shape)}"
         )
-    for name, value in {"gamma": gamma, "gae_lambda": gae_lambda}.items():
+    numbers = {"gamma": gamma, "gae_lambda": gae_lambda}
+    if isinstance(gae_lambda, Tensor):
+        if gae_lambda.shape != (len(cu_seqlens) - 1,) or not gae_lambda.is_floating_point():
+            raise ValueError(
+                f"gae_lambda must be a number or a float tensor [{len(cu_seqlens) - 1}], one per sequence, got "
+                f"{gae_lambda.dtype} {list(gae_lambda.shape)}"
+            )
+        is_seen = gae_lambda.device.type == "cpu" and len(
+            gae_lambda
+        )  # elsewhere a look would stop the stream
+        numbers |= {"gae_lambda": gae_lambda.min().item() if is_seen else 0}
+        numbers |= {"the largest gae_lambda": gae_lambda.max().item() if is_seen else 0}
+    for name, value in numbers.items():
         if not 0 <= value <= 1:
             raise ValueError(f"{name} ({value}) must be in [0, 1], e.g. 1 or 0.95")
 
 
 def _gae_torch(rewards, values, mask, cu_seqlens, bootstrap_values, gamma, decay) -> GAE:
-    """Compute GAE in PyTorch by a scan. Without the masked tokens the decay is the same at every step, so
-    a scan by doubling needs one multiply-add per step: after the step of s, advantages[t] holds the next 2
-    s terms of sum_n decay^n delta[t + n]."""
+    """Compute GAE in PyTorch by a scan. Without the masked tokens the decay is the same at every step of a
+    sequence, so a scan by doubling needs one multiply-add per step: after the step of s, advantages[t] holds
+    the next 2 s terms of sum_n decay^n delta[t + n]. `decay`: a float, or [B]."""
     actions = mask.nonzero()[:, 0]
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     action_rewards, action_values = rewards[actions].to(dtype), values[actions].to(dtype)
@@ -180,8 +197,14 @@ def _gae_torch(rewards, values, mask, cu_seqlens, bootstrap_values, gamma, decay
     )
     scanned = action_rewards + gamma * next_values - action_values
     step, longest = 1, int(num_actions.max()) if len(num_actions) else 0
+    if isinstance(decay, Tensor):
+        decay = decay.to(dtype).repeat_interleave(num_actions)
     while step < longest:
-        scanned[:-step].add_(torch.where(num_after[:-step] >= step, scanned[step:], 0), alpha=decay**step)
+        later = torch.where(num_after[:-step] >= step, scanned[step:], 0)
+        if isinstance(decay, Tensor):
+            scanned[:-step] += decay[:-step] ** step * later
+        else:
+            scanned[:-step].add_(later, alpha=decay**step)
         step *= 2
     advantages, returns = (torch.zeros_like(rewards, dtype=dtype) for _ in range(2))
     advantages[actions], returns[actions] = scanned, scanned + action_values

@@ -32,8 +32,8 @@ def _gae_kernel(
     advantages_ptr,
     returns_ptr,
     stats_ptr,
+    decay_ptr,
     gamma,
-    decay,
     BLOCK: tl.constexpr,
 ):
     """Scan one sequence per program, a tile after another from its end. `stats` is [B, 3] fp64."""
@@ -43,6 +43,7 @@ def _gae_kernel(
     lane = tl.arange(0, BLOCK)
     advantage = tl.zeros([], tl.float32)
     next_value = tl.load(bootstrap_ptr + sequence).to(tl.float32)
+    decay = tl.load(decay_ptr + sequence).to(tl.float32)
     total = tl.zeros([], tl.float64)
     squares = tl.zeros([], tl.float64)
     count = tl.zeros([], tl.float64)
@@ -99,16 +100,17 @@ def gae(
     cu_seqlens: Tensor,
     bootstrap_values: Tensor,
     gamma: float,
-    decay: float,
+    decay: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (advantages [T] fp32, returns [T] fp32, statistics [3] fp64)."""
+    """Return (advantages [T] fp32, returns [T] fp32, statistics [3] fp64). `decay`: [B], gamma times lambda."""
     columns = [x.contiguous() for x in (rewards, values, mask, cu_seqlens, bootstrap_values)]
     advantages, returns = (
         torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device) for _ in range(2)
     )
     stats = torch.empty(len(bootstrap_values), 3, dtype=torch.float64, device=rewards.device)
     if len(stats):
-        _gae_kernel[(len(stats),)](*columns, advantages, returns, stats, gamma, decay, BLOCK=_BLOCK)
+        out = advantages, returns, stats, decay.contiguous()
+        _gae_kernel[(len(stats),)](*columns, *out, gamma, BLOCK=_BLOCK)
     return advantages, returns, stats.sum(0)
 
 
@@ -129,6 +131,5 @@ _TYPES = {
     "stats_ptr": "*fp64",
     "num_tokens": "i32",
     "gamma": "fp32",
-    "decay": "fp32",
 }
 AOT_CASES = [aot_case(kernel, dict(BLOCK=_BLOCK), _TYPES) for kernel in (_gae_kernel, _whiten_kernel)]

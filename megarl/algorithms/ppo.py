@@ -13,6 +13,10 @@ A response that --max-response-length cut ends there like any other: its reward 
 is added for what it might have said. A sample whose reward failed teaches nothing: it is neither in the
 whitening statistics nor in the losses, nor in what they are divided by.
 
+With --critic-gae-lambda the critic learns returns of another decay than the policy's advantages (VC-PPO,
+arXiv:2503.01491), and with --gae-lambda-alpha the policy's decay depends on the length of the response (VAPO,
+arXiv:2504.05118).
+
 Not as in InstructGPT, which is `--kl-mode reward --kl-estimator k1 --kl-coef 0.02`, with a mix of pretraining
 gradients that is not here.
 """
@@ -51,6 +55,12 @@ class PPO(PolicyGradient):
     gae_lambda: Fraction = 0.95
     """Decay of generalized advantage estimation per token: 1 trusts rewards alone, 0 the critic's next value
     alone."""
+    critic_gae_lambda: Fraction | None = None
+    """The decay of the returns that the critic learns, where the policy's is another (VC-PPO, VAPO: 1). Default:
+    --gae-lambda."""
+    gae_lambda_alpha: Positive | None = None
+    """The policy's decay is 1 - 1 / (this x tokens of the response), so that the rewards of long responses reach their
+    beginnings (VAPO: 0.05). At least 0; in place of --gae-lambda, which stays the critic's. Default: none."""
     whiten_advantages: bool = True
     """Give the advantages of each step mean 0 and variance 1 over all tokens."""
     value_clip_eps: Positive | None = 0.2
@@ -89,36 +99,51 @@ class PPO(PolicyGradient):
         ends, has_tokens = lengths.cumsum(0), lengths > 0
         token_rewards[ends[has_tokens] - 1] += rewards[has_tokens]
         is_scored = inputs.spread(~inputs.rewards.isnan())
-        estimate = gae(
-            token_rewards,
-            values,
-            is_scored,
-            torch.cat([ends.new_zeros(1), ends]),
-            gamma=self.gamma,
-            gae_lambda=self.gae_lambda,
-        )
-        sums = [x for column in (estimate.returns, values) for x in _sums(column[is_scored])]
-        stats = inputs.sum_over_ranks(torch.cat([estimate.stats, torch.stack(sums)]))
-        advantages = (
-            whiten(estimate.advantages, is_scored, stats[:3])
-            if self.whiten_advantages
-            else estimate.advantages
-        )
-        metrics |= advantage_metrics(inputs, advantages) | _critic_metrics(
-            int(is_scored.sum()), *stats.tolist()
-        )
-        return {
-            "advantages": advantages,
-            "returns": torch.where(is_scored, estimate.returns, torch.nan),
-        }, metrics
+        columns = token_rewards, values, is_scored, torch.cat([ends.new_zeros(1), ends])
+        of_critic = gae(*columns, gamma=self.gamma, gae_lambda=self._critic_lambda)
+        of_policy = of_critic
+        if self._is_decoupled:
+            decay: float | Tensor = self.gae_lambda
+            if self.gae_lambda_alpha is not None:
+                decay = torch.tensor([self._policy_lambda(length) for length in lengths.tolist()])
+            of_policy = gae(*columns, gamma=self.gamma, gae_lambda=decay)
+        sums = [x for column in (of_critic.returns, values) for x in _sums(column[is_scored])]
+        stats = inputs.sum_over_ranks(torch.cat([of_policy.stats, of_critic.stats, torch.stack(sums)]))
+        advantages = of_policy.advantages
+        if self.whiten_advantages:
+            advantages = whiten(advantages, is_scored, stats[:3])
+        of_step = _critic_metrics(int(is_scored.sum()), *stats[3:].tolist())
+        metrics |= advantage_metrics(inputs, advantages) | of_step
+        returns = torch.where(is_scored, of_critic.returns, torch.nan)
+        return {"advantages": advantages, "returns": returns}, metrics
+
+    @property
+    def _critic_lambda(self) -> float:
+        return self.gae_lambda if self.critic_gae_lambda is None else self.critic_gae_lambda
+
+    @property
+    def _is_decoupled(self) -> bool:
+        """Whether the policy's advantages have another decay than the critic's returns."""
+        return self.gae_lambda_alpha is not None or self._critic_lambda != self.gae_lambda
+
+    def _policy_lambda(self, length: int) -> float:
+        """Return the decay of the advantages of a response of so many tokens (arXiv:2504.05118, eq. 9)."""
+        if self.gae_lambda_alpha is None:
+            return self.gae_lambda
+        return max(1 - 1 / (self.gae_lambda_alpha * length), 0.0) if length else 0.0
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
         """Return sum, sum of squares and count of this rank's advantages before whitening, for the slow plain
         computation that checks one group per step; None without whitening.
 
-        These advantages are returns - values."""
+        These advantages are returns - values, unless policy and critic have different decays."""
         if not self.whiten_advantages:
             return None
+        if self._is_decoupled:
+            found = [
+                value for sample in inputs.samples for value in self._policy_reference(inputs, sample)[0]
+            ]
+            return [math.fsum(found), math.fsum(value * value for value in found), float(len(found))]
         import torch
 
         empty = [torch.zeros(0)]
@@ -139,28 +164,41 @@ class PPO(PolicyGradient):
                 "advantages": ReferenceColumn(values=nothing, magnitudes=nothing),
                 "returns": ReferenceColumn(values=[math.nan] * n, magnitudes=nothing),
             }
-        costs = sizes = [0.0] * n
-        if self.kl_mode == "reward":
-            costs, sizes = (per_token.tolist() for per_token in self._reference_kl_costs(inputs, [sample]))
-        advantages, returns, magnitudes = [0.0] * n, [0.0] * n, [0.0] * n
-        advantage = magnitude = next_value = 0.0
-        last_reward = reward
-        for t in reversed(range(n)):
-            delta = last_reward - costs[t] + self.gamma * next_value - values[t]
-            advantage = delta + self.gamma * self.gae_lambda * advantage
-            magnitude = (
-                abs(last_reward)
-                + sizes[t]
-                + self.gamma * abs(next_value)
-                + abs(values[t])
-                + self.gamma * self.gae_lambda * magnitude
-            )
-            next_value, last_reward = values[t], 0.0
-            advantages[t], returns[t], magnitudes[t] = advantage, advantage + values[t], magnitude
+        of_critic, magnitudes = self._reference_gae(inputs, sample, self._critic_lambda)
+        returns = [advantage + value for advantage, value in zip(of_critic, values)]
         found = {"returns": ReferenceColumn(values=returns, magnitudes=magnitudes)}
+        advantages, magnitudes = self._policy_reference(inputs, sample)
         if self.whiten_advantages:
             return {"advantages": whitened_reference(advantages, magnitudes, inputs.sums)} | found
         return {"advantages": ReferenceColumn(values=advantages, magnitudes=magnitudes)} | found
+
+    def _policy_reference(self, inputs: ReferenceInputs, sample: int) -> tuple[list[float], list[float]]:
+        """Return one sample's advantages before whitening, and the sizes of their terms; nothing if its reward
+        failed."""
+        if math.isnan(inputs.rewards[sample]):
+            return [], []
+        return self._reference_gae(inputs, sample, self._policy_lambda(inputs.lengths[sample]))
+
+    def _reference_gae(
+        self, inputs: ReferenceInputs, sample: int, gae_lambda: float
+    ) -> tuple[list[float], list[float]]:
+        """Return one sample's advantages by GAE, computed a token at a time from its end, and the sizes of their
+        terms."""
+        values, last_reward = inputs.columns(sample, "values").tolist(), inputs.rewards[sample]
+        n, decay = len(values), self.gamma * gae_lambda
+        costs = sizes = [0.0] * n
+        if self.kl_mode == "reward":
+            costs, sizes = (per_token.tolist() for per_token in self._reference_kl_costs(inputs, [sample]))
+        advantages, magnitudes = [0.0] * n, [0.0] * n
+        advantage = magnitude = next_value = 0.0
+        for t in reversed(range(n)):
+            delta = last_reward - costs[t] + self.gamma * next_value - values[t]
+            advantage = delta + decay * advantage
+            terms = abs(last_reward) + sizes[t] + self.gamma * abs(next_value) + abs(values[t])
+            magnitude = terms + decay * magnitude
+            next_value, last_reward = values[t], 0.0
+            advantages[t], magnitudes[t] = advantage, magnitude
+        return advantages, magnitudes
 
     def value_loss(self, inputs: ValueLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return max((values - returns)^2, (values clipped to old_values +- value_clip_eps - returns)^2) / 2,

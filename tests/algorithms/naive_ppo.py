@@ -44,22 +44,31 @@ def variance(numbers, unbiased):
 def naive_advantages(samples, algorithm, kl_coef):
     """(advantages, returns), lists per sample of lists per token, and the metrics."""
     scored = [not math.isnan(sample["reward"]) for sample in samples]
-    advantages = [
-        gae(token_rewards(s, algorithm, kl_coef), s["old_values"], algorithm.gamma, algorithm.gae_lambda)
-        for s in samples
-    ]
+    alpha, of_critic = algorithm.gae_lambda_alpha, algorithm.critic_gae_lambda
+
+    def estimates(lambda_of):
+        return [
+            gae(token_rewards(s, algorithm, kl_coef), s["old_values"], algorithm.gamma, lambda_of(s))
+            for s in samples
+        ]
+
+    advantages = estimates(
+        lambda s: algorithm.gae_lambda if alpha is None else max(1 - 1 / (alpha * len(s["old_values"])), 0)
+    )
+    errors = estimates(lambda s: algorithm.gae_lambda if of_critic is None else of_critic)
     returns = [
         [a + v for a, v in zip(row, s["old_values"])] if ok else [math.nan] * len(row)
-        for row, s, ok in zip(advantages, samples, scored)
+        for row, s, ok in zip(errors, samples, scored)
     ]
     flat = [a for row, ok in zip(advantages, scored) if ok for a in row]
+    flat_errors = [a for row, ok in zip(errors, scored) if ok for a in row]
     flat_returns = [r for row, ok in zip(returns, scored) if ok for r in row]
     flat_values = [v for s, ok in zip(samples, scored) if ok for v in s["old_values"]]
     metrics = {
         "reward/failed": len(samples) - sum(scored),
         "critic/value_mean": sum(flat_values) / len(flat),
         "critic/return_mean": sum(flat_returns) / len(flat),
-        "critic/explained_variance": 1 - variance(flat, False) / variance(flat_returns, False),
+        "critic/explained_variance": 1 - variance(flat_errors, False) / variance(flat_returns, False),
     }
     if algorithm.whiten_advantages:
         mean, std = sum(flat) / len(flat), math.sqrt(variance(flat, True))

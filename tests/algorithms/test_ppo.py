@@ -10,12 +10,14 @@ divides by a standard deviation of about 1.
 import importlib.util
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megarl.algorithms import GRPO, PPO, AdvantageInputs, LossInputs, ValueLossInputs
+from megarl.algorithms.base import ReferenceInputs
 from megarl.metrics import combine
 
 spec = importlib.util.spec_from_file_location("naive_ppo", Path(__file__).with_name("naive_ppo.py"))
@@ -121,6 +123,60 @@ def value_inputs(samples, returns, split=None):
 def naive_columns(samples, algorithm):
     advantages, returns, metrics = naive.naive_advantages(as_lists(samples), algorithm, KL_COEF)
     return torch.tensor(sum(advantages, [])), torch.tensor(sum(returns, [])), metrics
+
+
+DECAYS = [
+    dict(critic_gae_lambda=1.0),
+    dict(gae_lambda_alpha=0.5),  # responses of one and two tokens have decay 0
+    dict(gae_lambda_alpha=2.0, critic_gae_lambda=1.0, gamma=0.9),
+]
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+@pytest.mark.parametrize("decays", DECAYS, ids=str)
+@pytest.mark.parametrize("kl", KLS[::5], ids=lambda kl: str(kl.get("kl_mode")))
+def test_policy_and_critic_may_have_decays_of_their_own(kl, decays, whiten):
+    """Whole and on two ranks, and by the reference that each rank compares with."""
+    samples, algorithm = make_samples(), PPO(whiten_advantages=whiten, **kl, **decays)
+    wanted = naive_columns(samples, algorithm)
+    split = [[0, 3, 6], [5, 1, 2, 4]]
+    whole = [algorithm.compute_advantages(inputs_of(samples, range(7), algorithm))]
+    for rows_of_ranks, results in (([[*range(7)]], whole), (split, on_ranks(samples, split, algorithm))):
+        lengths = [len(s["old"]) for s in samples]
+        for rows, (columns, _) in zip(rows_of_ranks, results, strict=True):
+            for name, expected in zip(("advantages", "returns"), wanted[:2]):
+                mine = torch.cat([expected.split(lengths)[row] for row in rows])
+                torch.testing.assert_close(
+                    columns[name].double(), mine.double(), atol=8e-6, rtol=4e-6, equal_nan=True
+                )
+        metrics = combine([metrics for _, metrics in results])
+        for name, value in wanted[2].items():
+            assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    check_reference(samples, algorithm, whole[0][0])
+
+
+def check_reference(samples, algorithm, columns):
+    """The plain recomputation of each sample differs by rounding from these columns of the whole step."""
+    lengths = [len(s["old"]) for s in samples]
+    given = {"old_log_probs": "old", "ref_log_probs": "ref", "values": "old_values"}
+    split = {name: column.split(lengths) for name, column in columns.items()}
+    inputs = ReferenceInputs(
+        rewards={row: s["reward"] for row, s in enumerate(samples)},
+        positions={row: row for row in range(7)},
+        groups={row: [row] for row in range(7)},
+        samples=range(7),
+        columns=lambda row, name: samples[row][given[name]] if name in given else split[name][row],
+        kl_coef=KL_COEF,
+        lengths=dict(enumerate(lengths)),
+    )
+    inputs = replace(inputs, sums=algorithm.reference_sums(inputs) or ())
+    for row in range(7):
+        for name, reference in algorithm.reference_advantages(inputs, row).items():
+            for value, expected, size in zip(
+                split[name][row].tolist(), reference.values, reference.magnitudes
+            ):
+                if not (math.isnan(value) and math.isnan(expected)):
+                    assert abs(value - expected) <= 16 * torch.finfo(torch.float32).eps * size, (row, name)
 
 
 @pytest.mark.parametrize("whiten", [True, False])

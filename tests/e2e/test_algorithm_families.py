@@ -28,7 +28,8 @@ JOBS = {
     "maxrl": "--algorithm maxrl --policy-loss dppo-kl --mis-level sequence --tensor-model-parallel-size 2",
     "grpo": "--algorithm grpo --policy-loss gspo --tis-clip 2 --tis-level sequence --context-parallel-size 2 "
     "--loss-aggregation seq-mean-token-mean",
-    "ppo": "--algorithm ppo --policy-loss gspo-token --tis-clip 2 --overlong-filter "
+    "ppo": "--algorithm ppo --policy-loss gspo-token --tis-clip 2 --overlong-filter --critic-gae-lambda 1 "
+    "--gae-lambda-alpha 0.5 "
     "--max-response-length 128",
     "gdpo": f"--algorithm gdpo --policy-loss clip-cov {TWO_SCORES} --score-weights correct=1 short=0.5",
     "raft": "--algorithm raft --raft-keep 2",

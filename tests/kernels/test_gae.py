@@ -86,6 +86,32 @@ def test_against_the_loop(kernels, lengths, share_masked, gamma, gae_lambda):
         torch.testing.assert_close(actual.stats, stats, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("gamma", [0.99, 1.0])
+def test_each_sequence_may_have_a_decay_of_its_own(kernels, gamma):
+    """Equal ones are as one number; different ones give each sequence what it gets alone, and the loop's numbers to
+    rounding."""
+    lengths = [150, 1, 40, 0, 70]
+    batch = make_batch(lengths, 0.3)
+    for ours, theirs in zip(run(gae, batch, gamma, torch.full((5,), 0.5)), run(gae, batch, gamma, 0.5)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    decays = torch.tensor([0.95, 0.5, 0.0, 0.7, 1.0])
+    actual, expected = run(gae, batch, gamma, decays), run(gae_ref, batch, gamma, decays)
+    # sums of at most 150 terms of size 1
+    torch.testing.assert_close(actual.advantages.double(), expected.advantages, atol=150 * EPS * 4, rtol=0)
+    torch.testing.assert_close(actual.returns.double(), expected.returns, atol=150 * EPS * 4, rtol=0)
+    for i, length in enumerate(lengths):
+        alone = (
+            *(column.split(lengths)[i] for column in batch[:3]),
+            torch.tensor([0, length]),
+            batch[4][i : i + 1],
+        )
+        found = run(gae, alone, gamma, decays[i : i + 1]).advantages
+        torch.testing.assert_close(found, actual.advantages.split(lengths)[i], atol=1e-5, rtol=0)
+    for wrong in (torch.tensor([0.5]), torch.ones(5, dtype=torch.int64), torch.full((5,), 1.5)):
+        with pytest.raises(ValueError, match="gae_lambda"):
+            run(gae, batch, gamma, wrong)
+
+
 def test_full_lambda_and_gamma_is_return_minus_value(kernels):
     """gamma = gae_lambda = 1: the rewards of this action and all later ones, plus the bootstrap, minus the
     value."""
