@@ -36,7 +36,9 @@ def jobs(tool, tmp_path, monkeypatch):
             raise subprocess.TimeoutExpired("megarl train", seconds)
         save.mkdir(parents=True)
         after = 0.125 if "--reward-function" in words else 0.75 if save.name.endswith("_0") else 0.5
-        rows = [{"step": s, "eval/reward": v, "eval/reward_greedy": v} for s, v in ((0, 0.125), (30, after))]
+        sampled = 0.3 if "--reward-function" in words else after
+        points = ((0, 0.25, 0.125), (30, sampled, after))
+        rows = [{"step": s, "eval/reward": v, "eval/reward_greedy": g} for s, v, g in points]
         (save / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     model = tmp_path / "sft_mixed" / "hf"
@@ -63,14 +65,35 @@ def test_an_interrupted_table_goes_on(tool, jobs, tmp_path):
     assert start(tool, tmp_path, "--only", "grpo") == 1
     assert started == ["grpo_0", "grpo_control_0", "grpo_1", "grpo_control_1"]
     half = "(1 of 2 seeds)"
-    assert row_of(tmp_path, "GRPO") == ["0.125, 0.750", "not run", f"+0.625 {half}", f"+0.000 {half}"]
-    assert row_of(tmp_path, "GSPO") == ["not run"] * 4
+    assert row_of(tmp_path, "GRPO") == [
+        *("0.125, 0.750", "not run"),
+        *(f"+0.625 {half}", f"+0.000 {half}", f"+0.050 {half}"),
+    ]
+    assert row_of(tmp_path, "GSPO") == ["not run"] * 5
     (tmp_path / "out" / "cells" / "grpo_1.new").write_text('{"rows": [')  # a kill while it was written
     started.clear()
     broken.clear()
     assert start(tool, tmp_path, "--only", "grpo") == 0
     assert started == ["grpo_1", "grpo_control_1"]
-    assert row_of(tmp_path, "GRPO") == ["0.125, 0.750", "0.125, 0.500", "+0.500", "+0.000"]
+    assert row_of(tmp_path, "GRPO") == ["0.125, 0.750", "0.125, 0.500", "+0.500", "+0.000", "+0.050"]
+
+
+def test_a_control_is_blind_to_the_answers_of_its_algorithm(tool, jobs, tmp_path, monkeypatch):
+    """Permuted rewards still tell which prompts are easy, so an algorithm without groups gets those of a coin."""
+    chosen, job = {}, tool.megarl
+
+    def noted(command, *words, seconds):
+        if "--reward-function" in words:
+            chosen[words[words.index("--save") + 1].name] = words[words.index("--reward-function") + 1]
+        job(command, *words, seconds=seconds)
+
+    monkeypatch.setattr(tool, "megarl", noted)
+    assert start(tool, tmp_path, "--only", "grpo,ppo-defaults,reinforce++-defaults", "--seeds", "0") == 0
+    assert {name: one.rpartition(":")[2] for name, one in chosen.items()} == {
+        "grpo_control_0": "permuted",
+        "ppo-defaults_control_0": "coin",
+        "reinforce++-defaults_control_0": "coin",
+    }
 
 
 def test_methods_are_those_that_sample_with_distinct_names(tool, tmp_path, capsys):
@@ -107,3 +130,15 @@ def test_rewards_are_permuted_within_their_group(tool, tmp_path, monkeypatch):
     assert sum(kept) < 30, "right answers keep their rewards"
     assert permuted("megarl/sums", "#### 5", "5", {"split": "test", "index": 0}) == 1.0
     assert "learning_curves" in sys.modules
+
+
+def test_a_coin_knows_nothing_but_held_out_answers(tool):
+    from permuted_reward import coin
+
+    row = {"data_source": "megarl/sums", "ground_truth": "17"}
+    training = [coin(solution_str="#### 17", extra_info={"split": "train"}, **row) for _ in range(4000)]
+    # a quarter of 4000, with a standard deviation of 27: five of them
+    assert {*training} == {0.0, 1.0} and abs(sum(training) - 1000) < 137
+    held_out = {"split": "test"}
+    assert coin(solution_str="#### 17", extra_info=held_out, **row) == 1.0
+    assert coin(solution_str="#### 16", extra_info=held_out, **row) == 0.0
