@@ -16,7 +16,7 @@ from megarl.packing import Sample
 from megarl.role_names import with_suffix
 from megarl.runtime.executor import Executor
 from megarl.trainer.eval_scores import EvalSample, Scores, of_sources, powers_of_two
-from megarl.trainer.scores import RewardsFailed
+from megarl.trainer.scores import RewardsFailed, means_of_scores
 from megarl.trainer.state import TrainState
 
 SAMPLED, GREEDY = "eval/reward", "eval/reward_greedy"
@@ -113,6 +113,8 @@ def metrics_of(sampled: HeldOut, greedy: HeldOut, num_samples: int) -> dict[str,
     `eval/best_at_k` is pass@k if rewards are 0 and 1. A name says nothing that is wrong of other rewards."""
     scores = Scores(sampled.samples)
     metrics = {SAMPLED: scores.mean.value, GREEDY: Scores(greedy.samples).mean.value}
+    metrics |= means_of_scores(sampled.records, "eval/score/")
+    metrics |= means_of_scores(greedy.records, "eval/score_greedy/")
     if num_samples > 1:
         metrics |= {f"eval/best_at_{k}": scores.best_at(k).value for k in powers_of_two(num_samples)[1:]}
         if scores.has_answers:

@@ -50,6 +50,16 @@ def _scores_by_id(batch: RolloutBatch, role: str) -> dict[int, float | None]:
     return {sample: batch.score_of(role, sample) for sample in batch.records[role]}
 
 
+def means_of_scores(records: Iterable[Record], prefix: str) -> dict[str, float]:
+    """Return prefix + name -> mean of each score that a reward function returned by name; {} if it returned single
+    numbers."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        for name, score in (record.get("scores") or {}).items():
+            found.setdefault(name, []).append(score)
+    return {prefix + name: sum(scores) / len(scores) for name, scores in sorted(found.items())}
+
+
 def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: float) -> None:
     """Raise RewardsFailed if more than `max_share` of the rewards are missing. The error gives the first
     failure with a reason.

@@ -12,7 +12,7 @@ from megarl.flow.role import time_metric
 from megarl.metrics import combine
 from megarl.role_names import kind_and_suffix
 from megarl.trainer.rollout_batch import RolloutBatch
-from megarl.trainer.scores import scores_of
+from megarl.trainer.scores import means_of_scores, scores_of
 from megarl.trainer.staleness import staleness_metrics
 from megarl.trainer.state import TrainState
 from megarl.trainer.step_batches import StepBatches
@@ -91,22 +91,13 @@ def _metrics_of_samples(
         }
         metrics |= _metrics_of_episodes(batch)
         scoring = [role for role in weight_of if role in batch.records]
-        metrics |= _means_of_scores(batch)
+        records = (record for of_role in batch.records.values() for record in of_role.values())
+        metrics |= means_of_scores(records, "score/")
         for role in scoring if len(scoring) > 1 else ():
             scores = [score for score in scores_of(batch, role) if score is not None]
             metrics[f"reward/{role.removesuffix(suffix)}_mean"] = sum(scores) / max(len(scores), 1)
     num_tokens = sum(sample.length for sample in batch.samples)
     return metrics | {"batch/tokens": num_tokens, "sync/version": batch.step}
-
-
-def _means_of_scores(batch: RolloutBatch) -> dict[str, float]:
-    """Return score/<name>, the mean of each score that a reward function returned by name."""
-    found: dict[str, list[float]] = {}
-    for of_role in batch.records.values():
-        for record in of_role.values():
-            for name, score in (record.get("scores") or {}).items():
-                found.setdefault(name, []).append(score)
-    return {f"score/{name}": sum(scores) / len(scores) for name, scores in sorted(found.items())}
 
 
 def _metrics_of_episodes(batch: RolloutBatch) -> dict[str, float]:

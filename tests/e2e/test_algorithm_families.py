@@ -31,7 +31,8 @@ JOBS = {
     "ppo": "--algorithm ppo --policy-loss gspo-token --tis-clip 2 --overlong-filter --critic-gae-lambda 1 "
     "--gae-lambda-alpha 0.5 "
     "--max-response-length 128",
-    "gdpo": f"--algorithm gdpo --policy-loss clip-cov {TWO_SCORES} --score-weights correct=1 short=0.5",
+    "gdpo": f"--algorithm gdpo --policy-loss clip-cov {TWO_SCORES} --score-weights correct=1 short=0.5 "
+    "--eval-data {data}/test.jsonl --eval-interval 2",
     "raft": "--algorithm raft --raft-keep 2",
     "kl-cov": f"--algorithm grpo --policy-loss kl-cov {TWO_SCORES}",
     "stale": "--algorithm grpo --policy-loss cispo --staleness 1 --mis-level geometric --mis-low 0.5 --mis-high 2",
@@ -42,7 +43,10 @@ JOBS = {
 def jobs(sums_data, tmp_path_factory) -> dict[str, Job]:
     folder = tmp_path_factory.mktemp("families")
     flags = "--train-iters 2 --num-epochs 1"
-    return {name: train(sums_data, folder / name, *f"{flags} {own}".split()) for name, own in JOBS.items()}
+    return {
+        name: train(sums_data, folder / name, *f"{flags} {own}".replace("{data}", str(sums_data)).split())
+        for name, own in JOBS.items()
+    }
 
 
 @pytest.mark.timeout(600)
@@ -71,6 +75,10 @@ def test_two_scores_are_weighed_and_reported(jobs):
         for row in jobs[name].steps:
             wanted = row["score/correct"] + weight * row["score/short"]
             assert row["reward/mean"] == pytest.approx(wanted, abs=1e-9) and row["score/short"] > 0
+    held_out = next(row for row in jobs["gdpo"].metrics if "eval/reward" in row)
+    for mode in ("", "_greedy"):
+        wanted = held_out[f"eval/score{mode}/correct"] + 0.5 * held_out[f"eval/score{mode}/short"]
+        assert held_out[f"eval/reward{mode}"] == pytest.approx(wanted, abs=1e-9)
 
 
 def test_every_family_has_a_job():

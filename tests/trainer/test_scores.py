@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.trainer.scores import RewardsFailed, check_failed_rewards
+from megarl.trainer.scores import check_failed_rewards, means_of_scores, RewardsFailed
 from megarl.trainer.rollout_batch import RolloutBatch
 
 
@@ -44,3 +44,9 @@ def test_more_end_the_run_with_the_first_reason():
 def test_one_that_gives_no_reason_is_named():
     with pytest.raises(RewardsFailed, match=r"1 of 2 .* The first: reward_model gave none for sample 1$"):
         check_failed_rewards(step_of(1.0, 1.0, model_scores=[0.5, None]), ["reward", "reward_model"], 0.0)
+
+
+def test_scores_have_means_by_name():
+    records = [{"scores": {"b": 1.0, "a": 0.5}}, {"scores": {"a": 0.0}}, {"scores": None}, {"reward": 3.0}]
+    assert means_of_scores(records, "score/") == {"score/a": 0.25, "score/b": 1.0}
+    assert means_of_scores([{"reward": 1.0}], "score/") == {}
