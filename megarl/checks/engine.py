@@ -1,4 +1,4 @@
-"""Find models that Megatron can train and this machine's build of vLLM cannot run."""
+"""Find models that Megatron can train and vLLM cannot run on this kind of machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.checks.machine import Machine
 from megarl.config.errors import ConfigError, Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.kv_cache import device_errors
-from megarl.config.installed import cpu_head_sizes
+from megarl.config.installed import cpu_head_sizes, latent_head_sizes
 from megarl.config.reward_models import reward_models
 from megarl.config.roles import configs_of_actors
 from megarl.config.rollout_backends import rollout_backend
@@ -20,8 +20,8 @@ _OTHER = {"--model": ", or try --rollout-backend transformers"}
 
 
 def engine_errors(config: TrainConfig, world_size: int, machine: Machine) -> Errors:
-    """Yield an error per model whose head size has no kernel in vLLM's CPU attention, and one if the KV cache
-    cannot be released here.
+    """Yield an error per model that vLLM's attention has no kernel for here, and one if the KV cache cannot be
+    released here.
 
     The configuration must have no other errors."""
     environ = os.environ if machine.is_this else {}
@@ -29,8 +29,12 @@ def engine_errors(config: TrainConfig, world_size: int, machine: Machine) -> Err
     yield from dict.fromkeys(
         error for one in of_actors for error in device_errors(one, world_size, machine.has_gpu, environ)
     )
-    sizes = None if machine.has_gpu or not config.algorithm.needs_rollout else cpu_head_sizes()
-    if sizes is None:
+    if not config.algorithm.needs_rollout:
+        return
+    if machine.has_gpu:
+        yield from dict.fromkeys(error for one in of_actors for error in _latents_on_gpu(one))
+        return
+    if (sizes := cpu_head_sizes()) is None:
         return
     for flag, folder in dict.fromkeys(_folders(config)):
         try:
@@ -43,6 +47,28 @@ def engine_errors(config: TrainConfig, world_size: int, machine: Machine) -> Err
                 f"kernels for {', '.join(map(str, sizes))} only. "
                 f"Use another model, or a GPU{_OTHER.get(flag, '')}."
             )
+
+
+def _latents_on_gpu(config: TrainConfig) -> Errors:
+    """Yield an error per property of multi-head latent attention that vLLM's attention on GPUs lacks kernels for.
+
+    Every latent attention backend of vLLM 0.32 on CUDA takes float16 and bfloat16 only
+    (`supported_dtypes` in vllm/v1/attention/backends/mla/)."""
+    shape = ModelShape.load(config.model.model)
+    if not shape.is_mla or not rollout_backend(config).limits_head_sizes:
+        return
+    head = f"--model ({config.model.model}): it has latent attention, for which vLLM's attention on a GPU has"
+    if config.engine_dtype == "float32":
+        yield (
+            f"{head} no kernels in fp32. Add --bf16, or give --rollout-dtype bfloat16, or try "
+            "--rollout-backend transformers."
+        )
+    heads = (shape.head_dim - shape.qk_rope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim)
+    if (sizes := latent_head_sizes()) is not None and heads not in sizes:
+        yield (
+            f"{head} no kernels with qk_nope_head_dim, qk_rope_head_dim and v_head_dim of {heads}, only of "
+            f"{', '.join(map(str, sizes))}. Use another model, or try --rollout-backend transformers."
+        )
 
 
 def _folders(config: TrainConfig) -> Iterator[tuple[str, str]]:

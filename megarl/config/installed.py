@@ -136,6 +136,20 @@ def cpu_head_sizes() -> tuple[int, ...] | None:
 
 
 @functools.cache
+def latent_head_sizes() -> tuple[tuple[int, int, int], ...] | None:
+    """Return (qk_nope_head_dim, qk_rope_head_dim, v_head_dim) that vLLM's prefill of latent attention has GPU
+    kernels for, sorted; None if not known."""
+    found = set()
+    for path in _files("vllm", "v1/attention/backends/mla/prefill/flash_attn.py"):  # the others have fewer
+        for node in ast.walk(syntax_tree(path)):
+            match node:
+                case ast.Call(func=ast.Name(id="MLADimensions"), keywords=[_, _, _] as keywords):
+                    sizes = {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords}
+                    found.add((sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], sizes["v_head_dim"]))
+    return tuple(sorted(found)) or None
+
+
+@functools.cache
 def answer_parsers(kind: str) -> tuple[str, ...]:
     """Return the names of vLLM's parsers of answers; () if vLLM is not installed.
 
