@@ -49,8 +49,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests, those with `is_first` before all others. The engine starts on none of them before
-        all are queued."""
+        """Queue requests, those with `is_first` before all others. None starts before all are queued."""
 
     @abstractmethod
     def has_unfinished(self) -> bool:
@@ -72,8 +71,7 @@ class InferenceEngine(ABC):
         """Return all tokens so far of every unfinished request. The requests go on undisturbed."""
 
     def reported(self) -> list[Output]:
-        """Return the tokens of unfinished requests that this process knows of, also when the engine is gone.
-        Only out of process."""
+        """Return the known tokens of unfinished requests, even of a dead engine. Only out of process."""
         return []
 
     @abstractmethod
