@@ -55,6 +55,7 @@ def check_run(job: Job, first: int, last: int, staleness: int) -> None:
         shares = [row[f"staleness/share_{age}"] for age in range(staleness + 1)]
         assert sum(shares) == pytest.approx(1.0)
         assert row.get("mismatch/max_abs", 0.0) <= LIMIT, row
+        assert row["canary/tokens"] > 0 and row["canary/max_abs"] <= LIMIT
     assert any("mismatch/max_abs" in row for row in job.steps)
     assert max(row["staleness/max"] for row in job.steps) > 0
 
@@ -112,6 +113,8 @@ def test_ppo_counts_the_steps_of_the_critics_warm_up_as_versions(sums_data, tmp_
 FORMS = {
     "disjoint": ("--actor-ranks", "0", "--rollout-ranks", "1"),
     "tp2": LAYOUTS["tp2_to_tp2"],
+    "pp2": LAYOUTS["pp2_to_tp1"],
+    "cp2": ("--context-parallel-size", "2"),
     "one_engine_of_two": LAYOUTS["dp2_to_tp2"],
     "keep": ("--weight-update", "keep"),
     "wait": ("--weight-update", "wait"),
