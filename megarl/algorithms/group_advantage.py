@@ -84,8 +84,8 @@ class GroupAdvantage(PolicyGradient):
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        """Return, for every sample of the step, what the KL takes off its reward, then the sizes of these
-        sums' terms; None unless kl_mode is reward."""
+        """Return the KL penalty of every sample of the step, then the sizes of the terms of these sums; None
+        unless kl_mode is reward."""
         if self.kl_mode != "reward":
             return None
         lengths = [len(inputs.columns(sample, "advantages")) for sample in inputs.samples]

@@ -14,7 +14,7 @@ _INSTRUCT_GPT = "--kl-mode reward --kl-estimator k1 --kl-coef 0.02"
 
 
 class Recipe(NamedTuple):
-    """The flags that a paper's method is."""
+    """The flags that select the method of a paper."""
 
     name: str
     paper: str
