@@ -66,7 +66,7 @@ class Completion:
 
 
 def called(index: str | None, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call as chat templates read it."""
+    """Return a tool call as a dict in the form that chat templates read."""
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call if index is None else {"id": index, **call}
 

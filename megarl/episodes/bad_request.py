@@ -34,7 +34,8 @@ class BadRequest(Exception):
 
 
 def decode(decoder: msgspec.json.Decoder[_Body], data: bytes, what: str) -> _Body:
-    """Return the body of a request. Raises: BadRequest if it is not JSON, or not of the decoder's type."""
+    """Return the decoded body of a request. Raises: BadRequest if the body is not JSON, or not of the
+    decoder's type."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -44,14 +45,15 @@ def decode(decoder: msgspec.json.Decoder[_Body], data: bytes, what: str) -> _Bod
 
 
 def refuse_unsupported(fields: Sequence[tuple[str, object, str]]) -> None:
-    """Raise BadRequest for the first field, of (name, whether it is given, why not), that is given."""
+    """Raise BadRequest for the first field that is given. `fields` has (name, whether the field is given, why
+    it is not supported)."""
     for name, is_given, why in fields:
         if is_given:
             raise BadRequest(f"{name} is not supported: {why}", "unsupported_parameter", name)
 
 
 def refuse_deep(value: object, where: str) -> None:
-    """Raise BadRequest if lists and objects of a JSON value are nested too deep for what reads them later."""
+    """Raise BadRequest if a JSON value is nested too deeply for the code that reads it later."""
     layer = [value]
     for _ in range(_DEEPEST):
         inner: list[object] = []

@@ -15,7 +15,7 @@ _MARKER = "\u241fanswer{}\u241f"
 
 
 class Tokenizer(Protocol):
-    """What a conversation needs of a tokenizer; see megarl/data/tokenizer_base.py."""
+    """The methods of a tokenizer that a conversation uses; see megarl/data/tokenizer_base.py."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str: ...
     def encode_prompts(

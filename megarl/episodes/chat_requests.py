@@ -1,4 +1,4 @@
-"""Read requests of OpenAI's chat completions, and write the replies. Knows no server.
+"""Read requests of OpenAI's chat completions, and write the replies, independently of any server.
 
 The job decides how it samples: a client's temperature, top_p and seed have no effect, and its limit of tokens
 may only lower the job's. What would need another answer than the model's text is refused by name."""
@@ -111,7 +111,7 @@ class ChatRequest:
     """Whether only the first call is wanted."""
 
     def repeats(self, other: ChatRequest) -> bool:
-        """Return whether this asks for what the other request has asked for."""
+        """Return whether this request has the same messages and tools as the other one."""
         return self.messages == other.messages and self.tools == other.tools
 
 
@@ -167,7 +167,7 @@ def _tools(given: list[dict[str, Any]], takes_tools: bool, wants_calls: bool) ->
 
 
 def _refuse_unsupported(body: _Body) -> None:
-    """Raises: BadRequest for a field that asks for what is not there yet."""
+    """Raise BadRequest for a field that asks for an unsupported feature."""
     if body.n not in (None, 1):
         raise BadRequest(
             f"n ({body.n}) must be 1: an episode is one conversation, and a second answer to the same messages "
@@ -288,7 +288,8 @@ def _head() -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the reasoning under vLLM's name, and under the one that other servers and older clients use."""
+    """Return the reasoning under two names: vLLM's own, and the one that other servers and older clients
+    use."""
     return {"reasoning": text, "reasoning_content": text}
 
 

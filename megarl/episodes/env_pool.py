@@ -46,7 +46,8 @@ runpy.run_module("megarl.episodes.env_process", run_name="__main__", alter_sys=T
 
 
 class EnvironmentPool:
-    """Processes that hold the environments of open episodes, each several. They are started as needed.
+    """Runs processes that each hold the environments of several open episodes. Processes are started as
+    needed.
 
     Use a pool on the main thread: the kernel ends the processes with the thread that started them.
 
@@ -117,7 +118,7 @@ class EnvironmentPool:
             process.tell({"op": "end", "episode": episode})
 
     def replies(self, timeout_s: float) -> list[Reply]:
-        """Return the replies that have arrived, in order. Waits at most so long for the first.
+        """Return the replies that have arrived, in order. Waits at most `timeout_s` seconds for the first.
 
         Raises: ValueError if a process cannot load the environment."""
         now = time.monotonic()
@@ -249,7 +250,8 @@ class _Process:
         return not self.is_retired and len(self.episodes) < limit and self._process.poll() is None
 
     def deadline(self) -> float | None:
-        """Return when something is late, or None if nothing is awaited."""
+        """Return the time at which the process or one of its calls is late, or None if no reply is
+        awaited."""
         if not self.is_ready:
             return self.start_by
         return min((call.deadline for call in self.calls.values()), default=None)

@@ -55,7 +55,7 @@ class EpisodeResult:
 
 @dataclass(eq=False, slots=True)
 class Episode:
-    """One attempt at one row, and what has become of it."""
+    """One attempt at one row of the data, with its state so far."""
 
     row: Mapping[str, Any]
     """Row of the data set, as the environment gets it."""

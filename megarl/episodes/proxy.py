@@ -260,8 +260,8 @@ def _new_messages(before: Sequence[Message], asked: Sequence[Message]) -> list[M
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    """Return whether two messages agree. Outer blanks of an answer and ids of its calls do not count, since
-    clients strip the ones and may write the others anew."""
+    """Return whether two messages agree, apart from blanks around an answer and the ids of its tool calls,
+    which clients may change."""
     if one["role"] == other["role"] == "assistant":
         calls = [[call["function"] for call in of.get("tool_calls", ())] for of in (one, other)]
         return one["content"].strip() == other["content"].strip() and calls[0] == calls[1]

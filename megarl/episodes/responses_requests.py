@@ -1,4 +1,4 @@
-"""Read requests of OpenAI's Responses API, and write the replies. Knows no server.
+"""Read requests of OpenAI's Responses API, and write the replies, independently of any server.
 
 A request becomes the `ChatRequest` that the same conversation is in the form of chat completions, so an episode has
 the same tokens in both. As there, the job decides how it samples. Nothing is stored: each request has the whole
@@ -116,8 +116,8 @@ def read_responses_request(data: bytes, takes_tools: bool = False) -> ChatReques
 
 
 def _tools(given: list[_Tool], takes_tools: bool, wants_calls: bool) -> list[Tool]:
-    """Return the tools in the form of chat completions, which chat templates read. Raises: BadRequest for one that
-    the agent does not call itself."""
+    """Return the tools in the form of chat completions, which chat templates read. Raises: BadRequest for a
+    tool that the server would have to run."""
     found: list[Tool] = []
     names = []
     for index, tool in enumerate(given):
@@ -191,7 +191,8 @@ def _call(item: _Item, where: str) -> dict[str, Any]:
 
 
 def _text(given: str | list[_Part] | None, where: str) -> str:
-    """Return a text that may be given in parts. Raises: BadRequest for a part of another type."""
+    """Return the text of a string or of a list of text parts. Raises: BadRequest for a part of another
+    type."""
     if given is None:
         raise BadRequest(f"{where} is missing", "missing_required_parameter", where)
     if isinstance(given, str):

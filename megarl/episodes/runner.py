@@ -19,7 +19,7 @@ _LOOK_S = 0.2  # interval between two looks for an abort
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer that the engine is asked for."""
+    """A request to the engine for one answer."""
 
     index: int
     """Index of the episode among those that are played."""
