@@ -354,8 +354,8 @@ class ActorRole(PolicyRole):
         return metrics | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
 
     def _take_engine_log_probs(self) -> None:
-        """With --old-log-probs engine let the engine's log-probs stand for those of before the step, unless a
-        pass has computed these."""
+        """With --old-log-probs engine, copy the engine's log-probs into the column old_log_probs, unless a
+        pass has computed it."""
         batch = self.shard.batch
         takes = self.algorithm.takes_engine_log_probs and self.model.is_last_stage
         if takes and batch.old_log_probs is None:

@@ -92,12 +92,12 @@ class EngineRecorder:
         self.is_started = True
 
     def use(self, engine: HeldEngine) -> None:
-        """Go on with an engine that was started again, whose steps count from 0."""
+        """Continue with an engine that was restarted, whose steps count from 0."""
         self._engine = engine
 
     def is_held(self) -> bool:
-        """Return whether an engine in this process must not take a step now. One that steps by itself stands
-        still by itself."""
+        """Return whether an engine in this process must not take a step now. An engine that steps by itself
+        stops without being asked."""
         if self._steps_by_itself or not self._planned:
             return False
         return self._engine.num_steps >= self._planned[0].engine_step
@@ -109,7 +109,8 @@ class EngineRecorder:
 
     @contextmanager
     def taking_effect(self, record: EngineRecord) -> Iterator[None]:
-        """Context in which the thing happens that the record describes. The engine takes no step meanwhile.
+        """Context in which the event that the record describes takes place. The engine takes no step
+        meanwhile.
 
         The record is on the disk before.
 
@@ -142,7 +143,7 @@ class EngineRecorder:
             self._log.close()
 
     def _hold(self) -> None:
-        """Let an engine that steps by itself stand still at its next planned record."""
+        """Make an engine that steps by itself stop at its next planned record."""
         if self._steps_by_itself:
             self._engine.hold(self._planned[0].engine_step if self._planned else None)
 

@@ -37,8 +37,8 @@ class RowSample(NamedTuple):
 
 
 def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> RowSample:
-    """Return the ids of a row, in which every turn of the assistant is trained on, but one without a prompt
-    before it. Each turn ends with the end of sequence, as the model will write it.
+    """Return the token ids of a row, in which every turn of the assistant is trained on, except a turn that
+    no prompt precedes. Each turn ends with the end of sequence, as the model will write it.
 
     Raises: ValueError if the chat template refuses the messages."""
     assert row.response is not None
