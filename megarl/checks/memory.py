@@ -207,7 +207,7 @@ class _ActorParts:
 
     @property
     def _buffers(self) -> int:
-        """How often an engine rank holds its weights."""
+        """Number of copies of the weights that an engine rank holds."""
         return 2 if not self._is_in_process and _double_buffer(self.config, self.machine) else 1
 
     def kv_caches(self, parts: Mapping[int, Sequence[Part]]) -> Iterator[tuple[int, Part]]:

@@ -116,7 +116,7 @@ class Reader:
             )
 
     def read_defaults(self, words: Iterable[str]) -> None:
-        """Read flags that everything overrides which is read later."""
+        """Read flags that any flag which is read later overrides."""
         self._read_words(((Word(text), DEFAULT) for text in words), Path(), ())
 
     def _read_words(

@@ -26,8 +26,8 @@ _OF_ENV = ("env_timeout_s", "env_episodes_per_process", "env_python", "turn_rewa
 
 
 def episodes(job: Job) -> Errors:
-    """Yield an error per flag of episodes that does not fit --env or --agent-command, or that they cannot be
-    combined with."""
+    """Yield an error per flag of episodes that does not fit --env or --agent-command, and per flag that these
+    two cannot be combined with."""
     config = job.config
     env, agent = config.episodes.env, config.episodes.agent_command
     if agent is None:

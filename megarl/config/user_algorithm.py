@@ -81,7 +81,8 @@ def _broken_rules(cls: object) -> list[str]:
 
 
 def _base_of(cls: object) -> type | None:
-    """Return `Algorithm` if a class extends it. It is found by name, as configurations import no algorithm."""
+    """Return the class `Algorithm` if `cls` extends it, else None. The class is found by name, because
+    configurations do not import algorithms."""
     mro = cls.__mro__ if isinstance(cls, type) else ()
     named = (one for one in mro if (one.__module__, one.__name__) == ("megarl.algorithms.base", "Algorithm"))
     return next(named, None)

@@ -89,7 +89,7 @@ def attempt(name: str, work: Callable[[], str]) -> None:
     start = time.perf_counter()
     try:
         ok, text = True, work()
-    except Exception as error:  # what any library may raise; that is what is to be found out
+    except Exception as error:  # a library may raise anything, and the test reports it
         ok, text = False, f"{type(error).__name__}: {error}".splitlines()[0]
     tell(test=name, ok=ok, text=text, seconds=round(time.perf_counter() - start, 1))
 
@@ -234,7 +234,7 @@ def import_vllm() -> str:
 
     check_version()
     register()
-    from megarl.rollout import weight_transfer  # what of vLLM a job leans on
+    from megarl.rollout import weight_transfer  # the parts of vLLM that a job uses
 
     device = weight_transfer.current_platform.device_type
     text = f"and takes megarl's weight transfer ({device})"
