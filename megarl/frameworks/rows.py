@@ -1,4 +1,4 @@
-"""Define the rows of the tables that say how settings of other frameworks are called here.
+"""Define the rows of the tables that map settings of other frameworks to megarl's flags.
 
 A table has one row per setting. `megarl translate` translates a whole configuration with it, and the
 configuration's loader answers a single foreign flag with it."""
@@ -37,7 +37,7 @@ def format_line(line: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one setting of another framework is here.
+    """One setting of another framework, and the flags of megarl that take its place.
 
     Args:
         names: its names there, separated by spaces; * stands for anything.

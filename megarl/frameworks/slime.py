@@ -1,4 +1,4 @@
-"""Say what slime's arguments are here.
+"""Map slime's arguments to megarl's flags.
 
 Megatron-LM's own arguments, which slime takes too, have the same names here."""
 

@@ -1,4 +1,4 @@
-"""Say what the settings of TRL's GRPOConfig and GRPOTrainer are here.
+"""Map the settings of TRL's GRPOConfig and GRPOTrainer to megarl's flags.
 
 Arguments of the trainer, of its adapters (LoraConfig) and of `accelerate launch` are in the same table."""
 

@@ -131,7 +131,8 @@ def betas(settings: Settings) -> Iterator[Line]:
 
 
 def kl(settings: Settings) -> Iterator[Line]:
-    """Yield where the KL is counted, its factor and its estimate."""
+    """Yield the flags of the KL penalty: whether it is part of the loss or of the reward, its coefficient and
+    its estimator."""
     in_loss, in_reward = settings.is_on(f"{ACTOR}.use_kl_loss"), settings.is_on("algorithm.use_kl_in_reward")
     mode = "loss" if in_loss else "reward"
     factor = settings[f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"]
@@ -216,13 +217,14 @@ def sizes(settings: Settings) -> Iterator[Line]:
 
 
 def kv_cache(settings: Settings) -> Iterator[Line]:
-    """Yield that the engine keeps its KV cache, if it does; verl releases it by default, as megarl does."""
+    """Yield the flag by which the engine keeps its KV cache while roles train, if verl's setting says so.
+    Both frameworks release the cache by default."""
     if not settings.is_on(f"{ROLLOUT}.free_cache_engine"):
         yield Line("rollout-release-kv-cache", False)
 
 
 def offload(settings: Settings) -> Iterator[Line]:
-    """Yield what leaves the device while other roles compute."""
+    """Yield the flags of the parts that leave the device while other roles compute."""
     on_cpu = settings.is_on(f"{OVERRIDE}.optimizer_cpu_offload")
     is_saved = (settings.number("trainer.save_freq") or 0) > 0
     parts = [part for part in OFFLOADED if _is_offloaded(settings, ACTOR, part)]

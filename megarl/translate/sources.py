@@ -48,7 +48,7 @@ MEGATRON_OPTIONS = frozenset(
 
 @dataclass
 class Source:
-    """What a file or command line says.
+    """The settings that a file or a command line of another framework gives.
 
     Args:
         settings: name there -> value.
