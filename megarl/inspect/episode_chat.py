@@ -1,4 +1,5 @@
-"""Let an environment talk to a model about one row, and show the conversation: `megarl chat --env`.
+"""Play an episode of a model with an environment, on one row of the data, and show the conversation: `megarl
+chat --env`.
 
     user       439-38 ?
     assistant  439-38
