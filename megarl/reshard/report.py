@@ -1,5 +1,5 @@
-"""`megarl reshard-plan`: what a weight sync from the trainer to the engines moves, and how long that takes if
-nothing but bandwidth holds it up. Arithmetic on shapes: no torch, no device, no weights.
+"""`megarl reshard-plan`: report what a weight sync from the trainer to the engines moves, and how long the
+sync takes if only bandwidth limits it. Arithmetic on shapes: no torch, no device, no weights.
 
     megarl reshard-plan @configs/job.args [--flag value ...] [--world-size 16] [--ranks-per-node 8]
 

@@ -384,7 +384,8 @@ def sync_plan(
     actor: str = "",
     backend: str = "vllm",
 ) -> tuple[ReshardPlan, dict[int, int]]:
-    """Return the plan from the sources to all out-of-process engines, and the speaker of each rollout rank.
+    """Return the plan from the sources to all out-of-process engines, and rollout rank -> the rank that
+    speaks for its engine.
 
     Engines are consecutive blocks of `tp` ranks. The first rank of a block speaks for the block. The result
     is the same on every rank that calls this. If there is no table of the backend's layout of this model,

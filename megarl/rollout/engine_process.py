@@ -161,7 +161,7 @@ class HostedEngine:
 
 
 def _after(output: Output, first: int) -> Output:
-    """Return a copy without the first tokens."""
+    """Return a copy of the output without its first `first` tokens."""
     return replace(
         output,
         token_ids=output.token_ids[first:],
@@ -369,7 +369,8 @@ class RemoteEngine(InferenceEngine):
         self._held_at = step
 
     def free_kv_tokens(self) -> int:
-        """Return the number that the engine has reported with its last step or request."""
+        """Return for how many tokens the KV cache has room, as the engine reported with its last step or
+        request."""
         return self._state.free_kv_tokens
 
     def reset_cache(self) -> None:
@@ -434,7 +435,7 @@ class RemoteEngine(InferenceEngine):
 
 
 def _joined(first: Output, last: Output) -> Output:
-    """Return the tokens of both."""
+    """Return one output with the tokens of both outputs, in this order."""
     return replace(
         first,
         token_ids=[*first.token_ids, *last.token_ids],

@@ -92,7 +92,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def hold(self, step: int | None) -> None:
-        """Go on to just before step number `step`, from 0, and stand still there. None goes on.
+        """Let the engine take steps only as far as step number `step`, counted from 0, which it does not
+        take; None removes the limit.
 
         Requests can be added and weights committed meanwhile. Raises: ValueError if that step is past."""
 

@@ -138,7 +138,7 @@ class EngineProcesses:
 
 
 def how_it_ended(exit_code: int | None) -> str:
-    """Return the end of a process in words; None is an unknown exit code."""
+    """Return in words how a process ended, by its exit code; None stands for an unknown exit code."""
     if exit_code is None:
         return "exit code unknown"
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"

@@ -248,7 +248,8 @@ class TransformersEngine(InferenceEngine):
         return (self._options.num_rows - len(self._rows)) * self._options.max_length
 
     def reset_cache(self) -> None:
-        """Let running requests compute their keys and values anew. They wait for it first of all."""
+        """Let running requests compute their keys and values anew. The requests return to the front of the
+        queue."""
         for sequence in self._rows:
             sequence.num_cached = 0
         self._waiting.extendleft(reversed(self._rows))
