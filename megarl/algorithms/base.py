@@ -309,7 +309,7 @@ class Algorithm(Section):
         )
 
     def step_errors(self, num_samples: int) -> Iterable[str]:
-        """Return one error message per flag that does not fit a step of so many samples, or none."""
+        """Return one error message per flag that does not fit a step of `num_samples` samples, or none."""
         return ()
 
     def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
@@ -415,8 +415,8 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
 def promised_weight(
     algorithm: Algorithm, loss: Literal["loss", "value_loss", "score_loss"], *counts: int
 ) -> float | None:
-    """Return the `weight_sum` that belongs to one of the algorithm's losses, or None if a subclass has
-    replaced the loss but not the sum."""
+    """Return what the token weights of a loss must add up to, or None if a subclass has replaced the loss but
+    not its `weight_sum`."""
     if loss == "score_loss":  # its tokens are samples, whose weights are the algorithm's to choose
         return None
     sum_name = {"loss": "weight_sum", "value_loss": "value_weight_sum"}[loss]

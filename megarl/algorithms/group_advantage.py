@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Peer(NamedTuple):
-    """One response of a group, as `reference_advantage` reads it."""
+    """One response of a group, with the values that `reference_advantage` needs."""
 
     reward: float
     """Finite; after KL and length penalty are taken off."""

@@ -134,7 +134,7 @@ def gmpo(tokens: Tokens, flags: TransformFlags) -> Loss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transform:
-    """One value of --policy-loss."""
+    """A ratio transform, which is one value of --policy-loss, with its paper, its loss and its defaults."""
 
     paper: str
     """Number on arXiv."""

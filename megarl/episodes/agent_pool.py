@@ -101,7 +101,7 @@ class AgentPool:
         return episode
 
     def step(self, episode: int, text: str, sampled: Sampled) -> None:
-        """Give an agent the model's answer. A reply follows."""
+        """Send the model's answer to the agent of an episode. `replies` returns the agent's next request."""
         if episode in self._agents:
             self._num_answers[episode] += 1
             self._proxy.answer(episode, self._completion(episode, text, sampled))
@@ -231,7 +231,7 @@ def read_reward(output: bytes) -> float:
 
 
 class _Agent:
-    """The process of one episode."""
+    """The agent's process in one episode."""
 
     def __init__(
         self, command: list[str], row: Mapping[str, Any], url: str, key: str, timeout_s: float
@@ -285,7 +285,7 @@ class _Agent:
         return code
 
     def kill(self) -> None:
-        """Kill the process group."""
+        """Kill the agent's process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

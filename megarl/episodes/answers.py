@@ -25,7 +25,7 @@ class AnswerParser(Protocol):
     def parse(
         self, prompt: Sequence[int], ids: Sequence[int], tools: Sequence[Tool], wants_calls: bool
     ) -> ParsedAnswer:
-        """Return the parts of an answer.
+        """Return the text, the reasoning and the tool calls of an answer.
 
         Args:
             prompt: ids before the answer.
@@ -37,7 +37,7 @@ class AnswerParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model has written."""
+    """A call of a tool that the model has written in an answer."""
 
     id: str
     name: str

@@ -195,14 +195,14 @@ def _text(given: str | list[_Block], where: str) -> str:
 
 
 def messages_body(completion: Completion) -> dict[str, Any]:
-    """Return an answer as one JSON object."""
+    """Return an answer as the JSON object with which the Messages API replies."""
     usage = {**_usage(completion), "output_tokens": completion.usage.num_sampled}
     head = {**_head(), "content": _blocks(completion)}
     return {**head, "stop_reason": _stop_reason(completion), "stop_sequence": None, "usage": usage}
 
 
 def messages_events(completion: Completion) -> bytes:
-    """Return an answer as a stream of server-sent events."""
+    """Return an answer as the server-sent events with which the Messages API streams it."""
     start = {**_head(), "content": [], "stop_reason": None, "stop_sequence": None}
     events: list[dict[str, Any]] = [
         {"type": "message_start", "message": {**start, "usage": {**_usage(completion), "output_tokens": 0}}}

@@ -13,7 +13,7 @@ _Body = TypeVar("_Body")
 
 
 class BadRequest(Exception):
-    """Raised for a request that is refused.
+    """Raised for a request of an agent that the endpoint refuses.
 
     Args:
         code: OpenAI's error code, or one of our own.

@@ -73,7 +73,8 @@ class Chat:
 
 
 def _unused_marker(messages: Sequence[Message]) -> str:
-    """Return a marker that none of the messages holds."""
+    """Return a marker text that occurs in none of the messages, so that its place in the rendered text can be
+    found."""
     number, text = 0, json.dumps(list(messages), ensure_ascii=False, default=str)
     while _MARKER.format(number) in text:
         number += 1

@@ -255,7 +255,7 @@ def _text(message: _Message, where: str) -> str:
 
 
 def chat_body(completion: Completion) -> dict[str, Any]:
-    """Return an answer as one JSON object."""
+    """Return an answer as the JSON object with which the API of chat completions replies."""
     message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
     if completion.reasoning is not None:
         message |= _reasoning(completion.reasoning)
@@ -266,7 +266,7 @@ def chat_body(completion: Completion) -> dict[str, Any]:
 
 
 def chat_events(completion: Completion, include_usage: bool) -> bytes:
-    """Return an answer as a stream of server-sent events."""
+    """Return an answer as the server-sent events with which the API of chat completions streams it."""
     head = {**_head(), "object": "chat.completion.chunk"}
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": completion.text}]
     if completion.reasoning is not None:  # SDKs join the roles of all deltas, so there is one

@@ -75,7 +75,7 @@ class EnvironmentPool:
         self.close()
 
     def close(self) -> None:
-        """Kill all processes."""
+        """Kill all processes of the pool."""
         for process in self._processes:
             process.kill()
         self._processes.clear()
@@ -92,7 +92,8 @@ class EnvironmentPool:
         return episode
 
     def step(self, episode: int, text: str, sampled: Sampled | None = None) -> None:
-        """Give the environment of an episode the model's answer. A reply follows."""
+        """Send the model's answer to the environment of an episode. `replies` returns the environment's
+        reply."""
         if episode in self._lost:
             self._ready.append(self._lost[episode])
         else:
@@ -196,7 +197,7 @@ class EnvironmentPool:
 
 
 def command(python: str | None) -> list[str]:
-    """Return the command that runs env_process.py, but for its arguments.
+    """Return the words of the command that runs env_process.py, without its arguments.
 
     An interpreter of the user's does not see what is installed beside megarl, only megarl itself, whose modules
     that env_process.py imports need nothing else."""
@@ -266,7 +267,7 @@ class _Process:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as the pipe takes."""
+        """Write as many bytes of the waiting requests as the pipe takes."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # `read` reports a process that has ended
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]

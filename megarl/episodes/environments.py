@@ -60,7 +60,7 @@ class Environments(Protocol):
         ...
 
     def step(self, episode: int, text: str, sampled: Sampled) -> None:
-        """Give an episode the model's answer. A reply follows."""
+        """Send the model's answer to the environment or agent of an episode. `replies` returns the reply."""
         ...
 
     def refuse(self, episode: int, code: str, message: str) -> bool:
@@ -77,5 +77,5 @@ class Environments(Protocol):
         ...
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes of environments or agents."""
         ...

@@ -209,12 +209,12 @@ def _text(given: str | list[_Part] | None, where: str) -> str:
 
 
 def responses_body(completion: Completion) -> dict[str, Any]:
-    """Return an answer as one JSON object."""
+    """Return an answer as the JSON object with which the Responses API replies."""
     return _response(_head(), completion)
 
 
 def responses_events(completion: Completion) -> bytes:
-    """Return an answer as a stream of server-sent events."""
+    """Return an answer as the server-sent events with which the Responses API streams it."""
     head = _head()
     response = _response(head, completion)
     begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}

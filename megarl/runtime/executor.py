@@ -46,8 +46,8 @@ _TICK_S = 1.0  # seconds between two calls of `check_interrupt`
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an executor can do: overlap calls, enforce deadlines, run ranks as processes, survive the death of
-    a rank."""
+    """The abilities of an executor: overlap calls, enforce deadlines, run ranks as processes, survive the
+    death of a rank."""
 
     overlap: bool
     """Whether calls on disjoint ranks run at the same time.
@@ -65,7 +65,8 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Health:
-    """Which ranks have answered a question of the driver, with their stacks, and which are silent."""
+    """The ranks that have answered a question of the driver, with their stacks, and the ranks that are
+    silent."""
 
     stacks: dict[int, str]
     """Stack of the main thread of each rank that has answered."""

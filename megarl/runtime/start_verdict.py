@@ -84,6 +84,6 @@ def await_start(timeout_s: float) -> str:
 
 
 def tell(reason: str) -> None:
-    """Print the reason once per node."""
+    """Print the reason why the job cannot start, once per node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write(f"{reason}\n")

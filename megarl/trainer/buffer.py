@@ -62,7 +62,7 @@ class SampleBuffer:
 
     @property
     def groups(self) -> list[Group]:
-        """All groups, in the order of admission."""
+        """All groups in the buffer, in the order of admission."""
         return list(self._groups.values())
 
     def num_to_admit(self, version: int, last_step: int) -> int:

@@ -70,7 +70,7 @@ class EngineSet:
 
     @property
     def log(self) -> DriverLog:
-        """Log of the run, from `start` on."""
+        """The driver's log of the run, which `start` has set."""
         assert self._log is not None
         return self._log
 

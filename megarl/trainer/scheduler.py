@@ -34,8 +34,8 @@ from megarl.flow.schedule import Candidate, FlowStep, PreparedFlow
 
 
 class Host(Protocol):
-    """What the scheduler asks of the training job: arguments of calls, transfers of columns, and what to do
-    with results."""
+    """The interface of the training job to the scheduler: arguments of calls, transfers of columns, and
+    handling of results."""
 
     @property
     def driver_columns(self) -> Collection[str]:
