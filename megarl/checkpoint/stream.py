@@ -37,7 +37,7 @@ def write_hf(
     dtype: torch.dtype | None,
     max_shard_bytes: int,
 ) -> None:
-    """Write *.safetensors, their index if there are several, and what `config_folder` has beside its weights.
+    """Write *.safetensors, their index if there are several, and all files of `config_folder` except weights.
 
     Args:
         dtype: None: that of each tensor in the source.

@@ -58,7 +58,7 @@ class Part:
     during: str | None = None
 
     def is_brought(self, phase: str) -> bool:
-        """Return whether the part is on the device because of the call that runs in this phase."""
+        """Return whether the part is on the device only for the call that runs in this phase."""
         return self.offloaded or self.during == phase
 
 

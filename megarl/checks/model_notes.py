@@ -1,4 +1,4 @@
-"""Say which run --model comes from, and which characters its tokenizer cannot represent.
+"""Note from which run --model comes, and which characters its tokenizer cannot represent.
 
 Both are notes of `megarl check`: a model of another task is no error, but easily named by mistake."""
 

@@ -116,7 +116,7 @@ class Reader:
             )
 
     def read_defaults(self, words: Iterable[str]) -> None:
-        """Read flags that any flag which is read later overrides."""
+        """Read flags as defaults. Any flag that is read later overrides them."""
         self._read_words(((Word(text), DEFAULT) for text in words), Path(), ())
 
     def _read_words(

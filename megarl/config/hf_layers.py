@@ -133,7 +133,7 @@ def unsupported_experts(model_type: str, config: Json) -> Errors:
     values = expert_values(model_type, config)
 
     def said(key: str) -> str:
-        """Return a key by the family's name, with its value in brackets, for errors."""
+        """Return a key under the name that the family has for it, with its value in brackets, for errors."""
         value = values[key]
         return f"{NAMES[model_type].get(key, (key,))[0]} ({'missing' if value is None else value})"
 

@@ -52,7 +52,7 @@ def with_user_algorithms(algorithms: Mapping[str, type], argv: Sequence[str]) ->
 
 
 def _broken_rules(cls: object) -> list[str]:
-    """Return what keeps an object from being an algorithm, one sentence each."""
+    """Return one sentence per reason why an object cannot be used as an algorithm."""
     base = _base_of(cls)
     if base is None:
         shown = cls.__name__ if isinstance(cls, type) else type(cls).__name__

@@ -119,7 +119,7 @@ def see_gpus() -> str:
 
 
 def add_on_gpus(store, rank: int) -> str:
-    """Add over NCCL: two ranks on two GPUs, or rank 0 alone where there is one."""
+    """Add numbers over NCCL: two ranks on two GPUs, or rank 0 alone if there is only one GPU."""
     import torch
     import torch.distributed as dist
 

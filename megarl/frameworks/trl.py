@@ -60,8 +60,8 @@ def _processes(settings: Settings) -> int:
 
 
 def _batch(settings: Settings) -> Iterator[Line]:
-    """Yield the batch. TRL counts samples per device and micro-batch, megarl prompts per step and samples
-    per update."""
+    """Yield the flags of batch sizes. TRL counts samples per device and micro-batch, megarl prompts per step
+    and samples per update."""
     parts = [settings.number(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     group, updates = settings.number("num_generations"), _updates(settings)
     if None in parts or group is None or updates is None:

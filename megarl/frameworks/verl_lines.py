@@ -68,7 +68,7 @@ SIZES = tuple(
 
 
 def nearest_algorithm(estimator: object) -> str:
-    """Return --algorithm for an estimator of advantages; grpo for one that is not here."""
+    """Return the --algorithm for an estimator of advantages, or grpo for an estimator that megarl lacks."""
     return ESTIMATORS.get(key_of(estimator), "grpo")
 
 
@@ -104,7 +104,7 @@ def steps(settings: Settings) -> Iterator[Line]:
 
 
 def rates(settings: Settings) -> Iterator[Line]:
-    """Yield the learning rates. verl's schedule counts steps, as ours does."""
+    """Yield the flags of the learning rates. The schedules of verl and megarl both count steps."""
     has_critic = key_of(settings["algorithm.adv_estimator"]) == "gae"
     for prefix, there in (("", f"{ACTOR}.optim"), ("critic-", "critic.optim"))[: 1 + has_critic]:
         warmup, ratio = (
@@ -162,7 +162,7 @@ def kl(settings: Settings) -> Iterator[Line]:
 
 
 def clip(settings: Settings) -> Iterator[Line]:
-    """Yield the loss and its clip ranges."""
+    """Yield the flags of the policy loss and of its clip ranges."""
     mode = key_of(settings[f"{ACTOR}.policy_loss.loss_mode"])
     loss = LOSSES.get(mode, "ppo")
     near = f"the nearest to {mode}; docs/algorithms.md says how to add a loss"
@@ -200,7 +200,7 @@ def ranks(settings: Settings) -> Iterator[Line]:
 
 
 def sizes(settings: Settings) -> Iterator[Line]:
-    """Yield the parallel sizes of the actor, and of the other roles where they differ."""
+    """Yield the flags of the actor's parallel sizes, and of those of other roles where they differ."""
     roles = {"": ACTOR}
     if settings.ours.get("kl-mode", "none") != "none":
         roles["reference-"] = REF

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(states: Sequence[EngineState]) -> str:
-    """Return the states as text, a line per engine."""
+    """Return the states of engines as text, a line per engine."""
     rows = [("engine", "ranks", "state", "since step", "reason")]
     for one in states:
         ranks = " ".join(map(str, one.ranks))

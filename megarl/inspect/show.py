@@ -252,7 +252,7 @@ def _lines(
 
 
 def _summary(samples: Sequence[Sample], num_sampled: int | None) -> str:
-    """Return what the samples are in one line: steps, counts, rewards and lengths.
+    """Return one line that sums the samples up: steps, counts, rewards and lengths.
 
     Args:
         num_sampled: number of samples that the steps had. None: unknown."""

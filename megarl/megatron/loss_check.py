@@ -44,8 +44,7 @@ class PassLimit:
 
 
 class LossCheck:
-    """Measurements of the loss of one update on this rank, which are compared with what the algorithm
-    promises.
+    """Measures the loss of one update on this rank, to compare it with what the algorithm promises.
 
     Args:
         role: name of the role that is updated.
@@ -119,7 +118,7 @@ class LossCheck:
 
     def sums(self, device: torch.device) -> torch.Tensor:
         """Return [5] fp64 sums of this rank: weights, tokens, sequences, tokens above the limit, and
-        differences; zeros if it does not count."""
+        differences; zeros if another rank counts the same loss."""
         parts = torch.zeros(5, dtype=torch.float64, device=device)
         if self.counts:
             parts[0] += self._weight

@@ -45,8 +45,8 @@ def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
 
 
 def adapter_sizes(shape: ModelShape, lora: LoRAConfig) -> Sizes:
-    """Return (rows, cols) of every tensor of the model's LoRA adapters, by the names in the module's
-    docstring."""
+    """Return (rows, cols) of every canonical tensor of the model's LoRA adapters (lora_A and lora_B), by
+    name."""
     found: Sizes = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         found |= {_down(hf_name, target): (lora.lora_rank, cols), _up(hf_name): (rows, lora.lora_rank)}

@@ -29,7 +29,8 @@ _MOST_RANKS = 65_536
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return (own options, the job's files and flags).
+    """Return the options of `megarl reshard-plan`, and the other words, which are args files and flags of the
+    job.
 
     Prints the help text and exits for --help or -h."""
     parser = argparse.ArgumentParser(
@@ -184,7 +185,7 @@ def _by_kind(
 
 
 def _pairs(moved: dict[tuple[int, int], int]) -> list[str]:
-    """Return lines with the bytes from rank to rank."""
+    """Return lines with the bytes that go from each rank to each other rank."""
     lines = [f"  {src:4d} -> {dst:4d}  {_gb(size)}" for (src, dst), size in list(moved.items())[:_MOST_PAIRS]]
     left = len(moved) - len(lines)
     return ["from -> to", *lines, *([f"  ... and {left} pairs more"] if left else [])]

@@ -67,7 +67,7 @@ class Receiver(Protocol):
         pulls: dict[int, dict[int, Pull]],
         messages: Callable[[], object],
     ) -> None:
-        """Start to copy a version.
+        """Start to copy a version of the weights.
 
         Args:
             arrivals: destination -> source -> the source's message.
@@ -90,8 +90,8 @@ Pull = ExportedPull | tuple[dict[str, Tensor], None]
 
 @dataclass(frozen=True)
 class Participant:
-    """What a rank tells the other ranks before the first weight sync: its machine and device, and the dtypes of
-    its engine's weights."""
+    """The facts about a rank that other ranks need before the first weight sync: its machine and device, and
+    the dtypes of its engine's weights."""
 
     place: Place
     engine_place: Place | None

@@ -22,7 +22,7 @@ from megarl.runtime.abort import ABORT, Aborted
 
 @dataclass(eq=False)
 class _Job:
-    """A sample that is scored once."""
+    """A sample to score once, and the future of its verdict."""
 
     sample: RewardSample
     verdict: Future[Verdict] = field(default_factory=Future)

@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Started:
-    """What the rank needs to know of a new engine."""
+    """The facts about a new engine that its process reports to the rank."""
 
     device: str
     weights: dict[str, tuple[tuple[int, int], str]]
@@ -424,7 +424,7 @@ class RemoteEngine(InferenceEngine):
         self._connection.close()
 
     def shutdown(self) -> None:
-        """End the process."""
+        """End the engine's process."""
         self.version = None
         self._connection.close()
         try:

@@ -110,7 +110,8 @@ class InferenceEngine(ABC):
         return False
 
     def restore_kv_cache(self) -> None:
-        """Take the memory back, released or not. Unfinished requests compute their KV cache anew."""
+        """Take the KV cache's memory back, if it was released. Unfinished requests compute their KV cache
+        anew in any case."""
 
     @abstractmethod
     def write_weights(self, copy: Callable[[], object]) -> None:

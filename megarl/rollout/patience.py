@@ -1,4 +1,4 @@
-"""Say when an engine that does not answer counts as hanging."""
+"""Decide when an engine that does not answer counts as hanging."""
 
 from __future__ import annotations
 

@@ -115,13 +115,13 @@ class EngineProcesses:
         raise self.death
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """End the engine's processes at once."""
         self._is_closing = True
         for process in self._processes:
             process.kill()
 
     def shutdown(self) -> None:
-        """End the processes and remove the shared memory that they leave behind."""
+        """End the engine's processes and remove the shared memory that they leave behind."""
         self._is_closing = True
         self._client.shutdown()
         remove_own_shared_memory()

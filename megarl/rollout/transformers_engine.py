@@ -40,7 +40,7 @@ _TOKENS_PER_STEP = 8192
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a process needs to know of a configuration to build the engine."""
+    """The parts of a configuration from which a process builds the engine."""
 
     rank: int
     folder: str

@@ -75,7 +75,7 @@ def read_words(words: Sequence[str]) -> Source:
 
 
 def read_file(path: str, environment: Mapping[str, str]) -> Source:
-    """Return the settings of a file.
+    """Return the settings of another framework that a file holds.
 
     Raises: ConfigError if the file cannot be read, or is no configuration of a known framework."""
     try:

@@ -72,7 +72,7 @@ class ProfilerRole:
 
 
 class CallRecorder:
-    """Opens the ranges of the driver's calls with a profiler.
+    """Marks the driver's calls on a rank as ranges of a profiler.
 
     Args:
         profiler: has `range(name)`, which returns a context manager.
@@ -99,7 +99,7 @@ class CallRecorder:
             yield
 
     def end_step(self) -> None:
-        """End the range of the current label."""
+        """End the range of the current step."""
         self._step.close()
         self._label = None
 

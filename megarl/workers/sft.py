@@ -119,6 +119,6 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
         self.store.set_batch(self.shard_key, BatchShard(batch, mini_batches))
 
     def row_sample(self, visits: Mapping[int, int], sample: int) -> RowSample:
-        """Return the content of a sample of the step."""
+        """Return the token ids and the reward of a sample of the step, by its id."""
         visit, index = divmod(sample, self.algorithm.samples_per_row)
         return self.rows[visits[visit]][index]
