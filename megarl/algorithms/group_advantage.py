@@ -63,7 +63,7 @@ class GroupAdvantage(PolicyGradient):
         raise NotImplementedError
 
     def reference_advantage(self, mine: Peer, group: Sequence[Peer]) -> tuple[float, float]:
-        """Return one sample's advantage by plain arithmetic, and the number that rewards are divided by.
+        """Return one sample's advantage by plain arithmetic, and the number by which its reward was divided.
 
         Args:
             group: members of the group whose reward did not fail, two or more, including `mine`."""

@@ -128,7 +128,7 @@ class PPO(PolicyGradient):
         return self.gae_lambda_alpha is not None or self._critic_lambda != self.gae_lambda
 
     def _policy_lambda(self, length: int) -> float:
-        """Return the decay of the advantages of a response of so many tokens (arXiv:2504.05118, eq. 9)."""
+        """Return the decay of the advantages of a response of `length` tokens (arXiv:2504.05118, eq. 9)."""
         if self.gae_lambda_alpha is None:
             return self.gae_lambda
         return max(1 - 1 / (self.gae_lambda_alpha * length), 0.0) if length else 0.0

@@ -151,7 +151,7 @@ def _wants_calls(choice: object, has_tools: bool) -> bool:
 
 
 def _tools(given: list[dict[str, Any]], takes_tools: bool, wants_calls: bool) -> list[Tool]:
-    """Return the tools as they were given. Raises: BadRequest for one that is not understood."""
+    """Return the tools as they were given. Raises: BadRequest for a malformed tool."""
     names = []
     for index, tool in enumerate(given):
         where = f"tools[{index}]"
@@ -187,7 +187,7 @@ def _refuse_unsupported(body: _Body) -> None:
 
 
 def _messages(given: list[_Message]) -> list[Message]:
-    """Return the messages with their content as text. Raises: BadRequest for one that is not understood."""
+    """Return the messages with their content as text. Raises: BadRequest for a malformed message."""
     found: list[Message] = []
     for index, message in enumerate(given):
         where = f"messages[{index}]"
@@ -223,8 +223,7 @@ def check_last_message(messages: Sequence[Message]) -> None:
 
 
 def _given_calls(message: _Message, where: str) -> list[dict[str, Any]]:
-    """Return the calls of a message as chat templates read them. Raises: BadRequest for one that is not
-    understood."""
+    """Return the calls of a message as chat templates read them. Raises: BadRequest for a malformed call."""
     if message.role != "assistant":
         raise BadRequest(f"{where} belongs to messages of the assistant only", param=where)
     found = []

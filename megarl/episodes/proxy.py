@@ -180,7 +180,8 @@ class Proxy:
         return web.Response(body=messages_events(completion), content_type="text/event-stream")
 
     def _conversation(self, request: web.Request) -> _Conversation:
-        """Return the conversation of a request's key. Raises: BadRequest (401) for another key."""
+        """Return the conversation that belongs to a request's API key. Raises: BadRequest (401) for an
+        unknown key."""
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
         found = self._conversations.get(key)

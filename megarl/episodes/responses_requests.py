@@ -138,7 +138,7 @@ def _tools(given: list[_Tool], takes_tools: bool, wants_calls: bool) -> list[Too
 
 
 def _messages(body: _Body) -> list[Message]:
-    """Return the conversation as chat templates read it. Raises: BadRequest for an item that is not understood.
+    """Return the conversation as chat templates read it. Raises: BadRequest for a malformed item.
 
     The items of one answer, text and calls, are one message."""
     found: list[Message] = []

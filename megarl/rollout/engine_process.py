@@ -48,7 +48,7 @@ def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
 
 @dataclass(frozen=True)
 class Call:
-    """Message to the process: call this method of the engine."""
+    """Message to the engine's process: call this method of the engine."""
 
     number: int
     method: str
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Message of the process: the result of a call, or the error that it raised."""
+    """Message of the engine's process: the result of a call, or the error that it raised."""
 
     number: int
     result: bytes = b""
@@ -88,7 +88,7 @@ class State:
 
 
 class HostedEngine:
-    """The methods that a RemoteEngine calls in the process."""
+    """The methods that a RemoteEngine calls in the engine's process."""
 
     engine: TransformersEngine
 

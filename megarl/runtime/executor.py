@@ -323,7 +323,7 @@ class Executor(ABC):
 
     @abstractmethod
     def dead_ranks(self) -> list[int]:
-        """Return the ranks that have died or do not answer within seconds.
+        """Return the ranks that have died, or that do not answer within a few seconds.
 
         This is quicker than `health`. Call it once per graceful shutdown, from another thread than the
         loop's."""

@@ -409,8 +409,8 @@ class ActorRole(PolicyRole):
     def check_inputs(
         self, check: LossCheck, micro: MicroBatch, rows: torch.Tensor, inputs: LossInputs
     ) -> None:
-        """Record the inputs of the loss in `check`, and raise ValueError if a loss declared as a sum over
-        tokens is none."""
+        """Record the inputs of the loss in `check`, and raise ValueError if a loss that is declared as a sum
+        over tokens is not such a sum."""
         if self.algorithm.token_level and not self._is_token_level:
             is_whole = len(rows) == len(micro.response_positions)
             self._is_token_level = check_token_level(self.algorithm, inputs, is_whole)
