@@ -137,7 +137,7 @@ def driver_error(available: bool, built_for: str | None) -> str | None:
 
 
 def peer_access() -> tuple[bool, str]:
-    """Return whether each GPU reads the memory of each other one, and which do not."""
+    """Return whether each GPU reads the memory of every other GPU, and which GPUs do not."""
     import torch
 
     count = torch.cuda.device_count()

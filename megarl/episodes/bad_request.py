@@ -27,7 +27,7 @@ class BadRequest(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
+        """The error as the JSON object with which OpenAI's API reports one."""
         kinds = {401: "authentication_error", 500: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -115,8 +115,8 @@ class PackedAttention(torch.nn.Module):
         ]
 
     def _attend(self, query, key, value) -> torch.Tensor:
-        """Return the output of causal attention, where the queries belong to the last tokens of those that
-        the keys belong to.
+        """Return the output of causal attention for the last tokens of a sequence. `query` has these tokens,
+        `key` and `value` have all tokens.
 
         SDPA's own causal mask would treat the queries as the first tokens."""
         length, before, mask = key.shape[2], key.shape[2] - query.shape[2], None

@@ -28,8 +28,8 @@ from megarl.reshard.atlas import (
 
 
 def fused_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Return this rank's rows of vLLM's qkv_proj: [its query heads; its key heads; its value heads]. With
-    more ranks than key heads, t/G ranks share each."""
+    """Return this rank's rows of vLLM's qkv_proj: [its query heads; its key heads; its value heads]. If there
+    are more ranks than key heads, several ranks share each key head."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
     start, end = cut.share(sizes[query][0])

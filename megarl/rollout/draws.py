@@ -115,7 +115,7 @@ def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def draw_arguments(key: int, on_cpu: bool) -> dict[str, object]:
-    """Return the arguments of vLLM's SamplingParams that make a request draw by its key.
+    """Return the arguments of vLLM's SamplingParams by which a request's random draws depend on its key.
 
     On a CPU our sampler (cpu_sampler.py) reads the key. A `seed` would make vLLM keep a generator per
     request, which fails as soon as a prompt is prefilled in chunks. On a GPU vLLM's Model Runner V2 already

@@ -135,7 +135,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def set_version(self, version: int) -> None:
-        """Give the weights another version, which tokens have from the next step on. Nothing else changes."""
+        """Label the weights with another version, which tokens get from the next step on. Nothing else
+        changes."""
 
     @abstractmethod
     def give_up_weights(self) -> None:

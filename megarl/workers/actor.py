@@ -159,7 +159,7 @@ class ActorRole(PolicyRole):
         return metrics
 
     def _mismatch(self, log_probs: torch.Tensor, gap: torch.Tensor, num_tokens: int) -> dict[str, float]:
-        """Return this rank's part of the metrics mismatch/* of tokens.
+        """Return this rank's part of the metrics mismatch/* over these tokens.
 
         Args:
             gap: trainer's log-probs - engine's.

@@ -1,4 +1,5 @@
-"""Write the log of one engine, and hold the engine where the run that --replay repeats did the same.
+"""Write the log of one engine, and in a replay make the engine stop at the engine steps at which logged
+events took place.
 
     recorder.start(version=0)
     with recorder.taking_effect(Admit(step=1, version=0, visits=(0, 1))):
