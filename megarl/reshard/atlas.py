@@ -259,7 +259,7 @@ def whole(hf_name: str, rows: int, cols: int) -> LocalParam:
 
 
 def hf_atlas(shape: ModelShape) -> Atlas:
-    """Return an atlas whose parameters are the complete tensors of a Hugging Face folder."""
+    """Return an atlas (sharding spec) whose parameters are the complete tensors of a Hugging Face folder."""
     return {name: whole(name, *size) for name, size in hf_sizes(shape).items()}
 
 

@@ -85,7 +85,7 @@ def note_prediction_tensors(folder: str | os.PathLike, names: Iterable[str], sha
 
 
 def _without_value_head(atlas: Atlas, tensors: dict[str, Tensor]) -> Atlas:
-    """Set the value head, if there is one, to 0, and return the atlas without it."""
+    """Set the value head, if there is one, to 0, and return the atlas (sharding spec) without it."""
     heads = {
         name for name, param in atlas.items() if any(piece.hf_name == VALUE_HEAD for piece in param.pieces)
     }

@@ -21,8 +21,8 @@ from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
 
 
 def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
-    """Return a copy of this atlas to which the LoRA adapters of the layers that --lora-target-modules names
-    are added."""
+    """Return a copy of this atlas (sharding spec) with the LoRA adapters of the layers that
+    --lora-target-modules names."""
     rank, adapters = lora.lora_rank, {}
     for name, target, param in _adapted(atlas, lora.lora_target_modules):
         columns = {
@@ -54,7 +54,8 @@ def adapter_sizes(shape: ModelShape, lora: LoRAConfig) -> Sizes:
 
 
 def peft_atlas(shape: ModelShape, lora: LoRAConfig) -> Atlas:
-    """Return an atlas whose parameters are the complete tensors of a PEFT adapter, under PEFT's names."""
+    """Return an atlas (sharding spec) whose parameters are the complete tensors of a PEFT adapter, under
+    PEFT's names."""
     atlas: Atlas = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         module = hf_name.removesuffix(".weight")

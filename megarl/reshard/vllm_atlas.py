@@ -126,6 +126,6 @@ def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
 
 
 def vllm_atlases(shape: ModelShape, ranks: Sequence[int], tp_size: int) -> dict[int, Atlas]:
-    """Return rollout rank -> its atlas; engines are consecutive blocks of tp_size ranks."""
+    """Return rollout rank -> its atlas (sharding spec). Engines are consecutive blocks of tp_size ranks."""
     of_tp_rank = [vllm_atlas(shape, tp_size, tp_rank) for tp_rank in range(tp_size)]
     return {rank: of_tp_rank[index % tp_size] for index, rank in enumerate(ranks)}

@@ -68,7 +68,8 @@ class VllmProcesses(VllmEngine):
         super().__init__(llm, setup)
 
     def _connect(self) -> None:
-        """Tell vLLM's workers their ranks, and ask for the sizes and atlases of their weights."""
+        """Tell vLLM's workers their ranks, and ask for the sizes and atlases (sharding specs) of their
+        weights."""
         llm, ranks = self.llm, list(self._setup.ranks)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         llm.init_weight_transfer_engine({"init_info": {"ranks": ranks, "double_buffer": self._double_buffer}})

@@ -104,7 +104,8 @@ class EngineRecorder:
         return self._engine.num_steps >= self._planned[0].engine_step
 
     def catch_up(self) -> None:
-        """Let the engine go on to the step of its next planned record. Does nothing without --replay."""
+        """Take engine steps until the engine is at the step of its next planned event. Does nothing without
+        --replay."""
         if self._planned:
             self._reach(self._planned[0])
 
@@ -157,7 +158,7 @@ class EngineRecorder:
             )
 
     def _reach(self, record: EngineRecord) -> None:
-        """Let the engine go on to the step of a record.
+        """Take engine steps until the engine is at the step at which the record's event took place.
 
         Raises: ReplayError if it has made more steps, or does not get there."""
         done, last = self._engine.num_steps, time.monotonic()
