@@ -259,7 +259,7 @@ def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
 
 
 def engine_bytes(config: TrainConfig, world_size: int, machine: Machine) -> int:
-    """Return the bytes of a rank of the first actor's engines on a GPU, without its KV cache."""
+    """Return the bytes of GPU memory that a rank of the first actor's engines needs, without its KV cache."""
     shape, itemsize = ModelShape.load(config.model.model), ITEMSIZE[config.engine_dtype]
     is_outside = engine_mode(config, world_size) == "out-of-process"
     buffers = 2 if is_outside and _double_buffer(config, machine) else 1

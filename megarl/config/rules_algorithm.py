@@ -30,7 +30,7 @@ class Condition:
 
 
 def num_updates(config: TrainConfig) -> int:
-    """Return the optimizer updates of a step."""
+    """Return the number of optimizer updates of a step."""
     batch = config.batch
     return batch.num_prompts * batch.num_samples_per_prompt // batch.global_batch_size * batch.num_epochs
 

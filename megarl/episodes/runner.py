@@ -58,7 +58,7 @@ def play(
 
 
 class _Play:
-    """The episodes of one call of `play`."""
+    """The open episodes of one call of `play`, between their environments and the engine."""
 
     def __init__(
         self,

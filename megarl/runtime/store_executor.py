@@ -189,7 +189,8 @@ class StoreExecutor(ProcessExecutor):
         self._reader.join(timeout=1.0)
 
     def _end_at_exit(self) -> None:
-        """Call `_end` if nothing else has, and wait for it two seconds at most."""
+        """Stop the reader thread when the process exits, if nothing else has, and wait two seconds at
+        most."""
         if self._reader.is_alive() and not self._is_over:
             ending = threading.Thread(target=self._end, daemon=True)  # a store that is stopped never answers
             ending.start()

@@ -194,7 +194,8 @@ class ActorRole(PolicyRole):
         return is_current & batch.spread(is_whole).bool()
 
     def _num_current(self, version: int) -> int:
-        """Return the number of tokens for which `_is_current` is true on all ranks together."""
+        """Return the number of tokens, on all ranks together, on whose log-probs trainer and engine must
+        agree (`_is_current`)."""
         counts = (
             (sample.tokens_of(version), sample.response_length)
             for sample in self.store.layouts[self.shard_key].planned

@@ -137,7 +137,8 @@ class EngineRecorder:
                 self._engine.resume()
 
     def committing(self, version: int) -> AbstractContextManager[None]:
-        """Return `taking_effect` of a commit, which completes the training step of the same number."""
+        """Return the context in which new weights are committed, with a record in the log. The commit
+        completes the training step of the same number."""
         return self.taking_effect(Commit(step=version, version=version))
 
     def close(self) -> None:
