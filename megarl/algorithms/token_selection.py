@@ -25,7 +25,7 @@ _DIGIT_BITS, _NUM_DIGITS = 16, 4  # of a key of 64 bits
 
 
 class SelectionFlags(Protocol):
-    """The fields of an algorithm that a selection reads."""
+    """The fields of an algorithm that decide which tokens clip-cov and kl-cov select."""
 
     cov_share: float
     cov_low: float

@@ -208,10 +208,10 @@ def _broken(config: TrainConfig, is_error: bool) -> Errors:
 
 
 def conditions(job: Job) -> Errors:
-    """Yield an error per condition of the table that the job must fulfil and does not."""
+    """Yield an error for each requirement in CONDITIONS that the job does not fulfil."""
     return _broken(job.config, is_error=True)
 
 
 def condition_notes(config: TrainConfig) -> Errors:
-    """Yield a note per drawback of the table that concerns the job."""
+    """Yield a note for each drawback in CONDITIONS that concerns the job."""
     return _broken(config, is_error=False)

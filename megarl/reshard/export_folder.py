@@ -116,6 +116,6 @@ def write_index(folder: Path, shards: StateDictSplit) -> None:
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:
-    """Write a small file. Raises: WriteError naming it."""
+    """Write a small JSON file. Raises: WriteError naming it."""
     with writing(path):
         path.write_text(json.dumps(content, indent=2) + "\n")

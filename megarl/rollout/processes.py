@@ -103,7 +103,7 @@ class EngineProcesses:
         return self.death is not None
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the result of a call to vLLM.
+        """Return the result of a call to vLLM, or raise an error if one of its processes has died.
 
         Raises: `death` if a process has died, because vLLM's own error for a dead engine names no cause."""
         try:

@@ -190,7 +190,7 @@ class VllmProcesses(VllmEngine):
         self._processes.shutdown()
 
     def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
-        """Return the result of a call to vLLM.
+        """Return the result of a call to vLLM's engine, or raise an error if it does not answer in time.
 
         Raises: EngineHangs if vLLM does not answer within timeout_s and the time that an answer may take.
         vLLM's own client would wait for ever."""

@@ -132,7 +132,7 @@ class CallFuture(Future[Any]):
         self._executor = executor
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not answered."""
+        """Return the ranks that have not answered the call yet."""
         return [rank for rank in self.ranks if rank not in self.values]
 
     def result(self) -> list[Any]:

@@ -62,7 +62,7 @@ class Refill:
         return min(self.num_prompts, -(-2 * missing * generated // kept))
 
     def add(self, batch: RolloutBatch) -> None:
-        """Add a round: samples with rewards of whole groups."""
+        """Add a round of sampling: whole groups of samples with their rewards."""
         differ = batch.groups_that_differ
         self._rounds.append(batch)
         self._row_of |= batch.visits

@@ -44,7 +44,7 @@ def _parser(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) 
 
 
 def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> Environments:
-    """Return the processes of --env or of --agent-command."""
+    """Return the pool that runs the environments of --env or the agents of --agent-command."""
     episodes = config.episodes
     if episodes.agent_command is not None:
         from megarl.episodes.agent_pool import AgentPool  # imports aiohttp, which other jobs need not have

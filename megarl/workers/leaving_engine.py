@@ -60,7 +60,7 @@ class LeavingEngine(HostedRole):
 
     @property
     def replica(self) -> int:
-        """Number of this rank's engine."""
+        """Number of this rank's engine among the engines of the role."""
         return self.mesh.coordinates(self.rank)["dp"]
 
     @property

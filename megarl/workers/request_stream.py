@@ -47,7 +47,7 @@ class Answer:
     """Version of the weights that sampled each token of `response`."""
 
     def after(self, output: Output | Response) -> Answer:
-        """Return the answer with the tokens that were sampled since."""
+        """Return the answer, extended by the tokens of an output that continues it."""
         return replace(
             self,
             response=[*self.response, *output.token_ids],
@@ -79,7 +79,7 @@ class SavedAnswer:
 
 
 class RequestStream:
-    """The unfinished groups of one engine.
+    """Keeps the unfinished groups of samples of one engine between the driver's calls.
 
     Args:
         table: gets the samples of finished groups.

@@ -296,7 +296,7 @@ class RolloutRole(LeavingEngine):
         return [replace(record, trained=False) for record in self._records(made)]
 
     def _own(self, visits: Mapping[int, int], engines: Sequence[int] | None) -> list[tuple[int, int]]:
-        """Return (visit, row) of the visits of this rank's engine."""
+        """Return (visit, row) of those visits that this rank's engine samples."""
         if engines is not None:
             return [
                 one for one, engine in zip(visits.items(), engines, strict=True) if engine == self.replica
