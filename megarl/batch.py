@@ -183,8 +183,7 @@ def column_dtype(name: str) -> torch.dtype:
 
 
 def check_column_names(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that is not that of a column with one number per token, such as
-    "values"."""
+    """Raise ValueError unless each name is that of a column with one number per token, such as "values"."""
     for name in names:
         if name not in TOKEN_COLUMNS:
             raise ValueError(f"column ({name!r}) must be one of {', '.join(TOKEN_COLUMNS)}.")

@@ -150,7 +150,8 @@ def _digests(batch: Batch) -> Iterator[int]:
 
 
 def _runs(batch: Batch) -> Iterator[list[int]]:
-    """Yield the `run_lengths` of each sample, and [] for a sample whose sampled tokens are its last ones."""
+    """Yield the lengths of each sample's runs of context and of sampled tokens in turn (`run_lengths`), or []
+    if no context follows the sample's sampled tokens."""
     mask, cu_seqlens = batch.response_mask, batch.cu_seqlens.tolist()
     falls = torch.zeros_like(mask)  # the first token after each run of sampled tokens
     falls[1:] = mask[:-1] & ~mask[1:]

@@ -157,7 +157,7 @@ def check(argv: list[str]) -> int:
     )
     report = examine(config, config.placement.world_size, machine=machine)
     sys.stdout.write("".join(f"{line}\n" for line in report.lines))
-    sys.stdout.flush()  # before what is wrong, where both go to one place
+    sys.stdout.flush()  # so that it precedes the errors if both go to one file
     raise_errors([*report.errors, *report.estimates], report.is_complete)
     return 0
 

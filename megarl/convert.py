@@ -164,7 +164,7 @@ def load_shape(arguments: argparse.Namespace) -> ModelShape:
         try:
             value_head = is_sequence_classifier(arguments.model)
         except (OSError, ValueError, AttributeError, TypeError):
-            value_head = False  # ModelShape.load says it better
+            value_head = False  # ModelShape.load reports the error with advice
     return ModelShape.load(arguments.model, value_head=value_head)
 
 

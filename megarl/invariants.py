@@ -193,7 +193,8 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample], max
         if (m.num_sequences, m.num_tokens) != (len(members), sum(length_of[s] for s in members)):
             raise InvariantError(
                 f"mini-batch {index} has {len(members)} samples with {sum(length_of[s] for s in members)} "
-                f"response tokens, and its loss would be divided for {m.num_sequences} with {m.num_tokens}"
+                f"response tokens, and its loss would be divided as for {m.num_sequences} samples with "
+                f"{m.num_tokens} tokens"
             )
         for micro in (micro for of_rank in m.micro_batches for micro in of_rank if len(micro) > 1):
             if (size := sum(num_tokens[s] for s in micro)) > max_tokens:

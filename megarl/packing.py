@@ -250,8 +250,8 @@ def ranks_of_samples(
 
 @dataclass(frozen=True)
 class Route:
-    """Which samples one rank sends to and receives from which other rank. Both ends list the samples in the
-    same order."""
+    """The samples that one rank sends to, and receives from, each other rank. Both ends list the samples in
+    the same order."""
 
     outgoing: dict[int, list[int]] = field(default_factory=dict)
     """Maps each destination rank to sample ids."""

@@ -24,7 +24,7 @@ _NO_RANGE: Range = contextlib.nullcontext()  # one for all, because it has no st
 
 
 class Recorder(Protocol):
-    """What a profiler does at each range, while it records."""
+    """The interface of a profiler that marks ranges while it records."""
 
     def range(self, name: str) -> Range:
         """Return the range of a part of a call, as a context manager."""

@@ -115,5 +115,5 @@ def run_python(
 
 
 def _cut(text: str) -> str:
-    """Return the text, of which all beyond a limit is left out."""
+    """Return the text without what exceeds the limit on a tool's output."""
     return text if len(text) <= _MAX_OUTPUT else f"{text[:_MAX_OUTPUT]}\n[cut at {_MAX_OUTPUT} characters]"

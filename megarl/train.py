@@ -46,7 +46,7 @@ def main(
         say: shows the line that says what an executor without rank processes starts.
     """
     if "RANK" in os.environ:
-        # early: who is started by torchrun is told of a Ctrl-C too, and has nothing to say of it
+        # early, because torchrun passes a Ctrl-C on to this process, which has no message of its own
         end_on_signals()
     keep_checkout_off_path()
     rank = int(os.environ.get("RANK", "0"))

@@ -226,7 +226,7 @@ def sample_planned_twice(step):
     )
 
 
-@mutation("its loss would be divided for")
+@mutation("its loss would be divided as for")
 def loss_divided_by_one_ranks_tokens(step):
     step.mini_batches[0] = replace(step.mini_batches[0], num_tokens=step.mini_batches[0].num_tokens // 2)
 

@@ -72,7 +72,7 @@ def aot_case(
     aligned: tuple[str, ...] = (),
     **launch,
 ) -> AotCase:
-    """Return the case of a kernel as our launchers call it.
+    """Return the `AotCase` of a kernel with the argument types and alignments that the launchers use.
 
     Args:
         constants: as for `AotCase`.

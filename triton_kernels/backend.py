@@ -1,4 +1,4 @@
-"""Choose the implementation of an op that runs: PyTorch or Triton.
+"""Choose whether PyTorch or Triton computes an op.
 
     tensor on CUDA          triton
     tensor elsewhere        torch: PyTorch in chunks of rows, without a compiler

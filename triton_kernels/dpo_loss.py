@@ -29,8 +29,8 @@ DPOKind = Literal["sigmoid", "ipo"]
 
 
 class DPOStats(NamedTuple):
-    """Sums over the pairs, not divided by anything, without gradient. A reward is beta times the log-ratio of
-    a sequence to the reference."""
+    """Sums, not means, over the pairs, without gradient. A reward is beta times the log-ratio of a sequence
+    to the reference."""
 
     num_correct: Tensor
     """Pairs whose chosen sequence has the larger reward."""

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 
 def with_gradient(compute: Callable[..., tuple[Tensor, ...]], x: Tensor, *constants: object) -> tuple:
-    """Return the loss and the statistics of `compute`. The loss is differentiable in `x` only.
+    """Return the loss and the statistics that `compute` returns. The loss is differentiable in `x` only.
 
     `compute` maps x and the constants to (loss, gradient of x, statistics ...)."""
     return _WithGradient.apply(compute, x, *constants)

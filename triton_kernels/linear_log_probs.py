@@ -171,7 +171,8 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _chunks(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute in chunks. Returns (log_probs [N], entropy [N] or None, `Softmax.shift` of all rows)."""
+    """Compute log-probs and entropies from logits, a chunk of rows at a time. Returns (log_probs [N], entropy
+    [N] or None, `Softmax.shift` of all rows)."""
     parts = [head.softmax(rows, with_entropy) for rows in head.chunks()]
     if not parts:
         nothing = torch.empty(0, dtype=head.dtype, device=head.hidden.device)
@@ -182,7 +183,7 @@ def _chunks(head: LinearHead, with_entropy: bool) -> tuple[Tensor, Tensor | None
 
 
 def _tiles(head: LinearHead, with_entropy: bool, tiles: Tiles) -> tuple[Tensor, Tensor | None]:
-    """Compute by the Triton kernel. Returns (log_probs [N], entropy [N] or None)."""
+    """Compute log-probs and entropies by the Triton kernel. Returns (log_probs [N], entropy [N] or None)."""
     from megarl.kernels import linear_log_probs_triton
 
     targets, is_local = local_columns(head.local_targets, head.num_real)

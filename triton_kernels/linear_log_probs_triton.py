@@ -115,7 +115,7 @@ def _target_logits_kernel(
 
 
 def can_run(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether tensor descriptors (TMA) can read the inputs.
+    """Return whether tensor descriptors (TMA) can read the inputs, and the kernel computes in their dtype.
 
     They need contiguous columns, rows and starts at multiples of 16 bytes. fp32 would be TF32 on CUDA; in
     the interpreter, which multiplies the raw bits of bf16, it is fp32 that runs."""
@@ -129,7 +129,7 @@ def can_run(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def tiles_of(device: torch.device) -> tuple[Tiles, ...]:
-    """Return the tiles to try on a device; none on a GPU of a kind that nothing was checked for."""
+    """Return the tiles to try on a device; none on a kind of GPU for which no tiles were checked."""
     if device.type != "cuda":
         return (_INTERPRETED,)
     major, minor = torch.cuda.get_device_capability(device)
@@ -235,7 +235,7 @@ _MUST_USE = {
 
 
 def aot_case_of(tiles: Tiles, entropy: bool, capabilities: tuple[int, ...]) -> AotCase:
-    """Return the case of the kernel with these tiles."""
+    """Return the `AotCase` of the kernel with these tiles."""
     constants = {"BM": tiles.BM, "BN": tiles.BN, "BK": tiles.BK, "GROUP_M": _GROUP_M, "NUM_PROGRAMS": 132}
     outputs = 3 if entropy else 2
     return aot_case(

@@ -331,9 +331,9 @@ def merge_ranks(log_probs, entropy, log_z, is_local, with_entropy, group) -> tup
 def _scaled_chunks(
     logits: Tensor, num_real: int, temperature: float, dtype: torch.dtype, alias: bool
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows, logits[rows] / temperature in `dtype` with -inf in padded columns), a chunk of rows at
-    a time; none without a column. Each is overwritten by the next, or, where nothing has to change and
-    `alias` allows it, is the logits themselves."""
+    """Yield (rows, logits[rows] / temperature in `dtype` with -inf in padded columns), a chunk of rows at a
+    time; none without a column. Each chunk is overwritten by the next, unless it is a view of the logits,
+    which `alias` allows where nothing has to change."""
     elements = _CHUNK_ELEMENTS_CPU if logits.device.type == "cpu" else _CHUNK_ELEMENTS
     num_rows = min(max(1, elements // logits.shape[1]), len(logits))
     unchanged = logits.dtype == dtype and temperature == 1 and num_real == logits.shape[1]

@@ -52,7 +52,7 @@ class PolicyLossColumns(NamedTuple):
 
 
 class PolicyLossStats(NamedTuple):
-    """Sums over the tokens whose weight is not 0, not divided by anything, without gradient."""
+    """Sums, not means, over the tokens whose weight is not 0, without gradient."""
 
     num_clipped: Tensor
     """ppo: tokens whose loss is the clipped one, so that they have no gradient. cispo: tokens whose ratio

@@ -24,9 +24,8 @@ from megarl.kernels.kl import at_least_fp32
 
 
 class ValueLossStats(NamedTuple):
-    """Sums over the tokens whose weight is not 0, not divided by anything, without gradient. With n
-    tokens, the explained variance is 1 - (error_squares - error_sum^2 / n) / (return_squares -
-    return_sum^2 / n)."""
+    """Sums, not means, over the tokens whose weight is not 0, without gradient. With n tokens, the explained
+    variance is 1 - (error_squares - error_sum^2 / n) / (return_squares - return_sum^2 / n)."""
 
     num_clipped: Tensor
     """Tokens whose loss is the clipped one, so that they have no gradient."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """What `compute_advantages` reads: rewards of all S samples of a step, and columns of the N response
+    """Inputs of `compute_advantages`: the rewards of all S samples of a step, and columns of the N response
     tokens of this rank's B samples.
 
     Example: samples 0 and 2 of three are here, with responses of 3 and 2 tokens; the reward of sample 1
@@ -90,7 +90,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceInputs:
-    """What `reference_advantages` reads: rewards, groups and columns of one step, looked up by sample id.
+    """Inputs of `reference_advantages`: rewards, groups and columns of one step, looked up by sample id.
 
     Example: samples 7 and 8 answer one prompt, and sample 7 is on this rank:
         ReferenceInputs(rewards={7: 1.0, 8: 0.0}, positions={7: 0, 8: 1}, groups={7: (7, 8), 8: (7, 8)},
@@ -135,8 +135,8 @@ class ReferenceColumn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """What the policy loss reads: columns of the N response tokens of one micro-batch on one rank. Samples
-    whose reward failed are not among them.
+    """Inputs of the policy loss: columns of the N response tokens of one micro-batch on one rank, without
+    samples whose reward failed.
 
     Example: two responses of 3 and 2 tokens here, two more of 4 and 1 elsewhere:
         LossInputs(log_probs=<5 values>, response_lengths=[3, 3, 3, 2, 2], num_tokens=10, num_sequences=4,
@@ -177,7 +177,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueLossInputs:
-    """What the critic's loss reads: columns of the N response tokens of one micro-batch on one rank. Counts
+    """Inputs of the critic's loss: columns of the N response tokens of one micro-batch on one rank. Counts
     and samples are as in `LossInputs`."""
 
     values: Tensor
@@ -197,8 +197,8 @@ class ValueLossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreLossInputs:
-    """What the loss of a reward model in training reads: one number per sample of one micro-batch on one rank,
-    B of them. Counts are as in `LossInputs`."""
+    """Inputs of the loss that trains a reward model: one number for each of the B samples of one micro-batch
+    on one rank. Counts are as in `LossInputs`."""
 
     scores: Tensor
     """[B] fp32, of the model now, at each sample's last token; carries the gradient."""
@@ -260,7 +260,7 @@ class Algorithm(Section):
 
     @property
     def samples_per_row(self) -> int:
-        """Without a rollout: the number of samples that a row of the data is."""
+        """Number of samples that one row of the data becomes, for an algorithm without a rollout."""
         return 1 if self.row_needs == "response" else 2
 
     @property
@@ -309,12 +309,12 @@ class Algorithm(Section):
         )
 
     def step_errors(self, num_samples: int) -> Iterable[str]:
-        """Return one error message per flag that does not fit a step of so many samples, or none."""
+        """Return one error message per flag that does not fit a step of `num_samples` samples, or none."""
         return ()
 
     def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
-        """Return the KL controller of a new run. Its owner passes `coef` on as `kl_coef`, and updates the
-        controller with the metric MEASURED_KL after each step."""
+        """Return the KL controller of a new run. The run passes the controller's `coef` to the loss as
+        `kl_coef`, and updates the controller with the metric MEASURED_KL after each step."""
         return FixedKLController(0.0)
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -328,18 +328,18 @@ class Algorithm(Section):
         )
 
     def shaped_reward(self, reward: float, length: int, max_response_length: int) -> float:
-        """Return the reward of a response of `length` tokens that the advantages are computed from. Metrics
-        have the reward as it was given."""
+        """Return the reward of a response of `length` tokens from which the advantages are computed. Metrics
+        report the original reward."""
         return reward
 
     def is_left_out(self, truncated: bool) -> bool:
-        """Return whether the policy's loss and its denominators leave a response out. `truncated`:
-        --max-response-length cut it."""
+        """Return whether a response is left out of the policy's loss and of its denominators. `truncated`:
+        whether --max-response-length cut the response."""
         return False
 
     def left_out(self, inputs: AdvantageInputs) -> Tensor | None:
-        """Return [S] bool, which samples of the step the policy's loss and its denominators leave out because of
-        their rewards; None: none. The same on every rank."""
+        """Return [S] bool, true for the samples of the step that their rewards exclude from the policy's loss
+        and its denominators, or None to exclude none. The result is the same on every rank."""
         return None
 
     def compute_corrections(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -415,8 +415,8 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
 def promised_weight(
     algorithm: Algorithm, loss: Literal["loss", "value_loss", "score_loss"], *counts: int
 ) -> float | None:
-    """Return the `weight_sum` that belongs to one of the algorithm's losses, or None if a subclass has
-    replaced the loss but not the sum."""
+    """Return what the token weights of a loss must add up to, or None if a subclass has replaced the loss but
+    not its `weight_sum`."""
     if loss == "score_loss":  # its tokens are samples, whose weights are the algorithm's to choose
         return None
     sum_name = {"loss": "weight_sum", "value_loss": "value_weight_sum"}[loss]

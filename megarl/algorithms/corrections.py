@@ -39,7 +39,7 @@ class CorrectionFlags(Protocol):
 
 
 class Correction(NamedTuple):
-    """One off-policy correction of the table that users see."""
+    """One off-policy correction, as a row of the table that `megarl algorithms` prints."""
 
     name: str
     flags: str

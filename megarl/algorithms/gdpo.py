@@ -71,7 +71,8 @@ class GDPO(PolicyGradient):
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float]:
-        """Return sum, sum of squares and count of the weighted sums of this rank's samples."""
+        """Return sum, sum of squares and count of the weighted sums of normalized scores of this rank's
+        samples."""
         found = [_reference_sum(inputs, sample) for sample in inputs.samples]
         values = [value for value, _ in filter(None, found)]
         return [math.fsum(values), math.fsum(value * value for value in values), float(len(values))]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Peer(NamedTuple):
-    """One response of a group, as `reference_advantage` reads it."""
+    """One response of a group, with the values that `reference_advantage` needs."""
 
     reward: float
     """Finite; after KL and length penalty are taken off."""
@@ -63,7 +63,7 @@ class GroupAdvantage(PolicyGradient):
         raise NotImplementedError
 
     def reference_advantage(self, mine: Peer, group: Sequence[Peer]) -> tuple[float, float]:
-        """Return one sample's advantage by plain arithmetic, and the number that rewards are divided by.
+        """Return one sample's advantage by plain arithmetic, and the number by which its reward was divided.
 
         Args:
             group: members of the group whose reward did not fail, two or more, including `mine`."""
@@ -84,8 +84,8 @@ class GroupAdvantage(PolicyGradient):
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        """Return, for every sample of the step, what the KL takes off its reward, then the sizes of these
-        sums' terms; None unless kl_mode is reward."""
+        """Return the KL penalty of every sample of the step, then the sizes of the terms of these sums; None
+        unless kl_mode is reward."""
         if self.kl_mode != "reward":
             return None
         lengths = [len(inputs.columns(sample, "advantages")) for sample in inputs.samples]

@@ -51,11 +51,12 @@ class GRPO(GroupAdvantage):
 
     @property
     def takes_turn_rewards(self) -> bool:
-        """Whether the advantages can tell the rewards of an episode's answers apart."""
+        """Whether the algorithm can give each answer of an episode an advantage of its own
+        (--turn-rewards)."""
         return self.advantage is None
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the advantages as the base class does, or of each answer by itself with --turn-rewards."""
+        """Return one advantage per response as the base class does, or with --turn-rewards one per answer."""
         if inputs.turns is None:
             return GroupAdvantage.compute_advantages(self, inputs)
         _, metrics = self._reference_kl(inputs)

@@ -1,5 +1,5 @@
-"""Identity preference optimization (arXiv:2310.12036, eq. 17): the difference of the two log-ratios to the
-reference is drawn to 1 / (2 beta) by squared error, so that no pair is pushed without end.
+"""Identity preference optimization (arXiv:2310.12036, eq. 17): a squared error pulls the difference of the
+two log-ratios to the reference towards 1 / (2 beta), so that the difference does not grow without bound.
 
 The paper sums log-probs over an answer. TRL and its users take means over tokens: `--average-log-probs`.
 """
@@ -26,7 +26,7 @@ class IPO(Preference):
     )
 
     beta: Positive = 0.1
-    """The log-ratios of a pair are drawn 1 / (2 beta) apart."""
+    """The loss pulls the difference of a pair's log-ratios towards 1 / (2 beta)."""
     average_log_probs: bool = False
     """Take the mean of a log-ratio over an answer's tokens, as TRL does, in place of the sum."""
 

@@ -25,8 +25,8 @@ class FixedKLController:
         """KL coefficient of the next step."""
 
     def update(self, measured_kl: float, num_samples: int) -> None:
-        """Do nothing: the coefficient is fixed. A subclass learns here that `num_samples` responses had a
-        mean KL of `measured_kl` nats each."""
+        """Do nothing, because the coefficient is fixed. A subclass may change the coefficient, given that
+        `num_samples` responses had a mean KL of `measured_kl` nats each."""
 
     def state_dict(self) -> dict[str, float]:
         """Return the KL coefficient, for a checkpoint."""

@@ -39,15 +39,16 @@ class KTO(Preference):
         return self.beta * answers.log_ratios
 
     def pair_losses(self, answers: Answers, mismatched: Answers) -> Tensor:
-        """Return the [P] losses of labelled answers, given as many answers to other prompts."""
+        """Return the [P] losses of labelled answers. `mismatched` are as many answers that belong to other
+        prompts, from which the KL is estimated."""
         is_desirable = answers.scores > 0.5
         gain = self.implicit_rewards(answers) - self.beta * _kl(mismatched)
         good = self.desirable_weight * (1 - gain.sigmoid())
         return good.where(is_desirable, self.undesirable_weight * (1 - (-gain).sigmoid()))
 
     def pair_metrics(self, answers: Answers, mismatched: Answers) -> dict[str, Tensor]:
-        """Return the metrics of a step: means over its desirable (chosen) and undesirable (rejected) answers, which
-        are left out where there are none, and kl/mismatched."""
+        """Return the metrics of a step: kl/mismatched, and means over the desirable (chosen) and the
+        undesirable (rejected) answers, as far as there are any."""
         rewards, is_desirable = self.implicit_rewards(answers), answers.scores > 0.5
         metrics = {"kl/mismatched": _kl(mismatched)}
         for name, rows in (("chosen", is_desirable), ("rejected", ~is_desirable)):
@@ -60,5 +61,5 @@ class KTO(Preference):
 
 
 def _kl(mismatched: Answers) -> Tensor:
-    """Return the mean log-ratio of the answers, at least 0, without gradient."""
+    """Return the mean log-ratio of the answers, or 0 if the mean is negative, without gradient."""
     return mismatched.log_ratios.detach().mean().clamp(min=0)

@@ -14,7 +14,7 @@ _INSTRUCT_GPT = "--kl-mode reward --kl-estimator k1 --kl-coef 0.02"
 
 
 class Recipe(NamedTuple):
-    """The flags that a paper's method is."""
+    """The flags that select the method of a paper."""
 
     name: str
     paper: str
@@ -67,7 +67,8 @@ class Table(NamedTuple):
 
 
 def tables() -> Iterator[Table]:
-    """Yield the tables. Each row begins with the name."""
+    """Yield the tables of algorithms, losses, corrections and settings of papers. Each row begins with the
+    entry's name."""
     yield Table(
         "Algorithms (--algorithm)",
         ("name", "what", "advantage", "needs", "paper"),
@@ -97,7 +98,8 @@ def tables() -> Iterator[Table]:
 
 
 def _needs(name: str) -> str:
-    """Return what an algorithm needs beside the actor, in words."""
+    """Return a list in words of what an algorithm needs besides the actor, such as "a critic, one update per
+    step"."""
     cls = REGISTRY[name]()
     needs = {
         "responses in the data": not cls.needs_rollout and cls.row_needs == "response",
@@ -113,7 +115,7 @@ def _needs(name: str) -> str:
 
 
 def as_text() -> str:
-    """Return the tables for a terminal."""
+    """Return the tables of `megarl algorithms` as text for a terminal."""
     lines = []
     for table in tables():
         widths = [max(len(row[i]) for row in (table.head, *table.rows)) for i in range(len(table.head))]
@@ -128,7 +130,7 @@ def as_text() -> str:
 
 
 def as_markdown() -> str:
-    """Return the tables for docs/algorithms.md."""
+    """Return the tables of `megarl algorithms` as Markdown for docs/algorithms.md."""
     lines = []
     for table in tables():
         lines += [f"### {table.title.replace('--', '`--').replace(')', '`)')}", ""]

@@ -1,5 +1,6 @@
 """Maximum likelihood reinforcement learning (arXiv:2602.02710): the group's mean reward divides the
-advantage, so that a prompt counts by one over its pass rate, as in the gradient of the log of the pass rate.
+advantage, so that a prompt is weighted by the inverse of its pass rate, as in the gradient of the log of the
+pass rate.
 
 As in the paper: rewards of 0 and 1, `--policy-loss reinforce`, one update per step.
 """

@@ -68,9 +68,9 @@ class PolicyGradient(Algorithm):
     cov_kl_coef: Positive | None = None
     """For --policy-loss kl-cov: factor of |log pi - log pi_old| of a selected token. Default: 1."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
-    """The log-probs of before the step, which the ratio compares with. trainer: a forward pass computes them.
-    engine: those that the engine sampled by, which saves that pass; the log-prob gate then judges the first
-    mini-batch of a step, in its update."""
+    """Log-probs before the step's updates, to which the ratio compares the current ones. trainer: a forward
+    pass computes them. engine: the engine's log-probs are used, which saves that pass; the log-prob gate then
+    judges the first mini-batch of a step, in its update."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
         "token-mean"
     )
@@ -92,8 +92,8 @@ class PolicyGradient(Algorithm):
     kl_target: Annotated[float, above(0), below(math.inf)] = 6.0
     """For --kl-controller adaptive: nats per response, by --kl-estimator."""
     kl_horizon: Annotated[int, above(0)] = 10000
-    """For --kl-controller adaptive: by how many samples --kl-coef follows. A step of n samples changes it by
-    at most 0.2 n / this."""
+    """For --kl-controller adaptive: number of samples over which --kl-coef adapts. A step of n samples
+    changes it by at most the fraction 0.2 n / this."""
     entropy_coef: Annotated[float, above(-math.inf), below(math.inf)] = 0.0
     """Factor of the mean entropy, which is subtracted from the loss."""
     tis_clip: Annotated[float, Rule(lambda clip: clip > 0, "must be above 0. Try 2, or none.")] | None = None
@@ -237,17 +237,20 @@ class PolicyGradient(Algorithm):
 
     @property
     def has_ratio(self) -> bool:
-        """Whether the loss sees that the policy has moved since the step began."""
+        """Whether the loss accounts for updates of the policy since the step began, as a ratio of
+        probabilities does."""
         return self._transform.has_ratio
 
     @property
     def has_correction(self) -> bool:
-        """Whether the loss accounts for the policy that sampled."""
+        """Whether the loss corrects for the difference between the trained policy and the policy that
+        sampled."""
         return self.tis_clip is not None or self.has_correction_column
 
     @property
     def has_correction_column(self) -> bool:
-        """Whether the correction is more than what the loss itself computes of each token."""
+        """Whether the correction needs a column of weights, because the loss cannot compute it from each
+        token alone."""
         is_of_sequence = self.tis_clip is not None and self.tis_level == "sequence"
         return is_of_sequence or self.mis_level != "none" or self.token_veto is not None
 
@@ -278,7 +281,8 @@ class PolicyGradient(Algorithm):
 
     @property
     def _old_column(self) -> tuple[str, ...]:
-        """The column that a pass before the step writes, if there is one."""
+        """The name of the column with log-probs before the updates, as a tuple; () if the engine's log-probs
+        replace it."""
         return () if self.takes_engine_log_probs else ("old_log_probs",)
 
     def shaped_reward(self, reward: float, length: int, max_response_length: int) -> float:
@@ -340,12 +344,13 @@ class PolicyGradient(Algorithm):
 
     @property
     def _token_tis(self) -> float | None:
-        """Bound of the importance weight that the loss computes of each token."""
+        """The upper bound of the importance weight that the loss computes for each token; None without such a
+        weight."""
         return self.tis_clip if self.tis_level == "token" else None
 
     def _reference_kl_costs(self, inputs: ReferenceInputs, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return, for each token of these samples, what the KL takes off its reward, and the size of the
-        terms of that sum; [n] fp64 each."""
+        """Return the KL penalty that each token of these samples takes off the reward, and the sizes of its
+        terms; [n] fp64 each."""
         import torch
 
         empty = [torch.zeros(0)]
@@ -423,7 +428,7 @@ class PolicyGradient(Algorithm):
         }
 
     def _options(self, inputs: LossInputs) -> PolicyLossOptions:
-        """Return the options of the kernel."""
+        """Return the options of the policy-loss kernel."""
         from megarl.kernels.policy_loss import PolicyLossOptions
 
         return PolicyLossOptions(

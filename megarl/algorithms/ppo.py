@@ -67,7 +67,7 @@ class PPO(PolicyGradient):
     """The critic learns nothing from a token whose value moved further than this from that before the step.
     none: no such clip."""
     critic_warmup_iters: Natural = 0
-    """So many first steps update the critic alone. The actor's learning-rate schedule begins after them."""
+    """Number of first steps that update only the critic. The actor's learning-rate schedule begins then."""
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
@@ -123,18 +123,19 @@ class PPO(PolicyGradient):
 
     @property
     def _is_decoupled(self) -> bool:
-        """Whether the policy's advantages have another decay than the critic's returns."""
+        """Whether the policy's advantages and the critic's returns are computed with different decays (lambda
+        of GAE)."""
         return self.gae_lambda_alpha is not None or self._critic_lambda != self.gae_lambda
 
     def _policy_lambda(self, length: int) -> float:
-        """Return the decay of the advantages of a response of so many tokens (arXiv:2504.05118, eq. 9)."""
+        """Return the decay of the advantages of a response of `length` tokens (arXiv:2504.05118, eq. 9)."""
         if self.gae_lambda_alpha is None:
             return self.gae_lambda
         return max(1 - 1 / (self.gae_lambda_alpha * length), 0.0) if length else 0.0
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        """Return sum, sum of squares and count of this rank's advantages before whitening, for the slow plain
-        computation that checks one group per step; None without whitening.
+        """Return sum, sum of squares and count of this rank's advantages before whitening, for the plain
+        reference computation that checks one group per step; None without whitening.
 
         These advantages are returns - values, unless policy and critic have different decays."""
         if not self.whiten_advantages:
@@ -173,8 +174,8 @@ class PPO(PolicyGradient):
         return {"advantages": ReferenceColumn(values=advantages, magnitudes=magnitudes)} | found
 
     def _policy_reference(self, inputs: ReferenceInputs, sample: int) -> tuple[list[float], list[float]]:
-        """Return one sample's advantages before whitening, and the sizes of their terms; nothing if its reward
-        failed."""
+        """Return one sample's advantages before whitening, and the sizes of their terms; two empty lists if
+        its reward failed."""
         if math.isnan(inputs.rewards[sample]):
             return [], []
         return self._reference_gae(inputs, sample, self._policy_lambda(inputs.lengths[sample]))
@@ -244,8 +245,8 @@ def _critic_metrics(
     value_sum: float,
     value_squares: float,
 ) -> dict[str, float]:
-    """Return this rank's share of the critic's metrics, given sums over all ranks: the shares of all ranks
-    add up to the metric.
+    """Return this rank's part of the critic's metrics, given sums over all ranks. The parts of all ranks add
+    up to the metric.
 
     The advantages are returns - values."""
     if count == 0:

@@ -66,7 +66,7 @@ class Preference(Algorithm):
         return ("advantages",)
 
     def implicit_rewards(self, answers: Answers) -> Tensor:
-        """Return the [P] rewards that the policy's log-probs stand for, which pairs are compared by."""
+        """Return the [P] implicit rewards of the answers under the policy, by which pairs are compared."""
         raise NotImplementedError
 
     def pair_losses(self, chosen: Answers, rejected: Answers) -> Tensor:

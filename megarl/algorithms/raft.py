@@ -46,11 +46,12 @@ class RAFT(PolicyGradient):
 
     @property
     def has_ratio(self) -> bool:
-        """True: a likelihood needs none."""
+        """True: the loss is a likelihood, which needs no ratio to stay right after earlier updates of the
+        step."""
         return True
 
     def left_out(self, inputs: AdvantageInputs) -> Tensor:
-        """Return [S] bool: whether a sample of the step is not kept."""
+        """Return [S] bool, true for the samples of the step that are not kept."""
         import torch
 
         rewards = inputs.rewards.double()
@@ -84,7 +85,8 @@ class RAFT(PolicyGradient):
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
-        """Return 1 on each token of a sample that fewer than raft_keep of its group come before, else 0."""
+        """Return 1 on each token of a sample that is among the raft_keep best of its group and has at least
+        raft_min_reward, else 0."""
         mine, place = inputs.rewards[sample], inputs.positions[sample]
         better = sum(
             inputs.rewards[other] > mine

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 class TransformFlags(Protocol):
-    """The fields of an algorithm that transforms read; None where --policy-loss does not read one."""
+    """The fields of an algorithm that ratio transforms read. A field is None if the chosen --policy-loss does
+    not read it."""
 
     clip_eps_low: float
     clip_eps_high: float
@@ -45,7 +46,7 @@ class TransformFlags(Protocol):
 
 
 class Tokens(NamedTuple):
-    """What a transform reads of N response tokens, [N] fp32 each."""
+    """The values of N response tokens that a ratio transform reads, [N] fp32 each."""
 
     log_probs: Tensor
     """Of the policy now; carries the gradient, as do the next two."""
@@ -133,7 +134,7 @@ def gmpo(tokens: Tokens, flags: TransformFlags) -> Loss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transform:
-    """One value of --policy-loss."""
+    """A ratio transform, which is one value of --policy-loss, with its paper, its loss and its defaults."""
 
     paper: str
     """Number on arXiv."""

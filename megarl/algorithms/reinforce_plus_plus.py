@@ -51,11 +51,13 @@ class ReinforcePlusPlus(PolicyGradient):
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
     def _centred(self, inputs: AdvantageInputs) -> Tensor:
-        """Return the [S] rewards that the last tokens get."""
+        """Return the [S] rewards of the step's samples, less the baseline if there is one. Each goes to the
+        sample's last token."""
         return inputs.rewards
 
     def _reference_reward(self, reward: float, group: Sequence[float]) -> float:
-        """Return the reward that the last token gets. `group`: rewards of its group that did not fail."""
+        """Return a sample's reward, less the baseline if there is one. `group`: the rewards of the sample's
+        group that did not fail."""
         return reward
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float]:
@@ -72,7 +74,7 @@ class ReinforcePlusPlus(PolicyGradient):
         return {"advantages": whitened_reference(returns, sizes, inputs.sums)}
 
     def _reference_returns(self, inputs: ReferenceInputs, sample: int) -> tuple[list[float], list[float]]:
-        """Return one sample's returns and the sizes of their terms; nothing if its reward failed."""
+        """Return one sample's returns and the sizes of their terms; two empty lists if its reward failed."""
         rewards = [inputs.rewards[member] for member in inputs.groups[sample]]
         valid = [reward for reward in rewards if not math.isnan(reward)]
         if math.isnan(inputs.rewards[sample]):

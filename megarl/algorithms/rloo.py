@@ -32,6 +32,6 @@ class RLOO(GroupAdvantage):
         return (found.rewards - others).where(has_baseline, 0.0).float()
 
     def reference_advantage(self, mine: Peer, group: Sequence[Peer]) -> tuple[float, float]:
-        """Return the reward minus the mean reward of the others."""
+        """Return the reward minus the mean reward of the group's other responses."""
         total = sum(peer.reward for peer in group)
         return mine.reward - (total - mine.reward) / (len(group) - 1), (len(group) - 1) / len(group)

@@ -1,5 +1,6 @@
-"""Reward-aware preference optimization (arXiv:2406.11704, section 3.3.2): the difference of the implicit rewards
-is drawn to eta times that of the scores in the data, by the KL between the two Bernoulli distributions.
+"""Reward-aware preference optimization (arXiv:2406.11704, section 3.3.2): the loss pulls the difference of
+the implicit rewards towards eta times the difference of the scores in the data. The loss is the KL between
+the two Bernoulli distributions.
 
 DPO only knows which answer is better; here an answer that is a little better is pushed a little. What TRL calls
 RPO (`rpo_alpha`) is `--algorithm dpo --nll-coef`.

@@ -1,4 +1,4 @@
-"""Define what an algorithm learns of the single scores of a response (`takes_scores`)."""
+"""Define the inputs of an algorithm that uses the single scores of a response (`takes_scores`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class StepScores:
-    """The single scores of all samples of a step, which their rewards are weighted sums of.
+    """The single scores of all samples of a step. The weighted sum of a sample's scores is its reward.
 
     Example: StepScores({"correct": [1.0, 0.0], "short": [0.5, 0.9]}, {"correct": 1.0, "short": 0.2})
         are two samples with the rewards 1.1 and 0.18."""
@@ -30,7 +30,7 @@ def scores_of_step(
     scores: Mapping[str, Sequence[float | None]],
     weights: Mapping[str, float],
 ) -> StepScores:
-    """Return the scores of a step after checks.
+    """Return the scores of a step, after checking that they add up to the rewards.
 
     Args:
         rewards: the weighted sums, which digests bind to the samples.

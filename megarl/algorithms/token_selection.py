@@ -25,7 +25,7 @@ _DIGIT_BITS, _NUM_DIGITS = 16, 4  # of a key of 64 bits
 
 
 class SelectionFlags(Protocol):
-    """The fields of an algorithm that a selection reads."""
+    """The fields of an algorithm that decide which tokens clip-cov and kl-cov select."""
 
     cov_share: float
     cov_low: float
@@ -33,7 +33,7 @@ class SelectionFlags(Protocol):
 
 
 def largest_covariance(flags: SelectionFlags, cov: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (all tokens are eligible, their order by covariance), for kl-cov."""
+    """Return which tokens are eligible and their sort keys, for kl-cov: all tokens, ordered by covariance."""
     import torch
 
     bits = cov.float().view(torch.int32).long()
@@ -42,7 +42,8 @@ def largest_covariance(flags: SelectionFlags, cov: Tensor, draws: Tensor) -> tup
 
 
 def drawn_within_bounds(flags: SelectionFlags, cov: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (whether the covariance is within its bounds, a random order), for clip-cov."""
+    """Return which tokens are eligible and their sort keys, for clip-cov: those with a covariance within the
+    bounds, in random order."""
     return (cov > flags.cov_low) & (cov < flags.cov_high), draws << 32
 
 

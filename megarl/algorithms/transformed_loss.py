@@ -83,8 +83,8 @@ def transformed_loss(
 
 
 def response_mean(values: Tensor, sequence_ids: Tensor, response_lengths: Tensor) -> Tensor:
-    """Return, for each of N tokens, the mean of the values over its response, whose tokens are all there and
-    next to each other."""
+    """Return, for each of N tokens, the mean of the values over the response that the token is in. Each
+    response must be complete and contiguous."""
     import torch
 
     if len(values) == 0:

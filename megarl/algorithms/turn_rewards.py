@@ -1,4 +1,5 @@
-"""Define what an algorithm learns of the single answers of an episode (--turn-rewards)."""
+"""Define the inputs of an algorithm that uses the rewards of the single answers of an episode
+(--turn-rewards)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TurnRewards:
-    """The answers of one episode.
+    """The rewards and lengths of the answers of one episode.
 
     Example: TurnRewards([0.0, 1.0], [7, 5]) is an episode whose second answer, of 5 tokens, earned 1."""
 
@@ -19,7 +20,7 @@ class TurnRewards:
 
     @property
     def returns(self) -> list[float]:
-        """The sum of the rewards from each answer on."""
+        """For each answer, the sum of its reward and of all later rewards of the episode."""
         sums = [0.0]
         for reward in reversed(self.rewards):
             sums.append(reward + sums[-1])

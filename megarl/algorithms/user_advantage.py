@@ -20,8 +20,8 @@ AdvantageFunction = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
 @functools.cache
 def load_user_advantage(name: str) -> AdvantageFunction:
-    """Run the user's file and return the function that it defines, with a test of what the function returns. A
-    later call returns the same one.
+    """Run the user's file and return the function that it defines, wrapped in a check of its results. Later
+    calls return the same function.
 
     The function gets the samples of the whole step, on every rank the same: rewards [S] fp32, NaN where the
     reward failed; group_ids [S] int64, equal for samples of one prompt; lengths [S] int64, response tokens.

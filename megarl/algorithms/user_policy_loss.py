@@ -63,7 +63,8 @@ def _check_signature(function: Callable[..., object], name: str) -> None:
 
 
 def _checked(loss: Callable[[Tokens, TransformFlags], Loss], name: str) -> Callable[..., Loss]:
-    """Return the function with a test of what it returns: a loss of another shape would be broadcast."""
+    """Return the function wrapped in a check of its results, because a loss of another shape would be
+    broadcast."""
 
     def checked(tokens: Tokens, flags: TransformFlags) -> Loss:
         returned = loss(tokens, flags)

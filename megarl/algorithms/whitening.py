@@ -11,7 +11,7 @@ from megarl.algorithms.base import ReferenceColumn
 def whitened_reference(
     values: Sequence[float], magnitudes: Sequence[float], sums: Sequence[float]
 ) -> ReferenceColumn:
-    """Return the whitened values of one sample.
+    """Return the whitened values of one sample, given sums over all values of the step.
 
     Args:
         sums: sum, sum of squares and count of the values of all samples of the step."""

@@ -37,7 +37,7 @@ class Checkpoint:
         return self.manifest.tensors.get(kind, {})
 
     def files(self, kinds: Collection[str]) -> list[str]:
-        """Return the names of the files that hold something of these kinds."""
+        """Return the names of the files that hold tensors of these kinds (weights, exp_avg, ...)."""
         return sorted(
             {part.file for kind in kinds for tensor in self.tensors(kind).values() for part in tensor.parts}
         )

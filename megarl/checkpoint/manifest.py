@@ -164,6 +164,6 @@ def check_tensors(what: str, found: dict[str, tuple[int, int]], sizes: dict[str,
 
 
 def raise_problems(what: str, problems: Sequence[str]) -> None:
-    """Raise CheckpointError if there are any problems."""
+    """Raise CheckpointError that lists the problems of a checkpoint, if there are any."""
     if problems:
         raise CheckpointError(f"{what} do not fit the model: {some(problems)}.")

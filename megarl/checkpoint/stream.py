@@ -37,7 +37,7 @@ def write_hf(
     dtype: torch.dtype | None,
     max_shard_bytes: int,
 ) -> None:
-    """Write *.safetensors, their index if there are several, and what `config_folder` has beside its weights.
+    """Write *.safetensors, their index if there are several, and all files of `config_folder` except weights.
 
     Args:
         dtype: None: that of each tensor in the source.
@@ -119,7 +119,7 @@ def _shards(entries: dict[str, Entry], name: str, max_shard_bytes: int) -> State
 
 
 def _main_dtype(entries: dict[str, Entry]) -> torch.dtype:
-    """Return the dtype that most bytes have."""
+    """Return the dtype that most bytes of the tensors have."""
     share: dict[torch.dtype, int] = {}
     for entry in entries.values():
         share[entry.dtype] = share.get(entry.dtype, 0) + entry.num_bytes

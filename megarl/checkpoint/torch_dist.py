@@ -239,7 +239,7 @@ class MegatronWeights:
         return held
 
     def _parts(self, held: _Held, row_start: int, row_end: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (row, column, values) of the chunks' parts of these rows of a matrix."""
+        """Yield (row, column, values) of every part of these rows of a matrix that a saved chunk holds."""
         axes = len(held.index)
         if (
             self._chunks_of != held[:2]
@@ -280,8 +280,8 @@ class MegatronWeights:
 
 
 def _global_names(local: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names that Megatron may give a parameter of a one-rank model (of its local layer spec),
-    and where in the tensor of that name it then is."""
+    """Yield the names under which Megatron may save a parameter of a one-rank model (with its local layer
+    spec), each with the parameter's index in the saved tensor."""
     layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", local)
     if layer is None:
         yield local, ()

@@ -173,7 +173,7 @@ def layer_bytes(
 
 
 def _sizes(kind: ModelShape, longest: int) -> dict[str, int]:
-    """Return the name of a size, as `LAYER` uses it -> the size, in elements per token."""
+    """Return name -> elements per token of the sizes that the rows of `LAYER` name."""
     scores = kind.num_attention_heads * longest
     return dimensions(kind) | {"rope": kind.qk_rope_head_dim, "scores": scores}
 

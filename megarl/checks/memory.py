@@ -58,7 +58,7 @@ class Part:
     during: str | None = None
 
     def is_brought(self, phase: str) -> bool:
-        """Return whether the part is on the device because of the call that runs in this phase."""
+        """Return whether the part is on the device only for the call that runs in this phase."""
         return self.offloaded or self.during == phase
 
 
@@ -207,7 +207,7 @@ class _ActorParts:
 
     @property
     def _buffers(self) -> int:
-        """How often an engine rank holds its weights."""
+        """Number of copies of the weights that an engine rank holds."""
         return 2 if not self._is_in_process and _double_buffer(self.config, self.machine) else 1
 
     def kv_caches(self, parts: Mapping[int, Sequence[Part]]) -> Iterator[tuple[int, Part]]:
@@ -259,7 +259,7 @@ def _sharded_parts(optimizer: OptimizerConfig) -> tuple[str, ...]:
 
 
 def engine_bytes(config: TrainConfig, world_size: int, machine: Machine) -> int:
-    """Return the bytes of a rank of the first actor's engines on a GPU, without its KV cache."""
+    """Return the bytes of GPU memory that a rank of the first actor's engines needs, without its KV cache."""
     shape, itemsize = ModelShape.load(config.model.model), ITEMSIZE[config.engine_dtype]
     is_outside = engine_mode(config, world_size) == "out-of-process"
     buffers = 2 if is_outside and _double_buffer(config, machine) else 1

@@ -1,4 +1,4 @@
-"""Say which run --model comes from, and which characters its tokenizer cannot represent.
+"""Note from which run --model comes, and which characters its tokenizer cannot represent.
 
 Both are notes of `megarl check`: a model of another task is no error, but easily named by mistake."""
 
@@ -66,7 +66,8 @@ def _newest_like(run: Path, export: str) -> Path | None:
 
 
 def lost_characters(tokenizer: Tokenizer, texts: Iterable[str]) -> list[str]:
-    """Return the characters that these texts lose if they become tokens and texts again, most frequent first.
+    """Return the characters of these texts that are lost when the texts are encoded as tokens and decoded,
+    most frequent first.
 
     Blanks, case, accents and forms of a character are not compared: tokenizers may normalise them."""
     texts = list(texts)

@@ -18,7 +18,7 @@ def profile_errors(config: TrainConfig, machine: Machine) -> Errors:
     if config.profile.profile == "nsys" and not machine.has_gpu:
         yield "--profile (nsys): Nsight Systems records GPUs, and this machine has none. Try --profile torch."
     folder = Path(config.run.save) / "profile"
-    is_own = folder.exists() or folder.is_symlink()  # else the rule of --save speaks of it
+    is_own = folder.exists() or folder.is_symlink()  # otherwise the rule of --save reports it
     if machine.is_this and is_own and (why := obstacle(folder)) is not None:
         yield (
             f"--profile ({config.profile.profile}): writes its files to {folder}, which cannot be written: "

@@ -36,7 +36,7 @@ def number_and_base(name: str) -> tuple[int, str]:
 
 
 def numbered(name: str, number: int) -> str:
-    """Return the name by which a flag of the first actor is given for the actor with this number.
+    """Return a flag's name for the actor with this number, given the name for the first actor.
 
     Examples for the second actor: critic-lr gives critic-2-lr, seed gives actor-2-seed."""
     if number == 1:
@@ -116,7 +116,7 @@ class Reader:
             )
 
     def read_defaults(self, words: Iterable[str]) -> None:
-        """Read flags that everything overrides which is read later."""
+        """Read flags as defaults. Any flag that is read later overrides them."""
         self._read_words(((Word(text), DEFAULT) for text in words), Path(), ())
 
     def _read_words(

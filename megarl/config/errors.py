@@ -158,7 +158,8 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "--", cutoff: fl
 
 
 def try_numbers(values: Iterable[int], near: int) -> str:
-    """Return ' Try 64 or 128.' with the two values nearest to the refused one, or '' without values."""
+    """Return ' Try 64 or 128.' with the two values that are nearest to the refused value, or '' without
+    values."""
     nearest = sorted(sorted(set(values), key=lambda value: abs(value - near))[:2])
     return f" Try {' or '.join(map(str, nearest))}." if nearest else ""
 

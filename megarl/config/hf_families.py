@@ -38,7 +38,7 @@ class Family:
     @property
     def sequence_classifier(self) -> str:
         """Name of the transformers class with a value head in place of the output layer."""
-        if self.is_gemma:  # Gemma3For... sees images
+        if self.is_gemma:  # Gemma3ForSequenceClassification takes images too
             return "Gemma3TextForSequenceClassification"
         return self.architecture.removesuffix("ForCausalLM") + "ForSequenceClassification"
 
@@ -302,7 +302,7 @@ def standard(parameters: Json, config: Json, theta: float) -> Json:
     rope.setdefault("rope_theta", theta if config.get("rope_theta") is None else config["rope_theta"])
     rope.setdefault("rope_type", rope.get("type", "default"))
     if "original_max_position_embeddings" in TYPES.get(str(rope["rope_type"]), ((),))[0]:
-        if config.get("original_max_position_embeddings") is not None:  # transformers lets it win
+        if config.get("original_max_position_embeddings") is not None:  # transformers prefers it
             rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
         rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     return rope

@@ -87,7 +87,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
 """model_type -> key of `KEYS` -> names of the key in config.json, if they differ from the key."""
 
 _IGNORED = "transformers ignores the key for this model, vLLM would not"
-_WRITTEN = "transformers takes it to be this, and vLLM does only where it is written"
+_WRITTEN = "transformers assumes this value, and vLLM does so only if the key is there"
 ONLY: dict[str, dict[str, tuple[tuple[object, ...], str]]] = {
     "mixtral": {"router_jitter_noise": ((0.0,), "noise on the router's input is not supported")},
     "qwen2_moe": {},
@@ -133,7 +133,7 @@ def unsupported_experts(model_type: str, config: Json) -> Errors:
     values = expert_values(model_type, config)
 
     def said(key: str) -> str:
-        """Return a key by the family's name, with its value in brackets, for errors."""
+        """Return a key under the name that the family has for it, with its value in brackets, for errors."""
         value = values[key]
         return f"{NAMES[model_type].get(key, (key,))[0]} ({'missing' if value is None else value})"
 
@@ -276,8 +276,8 @@ def unsupported_latents(config: Json) -> Errors:
         )
     if config.get("rms_norm_eps") not in (None, LATENT_NORM_EPS):
         yield (
-            f"rms_norm_eps ({config['rms_norm_eps']}): must be {LATENT_NORM_EPS:g}. transformers normalizes "
-            f"the latents with {LATENT_NORM_EPS:g} whatever it is, vLLM and Megatron with this."
+            f"rms_norm_eps ({config['rms_norm_eps']}): must be {LATENT_NORM_EPS:g}. transformers always "
+            f"normalizes the latents with {LATENT_NORM_EPS:g}, and vLLM and Megatron with rms_norm_eps."
         )
     if config.get("rope_interleave") is False:
         yield (
@@ -290,7 +290,7 @@ def unsupported_latents(config: Json) -> Errors:
     elif refused := [key for key in ("attention_factor", "truncate") if rope.get(key) is not None]:
         yield (
             f"rope_parameters ({', '.join(refused)}): must be left out for this model; vLLM and "
-            "Megatron have no word for it."
+            "Megatron have no such setting."
         )
     elif (rope.get("mscale") is None) != (rope.get("mscale_all_dim") is None):
         yield (

@@ -140,7 +140,7 @@ def latent_head_sizes() -> tuple[tuple[int, int, int], ...] | None:
     """Return (qk_nope_head_dim, qk_rope_head_dim, v_head_dim) that vLLM's prefill of latent attention has GPU
     kernels for, sorted; None if not known."""
     found = set()
-    for path in _files("vllm", "v1/attention/backends/mla/prefill/flash_attn.py"):  # the others have fewer
+    for path in _files("vllm", "v1/attention/backends/mla/prefill/flash_attn.py"):  # others have fewer sizes
         for node in ast.walk(syntax_tree(path)):
             match node:
                 case ast.Call(func=ast.Name(id="MLADimensions"), keywords=[_, _, _] as keywords):

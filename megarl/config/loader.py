@@ -269,7 +269,8 @@ class _Loader:
         return f"no such flag{why}. Try {words} instead."
 
     def _known_values(self, name: str) -> dict[str, object]:
-        """Return the value of a flag by which a foreign value is multiplied, given or by default."""
+        """Return {name: value} of the flag by which another framework's value is multiplied: the given value
+        or the default; {} for an unknown flag."""
         given = [one.words[0].text for one in self.mine if one.base == name and one.words]
         flag = self.flags.get(name)
         return {name: as_number(given[-1]) if given else flag.default} if flag is not None else {}

@@ -75,7 +75,7 @@ def write_args(config: TrainConfig) -> str:
 
 
 def _lines(node: object, flags: Sequence[Flag], always: Iterable[str] = ()) -> list[str]:
-    """Return a line of an args file per flag, without those whose value None is the default.
+    """Return a line of an args file per flag, without flags whose value is None by default.
 
     Args:
         always: fields that have a line even then."""
@@ -179,7 +179,7 @@ def _algorithm_groups(algorithms: Mapping[str, type], width: int) -> list[str]:
 
 
 def help_of(shown: Mapping[str, Sequence[str]], texts: Mapping[str, str]) -> str:
-    """Return the help of some flags, for a command that needs few of them.
+    """Return the text of --help for a command that has only some of the flags.
 
     Args:
         shown: section -> its fields whose flags are shown.

@@ -60,7 +60,8 @@ def uses_rule_reward(config: TrainConfig) -> bool:
 
 
 def rule_judges_agents(config: TrainConfig) -> bool:
-    """Return whether a rule gives the rewards of the episodes that an agent plays, which then prints none."""
+    """Return whether a rule gives the rewards of agents' episodes. Otherwise every agent prints its reward
+    itself."""
     is_given = config.data.reward is not None or config.data.reward_function is not None
     return config.episodes.agent_command is not None and is_given
 
@@ -93,7 +94,7 @@ def find_backend(path: str) -> str:
         return "judge"
     text = (
         f"--reward-model ({path}): its config.json says neither *{_CLASSIFIER} nor *ForCausalLM, but "
-        f"{architecture}, so what runs it cannot be chosen by it. Add --reward-model-backend transformers or "
+        f"{architecture}, so its backend cannot be chosen by it. Add --reward-model-backend transformers or "
         "judge."
     )
     raise ConfigError([text])

@@ -47,8 +47,7 @@ TRANSPORTS: tuple[str, ...] = get_args(Transport)
 
 @section
 class ParallelConfig(Section):
-    """parallelism (of every Megatron role; of one with its name in front:
-    --critic-tensor-model-parallel-size)"""
+    """parallelism (of every Megatron role; for one: --critic-tensor-model-parallel-size and so on)"""
 
     tensor_model_parallel_size: Count = 1
     """Ranks that split each layer's matrices."""
@@ -201,14 +200,13 @@ class SamplingConfig(Section):
 
     @property
     def max_length(self) -> int:
-        """Tokens of a sample, at most: prompt and response together, or a whole episode."""
+        """The largest number of tokens of a sample: prompt and response together, or a whole episode."""
         return self.max_context_length or self.max_prompt_length + self.max_response_length
 
 
 @section
 class RolloutConfig(Section):
-    """rollout engine (vLLM's own argument names after --rollout-; any other vLLM engine argument works the
-    same way)"""
+    """rollout engine (vLLM's argument names after --rollout-; its other arguments work the same way)"""
 
     backend: Literal["vllm", "transformers"] = "vllm"
     """Library that samples. transformers: the Hugging Face model itself, whole on each rank, with a small

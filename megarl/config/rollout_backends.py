@@ -1,4 +1,4 @@
-"""Say what each backend of --rollout-backend can do, for the rules and checks of a configuration.
+"""List the abilities of each backend of --rollout-backend, for the rules and checks of a configuration.
 
 megarl/rollout/backends.py starts the engines."""
 
@@ -11,7 +11,7 @@ from megarl.config.schema import TrainConfig
 
 @dataclass(frozen=True)
 class RolloutBackend:
-    """Abilities of a backend."""
+    """The abilities of one backend of --rollout-backend."""
 
     library: str
     """Name for users."""

@@ -30,7 +30,7 @@ class Condition:
 
 
 def num_updates(config: TrainConfig) -> int:
-    """Return the optimizer updates of a step."""
+    """Return the number of optimizer updates of a step."""
     batch = config.batch
     return batch.num_prompts * batch.num_samples_per_prompt // batch.global_batch_size * batch.num_epochs
 
@@ -59,14 +59,15 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         is_error=True,
         applies=lambda c: _takes_engine_log_probs(c) and _is_stale(c),
-        text="--old-log-probs (engine): with --staleness {staleness} the pass that it saves also scores the "
-        "canaries, which tell a fault of the engine from older weights. Try --old-log-probs trainer.",
+        text="--old-log-probs (engine): leaves out a forward pass, which with --staleness {staleness} also "
+        "scores the canaries. Only these distinguish a fault of the engine from older weights. Try "
+        "--old-log-probs trainer.",
     ),
     Condition(
         is_error=True,
         applies=lambda c: _takes_engine_log_probs(c) and c.experts.moe_routing_replay == "policy",
-        text="--old-log-probs (engine): --moe-routing-replay policy replays the experts of the pass that it "
-        "saves. Try --moe-routing-replay engine.",
+        text="--old-log-probs (engine): leaves out a forward pass, and --moe-routing-replay policy replays "
+        "the experts of that pass. Try --moe-routing-replay engine.",
     ),
     Condition(
         is_error=True,
@@ -207,10 +208,10 @@ def _broken(config: TrainConfig, is_error: bool) -> Errors:
 
 
 def conditions(job: Job) -> Errors:
-    """Yield an error per condition of the table that the job must fulfil and does not."""
+    """Yield an error for each requirement in CONDITIONS that the job does not fulfil."""
     return _broken(job.config, is_error=True)
 
 
 def condition_notes(config: TrainConfig) -> Errors:
-    """Yield a note per drawback of the table that concerns the job."""
+    """Yield a note for each drawback in CONDITIONS that concerns the job."""
     return _broken(config, is_error=False)

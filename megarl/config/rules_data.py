@@ -57,7 +57,8 @@ def order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:
 
 
 def _has_other_weights(config: TrainConfig, cursor: Json) -> bool:
-    """Return whether only one of the two runs walks over its files by weights."""
+    """Return whether only one of this run and the run that --load continues draws rows from its files by
+    weights."""
     return (config.data.train_data_weights is not None) != ("mixture" in cursor)
 
 

@@ -26,8 +26,8 @@ _OF_ENV = ("env_timeout_s", "env_episodes_per_process", "env_python", "turn_rewa
 
 
 def episodes(job: Job) -> Errors:
-    """Yield an error per flag of episodes that does not fit --env or --agent-command, or that they cannot be
-    combined with."""
+    """Yield an error per flag of episodes that does not fit --env or --agent-command, and per flag that these
+    two cannot be combined with."""
     config = job.config
     env, agent = config.episodes.env, config.episodes.agent_command
     if agent is None:
@@ -67,7 +67,7 @@ def episodes(job: Job) -> Errors:
 
 
 def _agent(command: str, env: str | None) -> Iterator[str]:
-    """Yield why --agent-command cannot be run."""
+    """Yield an error if --agent-command cannot be run."""
     if env is not None:
         yield (
             f"an episode is played by an agent or by an environment, and --env ({env}) is given. Leave one out."
@@ -102,7 +102,7 @@ def _parsers(config: EpisodeConfig) -> Iterator[str]:
 
 
 def _file(env: str) -> Iterator[str]:
-    """Yield why --env names no class of a file. The file is read, not run."""
+    """Yield an error if --env does not name a class in a file. The file is read, not run."""
     name, _, wanted = env.rpartition(":")
     path = Path(name)
     if not name or not wanted.isidentifier():
@@ -142,7 +142,7 @@ def _advice(path: Path) -> str:
 
 
 def _turn_rewards(job: Job) -> Iterator[str]:
-    """Yield what --turn-rewards cannot be combined with."""
+    """Yield an error per flag that --turn-rewards cannot be combined with."""
     for suffix, of_actor in configs_of_actors(job.config).items():
         algorithm = of_actor.algorithm
         if not algorithm.takes_turn_rewards:
@@ -158,7 +158,7 @@ def _turn_rewards(job: Job) -> Iterator[str]:
 
 
 def _combinations(job: Job, who: str) -> Iterator[str]:
-    """Yield what --env and --agent-command cannot be combined with.
+    """Yield an error per flag that --env and --agent-command cannot be combined with.
 
     Args:
         who: what plays the episodes, "environment" or "agent"."""

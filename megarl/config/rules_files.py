@@ -362,8 +362,8 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
 
 
 def _buffer_errors(config: TrainConfig, number: int, saved: Json, step: int) -> Errors:
-    """Yield an error for a flag with which an actor cannot train on the groups in its part of the checkpoint,
-    which an asynchronous run has.
+    """Yield an error per flag with which an actor cannot train on the sample groups in its part of a
+    checkpoint, which an asynchronous run has.
 
     Args:
         step: the first step of this job."""

@@ -234,7 +234,7 @@ def offload(job: Job) -> Errors:
         if once != parts:
             yield f"{flag} ({' '.join(parts)}): names a part twice. Try {flag} {' '.join(once)}."
         surplus = [part for part in parts if part != "parameters"]
-        # a value that a trained role has too comes from the flag of all roles and is meant for trained roles
+        # a value that a trained role has too comes from the flag of all roles, and is for trained roles
         is_own = all(parts != other.parallel.offload for other in job.trained_roles)
         if role.optimizer is None and surplus and is_own:
             yield (

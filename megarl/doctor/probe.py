@@ -89,7 +89,7 @@ def attempt(name: str, work: Callable[[], str]) -> None:
     start = time.perf_counter()
     try:
         ok, text = True, work()
-    except Exception as error:  # what any library may raise; that is what is to be found out
+    except Exception as error:  # a library may raise anything, and the test reports it
         ok, text = False, f"{type(error).__name__}: {error}".splitlines()[0]
     tell(test=name, ok=ok, text=text, seconds=round(time.perf_counter() - start, 1))
 
@@ -119,7 +119,7 @@ def see_gpus() -> str:
 
 
 def add_on_gpus(store, rank: int) -> str:
-    """Add over NCCL: two ranks on two GPUs, or rank 0 alone where there is one."""
+    """Add numbers over NCCL: two ranks on two GPUs, or rank 0 alone if there is only one GPU."""
     import torch
     import torch.distributed as dist
 
@@ -234,7 +234,7 @@ def import_vllm() -> str:
 
     check_version()
     register()
-    from megarl.rollout import weight_transfer  # what of vLLM a job leans on
+    from megarl.rollout import weight_transfer  # the parts of vLLM that a job uses
 
     device = weight_transfer.current_platform.device_type
     text = f"and takes megarl's weight transfer ({device})"

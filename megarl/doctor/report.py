@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
 
 
 def _check_nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Try this machine together with others. Returns the exit code; 2 if the user must name something."""
+    """Test this machine together with others. Returns the exit code: 0, 1 if a test failed, or 2 if the user
+    must name a secret or a network interface first."""
     from megarl.doctor.nodes import Meeting, check_nodes
     from megarl.runtime.network import InterfaceError
     from megarl.runtime.signing import SecretError
@@ -134,11 +135,11 @@ def _lines(processes: list[subprocess.Popen], stderr) -> Iterator[dict]:
                     yield failed(rank, _how(code, stderr), 0.0)
                     if begun[0] == "rank 0 starts":  # rank 1 waits for its port
                         return
-            elif line.startswith(b'{"'):  # else a library's own words
+            elif line.startswith(b'{"'):  # other lines are printed by libraries
                 said = json.loads(line)
                 begun[rank] = said.get("begins", begun[rank])
                 if "port" in said:
-                    with contextlib.suppress(BrokenPipeError):  # it has died, which its stdout will tell
+                    with contextlib.suppress(BrokenPipeError):  # it has died, and its stdout will end
                         processes[1].stdin.write(f"{said['port']}\n".encode())
                 yield said
     for rank in running.values():

@@ -42,7 +42,7 @@ _WANTED = 'wanted a number or {"reward": number} as the last line of stdout'
 
 
 class AgentPool:
-    """The agents of open episodes, and the endpoint that they call.
+    """Runs the agents of open episodes as processes, and the HTTP endpoint that the agents call.
 
     Use a pool on the main thread: the kernel ends the processes with the thread that started them.
 
@@ -101,13 +101,14 @@ class AgentPool:
         return episode
 
     def step(self, episode: int, text: str, sampled: Sampled) -> None:
-        """Give an agent the model's answer. A reply follows."""
+        """Send the model's answer to the agent of an episode. `replies` returns the agent's next request."""
         if episode in self._agents:
             self._num_answers[episode] += 1
             self._proxy.answer(episode, self._completion(episode, text, sampled))
 
     def _completion(self, episode: int, text: str, sampled: Sampled) -> Completion:
-        """Return an answer with its reasoning and tool calls apart, as the agent asked for it."""
+        """Return the model's answer in the form that the agent asked for, with reasoning and tool calls
+        separated from the text."""
         if self._parser is None:
             return Completion(text, sampled.usage)
         asked = self._asked[episode]
@@ -144,7 +145,8 @@ class AgentPool:
             self._start()
 
     def replies(self, timeout_s: float) -> list[Reply]:
-        """Return the requests that have arrived and the agents that have ended. Waits at most so long."""
+        """Return the requests that have arrived and the agents that have ended. Waits at most `timeout_s`
+        seconds."""
         now = time.monotonic()
         first = min((agent.deadline for agent in self._agents.values()), default=now + timeout_s)
         patience = 0.0 if self._requests else max(0.0, min(timeout_s, first - now))
@@ -167,7 +169,7 @@ class AgentPool:
         return found + [reply for _, reply in ended if reply is not None]
 
     def _start(self) -> None:
-        """Start waiting episodes as long as there may be more processes."""
+        """Start agents for waiting episodes while fewer than `num_processes` agents run."""
         while self._waiting and len(self._agents) < self._num_processes:
             episode = next(iter(self._waiting))
             row = self._waiting.pop(episode)
@@ -182,7 +184,8 @@ class AgentPool:
             os.write(self._wake, b"\0")
 
     def _ending(self, episode: int, agent: _Agent, readable: set[int]) -> Reply | None:
-        """Return the last reply of an agent that has ended or is late, and None for another one."""
+        """Return the final reply of an agent that has ended or missed its deadline, and None for any other
+        agent."""
         if agent.has_replied:
             return None
         if readable.intersection(agent.descriptors):
@@ -228,7 +231,7 @@ def read_reward(output: bytes) -> float:
 
 
 class _Agent:
-    """The process of one episode."""
+    """The agent's process in one episode."""
 
     def __init__(
         self, command: list[str], row: Mapping[str, Any], url: str, key: str, timeout_s: float
@@ -269,7 +272,7 @@ class _Agent:
         return [] if self.has_replied else [self._stdout.fileno(), self._pid_descriptor]
 
     def read(self) -> None:
-        """Take over what the agent has printed."""
+        """Read what the agent has printed."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._stdout.fileno(), _LONGEST_OUTPUT):
                 self.output = (self.output + data)[-_LONGEST_OUTPUT:]
@@ -282,7 +285,7 @@ class _Agent:
         return code
 
     def kill(self) -> None:
-        """Kill the process group."""
+        """Kill the agent's process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

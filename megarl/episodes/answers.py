@@ -25,7 +25,7 @@ class AnswerParser(Protocol):
     def parse(
         self, prompt: Sequence[int], ids: Sequence[int], tools: Sequence[Tool], wants_calls: bool
     ) -> ParsedAnswer:
-        """Return the parts of an answer.
+        """Return the text, the reasoning and the tool calls of an answer.
 
         Args:
             prompt: ids before the answer.
@@ -37,7 +37,7 @@ class AnswerParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the model has written."""
+    """A call of a tool that the model has written in an answer."""
 
     id: str
     name: str
@@ -66,7 +66,7 @@ class Completion:
 
 
 def called(index: str | None, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call as chat templates read it."""
+    """Return a tool call as a dict in the form that chat templates read."""
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call if index is None else {"id": index, **call}
 

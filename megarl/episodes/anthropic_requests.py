@@ -1,4 +1,4 @@
-"""Read requests of Anthropic's Messages API, and write the replies. Knows no server.
+"""Read requests of Anthropic's Messages API, and write the replies, independently of any server.
 
 A request becomes the `ChatRequest` that the same conversation is in OpenAI's form, so an episode has the same
 tokens in both dialects. As there, the job decides how it samples."""
@@ -118,8 +118,8 @@ def _wants_calls(choice: _ToolChoice | None, has_tools: bool) -> bool:
 
 
 def _tools(given: list[_Tool], takes_tools: bool, wants_calls: bool) -> list[Tool]:
-    """Return the tools in OpenAI's form, which chat templates read. Raises: BadRequest for one that the agent does
-    not call itself."""
+    """Return the tools in OpenAI's form, which chat templates read. Raises: BadRequest for a tool that the
+    server would have to run."""
     found: list[Tool] = []
     for index, tool in enumerate(given):
         where = f"tools[{index}]"
@@ -139,8 +139,8 @@ def _tools(given: list[_Tool], takes_tools: bool, wants_calls: bool) -> list[Too
 
 
 def _messages(message: _Message, where: str) -> list[Message]:
-    """Return the messages that a message is to a chat template: results of tools have a role of their own. Raises:
-    BadRequest for one that is not understood."""
+    """Return one of Anthropic's messages as the messages that a chat template reads: every tool result
+    becomes a message of the role tool. Raises: BadRequest for a malformed message."""
     if message.role not in ("user", "assistant"):
         raise BadRequest(f"{where}.role must be user or assistant: {message.role[:80]!r}", param=where)
     if isinstance(message.content, str):
@@ -179,7 +179,8 @@ def _of_assistant(blocks: list[_Block], where: str) -> Message:
 
 
 def _text(given: str | list[_Block], where: str) -> str:
-    """Return a text that may be given in blocks. Raises: BadRequest for a block of another type."""
+    """Return the text of a string or of a list of text blocks. Raises: BadRequest for a block of another
+    type."""
     if isinstance(given, str):
         return given
     for block in given:
@@ -194,14 +195,14 @@ def _text(given: str | list[_Block], where: str) -> str:
 
 
 def messages_body(completion: Completion) -> dict[str, Any]:
-    """Return an answer as one JSON object."""
+    """Return an answer as the JSON object with which the Messages API replies."""
     usage = {**_usage(completion), "output_tokens": completion.usage.num_sampled}
     head = {**_head(), "content": _blocks(completion)}
     return {**head, "stop_reason": _stop_reason(completion), "stop_sequence": None, "usage": usage}
 
 
 def messages_events(completion: Completion) -> bytes:
-    """Return an answer as a stream of server-sent events."""
+    """Return an answer as the server-sent events with which the Messages API streams it."""
     start = {**_head(), "content": [], "stop_reason": None, "stop_sequence": None}
     events: list[dict[str, Any]] = [
         {"type": "message_start", "message": {**start, "usage": {**_usage(completion), "output_tokens": 0}}}
@@ -241,7 +242,8 @@ def _blocks(completion: Completion) -> list[dict[str, Any]]:
 
 
 def _as_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the empty block that a stream begins with, and what is added to it."""
+    """Return the two parts in which a content block is streamed: the empty block, and the deltas that fill
+    it."""
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":

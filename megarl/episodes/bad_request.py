@@ -13,7 +13,7 @@ _Body = TypeVar("_Body")
 
 
 class BadRequest(Exception):
-    """Raised for a request that is refused.
+    """Raised for a request of an agent that the endpoint refuses.
 
     Args:
         code: OpenAI's error code, or one of our own.
@@ -27,14 +27,15 @@ class BadRequest(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
+        """The error as the JSON object with which OpenAI's API reports one."""
         kinds = {401: "authentication_error", 500: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def decode(decoder: msgspec.json.Decoder[_Body], data: bytes, what: str) -> _Body:
-    """Return the body of a request. Raises: BadRequest if it is not JSON, or not of the decoder's type."""
+    """Return the decoded body of a request. Raises: BadRequest if the body is not JSON, or not of the
+    decoder's type."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -44,14 +45,15 @@ def decode(decoder: msgspec.json.Decoder[_Body], data: bytes, what: str) -> _Bod
 
 
 def refuse_unsupported(fields: Sequence[tuple[str, object, str]]) -> None:
-    """Raise BadRequest for the first field, of (name, whether it is given, why not), that is given."""
+    """Raise BadRequest for the first field that is given. `fields` has (name, whether the field is given, why
+    it is not supported)."""
     for name, is_given, why in fields:
         if is_given:
             raise BadRequest(f"{name} is not supported: {why}", "unsupported_parameter", name)
 
 
 def refuse_deep(value: object, where: str) -> None:
-    """Raise BadRequest if lists and objects of a JSON value are nested too deep for what reads them later."""
+    """Raise BadRequest if a JSON value is nested too deeply for the code that reads it later."""
     layer = [value]
     for _ in range(_DEEPEST):
         inner: list[object] = []

@@ -15,7 +15,7 @@ _MARKER = "\u241fanswer{}\u241f"
 
 
 class Tokenizer(Protocol):
-    """What a conversation needs of a tokenizer; see megarl/data/tokenizer_base.py."""
+    """The methods of a tokenizer that a conversation uses; see megarl/data/tokenizer_base.py."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str: ...
     def encode_prompts(
@@ -73,7 +73,8 @@ class Chat:
 
 
 def _unused_marker(messages: Sequence[Message]) -> str:
-    """Return a marker that none of the messages holds."""
+    """Return a marker text that occurs in none of the messages, so that its place in the rendered text can be
+    found."""
     number, text = 0, json.dumps(list(messages), ensure_ascii=False, default=str)
     while _MARKER.format(number) in text:
         number += 1

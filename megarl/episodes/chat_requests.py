@@ -1,4 +1,4 @@
-"""Read requests of OpenAI's chat completions, and write the replies. Knows no server.
+"""Read requests of OpenAI's chat completions, and write the replies, independently of any server.
 
 The job decides how it samples: a client's temperature, top_p and seed have no effect, and its limit of tokens
 may only lower the job's. What would need another answer than the model's text is refused by name."""
@@ -111,7 +111,7 @@ class ChatRequest:
     """Whether only the first call is wanted."""
 
     def repeats(self, other: ChatRequest) -> bool:
-        """Return whether this asks for what the other request has asked for."""
+        """Return whether this request has the same messages and tools as the other one."""
         return self.messages == other.messages and self.tools == other.tools
 
 
@@ -151,7 +151,7 @@ def _wants_calls(choice: object, has_tools: bool) -> bool:
 
 
 def _tools(given: list[dict[str, Any]], takes_tools: bool, wants_calls: bool) -> list[Tool]:
-    """Return the tools as they were given. Raises: BadRequest for one that is not understood."""
+    """Return the tools as they were given. Raises: BadRequest for a malformed tool."""
     names = []
     for index, tool in enumerate(given):
         where = f"tools[{index}]"
@@ -167,7 +167,7 @@ def _tools(given: list[dict[str, Any]], takes_tools: bool, wants_calls: bool) ->
 
 
 def _refuse_unsupported(body: _Body) -> None:
-    """Raises: BadRequest for a field that asks for what is not there yet."""
+    """Raise BadRequest for a field that asks for an unsupported feature."""
     if body.n not in (None, 1):
         raise BadRequest(
             f"n ({body.n}) must be 1: an episode is one conversation, and a second answer to the same messages "
@@ -187,7 +187,7 @@ def _refuse_unsupported(body: _Body) -> None:
 
 
 def _messages(given: list[_Message]) -> list[Message]:
-    """Return the messages with their content as text. Raises: BadRequest for one that is not understood."""
+    """Return the messages with their content as text. Raises: BadRequest for a malformed message."""
     found: list[Message] = []
     for index, message in enumerate(given):
         where = f"messages[{index}]"
@@ -223,8 +223,7 @@ def check_last_message(messages: Sequence[Message]) -> None:
 
 
 def _given_calls(message: _Message, where: str) -> list[dict[str, Any]]:
-    """Return the calls of a message as chat templates read them. Raises: BadRequest for one that is not
-    understood."""
+    """Return the calls of a message as chat templates read them. Raises: BadRequest for a malformed call."""
     if message.role != "assistant":
         raise BadRequest(f"{where} belongs to messages of the assistant only", param=where)
     found = []
@@ -255,7 +254,7 @@ def _text(message: _Message, where: str) -> str:
 
 
 def chat_body(completion: Completion) -> dict[str, Any]:
-    """Return an answer as one JSON object."""
+    """Return an answer as the JSON object with which the API of chat completions replies."""
     message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
     if completion.reasoning is not None:
         message |= _reasoning(completion.reasoning)
@@ -266,7 +265,7 @@ def chat_body(completion: Completion) -> dict[str, Any]:
 
 
 def chat_events(completion: Completion, include_usage: bool) -> bytes:
-    """Return an answer as a stream of server-sent events."""
+    """Return an answer as the server-sent events with which the API of chat completions streams it."""
     head = {**_head(), "object": "chat.completion.chunk"}
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": completion.text}]
     if completion.reasoning is not None:  # SDKs join the roles of all deltas, so there is one
@@ -288,7 +287,8 @@ def _head() -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the reasoning under vLLM's name, and under the one that other servers and older clients use."""
+    """Return the reasoning under two names: vLLM's own, and the one that other servers and older clients
+    use."""
     return {"reasoning": text, "reasoning_content": text}
 
 

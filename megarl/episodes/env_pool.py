@@ -46,7 +46,8 @@ runpy.run_module("megarl.episodes.env_process", run_name="__main__", alter_sys=T
 
 
 class EnvironmentPool:
-    """Processes that hold the environments of open episodes, each several. They are started as needed.
+    """Runs processes that each hold the environments of several open episodes. Processes are started as
+    needed.
 
     Use a pool on the main thread: the kernel ends the processes with the thread that started them.
 
@@ -74,7 +75,7 @@ class EnvironmentPool:
         self.close()
 
     def close(self) -> None:
-        """Kill all processes."""
+        """Kill all processes of the pool."""
         for process in self._processes:
             process.kill()
         self._processes.clear()
@@ -91,7 +92,8 @@ class EnvironmentPool:
         return episode
 
     def step(self, episode: int, text: str, sampled: Sampled | None = None) -> None:
-        """Give the environment of an episode the model's answer. A reply follows."""
+        """Send the model's answer to the environment of an episode. `replies` returns the environment's
+        reply."""
         if episode in self._lost:
             self._ready.append(self._lost[episode])
         else:
@@ -117,7 +119,7 @@ class EnvironmentPool:
             process.tell({"op": "end", "episode": episode})
 
     def replies(self, timeout_s: float) -> list[Reply]:
-        """Return the replies that have arrived, in order. Waits at most so long for the first.
+        """Return the replies that have arrived, in order. Waits at most `timeout_s` seconds for the first.
 
         Raises: ValueError if a process cannot load the environment."""
         now = time.monotonic()
@@ -195,7 +197,7 @@ class EnvironmentPool:
 
 
 def command(python: str | None) -> list[str]:
-    """Return the command that runs env_process.py, but for its arguments.
+    """Return the words of the command that runs env_process.py, without its arguments.
 
     An interpreter of the user's does not see what is installed beside megarl, only megarl itself, whose modules
     that env_process.py imports need nothing else."""
@@ -249,7 +251,8 @@ class _Process:
         return not self.is_retired and len(self.episodes) < limit and self._process.poll() is None
 
     def deadline(self) -> float | None:
-        """Return when something is late, or None if nothing is awaited."""
+        """Return the time at which the process or one of its calls is late, or None if no reply is
+        awaited."""
         if not self.is_ready:
             return self.start_by
         return min((call.deadline for call in self.calls.values()), default=None)
@@ -264,7 +267,7 @@ class _Process:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as the pipe takes."""
+        """Write as many bytes of the waiting requests as the pipe takes."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # `read` reports a process that has ended
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]

@@ -1,4 +1,4 @@
-"""Define what plays episodes against the model: an environment that is called, or an agent that calls.
+"""Define the partner of the model in an episode: an environment that is called, or an agent that calls.
 
 `runner.play` sees only this protocol. `env_pool.EnvironmentPool` calls the user's class, and
 `agent_pool.AgentPool` runs the user's program, whose requests arrive over HTTP."""
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment replied to one call, or why it did not."""
+    """The reply of an environment to one call, or the reason why there is none."""
 
     episode: int
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The numbers that an agent is told about an answer."""
+    """The token counts of an answer, which the agent is told."""
 
     num_prompt: int
     num_sampled: int
@@ -40,7 +40,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token ids of an answer, and of what was before it."""
+    """The token ids of an answer, and of the prompt before it."""
 
     prompt: list[int]
     ids: list[int]
@@ -60,7 +60,7 @@ class Environments(Protocol):
         ...
 
     def step(self, episode: int, text: str, sampled: Sampled) -> None:
-        """Give an episode the model's answer. A reply follows."""
+        """Send the model's answer to the environment or agent of an episode. `replies` returns the reply."""
         ...
 
     def refuse(self, episode: int, code: str, message: str) -> bool:
@@ -73,9 +73,9 @@ class Environments(Protocol):
         ...
 
     def replies(self, timeout_s: float) -> list[Reply]:
-        """Return the replies that have arrived, in order. Waits at most so long for the first."""
+        """Return the replies that have arrived, in order. Waits at most `timeout_s` seconds for the first."""
         ...
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes of environments or agents."""
         ...

@@ -16,7 +16,7 @@ FINISH_REASONS = ("stop", "turns", "context", "env")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What ends an episode besides its environment."""
+    """The limits on answers and tokens that end an episode, unless its environment ends it before."""
 
     max_turns: int
     """Answers of the model."""
@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """What is recorded of an episode besides its tokens."""
+    """The record of an episode: everything but its tokens."""
 
     reward: float | None
     """Sum of the environment's rewards; None if the episode has failed."""
@@ -55,7 +55,7 @@ class EpisodeResult:
 
 @dataclass(eq=False, slots=True)
 class Episode:
-    """One attempt at one row, and what has become of it."""
+    """One attempt at one row of the data, with its state so far."""
 
     row: Mapping[str, Any]
     """Row of the data set, as the environment gets it."""
@@ -79,7 +79,7 @@ class Episode:
 
     @property
     def result(self) -> EpisodeResult:
-        """What is recorded of the ended episode."""
+        """The record of the ended episode."""
         session = self.session
         messages = session.messages if session is not None else []
         first = session.num_first if session is not None else 0

@@ -28,7 +28,7 @@ def probe_environment(config: EpisodeConfig, rows: Mapping[str, Mapping[str, Any
 
 
 def _first(pool: EnvironmentPool) -> list[Reply]:
-    """Return the next replies. Every call gets one, so the wait ends."""
+    """Wait for the next replies, and return them. Every call gets a reply, so the wait ends."""
     while not (replies := pool.replies(timeout_s=1.0)):
         pass
     return replies

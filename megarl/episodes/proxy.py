@@ -60,7 +60,7 @@ class _Conversation:
 
 
 class Proxy:
-    """A server on a thread of its own.
+    """An HTTP server, on a thread of its own, that agents call as the endpoint of a model.
 
     Args:
         on_request: called on that thread with the episode, its new messages, and the whole request.
@@ -84,29 +84,29 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Base URL for SDKs."""
+        """Base URL of the endpoint, which agents give to their SDK."""
         return f"http://{self._host}:{self.port}/v1"
 
     def open(self, episode: int) -> str:
-        """Return the key of a new episode."""
+        """Start to accept the requests of an episode, and return the API key that its agent must send."""
         key = "megarl-" + secrets.token_urlsafe(_KEY_BYTES)
         self._key_of[episode] = key
         self._conversations[key] = _Conversation(episode)
         return key
 
     def answer(self, episode: int, completion: Completion) -> None:
-        """Reply to the request of an episode."""
+        """Reply to the waiting request of an episode with the model's answer."""
         self._in_loop(self._answer, self._conversations[self._key_of[episode]], completion)
 
     def refuse(self, episode: int, error: BadRequest, is_final: bool) -> None:
-        """Refuse the request of an episode.
+        """Reply to the waiting request of an episode with an error.
 
         Args:
             is_final: refuse all further ones too."""
         self._in_loop(self._refuse, self._conversations[self._key_of[episode]], error, is_final)
 
     def close(self, episode: int) -> None:
-        """Refuse the key of an episode from now on, and the request that waits."""
+        """Refuse the requests of an episode from now on, and the request that waits."""
         conversation = self._conversations.pop(self._key_of.pop(episode))
         self._in_loop(self._refuse, conversation, BadRequest("the episode has ended", "episode_ended"), True)
 
@@ -180,7 +180,8 @@ class Proxy:
         return web.Response(body=messages_events(completion), content_type="text/event-stream")
 
     def _conversation(self, request: web.Request) -> _Conversation:
-        """Return the conversation of a request's key. Raises: BadRequest (401) for another key."""
+        """Return the conversation that belongs to a request's API key. Raises: BadRequest (401) for an
+        unknown key."""
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
         found = self._conversations.get(key)
@@ -260,8 +261,8 @@ def _new_messages(before: Sequence[Message], asked: Sequence[Message]) -> list[M
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    """Return whether two messages agree. Outer blanks of an answer and ids of its calls do not count, since
-    clients strip the ones and may write the others anew."""
+    """Return whether two messages agree, apart from blanks around an answer and the ids of its tool calls,
+    which clients may change."""
     if one["role"] == other["role"] == "assistant":
         calls = [[call["function"] for call in of.get("tool_calls", ())] for of in (one, other)]
         return one["content"].strip() == other["content"].strip() and calls[0] == calls[1]

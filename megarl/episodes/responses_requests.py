@@ -1,4 +1,4 @@
-"""Read requests of OpenAI's Responses API, and write the replies. Knows no server.
+"""Read requests of OpenAI's Responses API, and write the replies, independently of any server.
 
 A request becomes the `ChatRequest` that the same conversation is in the form of chat completions, so an episode has
 the same tokens in both. As there, the job decides how it samples. Nothing is stored: each request has the whole
@@ -116,8 +116,8 @@ def read_responses_request(data: bytes, takes_tools: bool = False) -> ChatReques
 
 
 def _tools(given: list[_Tool], takes_tools: bool, wants_calls: bool) -> list[Tool]:
-    """Return the tools in the form of chat completions, which chat templates read. Raises: BadRequest for one that
-    the agent does not call itself."""
+    """Return the tools in the form of chat completions, which chat templates read. Raises: BadRequest for a
+    tool that the server would have to run."""
     found: list[Tool] = []
     names = []
     for index, tool in enumerate(given):
@@ -138,7 +138,7 @@ def _tools(given: list[_Tool], takes_tools: bool, wants_calls: bool) -> list[Too
 
 
 def _messages(body: _Body) -> list[Message]:
-    """Return the conversation as chat templates read it. Raises: BadRequest for an item that is not understood.
+    """Return the conversation as chat templates read it. Raises: BadRequest for a malformed item.
 
     The items of one answer, text and calls, are one message."""
     found: list[Message] = []
@@ -191,7 +191,8 @@ def _call(item: _Item, where: str) -> dict[str, Any]:
 
 
 def _text(given: str | list[_Part] | None, where: str) -> str:
-    """Return a text that may be given in parts. Raises: BadRequest for a part of another type."""
+    """Return the text of a string or of a list of text parts. Raises: BadRequest for a part of another
+    type."""
     if given is None:
         raise BadRequest(f"{where} is missing", "missing_required_parameter", where)
     if isinstance(given, str):
@@ -208,12 +209,12 @@ def _text(given: str | list[_Part] | None, where: str) -> str:
 
 
 def responses_body(completion: Completion) -> dict[str, Any]:
-    """Return an answer as one JSON object."""
+    """Return an answer as the JSON object with which the Responses API replies."""
     return _response(_head(), completion)
 
 
 def responses_events(completion: Completion) -> bytes:
-    """Return an answer as a stream of server-sent events."""
+    """Return an answer as the server-sent events with which the Responses API streams it."""
     head = _head()
     response = _response(head, completion)
     begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}

@@ -19,7 +19,7 @@ _LOOK_S = 0.2  # interval between two looks for an abort
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer that the engine is asked for."""
+    """A request to the engine for one answer."""
 
     index: int
     """Index of the episode among those that are played."""
@@ -58,7 +58,7 @@ def play(
 
 
 class _Play:
-    """The episodes of one call of `play`."""
+    """The open episodes of one call of `play`, between their environments and the engine."""
 
     def __init__(
         self,

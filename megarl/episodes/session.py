@@ -45,7 +45,7 @@ class Session:
 
     @property
     def prompt(self) -> list[int]:
-        """Ids of the next prompt: everything so far."""
+        """Token ids of the next prompt: the whole conversation so far."""
         return [*self.first_prompt, *self.response, *self._appended]
 
     @property
@@ -53,7 +53,7 @@ class Session:
         return len(self.answer_lengths)
 
     def __len__(self) -> int:
-        """Return the number of ids of the next prompt."""
+        """Return the number of token ids of the next prompt."""
         return len(self.first_prompt) + len(self.response) + len(self._appended)
 
     def answer(self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]) -> str:

@@ -105,7 +105,7 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What becomes of the result.
+    """Where and in which form the result of an evaluation is written.
 
     Args:
         out: file for the samples; None: no file.

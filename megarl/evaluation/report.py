@@ -15,7 +15,7 @@ _NO_ANSWERS = "the reward function names no answers to vote on"
 
 
 def as_json(config: TrainConfig, model: str, sampled: HeldOut | None, greedy: HeldOut) -> dict[str, object]:
-    """Return the result as an object for programs.
+    """Return the result of an evaluation as an object for programs.
 
     Args:
         model: --model as the user gave it.
@@ -84,7 +84,7 @@ def _estimate(estimate: Estimate) -> dict[str, float | int | None]:
 
 
 def table(result: Mapping[str, object], out: Path | None) -> str:
-    """Return the result as a table with a column for all rows and one per data source.
+    """Return the result of an evaluation as a table with a column for all rows and one per data source.
 
     Args:
         result: of `as_json`.

@@ -34,7 +34,7 @@ def run_file(path: str, flag: str, prefix: str) -> ModuleType:
 
 
 def _advice(error: BaseException, path: str) -> str:
-    """Return what to do about the import of a file that lies beside the user's."""
+    """Return the advice for a failed import of a file that lies beside the user's file."""
     folder = os.path.dirname(os.path.abspath(path))
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is None or not os.path.exists(os.path.join(folder, f"{missing.partition('.')[0]}.py")):

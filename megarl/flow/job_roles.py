@@ -155,8 +155,8 @@ class Rollout(ServiceRole, kind="rollout"):
 
     @method(optional=True)
     def start_engine(self) -> str:
-        """Start the engine of this rank again, which has left. It gets weights at the next `sync`. Returns why
-        it cannot be started, or ""."""
+        """Restart the engine of this rank after it has ended or hung. The engine gets weights at the next
+        `sync`. Returns why it cannot be started, or ""."""
 
     @method(optional=True)
     def set_version(self, version: int) -> None:
@@ -164,8 +164,8 @@ class Rollout(ServiceRole, kind="rollout"):
 
     @method(optional=True, phase="rollout")
     def catch_up(self) -> Metrics:
-        """With --replay let an engine in the trainer's process go on to the step of its next planned commit.
-        Returns no metrics.
+        """With --replay, let an engine in the trainer's process take steps until its next planned switch of
+        weights. Returns no metrics.
 
         Once an update has begun, an engine that shares the actor's weights cannot take a step."""
 

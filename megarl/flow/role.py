@@ -51,8 +51,8 @@ class Caller(Protocol):
 
 @dataclass(eq=False)
 class RoleMethod(Generic[P, R]):
-    """What the decorator `@method` records of a role's method: the columns it reads and writes, and whether
-    it returns metrics.
+    """The declaration of a role's method that the decorator `@method` records: the columns it reads and
+    writes, and whether it returns metrics.
 
     Access on the class returns this object (`Actor.update.commits`). Access on a handle returns the call
     (`actor.update()`)."""

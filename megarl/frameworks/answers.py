@@ -1,4 +1,4 @@
-"""Answer a flag of another framework on our own command line."""
+"""Find megarl's flag for a flag of another framework that a user has typed."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _patterns() -> tuple[tuple[str, bool, Row], ...]:
 
 
 def _endings(name: str) -> Iterator[str]:
-    """Yield what a user may write for a name; none for a pattern such as moe-*, which a typo of our own flags
-    would match."""
+    """Yield the forms, full or shortened, in which a user may write a setting's name; none for a pattern such
+    as moe-*, which a typo of megarl's own flags would match."""
     if "*" in name and "." not in name:
         return
     parts = name.split(".")

@@ -1,4 +1,5 @@
-"""Say what settings of OpenRLHF, NeMo-RL and Megatron-LM are here, and short names that many use.
+"""Map settings of OpenRLHF, NeMo-RL and Megatron-LM, and short names that many frameworks use, to megarl's
+flags.
 
 `megarl translate` has no table for these; they answer a single flag."""
 

@@ -1,4 +1,4 @@
-"""Define the rows of the tables that say how settings of other frameworks are called here.
+"""Define the rows of the tables that map settings of other frameworks to megarl's flags.
 
 A table has one row per setting. `megarl translate` translates a whole configuration with it, and the
 configuration's loader answers a single foreign flag with it."""
@@ -37,7 +37,7 @@ def format_line(line: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one setting of another framework is here.
+    """One setting of another framework, and the flags of megarl that take its place.
 
     Args:
         names: its names there, separated by spaces; * stands for anything.
@@ -63,11 +63,11 @@ class Row:
     lines: Callable[[Settings], Iterator[Line]] | None = None
 
     def has(self, name: str) -> bool:
-        """Whether this row is about a setting."""
+        """Return whether this row is about the setting of this name."""
         return any(fnmatchcase(name, pattern) for pattern in self.names.split())
 
     def value_here(self, value: object, ours: Mapping[str, object]) -> object:
-        """Return the value that our flag takes.
+        """Return the value of megarl's flag that corresponds to a value of the setting.
 
         Args:
             ours: our flags whose values are known, without dashes."""
@@ -82,13 +82,13 @@ class Row:
         return int(product) if product.is_integer() else product
 
     def flags_here(self) -> set[str]:
-        """Return the names of our flags that take the value of this setting."""
+        """Return the names of megarl's flags that take the value of this setting."""
         texts = [self.flags] if self.flags != "{}" else [str(value) for value in self.values.values()]
         found = [(flag.removeprefix("no-"), word) for text in texts for flag, word in _FLAG.findall(text)]
         return {flag for flag, word in found if word == "{}"} or {flag for flag, _ in found}
 
     def lines_here(self, value: object, ours: Mapping[str, object]) -> list[Line]:
-        """Return our flags with the value; none if no flag has this meaning."""
+        """Return megarl's flags with the value; none if no flag has this meaning."""
         here = self.value_here(value, ours)
         if self.flags == "{}":
             return [_switch(flag, word) for flag, word in _FLAG.findall(str(here))]
@@ -141,7 +141,7 @@ def _switch(flag: str, word: str) -> Line:
 
 
 def key_of(value: object) -> str:
-    """Return the form that a value has in `Row.values`: lower case, as text."""
+    """Return a value as text in lower case, to look it up in `Row.values`."""
     return str(value).lower()
 
 

@@ -1,4 +1,4 @@
-"""Say what slime's arguments are here.
+"""Map slime's arguments to megarl's flags.
 
 Megatron-LM's own arguments, which slime takes too, have the same names here."""
 
@@ -73,7 +73,8 @@ def _updates(settings: Settings) -> int:
 
 
 def _rate(settings: Settings) -> Iterator[Line]:
-    """Yield the schedule. slime's counts optimizer updates, megarl's counts steps."""
+    """Yield the flags of the learning-rate schedule. slime's counts optimizer updates, megarl's counts
+    steps."""
     warmup, total = settings.number("lr-warmup-iters"), settings.ours.get("train-iters")
     if warmup:
         warmup = -(-warmup // _updates(settings))

@@ -1,4 +1,4 @@
-"""Say what the settings of TRL's GRPOConfig and GRPOTrainer are here.
+"""Map the settings of TRL's GRPOConfig and GRPOTrainer to megarl's flags.
 
 Arguments of the trainer, of its adapters (LoraConfig) and of `accelerate launch` are in the same table."""
 
@@ -60,8 +60,8 @@ def _processes(settings: Settings) -> int:
 
 
 def _batch(settings: Settings) -> Iterator[Line]:
-    """Yield the batch. TRL counts samples per device and micro-batch, megarl prompts per step and samples
-    per update."""
+    """Yield the flags of batch sizes. TRL counts samples per device and micro-batch, megarl prompts per step
+    and samples per update."""
     parts = [settings.number(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     group, updates = settings.number("num_generations"), _updates(settings)
     if None in parts or group is None or updates is None:

@@ -1,4 +1,4 @@
-"""Say what verl's settings are here.
+"""Map verl's settings to megarl's flags.
 
 The names are those of verl's `ppo_trainer` configuration, with the older names of the same settings."""
 
@@ -219,7 +219,7 @@ TABLE = (
     Row("custom_reward_function.path", "--reward-function {}:compute_score", lines=lines.rewards),
     Row(
         "custom_reward_function.name",
-        instead="it stands behind the file: --reward-function FILE:NAME",
+        instead="append the name to the file: --reward-function FILE:NAME",
         default="compute_score",
         lines=lines.rewards,
     ),

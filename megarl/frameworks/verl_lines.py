@@ -68,7 +68,7 @@ SIZES = tuple(
 
 
 def nearest_algorithm(estimator: object) -> str:
-    """Return --algorithm for an estimator of advantages; grpo for one that is not here."""
+    """Return the --algorithm for an estimator of advantages, or grpo for an estimator that megarl lacks."""
     return ESTIMATORS.get(key_of(estimator), "grpo")
 
 
@@ -104,7 +104,7 @@ def steps(settings: Settings) -> Iterator[Line]:
 
 
 def rates(settings: Settings) -> Iterator[Line]:
-    """Yield the learning rates. verl's schedule counts steps, as ours does."""
+    """Yield the flags of the learning rates. The schedules of verl and megarl both count steps."""
     has_critic = key_of(settings["algorithm.adv_estimator"]) == "gae"
     for prefix, there in (("", f"{ACTOR}.optim"), ("critic-", "critic.optim"))[: 1 + has_critic]:
         warmup, ratio = (
@@ -131,7 +131,8 @@ def betas(settings: Settings) -> Iterator[Line]:
 
 
 def kl(settings: Settings) -> Iterator[Line]:
-    """Yield where the KL is counted, its factor and its estimate."""
+    """Yield the flags of the KL penalty: whether it is part of the loss or of the reward, its coefficient and
+    its estimator."""
     in_loss, in_reward = settings.is_on(f"{ACTOR}.use_kl_loss"), settings.is_on("algorithm.use_kl_in_reward")
     mode = "loss" if in_loss else "reward"
     factor = settings[f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"]
@@ -161,7 +162,7 @@ def kl(settings: Settings) -> Iterator[Line]:
 
 
 def clip(settings: Settings) -> Iterator[Line]:
-    """Yield the loss and its clip ranges."""
+    """Yield the flags of the policy loss and of its clip ranges."""
     mode = key_of(settings[f"{ACTOR}.policy_loss.loss_mode"])
     loss = LOSSES.get(mode, "ppo")
     near = f"the nearest to {mode}; docs/algorithms.md says how to add a loss"
@@ -199,7 +200,7 @@ def ranks(settings: Settings) -> Iterator[Line]:
 
 
 def sizes(settings: Settings) -> Iterator[Line]:
-    """Yield the parallel sizes of the actor, and of the other roles where they differ."""
+    """Yield the flags of the actor's parallel sizes, and of those of other roles where they differ."""
     roles = {"": ACTOR}
     if settings.ours.get("kl-mode", "none") != "none":
         roles["reference-"] = REF
@@ -216,13 +217,14 @@ def sizes(settings: Settings) -> Iterator[Line]:
 
 
 def kv_cache(settings: Settings) -> Iterator[Line]:
-    """Yield that the engine keeps its KV cache, if it does; verl releases it by default, as megarl does."""
+    """Yield the flag by which the engine keeps its KV cache while roles train, if verl's setting says so.
+    Both frameworks release the cache by default."""
     if not settings.is_on(f"{ROLLOUT}.free_cache_engine"):
         yield Line("rollout-release-kv-cache", False)
 
 
 def offload(settings: Settings) -> Iterator[Line]:
-    """Yield what leaves the device while other roles compute."""
+    """Yield the flags of the parts that leave the device while other roles compute."""
     on_cpu = settings.is_on(f"{OVERRIDE}.optimizer_cpu_offload")
     is_saved = (settings.number("trainer.save_freq") or 0) > 0
     parts = [part for part in OFFLOADED if _is_offloaded(settings, ACTOR, part)]

@@ -1,4 +1,5 @@
-"""Say which --staleness and how many rollout ranks balance sampling and training, from a synchronous run.
+"""Find the --staleness and the number of rollout ranks that balance sampling and training, from the times of
+a synchronous run.
 
     megarl balance runs/a                  the run may be a few steps long, and may still be going
     megarl balance runs/a --world-size 16   for a run whose ranks torchrun has started
@@ -62,7 +63,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the engines are, and how stale their samples may be."""
+    """A possible placement of the engines, and the staleness of their samples."""
 
     staleness: int
     num_trainers: int
@@ -152,7 +153,8 @@ def measure(folder: Path, rows: Sequence[dict], actor: MeshSpec, rollout: MeshSp
 
 
 def predict(measured: Measured, layout: Layout) -> float:
-    """Return the seconds of a step in a layout.
+    """Return the predicted seconds of a step, for another placement of the engines or another staleness than
+    the measured run had.
 
     A synchronous step makes as many engine steps as its longest response has tokens, and an engine step costs
     the same with fewer sequences. With staleness S later prompts run beside that response, so sampling takes
@@ -167,7 +169,7 @@ def predict(measured: Measured, layout: Layout) -> float:
 
 
 def sampling_seconds(measured: Measured, layout: Layout) -> float:
-    """Return the seconds of sampling in a layout, see `predict`."""
+    """Return the predicted seconds that a step's sampling takes in a layout; see `predict`."""
     fewer = max(1.0, measured.num_samplers / layout.num_samplers)
     if not layout.staleness:
         return measured.rollout_s * fewer
@@ -203,7 +205,7 @@ def best_layout(measured: Measured, layouts: Sequence[Layout]) -> Layout:
 
 
 def report(folder: Path, measured: Measured, layouts: Sequence[Layout]) -> Iterator[str]:
-    """Yield the lines that the command prints."""
+    """Yield the lines that `megarl balance` prints."""
     parts = {
         "rollout": measured.rollout_s,
         "reward": measured.reward_s,
@@ -245,7 +247,8 @@ def _by_place(layouts: Sequence[Layout]) -> dict[str, list[Layout]]:
 
 
 def _flags(layout: Layout) -> str:
-    """Return the flags of a layout, for a job whose other roles follow the actor."""
+    """Return the flags that place the roles as in a layout, for a job whose other roles are on the actor's
+    ranks."""
     flags = f"--staleness {layout.staleness}"
     if layout.is_colocated:
         return flags

@@ -115,7 +115,7 @@ def _talk(arguments: argparse.Namespace, tokenizer: Tokenizer, model: PreTrained
 
 
 def _banner(single_turn: bool) -> str:
-    """Return what a line that is typed means."""
+    """Return the hint that tells the user what a typed line does."""
     if single_turn:
         return "every line is a conversation of its own"
     return f"a line continues the conversation; {NEW} begins another, as --single-turn does for every line"

@@ -61,8 +61,8 @@ def load_model(folder: Path, arguments: argparse.Namespace, tokenizer: Tokenizer
 
 
 def length_of_run(model: str) -> int | None:
-    """Return the --max-response-length of the run that a model is of; None if it is of no run, or of one of
-    supervised fine-tuning, which samples nothing."""
+    """Return the --max-response-length of the run that trained a model. None if no run did, or if the run
+    sampled nothing (supervised fine-tuning)."""
     run = run_of_model(Path(model))
     if run is None or not samples(argument_of(run, "algorithm")):
         return None

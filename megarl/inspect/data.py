@@ -35,7 +35,7 @@ _NUM_ROWS_AT_ONCE = 1000
 
 @dataclass
 class Files:
-    """The rows of all files."""
+    """The rows of all data files, and the problems of those that cannot be used."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     """File -> number of its rows."""

@@ -1,4 +1,5 @@
-"""Show the engines of a running asynchronous job, and start one again that has left.
+"""Show the engines of a running asynchronous job, and restart an engine that has left because it ended or
+hung.
 
     megarl engines list runs/a      state of each engine
     megarl engines add runs/a       start the first engine that has left again
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(states: Sequence[EngineState]) -> str:
-    """Return the states as text, a line per engine."""
+    """Return the states of engines as text, a line per engine."""
     rows = [("engine", "ranks", "state", "since step", "reason")]
     for one in states:
         ranks = " ".join(map(str, one.ranks))
@@ -55,7 +56,7 @@ def table(states: Sequence[EngineState]) -> str:
 
 
 def add(run: Path, states: Sequence[EngineState]) -> str:
-    """Ask the job to start the first engine that has left. Returns what will happen.
+    """Ask the job to restart the first engine that has left. Returns a sentence that announces it.
 
     Raises: ConfigError if no engine has left, or if no job is running."""
     left = [one for one in states if one.state == LEFT]

@@ -1,4 +1,5 @@
-"""Let an environment talk to a model about one row, and show the conversation: `megarl chat --env`.
+"""Play an episode of a model with an environment, on one row of the data, and show the conversation: `megarl
+chat --env`.
 
     user       439-38 ?
     assistant  439-38
@@ -125,7 +126,8 @@ def show_episode(
 
 
 def _limits(arguments: argparse.Namespace, model: PreTrainedModel) -> Limits:
-    """Return the limits of the flags, or else of the run that the model is of."""
+    """Return the limits of an episode: those of the flags, or else those of the run that trained the
+    model."""
     run = run_of_model(Path(arguments.model))
 
     def of_run(flag: str) -> int | None:

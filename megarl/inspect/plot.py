@@ -47,7 +47,7 @@ _FEW_POINTS = 40
 
 @dataclass(frozen=True)
 class Run:
-    """One run as it is drawn."""
+    """The name of a run in the plot, and the rows of its metrics."""
 
     name: str
     rows: list[dict]

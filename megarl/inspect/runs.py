@@ -78,7 +78,7 @@ def _rows_of_steps(folder: Path) -> dict[int, dict]:
 
 
 def _resumed_run(folder: Path) -> tuple[Path, float] | None:
-    """Return the run that --load of a run names, and the last step that it took from there."""
+    """Return the run that a run has continued (--load), and the last step of that run that counts."""
     argument = argument_of(folder, "load")
     if argument is None:
         return None

@@ -175,8 +175,8 @@ def _read(step: int, path: Path) -> Iterator[Sample]:
 
 
 def _num_sampled(folder: Path, samples: Sequence[Sample]) -> int | None:
-    """Return how many samples the steps of these logged samples had, by the run's resolved.args; None if that
-    does not say it.
+    """Return how many samples were sampled in the steps of these logged samples, by the run's resolved.args;
+    None if the flags do not say.
 
     Several actors may have numbers of their own. The steps before a resume count as those after it."""
     flags = [argument_of(folder, name) for name in ("num-prompts", "num-samples-per-prompt")]
@@ -252,7 +252,7 @@ def _lines(
 
 
 def _summary(samples: Sequence[Sample], num_sampled: int | None) -> str:
-    """Return what the samples are in one line: steps, counts, rewards and lengths.
+    """Return one line that sums the samples up: steps, counts, rewards and lengths.
 
     Args:
         num_sampled: number of samples that the steps had. None: unknown."""
@@ -311,7 +311,7 @@ def _ranked(samples: Sequence[Sample], highest: bool) -> list[Sample]:
 
 
 def _content(sample: Sample) -> object:
-    """Return what two samples have in common if a reader sees no difference between them."""
+    """Return a key that is equal for two samples if a reader sees no difference between them."""
     return tuple(sample.get(name) for name in ("actor", "name", "row", "response", "reward"))
 
 

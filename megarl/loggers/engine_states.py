@@ -18,7 +18,7 @@ LIVE, LEFT, JOINING = "live", "left", "joining"
 
 
 class EngineState(msgspec.Struct):
-    """State of one engine."""
+    """Whether one engine of a rollout role works, since which step, and why not."""
 
     role: str
     """Name of the rollout role."""

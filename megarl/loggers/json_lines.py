@@ -86,7 +86,8 @@ def cut_after(folder: Path, step: int) -> None:
 
 
 def moved_requests(folder: Path) -> Path:
-    """Return the folder of a run folder with the unfinished requests of engines that have left."""
+    """Return the folder, inside a run folder, of the unfinished requests of engines that have ended or
+    hang."""
     return folder / ENGINES / "moved"
 
 

@@ -46,7 +46,8 @@ _original_type = torch.Tensor.type
 
 
 def _cuda_type(self, *args, **kwargs):
-    """Return the name of the tensor's type with the CUDA prefix; a call that converts returns the new tensor.
+    """Return the name of the tensor's type with CUDA's prefix, as on a GPU. A call that converts the tensor
+    returns the new tensor.
 
     DistributedOptimizer and clip_grads compare p.type() with 'torch.cuda.FloatTensor'."""
     name = _original_type(self, *args, **kwargs)

@@ -144,7 +144,8 @@ def latent_attention_without_transformer_engine() -> None:
 
 @_fix("transformer/moe/moe_utils.py", 1093, "if torch.is_tensor(tensor) and tensor.is_cuda", on_cpu_only=True)
 def split_sizes_of_the_all_to_all() -> None:
-    """Convert CPU tensors of split sizes to lists too.
+    """Make Megatron convert split sizes in CPU tensors to lists, as it does with CUDA tensors, before an
+    all-to-all.
 
     Megatron converts only CUDA tensors, and all_to_all_single does not accept tensors."""
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher

@@ -1,5 +1,5 @@
-"""Sum gradients over micro-batches on a CPU without large copies, and report by what DDP multiplies the
-gradients that ranks sum."""
+"""Sum gradients over micro-batches on a CPU without large copies, and report the factors by which DDP scales
+gradients."""
 
 from __future__ import annotations
 

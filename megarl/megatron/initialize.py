@@ -54,8 +54,8 @@ def _fill(
     parameters: dict[str, torch.Tensor],
     values: Callable[[str, int, int], torch.Tensor],
 ) -> None:
-    """Fill each parameter with this rank's part, by its atlas, of the Hugging Face tensors that values(name,
-    rows, cols) returns. The rest is 0."""
+    """Fill each parameter with this rank's part, by its atlas (sharding spec), of the Hugging Face tensors
+    that values(name, rows, cols) returns. The rest is 0."""
     for name, local in atlas.items():
         target = parameters[name].zero_()
         for piece in local.pieces:

@@ -106,7 +106,8 @@ def _add_adapter(
 
 
 def _normed(linear: torch.nn.Module, x: Tensor) -> Tensor:
-    """Return the input that the layer multiplies with W.
+    """Return the input that the layer multiplies with W, which is normalized first if the layer has a norm
+    inside.
 
     Transformer Engine's LayerNormLinear applies its norm inside the layer."""
     if not hasattr(linear, "layer_norm_weight"):

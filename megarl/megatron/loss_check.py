@@ -44,8 +44,7 @@ class PassLimit:
 
 
 class LossCheck:
-    """Measurements of the loss of one update on this rank, which are compared with what the algorithm
-    promises.
+    """Measures the loss of one update on this rank, to compare it with what the algorithm promises.
 
     Args:
         role: name of the role that is updated.
@@ -78,7 +77,8 @@ class LossCheck:
 
     @property
     def compares(self) -> bool:
-        """Whether `add_passes` is to be called."""
+        """Whether the outputs of the update are compared with those of the pass before it, by
+        `add_passes`."""
         return self.limit is not None
 
     def add_tokens(self, response_lengths: torch.Tensor, weight: torch.Tensor | None) -> None:
@@ -96,8 +96,8 @@ class LossCheck:
     def add_passes(
         self, micro: MicroBatch, rows: torch.Tensor, now: torch.Tensor, before: torch.Tensor
     ) -> None:
-        """Add the differences between [C] numbers of the update and of the pass before it to this rank's
-        sums; nothing is raised yet.
+        """Add the differences between the outputs of the update and of the pass before it, [C] numbers each,
+        to this rank's sums. Nothing is raised yet.
 
         `rows` are the indices of the micro-batch's response tokens that the numbers belong to."""
         gap = (now.detach() - before).abs()
@@ -118,7 +118,7 @@ class LossCheck:
 
     def sums(self, device: torch.device) -> torch.Tensor:
         """Return [5] fp64 sums of this rank: weights, tokens, sequences, tokens above the limit, and
-        differences; zeros if it does not count."""
+        differences; zeros if another rank counts the same loss."""
         parts = torch.zeros(5, dtype=torch.float64, device=device)
         if self.counts:
             parts[0] += self._weight
@@ -181,10 +181,9 @@ class LossCheck:
         name, value = ("mean", mean) if self.limit.of_mean else ("largest", worst[0][0])
         return "\n".join(
             [
-                f"{self.role}: the first update of the step does not see the {self.kind}s of before "
-                f"it: the {name} "
-                f"difference of {tokens:.0f} response tokens is {value:.3g}, and the limit "
-                f"{self.limit.limit:g} "
+                f"{self.role}: the first update of the step does not reproduce the {self.kind}s computed "
+                f"before it: the {name} difference of {tokens:.0f} response tokens is {value:.3g}, and the "
+                f"limit {self.limit.limit:g} "
                 f"({self.limit.reason}). Weights and samples are the same, so training would be "
                 "silently wrong. Do both "
                 "passes have the same temperature and the same micro-batches, is dropout on, or "
@@ -277,7 +276,8 @@ _STATISTICS = ("mean_abs", "clipped_abs", "log_prob_abs", "outliers", "kl")
 
 
 def _mismatch(sums: torch.Tensor, num_tokens: int, largest: float) -> dict[str, float]:
-    """Return the metrics mismatch/* of sums over tokens, means where they are means."""
+    """Return the metrics mismatch/*, given sums over tokens: the means, the number of outliers, and the
+    maximum."""
     values = dict(zip(_STATISTICS, (sums / num_tokens).tolist(), strict=True))
     values["outliers"] *= num_tokens
     return {f"mismatch/{name}": value for name, value in values.items()} | {"mismatch/max_abs": largest}

@@ -115,7 +115,8 @@ class PackedAttention(torch.nn.Module):
         ]
 
     def _attend(self, query, key, value) -> torch.Tensor:
-        """Return the causal attention of queries that belong to the last of the keys' tokens.
+        """Return the output of causal attention for the last tokens of a sequence. `query` has these tokens,
+        `key` and `value` have all tokens.
 
         SDPA's own causal mask would treat the queries as the first tokens."""
         length, before, mask = key.shape[2], key.shape[2] - query.shape[2], None

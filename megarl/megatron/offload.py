@@ -140,7 +140,8 @@ class ModelMemory:
         return self._lasting[part] if part in self._lasting else self._find(part)
 
     def _find(self, part: str) -> list[torch.UntypedStorage]:
-        """Return the storages of a part, each once.
+        """Return the storages of the tensors of one part (parameters, gradients, optimizer), each storage
+        once.
 
         The optimizer's storages exclude the parameters' storages, which its shards of fp32 parameters
         share."""

@@ -31,7 +31,7 @@ def inverse_frequencies(theta: float, head_dim: int, scaling: Scaling | None) ->
 
 
 def _llama3(plain: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    """Return frequencies that are scaled as in Llama 3.1.
+    """Return rotary frequencies that are scaled as in Llama 3.1.
 
     Long wavelengths are stretched by the factor, short ones are kept, and those between are interpolated."""
     low, high, context = (
@@ -42,7 +42,7 @@ def _llama3(plain: torch.Tensor, scaling: Scaling) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, theta: float, head_dim: int, scaling: Scaling) -> torch.Tensor:
-    """Return frequencies that are scaled as in YaRN (arXiv:2309.00071, section 3.2).
+    """Return rotary frequencies that are scaled as in YaRN (arXiv:2309.00071, section 3.2).
 
     Dimensions that turn more than beta_fast times in the original context are kept. Dimensions that turn less
     than beta_slow times are stretched by the factor. Between them the stretch is a ramp over the
@@ -66,7 +66,7 @@ def _yarn(plain: torch.Tensor, theta: float, head_dim: int, scaling: Scaling) ->
 
 
 def attention_factor(scaling: Scaling | None) -> float:
-    """Return YaRN's factor of cos and sin, or 1 without YaRN.
+    """Return the factor by which YaRN multiplies cos and sin, or 1 without YaRN.
 
     The factor applies to both queries and keys, so logits have its square. `softmax_scale` contains this
     square."""

@@ -165,7 +165,7 @@ class Routing:
                 self._counts[chunk] = self._take(routers)[:, None, : routers[0].num_experts].float()
 
     def begin_update(self, micro_batches: list[MicroBatch]) -> None:
-        """Start an update of a mini-batch.
+        """Prepare the routers for the update of a mini-batch.
 
         Until `end_update`, passes with gradients add this mini-batch's balancing losses and are counted."""
         amounts = torch.tensor(

@@ -98,7 +98,7 @@ def _virtual_pipeline_fields(chunks: int) -> dict[str, object]:
 
 
 def _softmax_scale(shape: ModelShape) -> float | None:
-    """Return the factor of queries times keys.
+    """Return the factor by which attention multiplies the products of queries and keys.
 
     None means 1 / sqrt(head_dim), or the factor that latent attention computes from its own YaRN fields."""
     if shape.is_mla:

@@ -21,8 +21,8 @@ def find_aliases(source: Atlas, destination: Atlas) -> dict[str, str]:
 
 
 def without(destination: Atlas, aliases: dict[str, str]) -> Atlas:
-    """Return the destination's atlas without the parameters that share the trainer's memory: what is left to
-    be copied."""
+    """Return the engine's atlas (sharding spec) without the parameters that share the trainer's memory: what
+    is left to be copied."""
     return {name: param for name, param in destination.items() if name not in aliases}
 
 

@@ -199,7 +199,7 @@ def layer_prefix(layer: int) -> str:
 
 
 def dimensions(shape: ModelShape) -> dict[str, int]:
-    """Return the name of a size, as `HFTensor` and the tables use it -> the size."""
+    """Return name -> size of the dimensions that `HFTensor` and the tables name."""
     heads, value_dim = shape.num_attention_heads, shape.v_head_dim if shape.is_mla else shape.head_dim
     return {
         "one": 1,
@@ -259,7 +259,7 @@ def whole(hf_name: str, rows: int, cols: int) -> LocalParam:
 
 
 def hf_atlas(shape: ModelShape) -> Atlas:
-    """Return an atlas whose parameters are the complete tensors of a Hugging Face folder."""
+    """Return an atlas (sharding spec) whose parameters are the complete tensors of a Hugging Face folder."""
     return {name: whole(name, *size) for name, size in hf_sizes(shape).items()}
 
 
@@ -319,20 +319,21 @@ class Row:
         return has(kind, self.needs) and all(name in sizes for name in names)
 
     def build(self, cut: Cut, sizes: Sizes, hf_prefix: str = "", expert: int | None = None) -> LocalParam:
-        """Return what this rank's parameter holds. `expert` is the number of the expert in the checkpoint."""
+        """Return the local parameter that this row describes on this rank. `expert` is the number of the
+        expert in the checkpoint."""
         names = self.hf_names if expert is None else [name.format(expert=expert) for name in self.hf_names]
         return self.layout(cut, sizes, tuple(hf_prefix + name for name in names))
 
 
 def replicated(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Return what a rank's parameter holds if every rank has the complete tensor."""
+    """Return a rank's local parameter if every rank has the complete tensor."""
     (name,) = hf_names
     return whole(name, *sizes[name])
 
 
 def column_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Return what a rank's parameter holds if each rank has an equal part of the columns (row-parallel
-    layers: o_proj, down_proj)."""
+    """Return a rank's local parameter if each rank has an equal part of the columns (row-parallel layers:
+    o_proj, down_proj)."""
     (name,) = hf_names
     rows, cols = sizes[name]
     start, end = cut.share(cols)
@@ -340,8 +341,8 @@ def column_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalPara
 
 
 def stacked_row_shards(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Return what a rank's parameter holds if it has an equal part of the rows of each tensor, one below the
-    other (gate above up)."""
+    """Return a rank's local parameter if it has an equal part of the rows of each tensor, one below the other
+    (gate above up)."""
     pieces: list[Piece] = []
     at = 0
     for name in hf_names:
@@ -371,8 +372,8 @@ def every_expert(layout: Layout) -> Layout:
 
 
 def vocab_shard(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Return what a rank's parameter holds if each rank has an equal part of the vocabulary's rows, padded to
-    a multiple of 64 as vLLM does, so that shards of both sides coincide."""
+    """Return a rank's local parameter if each rank has an equal part of the vocabulary's rows, padded to a
+    multiple of 64 as vLLM does, so that shards of both sides coincide."""
     (name,) = hf_names
     vocab, hidden = sizes[name]
     start, end = cut.share(cut.shape.padded_vocab_size())

@@ -121,8 +121,8 @@ def two_dimensions(view: Tensor, where: str) -> tuple[int, int]:
 
 
 def leading_dimension(view: Tensor, where: str) -> int:
-    """Return the number of elements from one row to the next; the stride of a dimension of size 1 means
-    nothing. Raises: ValueError, as above."""
+    """Return the number of elements from one row to the next. Raises: ValueError, starting with `where`, if
+    rows are not contiguous or overlap."""
     cols = view.shape[-1]
     if view.numel() == 0:
         return cols
@@ -141,8 +141,8 @@ def leading_dimension(view: Tensor, where: str) -> int:
 
 
 def conversion(src: torch.dtype, dst: torch.dtype, where: str) -> int:
-    """Return the extension's name for the conversion of an element. Raises: ValueError, starting with
-    `where`, if it has none."""
+    """Return the extension's name for the conversion of elements from one dtype to another. Raises:
+    ValueError, starting with `where`, if it has none."""
     if src == dst and src.itemsize in COPY_SIZES:
         return src.itemsize
     if src in FLOATS and dst in FLOATS:

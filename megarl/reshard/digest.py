@@ -26,7 +26,7 @@ _PIECE_WORDS = 1 << 20  # without the extension: 8 MB of words at a time
 
 
 class Digest:
-    """Digests of the same views, computed again for every version.
+    """Computes digests of the same tensor views again for every version of the weights.
 
     Args:
         views: [rows, cols] or [n], row-major. A vector is one row: [n], [1, n] and [n, 1] are the

@@ -18,7 +18,7 @@ _ATLASES: dict[str, tuple[Callable[[ModelShape], bool], OfRank]] = {
 
 
 def engine_atlas(backend: str, shape: ModelShape) -> OfRank | None:
-    """Return the function that computes what a rank of an engine holds.
+    """Return the function that computes the atlas (sharding spec) of a rank of an engine.
 
     Returns: None if only the engine itself can tell, after it has started."""
     has_table, of_rank = _ATLASES[backend]
@@ -28,7 +28,7 @@ def engine_atlas(backend: str, shape: ModelShape) -> OfRank | None:
 def engine_atlases(
     backend: str, shape: ModelShape, ranks: Sequence[int], tp_size: int
 ) -> dict[int, Atlas] | None:
-    """Return rollout rank -> its atlas; engines are consecutive blocks of tp_size ranks.
+    """Return rollout rank -> its atlas (sharding spec). Engines are consecutive blocks of tp_size ranks.
 
     Returns: None if only the engines themselves can tell, after they have started."""
     of_rank = engine_atlas(backend, shape)

@@ -94,8 +94,8 @@ def new_model_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file that those can read who can read its folder; the library's own can be read by
-    this user alone.
+    """Write a safetensors file with the permissions of its folder. The library alone writes a file that only
+    this user can read.
 
     Raises: WriteError naming the file; the library's own error is no OSError and names no file."""
     with writing(path):
@@ -116,6 +116,6 @@ def write_index(folder: Path, shards: StateDictSplit) -> None:
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:
-    """Write a small file. Raises: WriteError naming it."""
+    """Write a small JSON file. Raises: WriteError naming it."""
     with writing(path):
         path.write_text(json.dumps(content, indent=2) + "\n")

@@ -127,8 +127,8 @@ def misfit(folder: str | os.PathLike, problems: list[str]) -> str | None:
 
 
 def names_left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """Return names that a folder may have in addition to the model's: old buffers, a tied embedding's
-    copy, layers that predict further tokens."""
+    """Return the names of tensors that a folder may have and that are not read: old buffers, a tied
+    embedding's copy, layers for multi-token prediction."""
     further = prediction_layers(shape)
     return {
         name
@@ -138,7 +138,8 @@ def names_left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
 
 
 def prediction_layers(shape: ModelShape) -> tuple[str, ...]:
-    """Return the prefixes of the layers after the last one, which predict further tokens."""
+    """Return the name prefixes of the layers for multi-token prediction, which checkpoints number after the
+    model's own layers."""
     return tuple(
         layer_prefix(shape.num_layers + further) for further in range(shape.num_nextn_predict_layers)
     )

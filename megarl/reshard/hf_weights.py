@@ -70,7 +70,8 @@ def load_hf(
 
 
 def note_prediction_tensors(folder: str | os.PathLike, names: Iterable[str], shape: ModelShape) -> None:
-    """Log on rank 0 which tensors of the folder are left out because their layers predict further tokens."""
+    """Log on rank 0 which tensors of the folder are left out because they are of layers for multi-token
+    prediction."""
     layers = prediction_layers(shape)
     found = [name for name in names if name.startswith(layers)]
     if found and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -84,7 +85,7 @@ def note_prediction_tensors(folder: str | os.PathLike, names: Iterable[str], sha
 
 
 def _without_value_head(atlas: Atlas, tensors: dict[str, Tensor]) -> Atlas:
-    """Set the value head, if there is one, to 0, and return the atlas without it."""
+    """Set the value head, if there is one, to 0, and return the atlas (sharding spec) without it."""
     heads = {
         name for name, param in atlas.items() if any(piece.hf_name == VALUE_HEAD for piece in param.pieces)
     }

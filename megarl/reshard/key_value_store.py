@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Late(TimeoutError):
-    """Error of a key that nobody wrote in time."""
+    """Error of a key whose value nobody wrote in time."""
 
 
 class KeyValueStore:

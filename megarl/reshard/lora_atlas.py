@@ -21,8 +21,8 @@ from megarl.reshard.megatron_atlas import MegatronPlace, place_atlas
 
 
 def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
-    """Return a copy of this atlas to which the LoRA adapters of the layers that --lora-target-modules names
-    are added."""
+    """Return a copy of this atlas (sharding spec) with the LoRA adapters of the layers that
+    --lora-target-modules names."""
     rank, adapters = lora.lora_rank, {}
     for name, target, param in _adapted(atlas, lora.lora_target_modules):
         columns = {
@@ -45,8 +45,8 @@ def with_adapters(atlas: Atlas, lora: LoRAConfig) -> Atlas:
 
 
 def adapter_sizes(shape: ModelShape, lora: LoRAConfig) -> Sizes:
-    """Return (rows, cols) of every tensor of the model's LoRA adapters, by the names in the module's
-    docstring."""
+    """Return (rows, cols) of every canonical tensor of the model's LoRA adapters (lora_A and lora_B), by
+    name."""
     found: Sizes = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         found |= {_down(hf_name, target): (lora.lora_rank, cols), _up(hf_name): (rows, lora.lora_rank)}
@@ -54,7 +54,8 @@ def adapter_sizes(shape: ModelShape, lora: LoRAConfig) -> Sizes:
 
 
 def peft_atlas(shape: ModelShape, lora: LoRAConfig) -> Atlas:
-    """Return an atlas whose parameters are the complete tensors of a PEFT adapter, under PEFT's names."""
+    """Return an atlas (sharding spec) whose parameters are the complete tensors of a PEFT adapter, under
+    PEFT's names."""
     atlas: Atlas = {}
     for hf_name, target, rows, cols in _canonical(shape, lora):
         module = hf_name.removesuffix(".weight")

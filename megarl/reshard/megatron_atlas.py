@@ -255,8 +255,8 @@ def _layer(
 def megatron_atlases(
     shape: ModelShape, mesh: MeshSpec, te_spec: bool = False, qkv_layout: str = "grouped"
 ) -> dict[int, Atlas]:
-    """Return rank -> its atlas, for every rank of a role. Ranks that hold the same rectangles have one atlas
-    in common."""
+    """Return rank -> its atlas (sharding spec), for every rank of a role. Ranks that hold the same rectangles
+    have one atlas in common."""
     places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
     built = {
         place: place_atlas(shape, place, te_spec, qkv_layout) for place in dict.fromkeys(places.values())

@@ -56,7 +56,7 @@ def save_peft(
 
 
 def _config(base_model: str, shape: ModelShape, wanted: Atlas, lora: LoRAConfig) -> dict[str, object]:
-    """Return what PEFT's LoraConfig needs; it has defaults for the rest."""
+    """Return the fields of PEFT's LoraConfig that the adapters need; all others have defaults."""
     modules = {name.split(".")[-3] for name in wanted if name.endswith(".lora_A.weight")}
     return {
         "peft_type": "LORA",

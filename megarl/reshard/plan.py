@@ -1,5 +1,5 @@
-"""Plan which rectangle of which training rank's parameter is copied to which engine rank, from the atlases of
-both sides.
+"""Plan which rectangle of which training rank's parameter is copied to which engine rank, from the atlases
+(sharding specs) of both sides.
 
 An atlas is a sharding spec. The plan is computed and checked once. Every element of a destination is written
 exactly once, by exactly one source. Every element that no source writes is declared padding. The module is
@@ -15,8 +15,8 @@ from megarl.reshard.atlas import Atlas, Box, LocalParam, Piece
 
 
 class PlanError(ValueError):
-    """Error of atlases with a piece out of bounds, or with a destination element that no source, or more than
-    one, would write."""
+    """Error of atlases (sharding specs) with a piece out of bounds, or with a destination element that no
+    source, or more than one, would write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""`megarl reshard-plan`: what a weight sync from the trainer to the engines moves, and how long that takes if
-nothing but bandwidth holds it up. Arithmetic on shapes: no torch, no device, no weights.
+"""`megarl reshard-plan`: report what a weight sync from the trainer to the engines moves, and how long the
+sync takes if only bandwidth limits it. Arithmetic on shapes: no torch, no device, no weights.
 
     megarl reshard-plan @configs/job.args [--flag value ...] [--world-size 16] [--ranks-per-node 8]
 
@@ -29,7 +29,8 @@ _MOST_RANKS = 65_536
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return (own options, the job's files and flags).
+    """Return the options of `megarl reshard-plan`, and the other words, which are args files and flags of the
+    job.
 
     Prints the help text and exits for --help or -h."""
     parser = argparse.ArgumentParser(
@@ -184,7 +185,7 @@ def _by_kind(
 
 
 def _pairs(moved: dict[tuple[int, int], int]) -> list[str]:
-    """Return lines with the bytes from rank to rank."""
+    """Return lines with the bytes that go from each rank to each other rank."""
     lines = [f"  {src:4d} -> {dst:4d}  {_gb(size)}" for (src, dst), size in list(moved.items())[:_MOST_PAIRS]]
     left = len(moved) - len(lines)
     return ["from -> to", *lines, *([f"  ... and {left} pairs more"] if left else [])]

@@ -67,7 +67,7 @@ class Receiver(Protocol):
         pulls: dict[int, dict[int, Pull]],
         messages: Callable[[], object],
     ) -> None:
-        """Start to copy a version.
+        """Start to copy a version of the weights.
 
         Args:
             arrivals: destination -> source -> the source's message.
@@ -90,8 +90,8 @@ Pull = ExportedPull | tuple[dict[str, Tensor], None]
 
 @dataclass(frozen=True)
 class Participant:
-    """What a rank tells the other ranks before the first weight sync: its machine and device, and the dtypes of
-    its engine's weights."""
+    """The facts about a rank that other ranks need before the first weight sync: its machine and device, and
+    the dtypes of its engine's weights."""
 
     place: Place
     engine_place: Place | None
@@ -384,7 +384,8 @@ def sync_plan(
     actor: str = "",
     backend: str = "vllm",
 ) -> tuple[ReshardPlan, dict[int, int]]:
-    """Return the plan from the sources to all out-of-process engines, and the speaker of each rollout rank.
+    """Return the plan from the sources to all out-of-process engines, and rollout rank -> the rank that
+    speaks for its engine.
 
     Engines are consecutive blocks of `tp` ranks. The first rank of a block speaks for the block. The result
     is the same on every rank that calls this. If there is no table of the backend's layout of this model,

@@ -135,15 +135,16 @@ class _Chunk:
         return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in self.sizes), initial=0))
 
     def in_place(self) -> Tensor | None:
-        """Return the memory of the only view as the message, uint8, or None if the message must be staged.
-        The other end decides for itself."""
+        """Return the message as a uint8 view of the tensor's own memory, without a copy, or None if a staging
+        buffer is needed. Sender and receiver decide independently."""
         view = self.views[0]
         if len(self.views) == 1 and view.is_contiguous() and view.dtype == self.dtypes[0]:
             return view.detach().view(-1).view(torch.uint8) if self.bytes == self.starts[-1] else None
         return None
 
     def staged(self, buffer: Tensor) -> list[Tensor]:
-        """Return views of `buffer`, which holds the message, in the form of `views`."""
+        """Return views into `buffer`, which holds the message, with the shapes and dtypes of the tensors in
+        it."""
         return [
             buffer[start : start + size].view(dtype).view(view.shape)
             for start, size, view, dtype in zip(self.starts, self.sizes, self.views, self.dtypes)
@@ -174,7 +175,8 @@ def _chunks(views: Sequence[Tensor], dtypes: Sequence[torch.dtype], limit: int) 
 
 @dataclass(frozen=True)
 class _Round:
-    """One round: a message per peer and direction, and the copies before and after."""
+    """One round of a transfer: a message per peer and direction, the copies that pack the messages, and the
+    copies that unpack them."""
 
     pack: CopyPlan
     sends: dict[int, Tensor]

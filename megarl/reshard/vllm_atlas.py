@@ -28,8 +28,8 @@ from megarl.reshard.atlas import (
 
 
 def fused_qkv(cut: Cut, sizes: Sizes, hf_names: tuple[str, ...]) -> LocalParam:
-    """Return this rank's rows of vLLM's qkv_proj: [its query heads; its key heads; its value heads]. With
-    more ranks than key heads, t/G ranks share each."""
+    """Return this rank's rows of vLLM's qkv_proj: [its query heads; its key heads; its value heads]. If there
+    are more ranks than key heads, several ranks share each key head."""
     query, key, value = hf_names
     groups, head = cut.shape.num_query_groups, cut.shape.head_dim
     start, end = cut.share(sizes[query][0])
@@ -126,6 +126,6 @@ def vllm_atlas(shape: ModelShape, tp_size: int, tp_rank: int) -> Atlas:
 
 
 def vllm_atlases(shape: ModelShape, ranks: Sequence[int], tp_size: int) -> dict[int, Atlas]:
-    """Return rollout rank -> its atlas; engines are consecutive blocks of tp_size ranks."""
+    """Return rollout rank -> its atlas (sharding spec). Engines are consecutive blocks of tp_size ranks."""
     of_tp_rank = [vllm_atlas(shape, tp_size, tp_rank) for tp_rank in range(tp_size)]
     return {rank: of_tp_rank[index % tp_size] for index, rank in enumerate(ranks)}

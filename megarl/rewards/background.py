@@ -22,7 +22,7 @@ from megarl.runtime.abort import ABORT, Aborted
 
 @dataclass(eq=False)
 class _Job:
-    """A sample that is scored once."""
+    """A sample to score once, and the future of its verdict."""
 
     sample: RewardSample
     verdict: Future[Verdict] = field(default_factory=Future)
@@ -68,7 +68,8 @@ class BackgroundPool:
         return self._wait([self._begun.pop(sample.sample_id, None) or _Job(sample) for sample in samples])
 
     def score(self, samples: Sequence[RewardSample]) -> list[Verdict]:
-        """Return the `Verdict` of each sample in order, without those of `begin`, whose ids are others'.
+        """Return the `Verdict` of each sample in order. Samples of `begin` are other samples, even if their
+        ids are the same.
 
         Raises: as `finish`."""
         return self._wait([_Job(sample) for sample in samples])
@@ -121,7 +122,7 @@ class BackgroundPool:
                     return jobs
 
     def _check(self) -> None:
-        """Raise Aborted if nobody wants rewards any more."""
+        """Raise Aborted if the pool is closed or the job shuts down."""
         if self._is_closed:
             raise Aborted
         ABORT.check()

@@ -1,4 +1,4 @@
-"""The interface of reward functions, and the only place that calls one: `judge`."""
+"""Define the interface of reward functions, and `judge`, the only function that calls one."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def judge(fn: RewardFunction, row: RewardSample, weights: Mapping[str, float] | 
 def _scores(
     fn: RewardFunction, row: RewardSample, value: Mapping[str, Any], weights: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the scores of a dict that a reward function returned. Raises: ValueError for what is none."""
+    """Return the scores in the dict that a reward function returned. Raises: ValueError for malformed
+    scores."""
     given, who = value["scores"], f"{describe(_name(fn), row)} returned {value!r}"
     if "score" in value:
         raise ValueError(f"{who}, with both `score` and `scores`; wanted one of them.")

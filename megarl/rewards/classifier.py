@@ -77,9 +77,9 @@ class Classifier:
 
     def _forward(self, sequences: list[Sequence[int]]) -> list[float]:
         width, text = max(map(len, sequences)), self.model.config.get_text_config()
-        # Decoders are scored at the last token that is not padding, and know padding by its id alone. Where
-        # that id ends sequences as well, or there is none, one that no sequence holds takes its place;
-        # padding is on the right and masked, so which does not matter.
+        # Decoders are scored at the last token that is not padding, and recognize padding by its id. If that
+        # id also occurs in sequences, or is not set, an unused id replaces it. Any unused id will do, because
+        # padding is on the right and masked.
         held, pad = {token for ids in sequences for token in ids}, text.pad_token_id
         if pad is None or pad in held:
             pad = next(token for token in range(text.vocab_size) if token not in held)

@@ -1,4 +1,4 @@
-"""Combines several scores of a sample into its reward."""
+"""Combine several scores of a sample into its reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the built-in reward of each data source (--reward auto)."""
+"""Choose the built-in reward of each data source (--reward auto)."""
 
 from __future__ import annotations
 

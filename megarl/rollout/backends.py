@@ -23,7 +23,7 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What a backend needs to start one engine."""
+    """The inputs with which a backend starts one engine."""
 
     config: TrainConfig
     shape: ModelShape

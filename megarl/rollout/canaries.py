@@ -24,7 +24,8 @@ def num_response_tokens(config: TrainConfig) -> int:
 
 
 def canary_length(config: TrainConfig, on_cpu: bool) -> int:
-    """Return the number of tokens of a canary's prompt: two blocks and a few, or as many as the engine takes.
+    """Return the number of tokens of a canary's prompt: two KV-cache blocks and a few tokens more, or as many
+    as the engine takes.
 
     It may exceed --max-prompt-length. An engine takes --max-prompt-length + --max-response-length tokens.
     Where these are fewer than two blocks, hardly a prefix of any request is cached."""

@@ -32,7 +32,7 @@ _27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 def draw_key(run_seed: int, purpose: str, *numbers: int | str) -> int:
-    """Return the key of one sample, a hash of 63 bits.
+    """Return the key of the random draws of one sample, a hash of 63 bits.
 
     Args:
         purpose: "train", "eval", or the name of the judge that draws.
@@ -42,7 +42,8 @@ def draw_key(run_seed: int, purpose: str, *numbers: int | str) -> int:
 
 
 class AnswerKeys:
-    """The keys of the answers of one episode, asked for in the order in which the answers are sampled.
+    """The keys of the random draws of one episode's answers, asked for in the order in which the answers are
+    sampled.
 
     The first answer has the key of the episode, as a sample of a single turn does. The key of a later answer
     is a hash of that key, of the token ids before the answer, and of the number of earlier answers to the
@@ -67,7 +68,7 @@ class AnswerKeys:
 
 
 def draw_seeds(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the noise seed of each next token.
+    """Return the seed of the sampling noise of each next token.
 
     The seed is output number `position` of the generator SplitMix64 that starts at the key.
 
@@ -115,7 +116,7 @@ def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def draw_arguments(key: int, on_cpu: bool) -> dict[str, object]:
-    """Return the arguments of vLLM's SamplingParams that make a request draw by its key.
+    """Return the arguments of vLLM's SamplingParams by which a request's random draws depend on its key.
 
     On a CPU our sampler (cpu_sampler.py) reads the key. A `seed` would make vLLM keep a generator per
     request, which fails as soon as a prompt is prefilled in chunks. On a GPU vLLM's Model Runner V2 already

@@ -119,7 +119,7 @@ def _on_cpu(
 
 
 def _on_gpu(config: TrainConfig, shape: ModelShape, dtype: str, releases: bool) -> dict[str, object]:
-    """Return the arguments of an engine on a GPU.
+    """Return the vLLM engine arguments that only an engine on a GPU gets.
 
     Args:
         releases: whether the engine can release its KV cache."""

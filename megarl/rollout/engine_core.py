@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def report(core: EngineCore) -> None:
-    """Send the tokens that the scheduler holds back to the front end, labelled with the current version."""
+    """Report to the front end the tokens that the scheduler has held back, labelled with the current version
+    of the weights."""
     from vllm.v1.engine import EngineCoreOutputs
 
     if holds_back(core.scheduler) and (held := core.scheduler.take_unreported()):
@@ -30,7 +31,7 @@ def deliver(core: EngineCore, outputs: EngineCoreOutputs) -> None:
 
 
 def label(core: EngineCore, version: str) -> None:
-    """Give tokens that are sampled from now on another version.
+    """Set the version of the weights with which tokens that are sampled from now on are labelled.
 
     vLLM labels tokens when they are reported, so those that were held back are reported first."""
     report(core)
@@ -82,7 +83,7 @@ def num_steps(core: EngineCore) -> int:
 
 
 def hold(core: EngineCore, step: int | None) -> None:
-    """Let an engine that steps by itself stand still before a step, see `InferenceEngine.hold`."""
+    """Make an engine that steps by itself stop before a step; see `InferenceEngine.hold`."""
     if not holds_back(core.scheduler):
         raise RuntimeError("only the scheduler megarl.rollout.scheduler.DecodeScheduler can hold an engine")
     check_step(step, core.scheduler.num_steps)
@@ -90,7 +91,7 @@ def hold(core: EngineCore, step: int | None) -> None:
 
 
 def check_step(step: int | None, num_done: int) -> None:
-    """Raise ValueError if an engine that has taken `num_done` steps cannot stand still before `step`."""
+    """Raise ValueError if an engine that has taken `num_done` steps can no longer stop before `step`."""
     if step is not None and step < num_done:
         raise ValueError(f"the engine cannot stand still before step {step}: it has taken {num_done} steps")
 

@@ -48,7 +48,7 @@ def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
 
 @dataclass(frozen=True)
 class Call:
-    """Message to the process: call this method of the engine."""
+    """Message to the engine's process: call this method of the engine."""
 
     number: int
     method: str
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Message of the process: the result of a call, or the error that it raised."""
+    """Message of the engine's process: the result of a call, or the error that it raised."""
 
     number: int
     result: bytes = b""
@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Started:
-    """What the rank needs to know of a new engine."""
+    """The facts about a new engine that its process reports to the rank."""
 
     device: str
     weights: dict[str, tuple[tuple[int, int], str]]
@@ -88,7 +88,7 @@ class State:
 
 
 class HostedEngine:
-    """The methods that a RemoteEngine calls in the process."""
+    """The methods that a RemoteEngine calls in the engine's process."""
 
     engine: TransformersEngine
 
@@ -161,7 +161,7 @@ class HostedEngine:
 
 
 def _after(output: Output, first: int) -> Output:
-    """Return a copy without the first tokens."""
+    """Return a copy of the output without its first `first` tokens."""
     return replace(
         output,
         token_ids=output.token_ids[first:],
@@ -369,7 +369,8 @@ class RemoteEngine(InferenceEngine):
         self._held_at = step
 
     def free_kv_tokens(self) -> int:
-        """Return the number that the engine has reported with its last step or request."""
+        """Return for how many tokens the KV cache has room, as the engine reported with its last step or
+        request."""
         return self._state.free_kv_tokens
 
     def reset_cache(self) -> None:
@@ -423,7 +424,7 @@ class RemoteEngine(InferenceEngine):
         self._connection.close()
 
     def shutdown(self) -> None:
-        """End the process."""
+        """End the engine's process."""
         self.version = None
         self._connection.close()
         try:
@@ -434,7 +435,7 @@ class RemoteEngine(InferenceEngine):
 
 
 def _joined(first: Output, last: Output) -> Output:
-    """Return the tokens of both."""
+    """Return one output with the tokens of both outputs, in this order."""
     return replace(
         first,
         token_ids=[*first.token_ids, *last.token_ids],

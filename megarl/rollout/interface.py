@@ -92,7 +92,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def hold(self, step: int | None) -> None:
-        """Go on to just before step number `step`, from 0, and stand still there. None goes on.
+        """Let the engine take steps only as far as step number `step`, counted from 0, which it does not
+        take; None removes the limit.
 
         Requests can be added and weights committed meanwhile. Raises: ValueError if that step is past."""
 
@@ -109,7 +110,8 @@ class InferenceEngine(ABC):
         return False
 
     def restore_kv_cache(self) -> None:
-        """Take the memory back, released or not. Unfinished requests compute their KV cache anew."""
+        """Take the KV cache's memory back, if it was released. Unfinished requests compute their KV cache
+        anew in any case."""
 
     @abstractmethod
     def write_weights(self, copy: Callable[[], object]) -> None:
@@ -133,7 +135,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def set_version(self, version: int) -> None:
-        """Give the weights another version, which tokens have from the next step on. Nothing else changes."""
+        """Label the weights with another version, which tokens get from the next step on. Nothing else
+        changes."""
 
     @abstractmethod
     def give_up_weights(self) -> None:

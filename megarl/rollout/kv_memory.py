@@ -39,7 +39,8 @@ class KVCacheMemory:
         return sum(tensor.size for tensor in self._core.scheduler.kv_cache_config.kv_cache_tensors)
 
     def release(self) -> None:
-        """Give the memory back to the device. Unfinished requests stay, and will compute their prefixes anew.
+        """Give the KV cache's memory back to the device. Unfinished requests stay, and will compute their
+        prefixes anew.
 
         Does nothing if it is released. Raises: RuntimeError if vLLM refuses."""
         if not self.is_resident:
@@ -50,7 +51,7 @@ class KVCacheMemory:
         self.is_resident = False
 
     def restore(self) -> None:
-        """Take the memory back, without content.
+        """Take the KV cache's memory back, without its content.
 
         A cache that was not released loses its content too. Otherwise the ranks of one engine, of which some
         had released theirs, would find different prefixes and schedule different batches.

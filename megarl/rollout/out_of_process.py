@@ -73,20 +73,21 @@ class OutOfProcessEngine(Engine):
         self._is_new = True  # knows neither the plan nor the sources' memory
 
     def restart(self) -> None:
-        """Start new processes for an engine that has left. They have no weights until the next `sync`.
+        """Start new processes for an engine whose processes were ended by `leave`. They have no weights until
+        the next `sync`.
 
         Raises: EngineFailed or EngineDied if they cannot start."""
         self._start()
         self.failure = None
 
     def leave(self, failure: Exception) -> None:
-        """End the engine's processes. Later syncs do without them."""
+        """End the engine's processes after a failure. Later syncs leave the engine out."""
         self.failure = failure
         self.inference.kill()
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Context in which an engine that may leave does so if its processes fail, instead of an error.
+        """Context in which failed processes make the engine leave, if it may, instead of raising an error.
 
         The rank of an engine that has left goes on taking part in the syncs, and votes for every version."""
         try:

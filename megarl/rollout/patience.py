@@ -1,4 +1,4 @@
-"""Say when an engine that does not answer counts as hanging."""
+"""Decide when an engine that does not answer counts as hanging."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Patience:
         return max(_SHORTEST_S, _STEPS * longest_s)
 
     def note_step(self, seconds: float) -> None:
-        """Take a step's time into account."""
+        """Remember the duration of a step if it is the longest so far."""
         self._longest_s = max(self._longest_s or 0.0, seconds)
 
     def wait(self, poll: Callable[[float], bool], timeout_s: float) -> tuple[bool, float]:

@@ -103,7 +103,7 @@ class EngineProcesses:
         return self.death is not None
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the result of a call to vLLM.
+        """Return the result of a call to vLLM, or raise an error if one of its processes has died.
 
         Raises: `death` if a process has died, because vLLM's own error for a dead engine names no cause."""
         try:
@@ -115,13 +115,13 @@ class EngineProcesses:
         raise self.death
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """End the engine's processes at once."""
         self._is_closing = True
         for process in self._processes:
             process.kill()
 
     def shutdown(self) -> None:
-        """End the processes and remove the shared memory that they leave behind."""
+        """End the engine's processes and remove the shared memory that they leave behind."""
         self._is_closing = True
         self._client.shutdown()
         remove_own_shared_memory()
@@ -138,7 +138,7 @@ class EngineProcesses:
 
 
 def how_it_ended(exit_code: int | None) -> str:
-    """Return the end of a process in words; None is an unknown exit code."""
+    """Return in words how a process ended, by its exit code; None stands for an unknown exit code."""
     if exit_code is None:
         return "exit code unknown"
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"

@@ -28,7 +28,7 @@ class Order:
 
 @dataclass
 class Outcome:
-    """Result of the copies of an order."""
+    """The result of the copies that an `Order` started."""
 
     problem: str | None = None
     bytes: int = 0

@@ -40,7 +40,7 @@ class ReplayError(ExplainedError, ValueError):
 
 
 class LogRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """One line of a file in engines/."""
+    """One line of a replay log, which is a file in the folder engines/ of a run."""
 
     step: int
     """Training step that is running."""
@@ -258,7 +258,7 @@ def _moved(record: EngineRecord, steps: int) -> EngineRecord:
 
 @dataclass
 class DriverPlan:
-    """What a replay forces in the driver.
+    """The driver's decisions in the logged run, which a replay repeats.
 
     Example: DriverPlan(engines={("", 0): 1}, taken={("", 1): (0,)}, saved={1}, last_step=2)
     """

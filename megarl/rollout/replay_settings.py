@@ -1,4 +1,4 @@
-"""Say which settings a replay must have in common with the run that it repeats."""
+"""List the settings that a replay must have in common with the run that it repeats."""
 
 from __future__ import annotations
 

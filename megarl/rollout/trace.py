@@ -96,7 +96,7 @@ class _View:
         )
 
     def outline(self) -> list[tuple[int, int, bool]]:
-        """Return (dimension, size, along a row?) of each dimension, by stride.
+        """Return (dimension, size, whether it runs along a row) of each dimension, in the order of strides.
 
         Views of equal outline hold their elements in the same order."""
         dims = [(size, stride) for size, stride in zip(self.sizes, self.strides, strict=True) if size > 1]

@@ -40,7 +40,7 @@ _TOKENS_PER_STEP = 8192
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a process needs to know of a configuration to build the engine."""
+    """The parts of a configuration from which a process builds the engine."""
 
     rank: int
     folder: str
@@ -248,7 +248,8 @@ class TransformersEngine(InferenceEngine):
         return (self._options.num_rows - len(self._rows)) * self._options.max_length
 
     def reset_cache(self) -> None:
-        """Let running requests compute their keys and values anew. They wait for it first of all."""
+        """Let running requests compute their keys and values anew. The requests return to the front of the
+        queue."""
         for sequence in self._rows:
             sequence.num_cached = 0
         self._waiting.extendleft(reversed(self._rows))

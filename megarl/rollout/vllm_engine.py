@@ -81,7 +81,7 @@ class VllmEngine(InferenceEngine):
             )
 
     def _connect(self) -> None:
-        """Take over this rank's live weights and their atlas from vLLM's worker."""
+        """Take over this rank's live weights and their atlas (sharding spec) from vLLM's worker."""
         rank = dist.get_rank()
 
         def expose(atlas: Atlas, tensors: dict[str, torch.Tensor]) -> None:

@@ -68,7 +68,8 @@ class VllmProcesses(VllmEngine):
         super().__init__(llm, setup)
 
     def _connect(self) -> None:
-        """Tell vLLM's workers their ranks, and ask for the sizes and atlases of their weights."""
+        """Tell vLLM's workers their ranks, and ask for the sizes and atlases (sharding specs) of their
+        weights."""
         llm, ranks = self.llm, list(self._setup.ranks)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         llm.init_weight_transfer_engine({"init_info": {"ranks": ranks, "double_buffer": self._double_buffer}})
@@ -189,7 +190,7 @@ class VllmProcesses(VllmEngine):
         self._processes.shutdown()
 
     def _ask(self, call: Callable[[], object], timeout_s: float = 0.0) -> object:
-        """Return the result of a call to vLLM.
+        """Return the result of a call to vLLM's engine, or raise an error if it does not answer in time.
 
         Raises: EngineHangs if vLLM does not answer within timeout_s and the time that an answer may take.
         vLLM's own client would wait for ever."""

@@ -73,7 +73,8 @@ _offer: ContextVar[Offer | None] = ContextVar("_offer", default=None)
 
 @contextlib.contextmanager
 def offering(offer: Offer) -> Iterator[None]:
-    """Offer the trainer's memory to the engine that is built inside this context, which sets `offer.taken`.
+    """Offer the trainer's memory to the engine that is built inside this context. The engine sets
+    `offer.taken`, which says for which weights it uses that memory.
 
     CUDA graphs and compiled code keep memory addresses. These can still be chosen while vLLM builds the
     weight-transfer engine."""

@@ -20,7 +20,8 @@ SHOW_TRACEBACKS = "MEGARL_TRACEBACK"
 
 @dataclass(frozen=True)
 class EndNotes:
-    """What the driver's last message can refer to: a log for tracebacks, and a command that resumes the job.
+    """The places that the driver's last message names: a log for tracebacks, and a command that resumes the
+    job.
 
     Args:
         failure_log: file to which the traceback of a failure is appended if the message leaves it out. It is

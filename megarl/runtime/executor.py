@@ -46,8 +46,8 @@ _TICK_S = 1.0  # seconds between two calls of `check_interrupt`
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an executor can do: overlap calls, enforce deadlines, run ranks as processes, survive the death of
-    a rank."""
+    """The abilities of an executor: overlap calls, enforce deadlines, run ranks as processes, survive the
+    death of a rank."""
 
     overlap: bool
     """Whether calls on disjoint ranks run at the same time.
@@ -65,7 +65,8 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Health:
-    """Which ranks have answered a question of the driver, with their stacks, and which are silent."""
+    """The ranks that have answered a question of the driver, with their stacks, and the ranks that are
+    silent."""
 
     stacks: dict[int, str]
     """Stack of the main thread of each rank that has answered."""
@@ -131,7 +132,7 @@ class CallFuture(Future[Any]):
         self._executor = executor
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not answered."""
+        """Return the ranks that have not answered the call yet."""
         return [rank for rank in self.ranks if rank not in self.values]
 
     def result(self) -> list[Any]:
@@ -322,7 +323,7 @@ class Executor(ABC):
 
     @abstractmethod
     def dead_ranks(self) -> list[int]:
-        """Return the ranks that have died or do not answer within seconds.
+        """Return the ranks that have died, or that do not answer within a few seconds.
 
         This is quicker than `health`. Call it once per graceful shutdown, from another thread than the
         loop's."""

@@ -40,8 +40,8 @@ class IdleHook(Protocol):
 
 
 class WorkerContext:
-    """What a rank offers to the roles that it hosts: its number, events to the driver, the abort token and
-    the idle hook.
+    """The services of a rank for the roles that it hosts: its number, events to the driver, the abort token
+    and the idle hook.
 
     Args:
         rank: rank of this process in the job.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """When an idle connection sends probes, and when it fails."""
+    """The times after which an idle connection sends probes, and after which it fails."""
 
     idle_s: int = 4
     interval_s: int = 2
@@ -25,7 +25,7 @@ class KeepAlive:
         return self.idle_s + self.probes * self.interval_s
 
     def apply(self, connection: socket.socket) -> None:
-        """Set the options of a TCP connection."""
+        """Set these times as the keep-alive options of a TCP connection."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
             (socket.TCP_KEEPIDLE, self.idle_s),

@@ -76,7 +76,7 @@ class NodeWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to report nodes, and close all connections. The processes of the nodes end then."""
+        """Stop reporting lost nodes, and close all connections. Then the watch processes of the nodes end."""
         self._is_closed = True
         self._wake.sendall(b".")
         self._thread.join()

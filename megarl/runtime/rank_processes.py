@@ -1,4 +1,4 @@
-"""Start the rank processes of one machine, tell of those that die, and end them.
+"""Start the rank processes of one machine, report those that die, and end them.
 
 An executor with ranks on several machines has one RankProcesses on each of them. This module imports no
 torch."""

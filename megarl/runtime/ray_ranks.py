@@ -148,7 +148,7 @@ class RayRanks:
             ray.wait(kills, num_returns=len(kills), timeout=_KILL_S) if kills else None
 
     def _leave_out(self, node: Node) -> None:
-        """Note that a node is lost: nobody waits for it at the end."""
+        """Note that a node is lost, so that nothing waits for it at the end."""
         self._lost_nodes.add(node.ranks[0] // self._ranks_per_node)
 
     def _reachable(self) -> list[Any]:

@@ -56,7 +56,8 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass
 class _Running:
-    """What signal handlers know of this process's job: executor, ranks, shutdown request, deadline."""
+    """The state of this process's job as signal handlers need it: executor, ranks, shutdown request,
+    deadline."""
 
     executor: Executor | None = None
     processes: Processes | None = None

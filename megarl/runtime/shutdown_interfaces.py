@@ -15,7 +15,7 @@ class ShutdownRequest(Protocol):
     """Whether the shutdown was requested."""
 
     def request(self) -> None:
-        """Set the request. The signal handler calls this."""
+        """Request the shutdown. The signal handler calls this."""
 
 
 class Processes(Protocol):

@@ -21,7 +21,8 @@ _ACKNOWLEDGE_S = 30.0  # other ranks import torch, Megatron-Core and vLLM before
 
 
 def is_awaited() -> bool:
-    """Return whether ranks on other nodes wait for rank 0's verdict: under torchrun, with a store of its own."""
+    """Return whether ranks on other nodes wait for rank 0's verdict: on several nodes under torchrun, whose
+    agents share a store."""
     several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     return several and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -83,6 +84,6 @@ def await_start(timeout_s: float) -> str:
 
 
 def tell(reason: str) -> None:
-    """Print the reason once per node."""
+    """Print the reason why the job cannot start, once per node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write(f"{reason}\n")

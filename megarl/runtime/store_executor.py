@@ -100,8 +100,8 @@ class StoreExecutor(ProcessExecutor):
         describe_rank: Callable[[int], str] = str,
         on_lost: Callable[[Node], object] = lambda node: None,
     ) -> None:
-        """Make a node that is lost from now on a failure. The first rank of every node waits for this call
-        before the ranks join each other.
+        """Treat a node that is lost from now on as a failure of the job. The first rank of every node waits
+        for this call before the ranks join each other.
 
         Args:
             address: IP address of this machine by which the nodes reach it.
@@ -189,7 +189,8 @@ class StoreExecutor(ProcessExecutor):
         self._reader.join(timeout=1.0)
 
     def _end_at_exit(self) -> None:
-        """Stop the reader thread if nothing else has, as `_end`, for two seconds at most."""
+        """Stop the reader thread when the process exits, if nothing else has, and wait two seconds at
+        most."""
         if self._reader.is_alive() and not self._is_over:
             ending = threading.Thread(target=self._end, daemon=True)  # a store that is stopped never answers
             ending.start()

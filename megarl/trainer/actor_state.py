@@ -144,8 +144,8 @@ class ActorState:
 
     @property
     def num_samples_per_prompt(self) -> int:
-        """Number of responses to each prompt, which form its group, or of samples that a row of the data
-        is."""
+        """Number of samples in a group: the responses to a prompt, or without a rollout the samples that a
+        row of the data becomes."""
         if self.algorithm.needs_rollout:
             return self.config.batch.num_samples_per_prompt
         return self.algorithm.samples_per_row

@@ -1,4 +1,4 @@
-"""Say in plain lines what a job does before its first step, and during an evaluation.
+"""Print in plain lines what a job does before its first step, and during an evaluation.
 
     starting 2 ranks: each imports PyTorch, Megatron-Core and vLLM first
     starting: the model of actor is ready (0.4 s)
@@ -63,7 +63,7 @@ def _place(config: TrainConfig) -> str:
 
 
 def wait_for_setups(setups: Mapping[str, Future[Any]], say: Say) -> None:
-    """Wait until the roles are set up, and say so for each in their order.
+    """Wait until the roles are set up, and print a line for each of them, in their order.
 
     Args:
         setups: role -> its call of `setup`."""
@@ -80,7 +80,7 @@ def wait_for_setups(setups: Mapping[str, Future[Any]], say: Say) -> None:
 
 @contextlib.contextmanager
 def reminding(say: Say, text: str, every_s: float = REMIND_S) -> Iterator[None]:
-    """Say `text`, and again with the time so far every `every_s` seconds until the block ends."""
+    """Print `text`, and print it again with the elapsed time every `every_s` seconds until the block ends."""
     begun, has_ended = time.monotonic(), threading.Event()
 
     def remind() -> None:

@@ -29,7 +29,7 @@ class SupersededError(ExplainedError, RuntimeError):
 
 
 class Attempt:
-    """The attempt of this process at the run of a folder.
+    """This process's attempt at a run: one of the jobs that start or continue the run in a folder.
 
     Args:
         after_step: the step that the attempt continues after."""

@@ -62,7 +62,7 @@ class SampleBuffer:
 
     @property
     def groups(self) -> list[Group]:
-        """All groups, in the order of admission."""
+        """All groups in the buffer, in the order of admission."""
         return list(self._groups.values())
 
     def num_to_admit(self, version: int, last_step: int) -> int:
@@ -175,8 +175,8 @@ class SampleBuffer:
         return self._chosen(step) is not None
 
     def due(self, step: int) -> list[Group]:
-        """Return the unfinished groups that a limit on the tokens of a step must not hold up. The step is
-        ready when they are finished."""
+        """Return the unfinished groups that a step waits for. A limit on the tokens of a step must not hold
+        them up."""
         if self.is_ready(step):
             return []
         return [g for g in self._candidates(step)[: self._size_of_step] if not g.is_finished]

@@ -1,4 +1,5 @@
-"""Compare trainer and engine by canaries, in asynchronous training.
+"""Compare trainer and engine by canaries, in asynchronous training. Canaries are samples that are scored but
+not trained on.
 
 Most tokens that a step trains on were sampled by older weights, so their log-probs differ from the trainer's
 without a fault. Canaries are samples that only serve the comparison:
@@ -27,7 +28,8 @@ Token = Mapping[str, float]
 
 
 class Canaries:
-    """Samples canaries of all actors, has them scored, and compares the log-probs.
+    """Samples canaries, which are not trained on, has them scored, and compares the log-probs of trainer and
+    engine.
 
     Args:
         meshes: role -> its mesh.

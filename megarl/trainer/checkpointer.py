@@ -328,8 +328,8 @@ class Checkpointer:
         return [role for role in self._meshes if kind_and_suffix(role)[0] == "reference"]
 
     def _held_by(self, body: Mapping[str, Any]) -> list[tuple[str, CheckpointedRole]]:
-        """Return the roles that a checkpoint holds. It has no reference if the run's was still the model that
-        training starts from, as this job's is."""
+        """Return the roles that a checkpoint holds. It lacks the reference if that still was the model from
+        which training starts, as in this job."""
         return [(name, role) for name, role in self.roles.items() if name in body["roles"]]
 
     def _load(self, folder: Path) -> None:

@@ -23,7 +23,7 @@ class DynamicSamplingError(ExplainedError, RuntimeError):
 
 
 class Refill:
-    """What the rounds of sampling of one step gave: groups that are kept, and counts of all others.
+    """The result of a step's rounds of sampling: the groups that are kept, and counts of all others.
 
     Args:
         num_prompts: number of groups that the step trains on.
@@ -62,7 +62,7 @@ class Refill:
         return min(self.num_prompts, -(-2 * missing * generated // kept))
 
     def add(self, batch: RolloutBatch) -> None:
-        """Add a round: samples with rewards of whole groups."""
+        """Add a round of sampling: whole groups of samples with their rewards."""
         differ = batch.groups_that_differ
         self._rounds.append(batch)
         self._row_of |= batch.visits
@@ -70,7 +70,7 @@ class Refill:
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds so far."""
+        """Number of rounds of sampling so far."""
         return len(self._rounds)
 
     @property

@@ -39,7 +39,7 @@ class TooFewEngines(ExplainedError, RuntimeError):
 
 
 class EngineSet:
-    """The engines of all rollout roles of an asynchronous job, and which of them are there.
+    """The engines of all rollout roles of an asynchronous job, and which of them are still working.
 
     Args:
         meshes: role -> its mesh."""
@@ -53,7 +53,8 @@ class EngineSet:
         self._num_moved: Counter[str] = Counter()  # groups since the last metrics, by suffix of the actor
 
     def start(self, log: DriverLog) -> None:
-        """Begin with all engines, and forget what an earlier job in the run folder left."""
+        """Begin with all engines, and remove requests and files that an earlier job in the run folder left
+        behind."""
         self._log = log
         if self._min is None:
             return
@@ -69,7 +70,7 @@ class EngineSet:
 
     @property
     def log(self) -> DriverLog:
-        """Log of the run, from `start` on."""
+        """The driver's log of the run, which `start` has set."""
         assert self._log is not None
         return self._log
 
@@ -115,7 +116,7 @@ class EngineSet:
             self._move(change.role, len(lost))
 
     def _move(self, role: str, number: int) -> None:
-        """Let engines go on with the groups that wait."""
+        """Hand the waiting groups to the engines that are left, which continue them."""
         actor = self._state.actor_of(role)
         self._num_moved[actor.suffix] += number
         engines = self.log.route(actor.suffix, self._state.step, actor.buffer, self._meshes[role].dp)

@@ -80,7 +80,8 @@ def how_to_see_samples(run: Path) -> Callable[[], str | None]:
 
 
 def _state_of(path: Path) -> tuple[int, int] | None:
-    """Return what changes when the file is replaced; None if there is no such file."""
+    """Return inode and modification time of a file, which change when the file is replaced; None if there is
+    no such file."""
     try:
         found = os.stat(path)
     except OSError:

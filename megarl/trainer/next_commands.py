@@ -1,4 +1,4 @@
-"""Say at the end of a training job where the model is and what to do with it."""
+"""Word the last lines of a training job: where the model is, and which commands to run next."""
 
 from __future__ import annotations
 

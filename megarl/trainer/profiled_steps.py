@@ -12,8 +12,8 @@ from megarl.trainer.run_folder import PROFILE, Run
 
 
 class ProfiledSteps:
-    """Profiles the steps that --profile asks for, between the driver's measurements of two steps. Without the
-    flag every method returns at once."""
+    """Starts and stops the profilers for the steps that --profile asks for, outside of the measured time of
+    steps. Without the flag every method returns at once."""
 
     def __init__(self, config: TrainConfig, executor: Executor, run: Run) -> None:
         self._profile, self._executor, self._run = config.profile, executor, run

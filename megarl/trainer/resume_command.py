@@ -19,7 +19,8 @@ FAILURE_LOG = "failure.log"
 
 
 def end_notes(config: TrainConfig, command: Sequence[str], argv: Sequence[str]) -> EndNotes:
-    """Return what the last message of a training job can refer to.
+    """Return what the last message of a training job needs: the log of failures, and the commands that resume
+    the job and show a failed step's samples.
 
     Args:
         command: words of the command line before the flags, such as megarl and train.

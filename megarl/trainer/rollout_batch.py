@@ -101,7 +101,8 @@ class RolloutBatch:
         )
 
     def scores(self, weight_of: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, Any]:
-        """Return the arguments `scores` and `score_weights` of `Actor.advantages`.
+        """Return the scores of the step and their weights, as the arguments `scores` and `score_weights` of
+        `Actor.advantages`.
 
         The single scores are those that the rule returned by name, its reward if it returned none, and the score
         of each reward model, by the name of its role.

@@ -181,8 +181,8 @@ class Run:
         self._write_row()
 
     def row_of(self, step: int) -> dict[str, float | int]:
-        """Write the last recorded step to metrics.jsonl. Returns its metrics if `step` is that step, else
-        {}."""
+        """Write the metrics of the last recorded step to metrics.jsonl. Returns these metrics if that step is
+        `step`, else {}."""
         self._write_row()
         written, row = self._written_row
         return row if written == step else {}

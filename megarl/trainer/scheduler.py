@@ -34,8 +34,8 @@ from megarl.flow.schedule import Candidate, FlowStep, PreparedFlow
 
 
 class Host(Protocol):
-    """What the scheduler asks of the training job: arguments of calls, transfers of columns, and what to do
-    with results."""
+    """The interface of the training job to the scheduler: arguments of calls, transfers of columns, and
+    handling of results."""
 
     @property
     def driver_columns(self) -> Collection[str]:
@@ -246,7 +246,7 @@ class Scheduler:
         self._newest |= dict.fromkeys(call.ranks, call)
 
     def _wait(self) -> None:
-        """Wait until a call ends whose end may let others be issued."""
+        """Wait until a call has ended, after which other calls may be issued."""
         if futures := [call.future for call in self._in_flight if call.ranks]:
             done = {id(future) for future in self.executor.wait_any(futures)}
             for call in [call for call in self._in_flight if id(call.future) in done]:

@@ -32,7 +32,7 @@ class StopRequest:
         self._holds = 0
 
     def request(self) -> None:
-        """Set the request. A signal handler calls this."""
+        """Request the shutdown. A signal handler calls this."""
         self.is_requested = True
 
     def begin_update(self) -> None:

@@ -50,7 +50,7 @@ def write_arguments(
 
 
 def _translated(settings: Settings) -> Iterator[tuple[Row, list[Line]]]:
-    """Yield the rows of the table with our lines, as far as they have any."""
+    """Yield each row of the table that applies to the configuration, with its lines of the args file."""
     done = set()
     for row in settings.table:
         if row.lines is not None:

@@ -59,7 +59,8 @@ def main(argv: list[str]) -> int:
 
 
 def count_rows(source: Source) -> int | None:
-    """Return the rows of the training files; None if one is not here, or is no JSON lines or Parquet file."""
+    """Return the number of rows of the training files; None if a file is missing, or is no JSON lines or
+    Parquet file."""
     names = ("data.train_files", "prompt-data", "train_dataset", "dataset_name")
     files = [Path(text).expanduser() for name in names for text in as_list(source.settings.get(name))]
     if not files or not all(file.is_file() and file.suffix in COUNTERS for file in files):

@@ -181,7 +181,8 @@ def _end_of_quote(text: str, position: int) -> int:
 
 
 def _end_of_group(text: str, position: int) -> int:
-    """Return the position after the letter, or after the brackets that open here."""
+    """Return the position after the character at `position`, or after the closing bracket if a bracket opens
+    there."""
     if text[position] == "\\":
         return position + 2
     if text[position] not in "({":

@@ -48,7 +48,7 @@ MEGATRON_OPTIONS = frozenset(
 
 @dataclass
 class Source:
-    """What a file or command line says.
+    """The settings that a file or a command line of another framework gives.
 
     Args:
         settings: name there -> value.
@@ -75,7 +75,7 @@ def read_words(words: Sequence[str]) -> Source:
 
 
 def read_file(path: str, environment: Mapping[str, str]) -> Source:
-    """Return the settings of a file.
+    """Return the settings of another framework that a file holds.
 
     Raises: ConfigError if the file cannot be read, or is no configuration of a known framework."""
     try:

@@ -159,7 +159,7 @@ class ActorRole(PolicyRole):
         return metrics
 
     def _mismatch(self, log_probs: torch.Tensor, gap: torch.Tensor, num_tokens: int) -> dict[str, float]:
-        """Return this rank's part of the metrics mismatch/* of tokens.
+        """Return this rank's part of the metrics mismatch/* over these tokens.
 
         Args:
             gap: trainer's log-probs - engine's.
@@ -194,7 +194,8 @@ class ActorRole(PolicyRole):
         return is_current & batch.spread(is_whole).bool()
 
     def _num_current(self, version: int) -> int:
-        """Return the number of tokens for which `_is_current` is true on all ranks together."""
+        """Return the number of tokens, on all ranks together, on whose log-probs trainer and engine must
+        agree (`_is_current`)."""
         counts = (
             (sample.tokens_of(version), sample.response_length)
             for sample in self.store.layouts[self.shard_key].planned
@@ -354,8 +355,8 @@ class ActorRole(PolicyRole):
         return metrics | {"memory/peak_bytes": peak_memory_bytes()} | self.memory_metrics()
 
     def _take_engine_log_probs(self) -> None:
-        """With --old-log-probs engine let the engine's log-probs stand for those of before the step, unless a
-        pass has computed these."""
+        """With --old-log-probs engine, copy the engine's log-probs into the column old_log_probs, unless a
+        pass has computed it."""
         batch = self.shard.batch
         takes = self.algorithm.takes_engine_log_probs and self.model.is_last_stage
         if takes and batch.old_log_probs is None:
@@ -409,8 +410,8 @@ class ActorRole(PolicyRole):
     def check_inputs(
         self, check: LossCheck, micro: MicroBatch, rows: torch.Tensor, inputs: LossInputs
     ) -> None:
-        """Record the inputs of the loss in `check`, and raise ValueError if a loss declared as a sum over
-        tokens is none."""
+        """Record the inputs of the loss in `check`, and raise ValueError if a loss that is declared as a sum
+        over tokens is not such a sum."""
         if self.algorithm.token_level and not self._is_token_level:
             is_whole = len(rows) == len(micro.response_positions)
             self._is_token_level = check_token_level(self.algorithm, inputs, is_whole)

@@ -1,4 +1,5 @@
-"""Write the log of one engine, and hold the engine where the run that --replay repeats did the same.
+"""Write the log of one engine, and in a replay make the engine stop at the engine steps at which logged
+events took place.
 
     recorder.start(version=0)
     with recorder.taking_effect(Admit(step=1, version=0, visits=(0, 1))):
@@ -92,24 +93,26 @@ class EngineRecorder:
         self.is_started = True
 
     def use(self, engine: HeldEngine) -> None:
-        """Go on with an engine that was started again, whose steps count from 0."""
+        """Continue with an engine that was restarted, whose steps count from 0."""
         self._engine = engine
 
     def is_held(self) -> bool:
-        """Return whether an engine in this process must not take a step now. One that steps by itself stands
-        still by itself."""
+        """Return whether an engine in this process must not take a step now. An engine that steps by itself
+        stops without being asked."""
         if self._steps_by_itself or not self._planned:
             return False
         return self._engine.num_steps >= self._planned[0].engine_step
 
     def catch_up(self) -> None:
-        """Let the engine go on to the step of its next planned record. Does nothing without --replay."""
+        """Take engine steps until the engine is at the step of its next planned event. Does nothing without
+        --replay."""
         if self._planned:
             self._reach(self._planned[0])
 
     @contextmanager
     def taking_effect(self, record: EngineRecord) -> Iterator[None]:
-        """Context in which the thing happens that the record describes. The engine takes no step meanwhile.
+        """Context in which the event that the record describes takes place. The engine takes no step
+        meanwhile.
 
         The record is on the disk before.
 
@@ -134,7 +137,8 @@ class EngineRecorder:
                 self._engine.resume()
 
     def committing(self, version: int) -> AbstractContextManager[None]:
-        """Return `taking_effect` of a commit, which completes the training step of the same number."""
+        """Return the context in which new weights are committed, with a record in the log. The commit
+        completes the training step of the same number."""
         return self.taking_effect(Commit(step=version, version=version))
 
     def close(self) -> None:
@@ -142,7 +146,7 @@ class EngineRecorder:
             self._log.close()
 
     def _hold(self) -> None:
-        """Let an engine that steps by itself stand still at its next planned record."""
+        """Make an engine that steps by itself stop at its next planned record."""
         if self._steps_by_itself:
             self._engine.hold(self._planned[0].engine_step if self._planned else None)
 
@@ -155,7 +159,7 @@ class EngineRecorder:
             )
 
     def _reach(self, record: EngineRecord) -> None:
-        """Let the engine go on to the step of a record.
+        """Take engine steps until the engine is at the step at which the record's event took place.
 
         Raises: ReplayError if it has made more steps, or does not get there."""
         done, last = self._engine.num_steps, time.monotonic()

@@ -44,7 +44,7 @@ def _parser(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) 
 
 
 def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> Environments:
-    """Return the processes of --env or of --agent-command."""
+    """Return the pool that runs the environments of --env or the agents of --agent-command."""
     episodes = config.episodes
     if episodes.agent_command is not None:
         from megarl.episodes.agent_pool import AgentPool  # imports aiohttp, which other jobs need not have
@@ -114,7 +114,7 @@ class EpisodeSampler:
 
 
 def _sample(first: FirstTurn, episode: Episode, single: Answer | None) -> RolloutSample:
-    """Return the sample of an episode.
+    """Return an ended episode as a sample to train on.
 
     Args:
         single: the token that was sampled for an episode without an answer of its own."""
@@ -142,7 +142,7 @@ def _sample(first: FirstTurn, episode: Episode, single: Answer | None) -> Rollou
 
 
 class _Turns:
-    """The turns of one call of `EpisodeSampler.sample`, on the engine."""
+    """The engine as `runner.play` needs it: requests for answers go in, and sampled answers come out."""
 
     def __init__(self, engine: Engine, answers: Sequence[FirstTurn], how: dict[str, float]) -> None:
         self._engine, self._answers, self._how = engine, answers, how

@@ -44,7 +44,8 @@ def without_engine(result: Callable[[], object]) -> Callable[[Callable], Callabl
 
 
 class LeavingEngine(HostedRole):
-    """The part of the rollout role that lets its engine leave the engines of the role, and join them again."""
+    """The part of the rollout role that drops an engine after a failure, and takes it back after a
+    restart."""
 
     context: WorkerContext | None = None
     """What the rank offers for requests that outlive a call: events to the driver and the idle hook."""
@@ -59,7 +60,7 @@ class LeavingEngine(HostedRole):
 
     @property
     def replica(self) -> int:
-        """Number of this rank's engine."""
+        """Number of this rank's engine among the engines of the role."""
         return self.mesh.coordinates(self.rank)["dp"]
 
     @property
@@ -68,7 +69,7 @@ class LeavingEngine(HostedRole):
         return self.engine is not None and not self.has_left
 
     def leave(self, error: Exception) -> None:
-        """Take the engine out of the engines of the role, or raise the error if the job ends with it."""
+        """Drop the engine from the role, or raise the error if the job cannot go on without the engine."""
         engine, others = self.engine, self.mesh.dp - 1
         is_remote = engine is not None and hasattr(engine, "may_leave") and self.stream is not None
         if not is_remote or not engine.may_leave:
@@ -87,8 +88,8 @@ class LeavingEngine(HostedRole):
         self.context.emit(ENGINE_CHANGED, EngineChange(self.name, self.replica, False, str(error)))
 
     def start_engine(self) -> str:
-        """Start the engine of this rank again, which has left. It gets weights at the next `sync`. Returns why
-        it cannot be started, or ""."""
+        """Restart the engine of this rank after it has ended or hung. The engine gets weights at the next
+        `sync`. Returns why it cannot be started, or ""."""
         if self.has_left and self.engine.failure is not None:
             try:
                 self.engine.restart()
@@ -99,7 +100,7 @@ class LeavingEngine(HostedRole):
 
     @without_engine(lambda: None)
     def prepare_sync(self) -> None:
-        """Let the engine do what it has to do with the old weights."""
+        """Let the engine finish what it must do with its old weights, before a sync."""
         if self.stream is None or not self.has_engine:
             return
         if self.config.streaming.weight_update == "wait":
@@ -108,7 +109,8 @@ class LeavingEngine(HostedRole):
 
     @without_engine(lambda: None)
     def complete_sync(self, version: int) -> None:
-        """Let the engine, which has new weights unless it has left during the sync, go on."""
+        """Let the engine continue with its new weights after a sync, or drop the engine if it failed in the
+        sync."""
         if self.stream is None:
             return
         failure = getattr(self.engine, "failure", None)

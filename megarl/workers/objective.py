@@ -12,8 +12,8 @@ from megarl.algorithms.base import Algorithm, LossInputs, ScoreLossInputs, Value
 
 @dataclass(frozen=True)
 class Objective:
-    """Which loss of the algorithm a trained role uses, from which token columns: the difference between actor
-    and critic.
+    """The loss of the algorithm that a trained role uses, and the columns of its inputs: the difference
+    between actor and critic.
 
     Example, of a critic:
         Objective(

@@ -118,8 +118,8 @@ class OffloadManager:
         return role, ahead
 
     def growth_until_rollout(self) -> int:
-        """Return by how many bytes the models will have grown on the device when an engine samples after an
-        update: the optimizer's state that is still to come, without the parts that are offloaded by then."""
+        """Return how many more bytes the models will hold on the device during a rollout after an update than
+        now: the optimizer's state that is not allocated yet, less the parts that will be offloaded."""
         growth = 0
         for model in self._models.values():
             growth -= sum(model.memory.resident_bytes(part) for part in model.offloaded_parts)

@@ -1,5 +1,5 @@
-"""Limit how far a step's first update may be from the pass before it, in outputs computed with the same
-weights and samples."""
+"""Limit how far the outputs of a step's first update may be from those of the pass before it, which has the
+same weights and samples."""
 
 from __future__ import annotations
 

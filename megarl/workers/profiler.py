@@ -50,7 +50,7 @@ class ProfilerRole:
             self._profiler = _Torch(of_memory=kind == "memory")
 
     def start(self) -> list[str]:
-        """Start to record, and return notes for the user."""
+        """Start the profiler of this rank, and return notes for the user."""
         self._recorder = CallRecorder(self._profiler, self._roles)
         with self._profiler.range("warm-up"):  # not recorded; the first range of a process takes milliseconds
             pass
@@ -59,7 +59,7 @@ class ProfilerRole:
         return notes
 
     def stop(self, folder: str, name: str) -> list[str]:
-        """Stop recording, write the files of this rank, and return their paths, or why they were not
+        """Stop the profiler, write the files of this rank, and return their paths, or why they were not
         written."""
         record_with(None)
         self._recorder.end_step()
@@ -72,7 +72,7 @@ class ProfilerRole:
 
 
 class CallRecorder:
-    """Opens the ranges of the driver's calls with a profiler.
+    """Marks the driver's calls on a rank as ranges of a profiler.
 
     Args:
         profiler: has `range(name)`, which returns a context manager.
@@ -99,7 +99,7 @@ class CallRecorder:
             yield
 
     def end_step(self) -> None:
-        """End the range of the current label."""
+        """End the range of the current step."""
         self._step.close()
         self._label = None
 

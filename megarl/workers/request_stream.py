@@ -47,7 +47,7 @@ class Answer:
     """Version of the weights that sampled each token of `response`."""
 
     def after(self, output: Output | Response) -> Answer:
-        """Return the answer with the tokens that were sampled since."""
+        """Return the answer, extended by the tokens of an output that continues it."""
         return replace(
             self,
             response=[*self.response, *output.token_ids],
@@ -79,7 +79,7 @@ class SavedAnswer:
 
 
 class RequestStream:
-    """The unfinished groups of one engine.
+    """Keeps the unfinished groups of samples of one engine between the driver's calls.
 
     Args:
         table: gets the samples of finished groups.
@@ -203,8 +203,8 @@ class RequestStream:
         self._clear()
 
     def give_up(self, path: Path) -> None:
-        """Forget all requests of an engine that is gone, after what it has reported. The samples of unfinished
-        groups are written to a file that `load` reads."""
+        """Forget all requests of a failed engine, after taking what it has reported. The samples of
+        unfinished groups are written to a file that `load` reads."""
         known = {output.id: output for output in self._engine.inference.reported()}
         known |= {output.id: output for output in self._engine.take()}
         for name, answer in self._answers.items():
@@ -267,7 +267,7 @@ class RequestStream:
         return [*unfinished, *resting]
 
     def load(self, answers: Sequence[Answer], files: Iterable[Path], **how: float) -> None:
-        """Queue whole groups as `add`, and go on where the files of `save` have left them.
+        """Queue whole groups as `add` does, and continue from the files that `save` wrote.
 
         A response that is longer than --max-response-length allows now is cut there, and counts as truncated.
         With --weight-update recompute the log-prob gate compares every token of the current weights, so a
@@ -296,7 +296,8 @@ class RequestStream:
         self._report_whole_groups()
 
     def _cut(self, saved: SavedAnswer) -> tuple[Answer, str, torch.Tensor | None]:
-        """Return a finished answer with the tokens that it may have, its finish reason and its experts."""
+        """Return a finished answer, cut to the tokens that it may have, with its finish reason and its
+        experts."""
         answer, experts, limit = saved.answer, _experts(saved), self._max_tokens
         if len(answer.response) <= limit:
             return answer, saved.finish_reason, experts
@@ -305,7 +306,8 @@ class RequestStream:
         return answer.first(limit), "length", experts
 
     def _from(self, answer: Answer) -> Answer:
-        """Return the answer that continues after its prefix, or begins anew where the engine cannot do that.
+        """Return the answer to continue after its saved tokens, or without these tokens if the engine cannot
+        continue it.
 
         A stop string that begins in the prefix would not be found."""
         if self._engine.inference.cannot_continue is None and not self._engine.config.sampling.stop:
@@ -314,7 +316,8 @@ class RequestStream:
 
 
 def _length(saved: SavedAnswer) -> tuple[bool, int]:
-    """Return what says how far an answer is: the engines that it was moved between have saved it too."""
+    """Return a key that is larger the further an answer has got. Several engines may have saved the same
+    answer."""
     return saved.finish_reason is not None, len(saved.answer.response)
 
 

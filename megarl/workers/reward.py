@@ -131,7 +131,7 @@ class RewardRole(HostedRole):
     def _of_rule(
         self, purpose: str, rollouts: Sequence[RolloutSample], texts: Sequence[str]
     ) -> list[Verdict]:
-        """Return the rule's verdict on each rollout in order. `texts`: what it judges of each."""
+        """Return the rule's verdict on each rollout in order. `texts`: the texts that the rule judges."""
         assert self.pool is not None
         samples = _reward_samples(rollouts, texts, self.rollout.datasets[purpose])
         if isinstance(self.pool, BackgroundPool) and purpose == "train":
@@ -148,7 +148,7 @@ class RewardRole(HostedRole):
 
 
 def _of_episode(episode: EpisodeResult) -> dict[str, object]:
-    """Return what the driver's metrics need of an episode."""
+    """Return the facts about an episode that the driver's metrics need."""
     facts: dict[str, object] = {"num_turns": episode.num_turns, "finish_reason": episode.finish_reason}
     return facts | ({"cause": episode.cause} if episode.cause is not None else {})
 

@@ -144,8 +144,8 @@ class RolloutRole(LeavingEngine):
         return self.stream.has_unfinished()
 
     def is_held(self) -> bool:
-        """Return whether the weights are between two versions, the KV cache is released, or --replay says
-        so."""
+        """Return whether the engine must not take a step now: its weights are being replaced, its KV cache is
+        released, or --replay holds it."""
         is_updated = self.actor is not None and self.actor.has_new_weights and self.engine.shares_weights
         has_cache = self._kv_cache is None or self._kv_cache.is_resident
         return is_updated or not has_cache or self.engine.version is None or self.recorder.is_held()
@@ -296,7 +296,7 @@ class RolloutRole(LeavingEngine):
         return [replace(record, trained=False) for record in self._records(made)]
 
     def _own(self, visits: Mapping[int, int], engines: Sequence[int] | None) -> list[tuple[int, int]]:
-        """Return (visit, row) of the visits of this rank's engine."""
+        """Return (visit, row) of those visits that this rank's engine samples."""
         if engines is not None:
             return [
                 one for one, engine in zip(visits.items(), engines, strict=True) if engine == self.replica
@@ -308,7 +308,8 @@ class RolloutRole(LeavingEngine):
     def _recorded(
         self, purpose: str, own: list[tuple[int, int]], greedy: bool = False
     ) -> AbstractContextManager[None]:
-        """Return the context in which the engine receives these prompts, which it logs."""
+        """Return the context in which the engine receives these prompts, with a record in the engine's
+        log."""
         if self.recorder is None:
             return nullcontext()
         visits, version = tuple(visit for visit, _ in own), self.engine.version
@@ -404,8 +405,8 @@ class RolloutRole(LeavingEngine):
 
     @needs(KV_CACHE)
     def catch_up(self) -> dict[str, float]:
-        """With --replay let an engine in this process go on to the step of its next planned commit. Returns
-        no metrics.
+        """With --replay, let an engine in this process take steps until its next planned switch of weights.
+        Returns no metrics.
 
         Once an update has begun, an engine that shares the actor's weights cannot take a step."""
         if self.recorder is not None and self.mode == "in-process":

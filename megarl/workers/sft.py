@@ -37,8 +37,8 @@ class RowSample(NamedTuple):
 
 
 def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> RowSample:
-    """Return the ids of a row, in which every turn of the assistant is trained on, but one without a prompt
-    before it. Each turn ends with the end of sequence, as the model will write it.
+    """Return the token ids of a row, in which every turn of the assistant is trained on, except a turn that
+    no prompt precedes. Each turn ends with the end of sequence, as the model will write it.
 
     Raises: ValueError if the chat template refuses the messages."""
     assert row.response is not None
@@ -119,6 +119,6 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
         self.store.set_batch(self.shard_key, BatchShard(batch, mini_batches))
 
     def row_sample(self, visits: Mapping[int, int], sample: int) -> RowSample:
-        """Return the content of a sample of the step."""
+        """Return the token ids and the reward of a sample of the step, by its id."""
         visit, index = divmod(sample, self.algorithm.samples_per_row)
         return self.rows[visits[visit]][index]

@@ -202,8 +202,8 @@ class BatchShard(PackedSamples):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Which rank trains on which sample of a mesh's batch. Every rank that exchanges data with the mesh has
-    it."""
+    """The plan of which rank trains on which sample of a mesh's batch. Every rank that exchanges data with
+    the mesh has it."""
 
     source: str
     """Rollout source of the samples."""

@@ -585,11 +585,11 @@ def test_end_of_sequence_ids_of_both_files(write_model):
         ({**DEEPSEEK_V2, "qk_rope_head_dim": 7}, "qk_rope_head_dim (7): must be even."),
         (
             {**DEEPSEEK_V3, "scoring_func": None},
-            "scoring_func (missing): must be sigmoid; transformers takes it to be this",
+            "scoring_func (missing): must be sigmoid; transformers assumes this value",
         ),
         (
             {**DEEPSEEK_V3, "topk_method": None},
-            "topk_method (missing): must be noaux_tc; transformers takes it to be this",
+            "topk_method (missing): must be noaux_tc; transformers assumes this value",
         ),
         ({**DEEPSEEK_V3, "norm_topk_prob": False}, "norm_topk_prob (False): must be True; Megatron"),
         (

@@ -137,7 +137,7 @@ WRONG = {
     "config.json cannot be read: No such file or directory. Try bert.",
     "--reward-model odd": "--reward-model (odd): its config.json says neither "
     "*ForSequenceClassification nor *ForCausalLM, but BertModel, so "
-    "what runs it cannot be chosen by it. Add --reward-model-backend transformers or judge.",
+    "its backend cannot be chosen by it. Add --reward-model-backend transformers or judge.",
     "--reward-model two": "--reward-model (two): must have one label, its score, and has 2. Give a "
     "model with num_labels 1.",
     "--reward-model lm --judge-template "

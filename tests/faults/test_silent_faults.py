@@ -132,7 +132,7 @@ FAULTS = [
     SilentFault(
         "another_temperature_in_the_update",
         "another temperature in the update only",
-        "InvariantError: .*the first update of the step does not see the log-probs of before it",
+        "InvariantError: .*the first update of the step does not reproduce the log-probs computed before it",
     ),
     SilentFault(
         "loss_divided_by_local_counts",

@@ -18,8 +18,8 @@ from tests.workers.run_first_update import FAULTS, LAYOUTS
 
 SCRIPT = Path(__file__).with_name("run_first_update.py")
 _LOG_PROBS = (
-    r"InvariantError: actor: the first update of the step does not see the log-probs of "
-    r"before it: the largest difference of "
+    r"InvariantError: actor: the first update of the step does not reproduce the log-probs "
+    r"computed before it: the largest difference of "
 )
 _VALUES = _LOG_PROBS.replace("actor", "critic").replace("log-probs", "values")
 _WEIGHTS = (

@@ -37,7 +37,7 @@ def ranks_per_node() -> int | None:
 
 
 def choose(source: Place, destination: Place, wanted: str = "auto") -> tuple[str, str]:
-    """Return the transport of a pair and the reason. Both ends get the same result.
+    """Return the transport of a pair of processes, and the reason. Both ends get the same result.
 
     Args:
         wanted: --reshard-transport. It applies to pairs of processes. Within one process copies are always

@@ -52,7 +52,7 @@ def device_uuid(device: int) -> str:
 
 
 def device_index(uuid: str) -> int:
-    """Return this process's number of a device.
+    """Return the index of the GPU with this UUID in this process.
 
     Raises: RuntimeError if the process sees no such device."""
     for device in range(torch.cuda.device_count()):
