@@ -393,7 +393,10 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
 
 def _see_who_lives(job: _Running, executor: Executor) -> None:
     executor.wake()
-    if missing := executor.dead_ranks():
+    missing: list[int] = []
+    with contextlib.suppress(RuntimeError):  # the store is gone, which the main thread reports
+        missing = executor.dead_ranks()
+    if missing:
         named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         executor.fail(
             RuntimeError(f"[driver] stopped by SIGTERM {executor.where()}, with no sign of life from {named}")

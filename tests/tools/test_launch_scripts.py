@@ -1,6 +1,6 @@
 """The scripts of tools/launch start the job that they say they start, from the same args file.
 
-SLURM's srun and scontrol are stand-ins here; no script has run under a real SLURM or on Kubernetes."""
+SLURM's programs are stand-ins here; tests/nodes/test_slurm.py has a real SLURM. Nothing has run on Kubernetes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def slurm(tmp_path):
     """Start slurm.sh as SLURM would, with stand-ins for its programs and for Python. Returns the process."""
     programs = {
         "scontrol": 'echo "$*" >> "$OUT/calls"; [ "$1" != show ] || echo localhost',
-        "srun": 'shift; exec "$@"',
+        "srun": 'echo $$ > "$OUT/pid"; shift; exec "$@"',
+        "scancel": 'echo "$*" >> "$OUT/calls"; kill -TERM "$(cat "$OUT/pid")"',
         # what torchrun.sh starts: the question for the address, then torchrun, which SIGTERM ends with a delay
         "python": f'case "$*" in -c*) exec {sys.executable} "$@";; esac\n'
         'trap "sleep 0.3; exit 1" TERM; echo "$*" > "$OUT/torchrun"; mv "$OUT/torchrun" "$OUT/command"\n'
@@ -162,7 +163,7 @@ def test_slurm_queues_a_job_again_after_its_sigterm(slurm, tmp_path):
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=10)
     assert process.returncode == 1 and "stopped by SIGTERM (time limit or preemption)" in said
-    assert (tmp_path / "calls").read_text().splitlines()[-1] == "requeue 4711"
+    assert (tmp_path / "calls").read_text().splitlines()[-2:] == ["--signal=TERM 4711.0", "requeue 4711"]
 
 
 def test_the_pytorchjob_starts_torchrun_on_each_pod(tmp_path):

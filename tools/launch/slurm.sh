@@ -52,7 +52,7 @@ stopped=
 # shellcheck disable=SC2317  # called by the trap
 stop() {
   stopped=yes
-  kill -TERM "$step" 2> /dev/null || true # srun hands the signal to torchrun on every node
+  scancel --signal=TERM "$SLURM_JOB_ID.0" || true # to torchrun on every node; srun would kill them at its own SIGTERM
 }
 srun --kill-on-bad-exit=1 bash "$launch/torchrun.sh" "${options[@]}" -- "$@" "${where[@]}" &
 step=$!
