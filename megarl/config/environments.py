@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from megarl.config.schema import EpisodeConfig
 
 
+SCHEMES = ("reasoning-gym", "skyrl-gym", "openenv")
+"""Beginnings of a value that names no file: SCHEME:NAME."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
     """One environment of a job."""
@@ -21,9 +25,15 @@ class EnvSpec:
     name: str | None
     """`data_source` of its rows; None for the environment of all rows."""
     target: str
-    """What is played, path/to/file.py:Class."""
+    """What is played: path/to/file.py:Class, or SCHEME:NAME."""
     python: str | None = None
     """Interpreter of its processes; None for this one."""
+
+    @property
+    def scheme(self) -> str | None:
+        """One of `SCHEMES`; None for a file."""
+        scheme = self.target.partition(":")[0]
+        return scheme if scheme in SCHEMES else None
 
     def __str__(self) -> str:
         """Return the value of --env."""
@@ -33,9 +43,9 @@ class EnvSpec:
 def split_name(value: str) -> tuple[str | None, str]:
     """Return the name and the rest of NAME=REST. The name is None if there is none.
 
-    A path that exists and holds a "=" is no name."""
+    A "=" in a path that exists or in a URL ends no name."""
     name, equals, rest = value.partition("=")
-    if not equals or os.path.exists(value.rpartition(":")[0] or value):
+    if not equals or os.path.exists(value.rpartition(":")[0] or value) or name.partition(":")[0] in SCHEMES:
         return None, value
     return name, rest
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.config.environments import environments, names, split_name
+from megarl.config.environments import EnvSpec, environments, names, split_name
 from megarl.config.errors import Errors
 from megarl.config.flags import algorithm_name, refuse_set
 from megarl.config.installed import answer_parsers
@@ -66,9 +66,10 @@ def environment_errors(config: EpisodeConfig) -> Errors:
     specs = environments(config)
     head, given = f"--env ({' '.join(config.env or ())})", names(specs)
     for spec in specs:
-        yield from (f"--env ({spec}): {rule}" for rule in _file(spec.target))
+        rules = _file(spec.target) if spec.scheme is None else _adapted(spec)
+        yield from (f"--env ({spec}): {rule}" for rule in rules)
     if not specs or len(given) != len(specs) > 1:
-        wanted = " ".join(f"{Path(spec.target.rpartition(':')[0]).stem}={spec.target}" for spec in specs)
+        wanted = " ".join(f"NAME={spec.target}" for spec in specs)
         yield (
             f"{head}: must be one environment, or several that each have a name, the data_source of their rows. Try "
             f"{wanted or 'my_env.py:Env'}."
@@ -78,6 +79,14 @@ def environment_errors(config: EpisodeConfig) -> Errors:
     if "" in given:
         yield f"{head}: a name must not be empty. Give the data_source of the environment's rows."
     yield from _pythons(config.env_python or (), given)
+
+
+def _adapted(spec: EnvSpec) -> Iterator[str]:
+    """Yield why --env names no environment of another library."""
+    name = spec.target.partition(":")[2]
+    examples = {"openenv": "openenv:http://127.0.0.1:8000", "reasoning-gym": "reasoning-gym:leg_counting"}
+    if not name or spec.scheme == "openenv" and not name.startswith(("http://", "https://")):
+        yield f"must be {'SCHEME:URL' if spec.scheme == 'openenv' else 'SCHEME:NAME'}. Try {examples.get(spec.scheme or '', 'skyrl-gym:gsm8k')}."
 
 
 def _pythons(values: Sequence[str], given: Sequence[str]) -> Errors:

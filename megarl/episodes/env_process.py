@@ -4,7 +4,7 @@ Requests arrive on stdin and replies go to stdout (env_messages.py). The process
 with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
 other methods in threads. What the environment prints goes to stderr.
 
-Of megarl this module imports one file and no package that has to be installed."""
+Of megarl this module imports two files and no package that has to be installed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megarl.episodes.adapters import ADAPTERS, PACKAGES
 from megarl.files.user_code import run_file
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -40,6 +41,9 @@ def load_environment(env: str) -> Callable[[], Any]:
 
     Raises: ValueError if there is no such file or class, or the file fails."""
     flag = f"--env ({env})"
+    scheme, _, rest = env.partition(":")
+    if scheme in ADAPTERS:
+        return _adapted(flag, scheme, rest)
     path, colon, name = env.rpartition(":")
     if not colon or not path or not name:
         raise ValueError(f"{flag} does not name a file and a class. {WANTED}")
@@ -52,6 +56,19 @@ def load_environment(env: str) -> Callable[[], Any]:
         if not callable(getattr(made, method, None)):
             raise ValueError(f"{flag}: {name} has no method {method}. {WANTED}")
     return made
+
+
+def _adapted(flag: str, scheme: str, name: str) -> Callable[[], Any]:
+    """Return what makes an environment of another library. Raises: ValueError if it cannot be used."""
+    try:
+        return ADAPTERS[scheme](name)
+    except ImportError as error:
+        raise ValueError(
+            f"{flag}: {sys.executable} cannot import {PACKAGES[scheme]} ({error}). Install it into a virtual "
+            f"environment, and give that one's Python: --env-python path/to/venv/bin/python."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
 
 
 class Environments:

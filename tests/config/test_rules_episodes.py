@@ -66,8 +66,18 @@ RULES = {
     "environments without names": (
         "--env env.py:Env a=env.py:Env",
         "--env (env.py:Env a=env.py:Env): must be one environment, or several that each have a name, the data_source "
-        "of their rows. Try env=env.py:Env env=env.py:Env.",
+        "of their rows. Try NAME=env.py:Env NAME=env.py:Env.",
         None,
+    ),
+    "an environment of a library without a name": (
+        "--env reasoning-gym:",
+        "--env (reasoning-gym:): must be SCHEME:NAME. Try reasoning-gym:leg_counting.",
+        "--env reasoning-gym:leg_counting",
+    ),
+    "a served environment without an address": (
+        "--env openenv:localhost",
+        "--env (openenv:localhost): must be SCHEME:URL. Try openenv:http://127.0.0.1:8000.",
+        "--env openenv:http://127.0.0.1:8000/?a=b",
     ),
     "two environments of a name": (
         "--env a=env.py:Env a=env.py:Env",
