@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from megarl.config.schema import EpisodeConfig
 
 
-SCHEMES = ("reasoning-gym", "skyrl-gym", "openenv")
+REMOTE = ("http", "https")
+"""Schemes of environments that `megarl env-serve` serves."""
+SCHEMES = ("reasoning-gym", "skyrl-gym", "openenv", *REMOTE)
 """Beginnings of a value that names no file: SCHEME:NAME."""
 
 
@@ -34,6 +36,11 @@ class EnvSpec:
         """One of `SCHEMES`; None for a file."""
         scheme = self.target.partition(":")[0]
         return scheme if scheme in SCHEMES else None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether `megarl env-serve` serves it, on this host or another."""
+        return self.scheme in REMOTE
 
     def __str__(self) -> str:
         """Return the value of --env."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megarl.config.environments import EnvSpec, environments, names, split_name
+from megarl.config.environments import REMOTE, EnvSpec, environments, names, split_name
 from megarl.config.errors import Errors
 from megarl.config.flags import algorithm_name, refuse_set
 from megarl.config.installed import answer_parsers
@@ -17,6 +18,7 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.rules_layout import Job
 from megarl.config.schema import EpisodeConfig
 
+_SERVED = ("openenv", *REMOTE)
 _NO_EFFECT = "has no effect without --env. Leave it out."
 _NO_AGENT = "has no effect without --agent-command. Leave it out."
 _OF_AGENT = (
@@ -83,10 +85,14 @@ def environment_errors(config: EpisodeConfig) -> Errors:
 
 def _adapted(spec: EnvSpec) -> Iterator[str]:
     """Yield why --env names no environment of another library."""
-    name = spec.target.partition(":")[2]
-    examples = {"openenv": "openenv:http://127.0.0.1:8000", "reasoning-gym": "reasoning-gym:leg_counting"}
-    if not name or spec.scheme == "openenv" and not name.startswith(("http://", "https://")):
-        yield f"must be {'SCHEME:URL' if spec.scheme == 'openenv' else 'SCHEME:NAME'}. Try {examples.get(spec.scheme or '', 'skyrl-gym:gsm8k')}."
+    scheme, name = spec.scheme, spec.target.partition(":")[2]
+    address = spec.target if spec.is_remote else name
+    if scheme in _SERVED and not re.fullmatch(r"https?://[^/\s]+\S*", address):
+        yield f"must be the URL of a server. Try {'openenv:' if scheme == 'openenv' else ''}http://127.0.0.1:8100."
+    elif not name:
+        yield f"must be SCHEME:NAME. Try {'skyrl-gym:gsm8k' if scheme == 'skyrl-gym' else 'reasoning-gym:leg_counting'}."
+    if spec.is_remote and spec.python is not None:
+        yield f"is played by a server, and --env-python ({spec.python}) would have no effect. Give it to `megarl env-serve`."
 
 
 def _pythons(values: Sequence[str], given: Sequence[str]) -> Errors:

@@ -235,8 +235,8 @@ class EpisodeConfig(Section):
 
     env: tuple[str, ...] | None = None
     """Your own environment, path/to/file.py:Class, with reset(row) -> messages and step(text) -> messages, reward,
-    done, or one of a library, reasoning-gym:TASK, skyrl-gym:NAME, openenv:URL. It gives the rewards, in place of
-    --reward. Several: NAME=VALUE ...; a row has the one that its data_source names. See docs/agents.md."""
+    done; or reasoning-gym:TASK, skyrl-gym:NAME, openenv:URL, or the http:// address of megarl env-serve. It gives
+    the rewards, in place of --reward. Several: NAME=VALUE ...; a row has the one of its data_source."""
     env_timeout_s: Positive = 60.0
     """With --env: seconds that one call of reset or step may take; then its episode has failed."""
     env_episodes_per_process: Count = 16

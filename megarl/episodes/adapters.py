@@ -1,7 +1,7 @@
 """Play environments of other libraries by name: --env reasoning-gym:TASK, skyrl-gym:NAME or openenv:URL.
 
-The library is imported in the environment's process only, from the Python that --env-python names. Of megarl this
-module imports nothing, and no package but the library."""
+http:// and https:// are servers of `megarl env-serve` (remote_env.py). The library is imported in the environment's process only, from the Python that --env-python names. Of megarl this
+module imports nothing at first, and no package but the library."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 Message = dict[str, Any]
+
+
+class EpisodeFailure(Exception):
+    """Raised where an environment cannot go on for a reason that is not its own, e.g. a lost server.
+
+    Args:
+        cause: one of `env_messages.CAUSES`."""
+
+    def __init__(self, cause: str, why: str) -> None:
+        super().__init__(why)
+        self.cause = cause
 
 
 def _prompt(row: dict[str, Any]) -> list[Message]:
@@ -162,11 +173,25 @@ def _observed(observation: dict[str, Any]) -> str:
     return json.dumps(shown, ensure_ascii=False)
 
 
+def _remote(scheme: str, address: str) -> Callable[[], Any]:
+    from megarl.episodes.remote_env import RemoteEnv  # imports aiohttp
+
+    return RemoteEnv.of(scheme, address)
+
+
 ADAPTERS: dict[str, Callable[[str], Callable[[], Any]]] = {
     "reasoning-gym": ReasoningGym.of,
     "skyrl-gym": SkyRLGym.of,
     "openenv": OpenEnv.of,
+    "http": functools.partial(_remote, "http"),
+    "https": functools.partial(_remote, "https"),
 }
 """Scheme of a value of --env -> makes the class of the environment that the rest names."""
-PACKAGES = {"reasoning-gym": "reasoning-gym", "skyrl-gym": "skyrl-gym", "openenv": "openenv-core"}
+PACKAGES = {
+    "reasoning-gym": "reasoning-gym",
+    "skyrl-gym": "skyrl-gym",
+    "openenv": "openenv-core",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 """Scheme -> the package to install."""

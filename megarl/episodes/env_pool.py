@@ -30,6 +30,9 @@ from megarl.episodes.environments import Reply, Sampled
 from megarl.runtime.signing import JOB_SECRET
 
 _START_S = 120.0  # the user's file may have slow imports
+_MOST_REMOTE = 1024  # episodes of a process that only waits for a server
+ENV_KEY = "MEGARL_ENV_KEY"
+"""Environment variable with the key of `megarl env-serve`. Only the processes that call a server have it."""
 # `-P`, which keeps the current folder off the path, is new in Python 3.11.
 _RUN = """
 import importlib.util, runpy, sys
@@ -75,6 +78,22 @@ class EnvironmentPool:
         for process in self._processes:
             process.kill()
         self._processes.clear()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors that become readable when replies arrive or a process ends."""
+        return [process.fileno() for process in self._processes]
+
+    def load(self) -> None:
+        """Start a process of each environment, and wait until it is loaded.
+
+        Raises: ValueError if one cannot be loaded."""
+        for spec in self._specs:
+            process = self._with_room(spec)
+            while not process.is_ready:
+                self.replies(1.0)
+                if process not in self._processes:
+                    raise ValueError(f"--env ({spec}): its process has ended before it was loaded")
 
     def open(self, row: Mapping[str, Any]) -> int:
         """Start an episode on a row of the data set, and return its number. A reply with the first messages
@@ -138,7 +157,8 @@ class EnvironmentPool:
 
     def _with_room(self, spec: EnvSpec) -> _Process:
         """Return a process of an environment that can take another episode."""
-        free = [one for one in self._processes if one.spec is spec and one.can_take(self._per_process)]
+        limit = _MOST_REMOTE if spec.is_remote else self._per_process
+        free = [one for one in self._processes if one.spec is spec and one.can_take(limit)]
         if not free:
             free = [_Process(spec, self._per_process)]
             self._processes += free
@@ -213,7 +233,7 @@ def command(python: str | None) -> list[str]:
 def _reply(episode: int, reply: EnvReply) -> Reply:
     if reply.failure is not None:
         return Reply(episode, failure=reply.failure, cause=reply.cause)
-    return Reply(episode, reply.messages, reply.reward, reply.done)
+    return Reply(episode, reply.messages, reply.reward, reply.done, tools=reply.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +253,18 @@ class _Process:
         self.is_ready = self.is_retired = False
         """is_retired: a call hangs, so the process gets no further episodes."""
         self.start_by = time.monotonic() + _START_S
+        hidden = (JOB_SECRET,) if spec.is_remote else (JOB_SECRET, ENV_KEY)
         self._process = subprocess.Popen(
-            [*command(spec.python), str(os.getpid()), spec.target, str(num_threads)],
+            [
+                *command(None if spec.is_remote else spec.python),
+                str(os.getpid()),
+                spec.target,
+                str(num_threads),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name != JOB_SECRET},
+            env={name: value for name, value in os.environ.items() if name not in hidden},
             bufsize=0,
         )
         for pipe in (self._process.stdin, self._process.stdout):

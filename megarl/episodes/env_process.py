@@ -23,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megarl.episodes.adapters import ADAPTERS, PACKAGES
+from megarl.episodes.adapters import ADAPTERS, PACKAGES, EpisodeFailure
 from megarl.files.user_code import run_file
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -105,10 +105,13 @@ class Environments:
                 self._of_episode[episode] = await self._run(self._make)
                 messages = await self._run(self._of_episode[episode].reset, request["row"])
                 reply = {"messages": _messages(messages, "reset", may_be_empty=False)}
+                reply["tools"] = _tools(getattr(self._of_episode[episode], "tools", None) or [])
             else:
                 reply = _step(await self._run(self._of_episode[episode].step, request["text"]))
         except Malformed as error:
             reply = {"failure": _printable(str(error)), "cause": "malformed"}
+        except EpisodeFailure as error:
+            reply = {"failure": _printable(str(error)), "cause": error.cause}
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             text = f"{op} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
             reply = {"failure": _printable(text[-_LONGEST_MESSAGE:]), "cause": "raised"}
@@ -139,6 +142,18 @@ def _messages(value: object, method: str, may_be_empty: bool) -> list[dict[str, 
             raise Malformed(f"{method} returned the message {message!r:.300}; wanted {wanted}")
     if not value and not may_be_empty:
         raise Malformed(f"{method} returned no messages, and the model has to answer some; wanted {wanted}")
+    return list(value)
+
+
+def _tools(value: object) -> list[dict[str, Any]]:
+    """Return an environment's tools. Raises: Malformed unless they have OpenAI's form."""
+    for tool in value if isinstance(value, list | tuple) else [value]:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            wanted = (
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+            )
+            raise Malformed(f"the environment's `tools` have {tool!r:.300}; wanted {wanted}")
     return list(value)
 
 

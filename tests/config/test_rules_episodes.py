@@ -76,8 +76,19 @@ RULES = {
     ),
     "a served environment without an address": (
         "--env openenv:localhost",
-        "--env (openenv:localhost): must be SCHEME:URL. Try openenv:http://127.0.0.1:8000.",
+        "--env (openenv:localhost): must be the URL of a server. Try openenv:http://127.0.0.1:8100.",
         "--env openenv:http://127.0.0.1:8000/?a=b",
+    ),
+    "a server without an address": (
+        "--env a=http:// b=env.py:Env",
+        "--env (a=http://): must be the URL of a server. Try http://127.0.0.1:8100.",
+        "--env a=http://127.0.0.1:8100 b=env.py:Env",
+    ),
+    "a Python of a server": (
+        "--env http://h:1 --env-python python3",
+        "--env (http://h:1): is played by a server, and --env-python (python3) would have no effect. Give it to "
+        "`megarl env-serve`.",
+        "--env http://h:1",
     ),
     "two environments of a name": (
         "--env a=env.py:Env a=env.py:Env",

@@ -37,6 +37,9 @@ NOT_RUN = {
     "make test-stress": "takes days; tests/tools runs tools/stress_tests.py small",
     "make test-hostcuda ARGS=tests/hostcuda/test_streams.py": "builds for minutes; continuous integration runs all of it",
     "make docs": "continuous integration runs it",
+    "megarl env-serve my_env.py:Env --host 0.0.0.0 --port 8100": "serves until it is ended; "
+    "tests/episodes/test_remote_env.py plays it",
+    "MEGARL_ENV_KEY=... megarl train @my_env.args --env http://that-host:8100 --train-iters 100 --save runs/remote": "the same",
     "python -m venv venvs/reasoning-gym && venvs/reasoning-gym/bin/pip install reasoning-gym": "downloads packages; "
     "tests/episodes/test_adapters.py plays the installed ones",
     "venvs/reasoning-gym/bin/python examples/reasoning_gym_rows.py leg_counting legs.jsonl --seed 0 --size 1000": "the "
