@@ -41,6 +41,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   balance    Say which --staleness and how many rollout ranks a run should have: `megarl balance RUN`.
   data       Show data files as the model will see them: `megarl data --help`.
   chat       Talk to a model, in a terminal or through a pipe: `megarl chat --help`.
+  env-serve  Serve environments to jobs on other hosts: `megarl env-serve --help`.
   engines    Show the engines of a running job, and start one again that has ended:
              `megarl engines --help`.
   doctor     Show what this installation and machine have, and try the parts (about 15 s);
@@ -255,6 +256,12 @@ def chat(argv: list[str]) -> int:
     return talk(argv)
 
 
+def env_serve(argv: list[str]) -> int:
+    from megarl.env_serve import main as serve
+
+    return serve(argv)
+
+
 def new(argv: list[str]) -> int:
     """Lay out a task of the user's own in a new folder."""
     from megarl.new.command import main as lay_out
@@ -315,6 +322,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "balance": balance,
     "data": data,
     "chat": chat,
+    "env-serve": env_serve,
     "engines": engines,
     "new": new,
     "tiny-model": tiny_model,

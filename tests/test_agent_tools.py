@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.config.environments import EnvSpec
 from megarl.episodes.env_pool import EnvironmentPool
 from megarl.tools import calculate, run_python
 
@@ -97,7 +98,7 @@ class Env:
 
 def test_tools_work_in_the_threads_of_an_environments_process(tmp_path):
     (tmp_path / "env.py").write_text(ENV)
-    with EnvironmentPool(f"{tmp_path / 'env.py'}:Env", 30.0, 8) as pool:
+    with EnvironmentPool([EnvSpec(None, f"{tmp_path / 'env.py'}:Env")], 30.0, 8) as pool:
         numbers = [pool.open({}) for _ in range(4)]
         replies = []
         while len(replies) < 8:

@@ -1,6 +1,6 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
 
-    cli -> new, evaluate -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks, tools ->
+    cli -> new, evaluate, env_serve -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks, tools ->
     megatron, rollout, data, rewards, episodes -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
     config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
     frameworks, ranges -> failures
@@ -44,7 +44,7 @@ FLOORS = (
     ("train", "convert", "doctor", "translate"),
     ("inspect",),  # converts a checkpoint before a chat
     ("evaluation",),  # converts one too
-    ("evaluate", "new"),  # train with another driver; has the parser and the errors of inspect
+    ("evaluate", "new", "env_serve"),  # train with another driver; has the parser and the errors of inspect
     ("cli",),  # starts each of them
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

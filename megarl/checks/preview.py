@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.checks.model_notes import lost_characters, lost_note
+from megarl.config.environments import environments
 from megarl.config.errors import ConfigError, Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
@@ -17,6 +18,7 @@ from megarl.config.rules_files import DATA_SUFFIXES
 from megarl.config.schema import TrainConfig
 from megarl.data.columns import Needs, parse_row
 from megarl.data.encoder import PromptEncoder
+from megarl.data.env_rows import rows_errors
 from megarl.data.prompts import PromptDataset
 from megarl.data.quick_tokenizer import load_quickly
 from megarl.data.readers import UnreadableFile, read_rows
@@ -47,6 +49,7 @@ def preview(config: TrainConfig) -> Preview:
     tokenizer = _tokenizer(config, seen)
     for flag, dataset in datasets.items():
         seen.errors += _reward_errors(config, dataset, flag)
+        seen.errors += rows_errors(environments(config.episodes), dataset, flag)
         if tokenizer is not None:
             try:
                 encoder = PromptEncoder(tokenizer, dataset)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megarl.config.environments import REMOTE, EnvSpec, environments, names, split_name
 from megarl.config.errors import Errors
 from megarl.config.flags import algorithm_name, refuse_set
 from megarl.config.installed import answer_parsers
@@ -16,6 +18,7 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.rules_layout import Job
 from megarl.config.schema import EpisodeConfig
 
+_SERVED = ("openenv", *REMOTE)
 _NO_EFFECT = "has no effect without --env. Leave it out."
 _NO_AGENT = "has no effect without --agent-command. Leave it out."
 _OF_AGENT = (
@@ -37,9 +40,9 @@ def episodes(job: Job) -> Errors:
     if env is None and agent is None:
         yield from refuse_set(config.sampling, _NO_EFFECT, "max_turns", "max_context_length")
         return
-    head, who = (
-        (f"--env ({env})", "environment") if agent is None else (f"--agent-command ({agent})", "agent")
-    )
+    head, who = f"--agent-command ({agent})", "agent"
+    if agent is None:
+        head, who = f"--env ({' '.join(env)})", "environment"
     if not job.uses_rollout:
         yield f"{head}: has no effect, as supervised fine-tuning samples nothing. Leave it out."
         return
@@ -47,13 +50,7 @@ def episodes(job: Job) -> Errors:
         yield from (f"{head}: {rule}" for rule in _agent(agent, env))
         yield from _parsers(config.episodes)
     else:
-        yield from (f"{head}: {rule}" for rule in _file(env))
-        python = config.episodes.env_python
-        if python is not None and shutil.which(python) is None:
-            yield (
-                f"--env-python ({python}): there is no such program. Try the bin/python of a virtual environment, or "
-                "leave it out."
-            )
+        yield from environment_errors(config.episodes)
     yield from (f"{head}: {rule}" for rule in _combinations(job, who))
     if config.episodes.turn_rewards and env is not None:
         yield from (f"--turn-rewards: {rule}" for rule in _turn_rewards(job))
@@ -66,11 +63,61 @@ def episodes(job: Job) -> Errors:
         )
 
 
-def _agent(command: str, env: str | None) -> Iterator[str]:
+def environment_errors(config: EpisodeConfig) -> Errors:
+    """Yield an error per value of --env and --env-python that cannot be used."""
+    specs = environments(config)
+    head, given = f"--env ({' '.join(config.env or ())})", names(specs)
+    for spec in specs:
+        rules = _file(spec.target) if spec.scheme is None else _adapted(spec)
+        yield from (f"--env ({spec}): {rule}" for rule in rules)
+    if not specs or len(given) != len(specs) > 1:
+        wanted = " ".join(f"NAME={spec.target}" for spec in specs)
+        yield (
+            f"{head}: must be one environment, or several that each have a name, the data_source of their rows. Try "
+            f"{wanted or 'my_env.py:Env'}."
+        )
+    if doubled := sorted({name for name in given if given.count(name) > 1}):
+        yield f"{head}: two environments are called {doubled[0]!r}. A row has one environment: give other names."
+    if "" in given:
+        yield f"{head}: a name must not be empty. Give the data_source of the environment's rows."
+    yield from _pythons(config.env_python or (), given)
+
+
+def _adapted(spec: EnvSpec) -> Iterator[str]:
+    """Yield an error if --env names no environment of another library."""
+    scheme, name = spec.scheme, spec.target.partition(":")[2]
+    address = spec.target if spec.is_remote else name
+    if scheme in _SERVED and not re.fullmatch(r"https?://[^/\s]+\S*", address):
+        yield f"must be the URL of a server. Try {'openenv:' if scheme == 'openenv' else ''}http://127.0.0.1:8100."
+    elif not name:
+        yield f"must be SCHEME:NAME. Try {'skyrl-gym:gsm8k' if scheme == 'skyrl-gym' else 'reasoning-gym:leg_counting'}."
+    if spec.is_remote and spec.python is not None:
+        yield f"is played by a server, and --env-python ({spec.python}) would have no effect. Give it to `megarl env-serve`."
+
+
+def _pythons(values: Sequence[str], given: Sequence[str]) -> Errors:
+    """Yield an error per value of --env-python that cannot be used. `given`: the names of --env."""
+    seen: set[str | None] = set()
+    for value in values:
+        name, python = split_name(value)
+        head = f"--env-python ({value})"
+        if shutil.which(python) is None:
+            yield (
+                f"{head}: there is no such program. Try the bin/python of a virtual environment, or leave it out."
+            )
+        if name is not None and name not in given:
+            yield f"{head}: no environment of --env is called {name!r}. Try {' or '.join(given) or python}."
+        if name in seen:
+            yield f"{head}: is the second interpreter of the same environment. Leave one out."
+        seen.add(name)
+
+
+def _agent(command: str, env: Sequence[str] | None) -> Iterator[str]:
     """Yield an error if --agent-command cannot be run."""
     if env is not None:
         yield (
-            f"an episode is played by an agent or by an environment, and --env ({env}) is given. Leave one out."
+            f"an episode is played by an agent or by an environment, and --env ({' '.join(env)}) is given. Leave "
+            "one out."
         )
     try:
         words = shlex.split(command)

@@ -16,6 +16,7 @@ from megarl.config.errors import Errors, nearest_path, try_path
 from megarl.config.hf_config import differences, function_fields, not_compared
 from megarl.config.hf_families import Json
 from megarl.config.roles import configs_of_actors, trained_models
+from megarl.config.environments import environments
 from megarl.config.rules_data import order_errors, weights_errors
 from megarl.config.schema import TrainConfig
 from megarl.config.user_files import changed_files
@@ -50,7 +51,7 @@ def unreachable_paths(config: TrainConfig) -> Errors:
             "train-data": data.train_data,
             "eval-data": data.eval_data,
             "reward-function": [(data.reward_function or "").rpartition(":")[0]],
-            "env": [(of_actor.episodes.env or "").rpartition(":")[0]],
+            "env": [spec.target.rpartition(":")[0] for spec in environments(of_actor.episodes)],
             "reward-model": rewards.reward_model,
             "judge-template": [rewards.judge_template],
             "save": [of_actor.run.save],

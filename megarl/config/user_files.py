@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from megarl.config.environments import environments
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.config.user_algorithm import is_in_file
@@ -21,12 +22,14 @@ def user_files(config: TrainConfig) -> dict[str, dict[str, str]]:
             "advantage": getattr(of_actor.algorithm, "advantage", None),
             "policy-loss": getattr(of_actor.algorithm, "policy_loss", ""),
             "reward-function": of_actor.data.reward_function,
-            "env": of_actor.episodes.env,
         }
-        for flag, value in values.items():
+        of_flag = {flag + suffix: value for flag, value in values.items()}
+        for spec in environments(of_actor.episodes):
+            of_flag[f"env{suffix}" + (f" {spec.name}=" if spec.name is not None else "")] = spec.target
+        for flag, value in of_flag.items():
             path = value.rpartition(":")[0] if value and is_in_file(value) else ""
             if os.path.isfile(path):
-                found[flag + suffix] = {"path": path, "sha256": file_digest(path)}
+                found[flag] = {"path": path, "sha256": file_digest(path)}
     return found
 
 

@@ -31,6 +31,7 @@ from megarl.episodes.answers import AnswerParser, Completion, completion_of
 from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat import Message
 from megarl.episodes.chat_requests import ChatRequest
+from megarl.episodes.env_pool import ENV_KEY
 from megarl.episodes.environments import Reply, Sampled
 from megarl.episodes.proxy import Proxy
 from megarl.runtime.signing import JOB_SECRET
@@ -241,7 +242,7 @@ class _Agent:
         """The end of what the agent has printed."""
         self.has_replied = False
         """Whether the last reply of the episode was given."""
-        variables = {name: value for name, value in os.environ.items() if name != JOB_SECRET}
+        variables = {name: value for name, value in os.environ.items() if name not in (JOB_SECRET, ENV_KEY)}
         local = ",".join(filter(None, (variables.get("NO_PROXY"), url.split("/")[2].rpartition(":")[0])))
         variables |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": local, "no_proxy": local}
         # Anthropic's SDK appends the /v1 itself, and sends a token beside the key.

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 Cause = str
-"""Why an episode has no reward: "raised", "timeout", "died", "malformed" or "refused" (by the chat
-template)."""
-CAUSES: tuple[Cause, ...] = ("raised", "timeout", "died", "malformed", "refused")
+"""Why an episode has no reward: "raised", "timeout", "died", "malformed", "refused" (by the chat template) or
+"unreachable" (a server)."""
+CAUSES: tuple[Cause, ...] = ("raised", "timeout", "died", "malformed", "refused", "unreachable")
 
 
 class EnvReply(msgspec.Struct, frozen=True):
@@ -30,6 +30,8 @@ class EnvReply(msgspec.Struct, frozen=True):
     """Number of the call that this line replies to."""
     messages: list[dict[str, Any]] = []
     """Messages for the model."""
+    tools: list[dict[str, Any]] = []
+    """With the first messages: tools that the chat template shows to the model, in OpenAI's form."""
     reward: float | None = None
     done: bool = False
     failure: str | None = None

@@ -1,6 +1,6 @@
 """Run the user's environments in processes that can be killed, so that a bad one costs one episode.
 
-    with EnvironmentPool("my_env.py:Env", timeout_s=60, episodes_per_process=16) as pool:
+    with EnvironmentPool([EnvSpec(None, "my_env.py:Env")], timeout_s=60, episodes_per_process=16) as pool:
         episode = pool.open(row)                 # asks for the first messages
         for reply in pool.replies(timeout_s=1):  # messages, reward, done, or a failure
             pool.step(reply.episode, text)       # the model's answer
@@ -19,16 +19,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+from megarl.config.environments import EnvSpec, of_source
 from megarl.episodes.env_messages import EnvReply, read_reply
 from megarl.episodes.environments import Reply, Sampled
 from megarl.runtime.signing import JOB_SECRET
 
 _START_S = 120.0  # the user's file may have slow imports
+_MOST_REMOTE = 1024  # episodes of a process that only waits for a server
+ENV_KEY = "MEGARL_ENV_KEY"
+"""Environment variable with the key of `megarl env-serve`. Only the processes that call a server have it."""
 # `-P`, which keeps the current folder off the path, is new in Python 3.11.
 _RUN = """
 import importlib.util, runpy, sys
@@ -52,16 +56,12 @@ class EnvironmentPool:
     Use a pool on the main thread: the kernel ends the processes with the thread that started them.
 
     Args:
-        env: --env, path/to/file.py:Class.
+        specs: the environments of --env. A row has the one that its `data_source` names.
         timeout_s: deadline of each call.
-        episodes_per_process: number of episodes that share a process at a time.
-        python: --env-python, the interpreter of the processes; by default this one."""
+        episodes_per_process: number of episodes that share a process at a time."""
 
-    def __init__(
-        self, env: str, timeout_s: float, episodes_per_process: int, python: str | None = None
-    ) -> None:
-        self._env, self._timeout_s, self._per_process = env, timeout_s, episodes_per_process
-        self._command = command(python)
+    def __init__(self, specs: Sequence[EnvSpec], timeout_s: float, episodes_per_process: int) -> None:
+        self._specs, self._timeout_s, self._per_process = specs, timeout_s, episodes_per_process
         self._processes: list[_Process] = []
         self._of_episode: dict[int, _Process] = {}
         self._lost: dict[int, Reply] = {}  # the process of the episode has ended
@@ -80,12 +80,33 @@ class EnvironmentPool:
             process.kill()
         self._processes.clear()
 
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors that become readable when replies arrive or a process ends."""
+        return [process.fileno() for process in self._processes]
+
+    def load(self) -> None:
+        """Start a process of each environment, and wait until it is loaded.
+
+        Raises: ValueError if one cannot be loaded."""
+        for spec in self._specs:
+            process = self._with_room(spec)
+            while not process.is_ready:
+                self.replies(1.0)
+                if process not in self._processes:
+                    raise ValueError(f"--env ({spec}): its process has ended before it was loaded")
+
     def open(self, row: Mapping[str, Any]) -> int:
         """Start an episode on a row of the data set, and return its number. A reply with the first messages
-        follows."""
+        follows.
+
+        Raises: ValueError if the row has no environment."""
+        spec = of_source(self._specs, row.get("data_source"))
+        if spec is None:
+            raise ValueError(f"no environment of --env is called {row.get('data_source')!r}")
         episode = self._num_episodes
         self._num_episodes += 1
-        process = self._with_room()
+        process = self._with_room(spec)
         self._of_episode[episode] = process
         process.episodes.add(episode)
         self._ask(episode, op="reset", row=row)
@@ -136,10 +157,12 @@ class EnvironmentPool:
                 found += self._late(process)
         return found
 
-    def _with_room(self) -> _Process:
-        free = [one for one in self._processes if one.can_take(self._per_process)]
+    def _with_room(self, spec: EnvSpec) -> _Process:
+        """Return a process of an environment that can take another episode."""
+        limit = _MOST_REMOTE if spec.is_remote else self._per_process
+        free = [one for one in self._processes if one.spec is spec and one.can_take(limit)]
         if not free:
-            free = [_Process(self._command, self._env, self._per_process)]
+            free = [_Process(spec, self._per_process)]
             self._processes += free
         return min(free, key=lambda one: len(one.episodes))
 
@@ -212,7 +235,7 @@ def command(python: str | None) -> list[str]:
 def _reply(episode: int, reply: EnvReply) -> Reply:
     if reply.failure is not None:
         return Reply(episode, failure=reply.failure, cause=reply.cause)
-    return Reply(episode, reply.messages, reply.reward, reply.done)
+    return Reply(episode, reply.messages, reply.reward, reply.done, tools=reply.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,19 +247,26 @@ class _Call:
 class _Process:
     """One process of the pool (env_process.py)."""
 
-    def __init__(self, command: list[str], env: str, num_threads: int) -> None:
+    def __init__(self, spec: EnvSpec, num_threads: int) -> None:
+        self.spec = spec
         self.episodes: set[int] = set()
         self.calls: dict[int, _Call] = {}
         """Calls without a reply, by number."""
         self.is_ready = self.is_retired = False
         """is_retired: a call hangs, so the process gets no further episodes."""
         self.start_by = time.monotonic() + _START_S
+        hidden = (JOB_SECRET,) if spec.is_remote else (JOB_SECRET, ENV_KEY)
         self._process = subprocess.Popen(
-            [*command, str(os.getpid()), env, str(num_threads)],
+            [
+                *command(None if spec.is_remote else spec.python),
+                str(os.getpid()),
+                spec.target,
+                str(num_threads),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name != JOB_SECRET},
+            env={name: value for name, value in os.environ.items() if name not in hidden},
             bufsize=0,
         )
         for pipe in (self._process.stdin, self._process.stdout):

@@ -4,7 +4,7 @@ Requests arrive on stdin and replies go to stdout (env_messages.py). The process
 with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
 other methods in threads. What the environment prints goes to stderr.
 
-Of megarl this module imports one file and no package that has to be installed."""
+Of megarl this module imports two files and no package that has to be installed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megarl.episodes.adapters import ADAPTERS, PACKAGES, EpisodeFailure
 from megarl.files.user_code import run_file
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -40,6 +41,9 @@ def load_environment(env: str) -> Callable[[], Any]:
 
     Raises: ValueError if there is no such file or class, or the file fails."""
     flag = f"--env ({env})"
+    scheme, _, rest = env.partition(":")
+    if scheme in ADAPTERS:
+        return _adapted(flag, scheme, rest)
     path, colon, name = env.rpartition(":")
     if not colon or not path or not name:
         raise ValueError(f"{flag} does not name a file and a class. {WANTED}")
@@ -52,6 +56,19 @@ def load_environment(env: str) -> Callable[[], Any]:
         if not callable(getattr(made, method, None)):
             raise ValueError(f"{flag}: {name} has no method {method}. {WANTED}")
     return made
+
+
+def _adapted(flag: str, scheme: str, name: str) -> Callable[[], Any]:
+    """Return what makes an environment of another library. Raises: ValueError if it cannot be used."""
+    try:
+        return ADAPTERS[scheme](name)
+    except ImportError as error:
+        raise ValueError(
+            f"{flag}: {sys.executable} cannot import {PACKAGES[scheme]} ({error}). Install it into a virtual "
+            f"environment, and give that one's Python: --env-python path/to/venv/bin/python."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
 
 
 class Environments:
@@ -88,10 +105,13 @@ class Environments:
                 self._of_episode[episode] = await self._run(self._make)
                 messages = await self._run(self._of_episode[episode].reset, request["row"])
                 reply = {"messages": _messages(messages, "reset", may_be_empty=False)}
+                reply["tools"] = _tools(getattr(self._of_episode[episode], "tools", None) or [])
             else:
                 reply = _step(await self._run(self._of_episode[episode].step, request["text"]))
         except Malformed as error:
             reply = {"failure": _printable(str(error)), "cause": "malformed"}
+        except EpisodeFailure as error:
+            reply = {"failure": _printable(str(error)), "cause": error.cause}
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             text = f"{op} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
             reply = {"failure": _printable(text[-_LONGEST_MESSAGE:]), "cause": "raised"}
@@ -122,6 +142,18 @@ def _messages(value: object, method: str, may_be_empty: bool) -> list[dict[str, 
             raise Malformed(f"{method} returned the message {message!r:.300}; wanted {wanted}")
     if not value and not may_be_empty:
         raise Malformed(f"{method} returned no messages, and the model has to answer some; wanted {wanted}")
+    return list(value)
+
+
+def _tools(value: object) -> list[dict[str, Any]]:
+    """Return an environment's tools. Raises: Malformed unless they have OpenAI's form."""
+    for tool in value if isinstance(value, list | tuple) else [value]:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            wanted = (
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+            )
+            raise Malformed(f"the environment's `tools` have {tool!r:.300}; wanted {wanted}")
     return list(value)
 
 

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.config.environments import environments, of_source
 from megarl.config.schema import EpisodeConfig
 from megarl.episodes.env_pool import EnvironmentPool, Reply
 
 
-def probe_environment(config: EpisodeConfig, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Load the environment, and ask it for the first messages of some rows.
+def probe_environments(config: EpisodeConfig, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Load each environment, and ask it for the first messages of some rows.
 
     Args:
-        rows: flag of the data files -> their first row.
-    Raises: ValueError if the environment cannot be loaded, or fails for a row."""
-    assert config.env is not None
-    limits = config.env_timeout_s, config.env_episodes_per_process
-    with EnvironmentPool(config.env, *limits, config.env_python) as pool:
-        for flag, row in rows.items():
+        rows: flag of the data files -> some of their rows.
+    Raises: ValueError if an environment cannot be loaded, or fails for a row."""
+    specs = environments(config)
+    with EnvironmentPool(specs, config.env_timeout_s, config.env_episodes_per_process) as pool:
+        for flag, row in ((flag, row) for flag, of_flag in rows.items() for row in of_flag):
             pool.open(row)
             (reply,) = _first(pool)
             if reply.failure is not None:
                 raise ValueError(
-                    f"--env ({config.env}): before training, on row 0 (from 0) of {flag}: {reply.failure}"
+                    f"--env ({of_source(specs, row.get('data_source'))}): before training, on row "
+                    f"{row.get('index', 0)} (from 0) of {flag}: {reply.failure}"
                 )
 
 

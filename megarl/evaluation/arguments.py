@@ -59,6 +59,7 @@ _SHOWN = {
         "env",
         "env_timeout_s",
         "env_episodes_per_process",
+        "env_python",
         "agent_command",
         "agent_timeout_s",
         "agent_num_processes",

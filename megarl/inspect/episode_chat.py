@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.errors import ConfigError
+from megarl.config.environments import environments, names, of_source
+from megarl.config.errors import ConfigError, raise_errors
+from megarl.config.rules_episodes import environment_errors
 from megarl.config.schema import EpisodeConfig, SamplingConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import Tokenizer
@@ -44,9 +46,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a conversation with an environment."""
     group = parser.add_argument_group("with an environment")
     group.add_argument(
-        "--env", help="path/to/file.py:Class, as in training: show its conversation on one row"
+        "--env",
+        nargs="+",
+        help="path/to/file.py:Class, or several by name, as in training: show the conversation on one row",
     )
-    group.add_argument("--env-python", help="Python of the environment, as in training; default: megarl's")
+    group.add_argument(
+        "--env-python", nargs="+", help="Python of the environment, as in training; default: megarl's"
+    )
     group.add_argument("--row", type=whole(0, 1), default=0, help="row of the data, from 0; default: 0")
     group.add_argument(
         "--data", help="file with the row; default: the run's --eval-data, or its --train-data"
@@ -66,10 +72,16 @@ def check_flags(arguments: argparse.Namespace) -> None:
     if arguments.env is not None:
         if arguments.single_turn:
             raise ConfigError(["--single-turn: the environment leads the conversation. Leave it out."])
+        raise_errors(environment_errors(_episodes(arguments)))
         return
     for name, default in _DEFAULTS.items():
         if getattr(arguments, name) != default:
             raise ConfigError([f"--{name.replace('_', '-')}: has no effect without --env. Leave it out."])
+
+
+def _episodes(arguments: argparse.Namespace) -> EpisodeConfig:
+    python = arguments.env_python
+    return EpisodeConfig(env=(*arguments.env,), env_python=None if python is None else (*python,))
 
 
 def begin_episode(arguments: argparse.Namespace) -> Episode:
@@ -84,6 +96,14 @@ def begin_episode(arguments: argparse.Namespace) -> Episode:
     if arguments.row >= len(rows):
         raise ConfigError(
             [f"--row ({arguments.row}): {files} has {len(rows)} rows, counted from 0. Try {len(rows) - 1}."]
+        )
+    specs, source = environments(_episodes(arguments)), rows[arguments.row].data_source
+    if of_source(specs, source) is None:
+        raise ConfigError(
+            [
+                f"--row ({arguments.row}): its data_source is {source!r}, and --env has "
+                f"{', '.join(map(str, names(specs)))}. Try another row, or name its environment."
+            ]
         )
     return Episode(rows[arguments.row].columns)
 
@@ -109,10 +129,10 @@ def show_episode(
     Returns: 1 if the environment has failed, else 0. Raises: ConfigError if it cannot be loaded."""
     ends = model.generation_config.eos_token_id
     speaker = _Speaker(episode, tokenizer, model)
-    limit, python = EpisodeConfig().env_timeout_s, arguments.env_python
-    with EnvironmentPool(arguments.env, limit, 1, python) as environments:
+    config = _episodes(arguments)
+    with EnvironmentPool(environments(config), config.env_timeout_s, 1) as pool:
         try:
-            play([episode], speaker, environments, Chat(tokenizer, ends), _limits(arguments, model))
+            play([episode], speaker, pool, Chat(tokenizer, ends), _limits(arguments, model))
         except ValueError as error:
             raise ConfigError([str(error)]) from error
     speaker.show_new()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from megarl.flow.job_roles import Record
 from megarl.packing import Sample
 from megarl.role_names import with_suffix
 from megarl.runtime.executor import Executor
+from megarl.trainer.episode_metrics import by_environment, readable
 from megarl.trainer.eval_scores import EvalSample, Scores, of_sources, powers_of_two
 from megarl.trainer.scores import RewardsFailed, means_of_scores
 from megarl.trainer.state import TrainState
@@ -124,8 +124,17 @@ def metrics_of(sampled: HeldOut, greedy: HeldOut, num_samples: int) -> dict[str,
     for name, held_out in ((SAMPLED, sampled), (GREEDY, greedy)):
         sources = of_sources(held_out.samples)
         for source, samples in sources.items() if len(sources) > 1 else ():
-            readable = re.sub(r"[^\w./ -]", "_", source)  # other characters are refused by MLflow
-            metrics[f"{name}/{readable}"] = Scores(samples).mean.value
+            metrics[f"{name}/{readable(source)}"] = Scores(samples).mean.value
+    return metrics | _metrics_of_environments([*sampled.records, *greedy.records])
+
+
+def _metrics_of_environments(records: Sequence[Record]) -> dict[str, float]:
+    """Return the turns of held-out episodes, and the turns and failures of each environment; {} without episodes."""
+    turns = [record["num_turns"] for record in records if "num_turns" in record]
+    metrics = {"eval/turns": sum(turns) / len(turns)} if turns else {}
+    for name, own in by_environment(records).items():
+        metrics[f"eval/turns/{name}"] = sum(record["num_turns"] for record in own) / len(own)
+        metrics[f"eval/failed/{name}"] = float(sum(record["reward"] is None for record in own))
     return metrics
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megarl.algorithms.base import algorithm_of
 from megarl.config.check import check_job
+from megarl.config.environments import environments
 from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, rule_judges_agents, uses_rule_reward
@@ -16,9 +17,10 @@ from megarl.config.rules_data import rows_error
 from megarl.config.rules_files import newest_job
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
+from megarl.data.env_rows import first_rows
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
-from megarl.episodes.probe import probe_environment
+from megarl.episodes.probe import probe_environments
 from megarl.rewards.pool import RewardPool, probe_reward
 
 
@@ -82,9 +84,8 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
     if config.episodes.env is not None:
-        probe_environment(
-            config.episodes, {flag: dataset[0].columns for dataset, flag in datasets if dataset}
-        )
+        of_flag = {flag: dataset for dataset, flag in datasets if dataset}
+        probe_environments(config.episodes, first_rows(environments(config.episodes), of_flag))
     elif (
         (config.episodes.agent_command is None or rule_judges_agents(config))
         and algorithm_of(config).needs_rollout

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from megarl.episodes.episode import FINISH_REASONS
 from megarl.futures import Future
 from megarl.flow import Metrics
 from megarl.flow.role import time_metric
 from megarl.metrics import combine
 from megarl.role_names import kind_and_suffix
+from megarl.trainer.episode_metrics import metrics_of_episodes
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.scores import means_of_scores, scores_of
 from megarl.trainer.staleness import staleness_metrics
@@ -89,7 +88,7 @@ def _metrics_of_samples(
             "response/length_max": max(lengths),
             "response/truncated": sum(sample.truncated for sample in batch.samples) / len(lengths),
         }
-        metrics |= _metrics_of_episodes(batch)
+        metrics |= metrics_of_episodes(batch)
         scoring = [role for role in weight_of if role in batch.records]
         records = (record for of_role in batch.records.values() for record in of_role.values())
         metrics |= means_of_scores(records, "score/")
@@ -98,24 +97,6 @@ def _metrics_of_samples(
             metrics[f"reward/{role.removesuffix(suffix)}_mean"] = sum(scores) / max(len(scores), 1)
     num_tokens = sum(sample.length for sample in batch.samples)
     return metrics | {"batch/tokens": num_tokens, "sync/version": batch.step}
-
-
-def _metrics_of_episodes(batch: RolloutBatch) -> dict[str, float]:
-    """Return the numbers of turns and the failures by cause of multi-turn episodes; {} without --env."""
-    episodes = [
-        record for of_role in batch.records.values() for record in of_role.values() if "num_turns" in record
-    ]
-    if not episodes:
-        return {}
-    turns = [record["num_turns"] for record in episodes]
-    causes = Counter(record["cause"] for record in episodes if "cause" in record)
-    ends = Counter(record["finish_reason"] for record in episodes)
-    return {
-        "turns/mean": sum(turns) / len(turns),
-        "turns/max": max(turns),
-        **{f"finish/{reason}": ends[reason] / len(episodes) for reason in FINISH_REASONS},
-        **{f"reward/failed_{cause}": float(count) for cause, count in sorted(causes.items())},
-    }
 
 
 def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, object]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megarl.config.environments import environments
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import rule_judges_agents
 from megarl.config.schema import TrainConfig
@@ -58,9 +59,8 @@ def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[
             _parser(config, tokenizer, stop_ids),
             is_judged=rule_judges_agents(config),
         )
-    assert episodes.env is not None
     limits = episodes.env_timeout_s, episodes.env_episodes_per_process
-    return EnvironmentPool(episodes.env, *limits, episodes.env_python)
+    return EnvironmentPool(environments(episodes), *limits)
 
 
 class EpisodeSampler:

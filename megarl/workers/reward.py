@@ -5,9 +5,11 @@ of a step returns these rewards, and waits for those that are missing."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
+from megarl.config.environments import environments, names
 from megarl.config.reward_models import rule_judges_agents, uses_rule_reward
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.episodes.episode import EpisodeResult
@@ -44,6 +46,11 @@ class RewardRole(HostedRole):
                 self.pool, self.rollout.on_finished = BackgroundPool(data, number), self._begin
             else:  # without processes the rule runs in this call, for pdb
                 self.pool = RewardPool(data, number)
+
+    @functools.cached_property
+    def _is_named(self) -> bool:
+        """Whether the job has environments by name."""
+        return bool(names(environments(self.config.episodes)))
 
     def shut_down(self) -> None:
         if self.pool is not None:
@@ -88,6 +95,8 @@ class RewardRole(HostedRole):
                 record["scores"] = verdict.scores
             if rollout.episode is not None:
                 record |= _of_episode(rollout.episode)
+                if self._is_named:
+                    record["env"] = dataset[rollout.row].data_source
                 if self.config.episodes.turn_rewards:
                     record["turn_rewards"] = rollout.episode.turn_rewards
                     record["turn_lengths"] = rollout.episode.turn_lengths

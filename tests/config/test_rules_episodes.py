@@ -11,9 +11,11 @@ import pytest
 from megarl.config.installed import answer_parsers
 from megarl.algorithms import REGISTRY
 from megarl.config.check import check
+from megarl.config.environments import EnvSpec, environments
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
+from megarl.config.user_files import user_files
 
 ENV = "class Env:\n    def reset(self, row): ...\n    def step(self, text): ...\n"
 OWN = f"{Path(__file__).with_name('own_advantage.py')}:centred"
@@ -60,6 +62,54 @@ RULES = {
         "--env-python (no/python): there is no such program. Try the bin/python of a virtual environment, or leave it "
         "out.",
         f"--env-python python3 {IS}",
+    ),
+    "environments without names": (
+        "--env env.py:Env a=env.py:Env",
+        "--env (env.py:Env a=env.py:Env): must be one environment, or several that each have a name, the data_source "
+        "of their rows. Try NAME=env.py:Env NAME=env.py:Env.",
+        None,
+    ),
+    "an environment of a library without a name": (
+        "--env reasoning-gym:",
+        "--env (reasoning-gym:): must be SCHEME:NAME. Try reasoning-gym:leg_counting.",
+        "--env reasoning-gym:leg_counting",
+    ),
+    "a served environment without an address": (
+        "--env openenv:localhost",
+        "--env (openenv:localhost): must be the URL of a server. Try openenv:http://127.0.0.1:8100.",
+        "--env openenv:http://127.0.0.1:8000/?a=b",
+    ),
+    "a server without an address": (
+        "--env a=http:// b=env.py:Env",
+        "--env (a=http://): must be the URL of a server. Try http://127.0.0.1:8100.",
+        "--env a=http://127.0.0.1:8100 b=env.py:Env",
+    ),
+    "a Python of a server": (
+        "--env http://h:1 --env-python python3",
+        "--env (http://h:1): is played by a server, and --env-python (python3) would have no effect. Give it to "
+        "`megarl env-serve`.",
+        "--env http://h:1",
+    ),
+    "two environments of a name": (
+        "--env a=env.py:Env a=env.py:Env",
+        "--env (a=env.py:Env a=env.py:Env): two environments are called 'a'. A row has one environment: give other "
+        "names.",
+        None,
+    ),
+    "a named environment without a file": (
+        "--env a=no.py:Env b=env.py:Env",
+        "--env (a=no.py:Env): there is no file no.py.",
+        None,
+    ),
+    "a Python for no environment": (
+        f"{IS} --env-python b=python3",
+        "--env-python (b=python3): no environment of --env is called 'b'. Try python3.",
+        f"{IS} --env-python python3",
+    ),
+    "two Pythons of an environment": (
+        f"{IS} --env-python python3 sh",
+        "--env-python (sh): is the second interpreter of the same environment. Leave one out.",
+        f"{IS} --env-python python3",
     ),
     "no class": (
         "--env env.py",
@@ -194,6 +244,24 @@ def test_a_rule_and_what_it_proposes(name, errors):
     found = errors(flags)
     assert any(error.startswith(wanted) for error in found), found
     assert right is None or errors(right) == []
+
+
+def test_each_environment_has_its_interpreter_and_its_files(job, tmp_path, errors):
+    assert not errors("--env a=env.py:Env b/c=env.py:Env --env-python b/c=sh python3")
+    config = load_config(
+        [job, *"--env a=env.py:Env b/c=env.py:Env --env-python b/c=sh python3".split()], REGISTRY
+    )
+    assert environments(config.episodes) == (
+        EnvSpec("a", "env.py:Env", "python3"),
+        EnvSpec("b/c", "env.py:Env", "sh"),
+    )
+    assert [*user_files(config)] == ["env a=", "env b/c="]
+    folder = tmp_path / "lr=1"
+    folder.mkdir()
+    (folder / "env.py").write_text(ENV)
+    config = load_config([job, "--env", f"{folder}/env.py:Env"], REGISTRY)
+    assert environments(config.episodes) == (EnvSpec(None, f"{folder}/env.py:Env"),)  # a path, no name
+    assert [*user_files(config)] == ["env"]
 
 
 def test_an_environment_is_the_rule_that_scores(job, tmp_path, errors):

@@ -37,6 +37,15 @@ NOT_RUN = {
     "make test-stress": "takes days; tests/tools runs tools/stress_tests.py small",
     "make test-hostcuda ARGS=tests/hostcuda/test_streams.py": "builds for minutes; continuous integration runs all of it",
     "make docs": "continuous integration runs it",
+    "megarl env-serve my_env.py:Env --host 0.0.0.0 --port 8100": "serves until it is ended; "
+    "tests/episodes/test_remote_env.py plays it",
+    "MEGARL_ENV_KEY=... megarl train @my_env.args --env http://that-host:8100 --train-iters 100 --save runs/remote": "the same",
+    "python -m venv venvs/reasoning-gym && venvs/reasoning-gym/bin/pip install reasoning-gym": "downloads packages; "
+    "tests/episodes/test_adapters.py plays the installed ones",
+    "venvs/reasoning-gym/bin/python examples/reasoning_gym_rows.py leg_counting legs.jsonl --seed 0 --size 1000": "the "
+    "same",
+    "megarl train @my_env.args --train-data legs.jsonl --env reasoning-gym:leg_counting --env-python "
+    "venvs/reasoning-gym/bin/python --train-iters 100 --save runs/legs": "the same",
     "python -m pytest tests/config -q -x": "is a part of this suite",
     "python -m pytest tests/docs -m nightly -k python_api": "is a part of this suite",
     "tools/nsys_train.sh --nproc-per-node 2 -- @configs/quickstart_grpo.args --save runs/nsys "
@@ -75,6 +84,11 @@ FILES = {
         '{"prompt": [{"role": "user", "content": "Describe rain in one sentence."}]}',
     ): "mine.jsonl",
     ("docs/agents.md", "# my_env.args: GRPO over several turns"): "my_env.args",
+    (
+        "docs/agents.md",
+        '{"data_source": "again", "prompt": [{"role": "user", "content": "12+3 ?"}], "reward_model": '
+        '{"ground_truth": "15"}}',
+    ): "again.jsonl",
     ("docs/from_verl.md", "model=path/to/hf-model"): "run_grpo.sh",
     ("docs/from_trl.md", "model_name_or_path: path/to/hf-model"): "grpo.yaml",
     ("docs/from_slime.md", "CKPT_ARGS=(--hf-checkpoint path/to/hf-model --save runs/first)"): "run_slime.sh",

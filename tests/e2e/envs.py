@@ -20,6 +20,14 @@ class LowerCase:
         return [{"role": "tool", "content": f"{len(text)} characters, é"}], reward, False
 
 
+class UpperCase(LowerCase):
+    """Gives each answer its share of upper-case letters."""
+
+    def step(self, text):
+        messages, _, done = super().step(text)
+        return messages, sum(c.isupper() for c in text) / 20, done
+
+
 class Waiting:
     """Waits for minutes in each step once a file exists, as a slow tool does."""
 

@@ -23,10 +23,11 @@ from tests.launch import succeed
 ROOT = Path(__file__).resolve().parents[2]
 
 ENV = f"{Path(__file__).with_name('envs.py')}:LowerCase"
-FLAGS = (
-    *("--env", ENV, "--max-turns", "4", "--max-context-length", "72", "--max-response-length", "8"),
+LIMITS = (
+    *("--max-turns", "4", "--max-context-length", "72", "--max-response-length", "8"),
     *("--num-rollouts-to-log", "-1", "--reward-max-failed-share", "1", "--train-iters", "2"),
 )
+FLAGS = ("--env", ENV, *LIMITS)
 
 
 def job_of(data: Path, save: Path, *flags: str) -> Job:
@@ -108,6 +109,51 @@ def test_other_layouts_sample_and_train_on_the_same_episodes(flags, sums_data, t
     check_rows(other, sums_data)
     same = ("turns/mean", "reward/mean", "response/length_mean", "batch/tokens", "reward/failed")
     assert {name: other.steps[0][name] for name in same} == {name: job.steps[0][name] for name in same}
+
+
+@pytest.mark.nightly
+def test_several_environments_train_and_are_evaluated_each(sums_data, tmp_path):
+    """Rows go to the environment that their data_source names, in the shares of the files' weights."""
+    files = {}
+    for name in ("lower", "upper"):
+        rows = [json.loads(line) for line in open(sums_data / "train.jsonl")][:12]
+        files[name] = tmp_path / f"{name}.jsonl"
+        lines = [json.dumps(row | {"data_source": name, "extra_info": {"index": 3}}) for row in rows]
+        files[name].write_text("\n".join(lines) + "\n")
+    both = [str(file) for file in files.values()]
+    run = tmp_path / "run"
+    done = train(
+        *(sums_data, run, *LIMITS, "--env", f"lower={ENV}", f"upper={ENV.replace('LowerCase', 'UpperCase')}"),
+        *("--train-data", *both, "--train-data-weights", "3", "1"),
+        *("--eval-data", *both, "--eval-interval", "2", "--eval-num-prompts", "24"),
+    )
+    assert done.returncode == 0, done.output
+    first = done.steps[0]
+    assert (first["batch/lower/episodes"], first["batch/upper/episodes"]) == (
+        12.0,
+        4.0,
+    )  # 3 : 1 of 4 prompts x 4
+    rows = [json.loads(line) for line in open(run / "rollouts" / "step_000001.jsonl")]
+    for name, kind in (("lower", str.islower), ("upper", str.isupper)):
+        own = [row for row in rows if row["env"] == name]
+        for row in own:
+            answers = [one["content"] for one in row["turns"] if one["role"] == "assistant"]
+            assert row["reward"] == pytest.approx(sum(map(kind, "".join(answers))) / 20)
+        assert first[f"reward/{name}/mean"] == pytest.approx(sum(row["reward"] for row in own) / len(own))
+        assert first[f"turns/{name}/mean"] == pytest.approx(sum(row["num_turns"] for row in own) / len(own))
+        assert first[f"reward/{name}/failed"] == 0.0
+        held_out = done.metrics[-1] if f"eval/reward/{name}" in done.metrics[-1] else done.metrics[0]
+        assert held_out[f"eval/turns/{name}"] >= 1 and held_out[f"eval/failed/{name}"] == 0.0
+    arguments = ("--model", run, "--eval-num-samples", "2", "--json")
+    result = json.loads(
+        succeed("-m", "megarl.cli", "eval", *arguments, timeout=200, preloaded=True, folder=tmp_path).stdout
+    )
+    assert {*result["sources"]} == {"lower", "upper"}
+    assert (
+        result["sources"]["upper"]["best_at_2"]["value"] >= result["sources"]["upper"]["best_at_1"]["value"]
+    )
+    bad = train(sums_data, tmp_path / "bad", *LIMITS, "--env", f"lower={ENV}", "--train-data", *both)
+    assert bad.returncode == 2 and "no environment's name: 'upper' (12)" in bad.output, bad.output
 
 
 @pytest.mark.nightly

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.environments import EnvSpec
 from megarl.config.schema import EpisodeConfig
 from megarl.episodes.env_pool import EnvironmentPool, Reply
-from megarl.episodes.probe import probe_environment
+from megarl.episodes.probe import probe_environments
 
 ENVS = Path(__file__).with_name("envs.py")
 
 
 def pool(name: str = "Env", timeout_s: float = 20.0, per_process: int = 16) -> EnvironmentPool:
-    return EnvironmentPool(f"{ENVS}:{name}", timeout_s, per_process)
+    return EnvironmentPool([EnvSpec(None, f"{ENVS}:{name}")], timeout_s, per_process)
 
 
 def wait_for(environments: EnvironmentPool, count: int) -> dict[int, Reply]:
@@ -133,6 +134,20 @@ def test_slow_calls_of_one_process_overlap(name, what):
         assert time.monotonic() - started < 2.0  # 12 x 0.3 s one after another
 
 
+def test_a_row_has_the_environment_that_its_data_source_names():
+    """Each environment has processes of its own."""
+    specs = [EnvSpec("count", f"{ENVS}:Env"), EnvSpec("a/b", f"{ENVS}:Async")]
+    with EnvironmentPool(specs, 20.0, 16) as environments:
+        first = environments.open({"data_source": "a/b", "what": "plain"})
+        second = environments.open({"data_source": "count", "what": "plain"})
+        replies = wait_for(environments, 2)
+        assert [replies[one].messages[0]["content"] for one in (first, second)] == ["start", "start plain"]
+        assert len(environments._processes) == 2
+        with pytest.raises(ValueError, match="no environment of --env is called 'other'"):
+            environments.open({"data_source": "other"})
+        assert len(environments._of_episode) == 2
+
+
 def test_the_end_of_an_episode_is_told_and_no_reply_follows(tmp_path):
     path = tmp_path / "ended"
     with pool("Ended") as environments:
@@ -180,9 +195,9 @@ def test_a_bad_environment_is_found_before_training(what, tmp_path):
     path = tmp_path / "env.py"
     path.write_text(source)
     with pytest.raises(ValueError, match=rf"(?s)--env \({path}:{name}\).*{why}"):
-        probe_environment(EpisodeConfig(env=f"{path}:{name}"), {"--train-data": {"prompt": []}})
+        probe_environments(EpisodeConfig(env=(f"{path}:{name}",)), {"--train-data": [{"prompt": []}]})
 
 
 def test_a_good_environment_passes_the_probe():
-    rows = {"--train-data": {"what": "plain"}, "--eval-data": {"what": "plain"}}
-    probe_environment(EpisodeConfig(env=f"{ENVS}:Env"), rows)
+    rows = {"--train-data": [{"what": "plain"}], "--eval-data": [{"what": "plain"}]}
+    probe_environments(EpisodeConfig(env=(f"{ENVS}:Env",)), rows)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.environments import EnvSpec
 from megarl.config.schema import EpisodeConfig
 from megarl.episodes.env_pool import EnvironmentPool
-from megarl.episodes.probe import probe_environment
+from megarl.episodes.probe import probe_environments
 from tests.episodes.test_env_pool import wait_for
 
 ENV = """
@@ -47,7 +48,7 @@ def test_the_environment_sees_its_own_packages_and_no_other(other, tmp_path, mon
     file = tmp_path / "env.py"
     file.write_text(ENV)
     monkeypatch.chdir(tmp_path)  # must not be on the path
-    with EnvironmentPool(f"{file}:Env", 60.0, 4, str(other)) as pool:
+    with EnvironmentPool([EnvSpec(None, f"{file}:Env", str(other))], 60.0, 4) as pool:
         episode = pool.open({})
         reply = wait_for(pool, 1)[episode]
         assert reply.failure is None, reply.failure
@@ -59,12 +60,12 @@ def test_the_environment_sees_its_own_packages_and_no_other(other, tmp_path, mon
 def test_a_python_that_cannot_run_it_ends_the_job_before_training(other, tmp_path):
     file = tmp_path / "env.py"
     file.write_text(ENV.replace("only_here", "absent"))
-    config = EpisodeConfig(env=f"{file}:Env", env_python=str(other))
+    config = EpisodeConfig(env=(f"{file}:Env",), env_python=(str(other),))
     with pytest.raises(ValueError, match="No module named 'absent'"):
-        probe_environment(config, {"--train-data": {}})
+        probe_environments(config, {"--train-data": [{}]})
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\necho 'is too old' >&2\nexit 1\n")
     old.chmod(0o755)
-    config = EpisodeConfig(env=f"{file}:Env", env_python=str(old))
+    config = EpisodeConfig(env=(f"{file}:Env",), env_python=(str(old),))
     with pytest.raises(ValueError, match="the process of the environment ended with exit code 1"):
-        probe_environment(config, {"--train-data": {}})
+        probe_environments(config, {"--train-data": [{}]})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.environments import EnvSpec
 from megarl.episodes.chat import Chat
 from megarl.episodes.env_pool import EnvironmentPool
 from megarl.episodes.episode import Episode, Limits
@@ -51,7 +52,7 @@ class Scripted:
 def run(*whats: str, limits: Limits = LIMITS, engine: Scripted | None = None, timeout_s: float = 20.0, **how):
     engine, made = engine or Scripted(), tokenizer(NAME)
     episodes = [Episode({"what": what, **how}) for what in whats]
-    with EnvironmentPool(f"{ENVS}:Env", timeout_s, 4) as environments:
+    with EnvironmentPool([EnvSpec(None, f"{ENVS}:Env")], timeout_s, 4) as environments:
         play(episodes, engine, environments, Chat(made, [made.eos_token_id]), limits)
         assert not environments._of_episode and not environments._lost  # every episode was ended
     return episodes, engine
@@ -153,5 +154,5 @@ def test_an_abort_ends_the_wait_for_an_environment(monkeypatch):
 
 def run_until_abort(engine: Scripted) -> None:
     made = tokenizer(NAME)
-    with EnvironmentPool(f"{ENVS}:Env", 20.0, 4) as environments:
+    with EnvironmentPool([EnvSpec(None, f"{ENVS}:Env")], 20.0, 4) as environments:
         play([Episode({"what": "hang"})], engine, environments, Chat(made, [made.eos_token_id]), LIMITS)
