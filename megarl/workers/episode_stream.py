@@ -138,7 +138,6 @@ class EpisodeStream(RequestStream):
     def step(self) -> None:
         """Queue the turns whose environments have replied, take a step of the engine, and report the groups that
         are finished by it. Waits a moment if there is nothing to do."""
-        self._environments.extend(time.monotonic() - self._served_until)
         self._look_at_plan()
         if self._environments.is_live:
             self._take_replies()
@@ -271,7 +270,11 @@ class EpisodeStream(RequestStream):
     # Replies, which are logged and may be those of a log.
 
     def _look_at_plan(self) -> None:
-        """Ask the environments, unless --replay says what they reply."""
+        """Ask the environments, unless --replay says what they reply. The time in which no step was taken does not
+        count against agents."""
+        now = time.monotonic()
+        self._environments.extend(now - self._served_until)
+        self._served_until = now
         if self.recorder.has_plan:
             self._environments.is_live = False
         elif not self._environments.is_live:
@@ -280,10 +283,10 @@ class EpisodeStream(RequestStream):
     def _take_replies(self) -> None:
         replies = self._environments.replies(0.0 if self._answers else _LOOK_S)
         lost = self._environments.take_lost()
-        for number, why in lost.items():
-            _LOG.warning(
-                "the episode of sample %d begins anew: %s", self._by_number[number].first.sample_id, why
-            )
+        if lost:
+            samples = ", ".join(str(self._by_number[number].first.sample_id) for number in lost)
+            why = next(iter(lost.values()))
+            _LOG.warning("%d open episodes begin anew: %s. Samples: %s", len(lost), why, samples)
         events: list[tuple[_Open, Reply | None]] = [(self._by_number[number], None) for number in lost]
         events += [
             (self._by_number[reply.episode], reply) for reply in replies if reply.episode in self._by_number
@@ -293,7 +296,7 @@ class EpisodeStream(RequestStream):
         version = self._engine.version
         assert version is not None
         told = tuple((one.name, None if reply is None else _fields(reply)) for one, reply in events)
-        with self.recorder.taking_effect(Turns(step=version + 1, version=version, replies=told)):
+        with self.recorder.taking_effect(Turns(step=version, replies=told)):
             self._apply(events)
 
     def _take_planned(self) -> None:
@@ -307,7 +310,7 @@ class EpisodeStream(RequestStream):
             for _, reply in events:
                 if reply is not None:
                     self._environments.note(reply)
-            with self.recorder.taking_effect(record):
+            with self.recorder.taking_effect(msgspec.structs.replace(record, engine_step=-1)):
                 self._apply(events)
 
     def _planned(self, name: str, fields: dict[str, Any] | None) -> list[tuple[_Open, Reply | None]]:
@@ -336,6 +339,7 @@ class EpisodeStream(RequestStream):
         another prompt of its messages."""
         found = self._read(answers, files)
         self._missing.update(answer.group for answer in answers)
+        self._look_at_plan()
         self._environments.is_live = False
         turns: list[Answer] = []
         for answer in answers:
@@ -373,7 +377,9 @@ class EpisodeStream(RequestStream):
             or turn is not None
             and turn.prompt != saved.answer.prompt
         ):
-            _LOG.warning("the episode of sample %d begins anew: its prompt differs now", one.first.sample_id)
+            _LOG.warning(
+                "an open episode begins anew: its prompt differs now. Sample: %d", one.first.sample_id
+            )
             self._begin_episode_anew(one)
             return []
         if turn is None:

@@ -8,6 +8,7 @@ environments are objects of this file that reply late, so that thousands of sche
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -322,14 +323,15 @@ def test_an_episode_that_cannot_be_brought_back_begins_anew_and_is_named(tmp_pat
         if sample.sample_id not in finished:
             assert {*sample.versions} == {1}
             assert sample.response == played(answers(sample.group)[sample.sample_id % 2], salt)[1]
-    lines = [line for line in caplog.messages if "begins anew" in line]
-    assert {int(line.split()[5]) for line in lines} == has_begun and len(lines) == len(has_begun)
+    lines = [
+        re.match(r"(\d+) open episodes begin anew: (.*)\. Samples: (.*)", one) for one in caplog.messages
+    ]
+    named = [int(sample) for line in lines for sample in line[3].split(", ")]
+    assert sorted(named) == sorted(has_begun) and sum(int(line[1]) for line in lines) == len(named)
     why = (
-        "an agent cannot be brought back"
-        if of_agents
-        else "its environment replied ([{'role': 'user', 'content': 'r"
+        "an agent cannot be brought back" if of_agents else "its environment replied ([{'role': 'user', 'con"
     )
-    assert all(why in line for line in lines)
+    assert all(line[2].startswith(why) for line in lines)
 
 
 def run(job: Job, evaluates: bool = True) -> list[tuple]:
@@ -355,7 +357,6 @@ def run(job: Job, evaluates: bool = True) -> list[tuple]:
             record = Admit(step=number + 1, version=number, visits=(3, 4))
             held_out = job.stream.sample(answers(3, 4, purpose="eval"), job.recorder.taking_effect(record))
             check(held_out, 3, 4)
-    job.recorder.close()
     return computed
 
 
@@ -401,7 +402,10 @@ def test_a_commit_between_two_replies_keeps_its_place_in_the_log(tmp_path):
     assert kinds.count(Turns) > 30 and kinds.count(Commit) == 8
     steps = [record.engine_step for record in records[1:]]
     assert steps == sorted(steps)
-    assert all(record.version == record.step - 1 for record in records if isinstance(record, Turns))
+    version = 0
+    for record in records:
+        version = record.version if isinstance(record, Commit) else version
+        assert not isinstance(record, Turns) or record.step == version
 
 
 def test_held_out_episodes_do_not_disturb_those_of_training(tmp_path):
