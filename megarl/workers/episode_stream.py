@@ -128,7 +128,8 @@ class EpisodeStream(RequestStream):
         except Aborted:  # episodes of `add` remain, and are saved with the last checkpoint
             for name in self._open.keys() & {*names}:
                 self._forget_request(self._open[name])
-                self._end_episode(self._open[name])
+                self._drop(self._open[name])
+            self._held_out.clear()
             raise
         return [self._held_out.pop(name) for name in names]
 
@@ -216,19 +217,21 @@ class EpisodeStream(RequestStream):
         self._environments.restart(one.number)
 
     def _end_episode(self, one: _Open, single: SavedTurn | None = None) -> None:
-        """Forget an episode. If it was played to its end, its sample is kept.
+        """Forget an episode that has ended, and keep its sample.
 
         Args:
             single: the token of an episode without an answer."""
-        del self._open[one.name], self._by_number[one.number]
-        if self._play.is_open(one.index):
-            self._play.end(one.index)
-            return
+        self._drop(one)
         sample = episode_sample(one.first, one.episode, single)
         if one.first.purpose == "train":
             self._finish(sample)
         else:
             self._held_out[one.name] = sample
+
+    def _drop(self, one: _Open) -> None:
+        del self._open[one.name], self._by_number[one.number]
+        if self._play.is_open(one.index):
+            self._play.end(one.index)
 
     def _forget_request(self, one: _Open) -> None:
         if one.request is not None:

@@ -95,6 +95,16 @@ def test_episodes_of_slow_environments_are_trained_on_once_and_in_time(sums_data
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
+def test_a_rule_judges_the_last_answer_of_each_agent_while_training_goes_on(sums_data, tmp_path):
+    rule = ("--reward-function", f"{HERE / 'last_answer.py'}:reward")
+    job = run(sums_data, tmp_path / "run", "--agent-command", AGENT, *rule)
+    for row in check_run(job):
+        last = [turn["content"] for turn in row["turns"] if turn["role"] == "assistant"][-1]
+        assert row["reward"] == pytest.approx(len(last) / 1000)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", ["recompute", "disjoint", "agents"])
 def test_a_replay_asks_no_environment_and_resumes_bit_for_bit(sums_data, tmp_path, form):
     """The environment's replies depend on the time, so only the log can repeat them."""

@@ -211,7 +211,7 @@ def _runs(sample: RolloutSample) -> list[tuple[int, int]]:
 def test_no_token_is_too_old_however_slow_the_environments(tmp_path, staleness, weight_update):
     """The driver's buffer decides; 30 steps of 3 prompts, each trained on once."""
     num_mixed = 0
-    for seed in range(4):
+    for seed in range(2):
         job = Job(tmp_path / f"{seed}", seed, weight_update=weight_update)
         job.recorder.start(0)
         buffer = SampleBuffer(3, staleness)
@@ -243,7 +243,7 @@ def test_no_token_is_too_old_however_slow_the_environments(tmp_path, staleness, 
             job.engine.commit(step)
         check(trained, *range(90))
         assert not job.stream.has_unfinished() and not job.pool.texts
-    assert num_mixed > 20  # episodes do span versions, with `wait` too
+    assert num_mixed > 10  # episodes do span versions, with `wait` too
 
 
 def test_with_wait_each_answer_comes_from_one_version_and_episodes_may_span_several(tmp_path):
@@ -265,7 +265,7 @@ def test_with_wait_each_answer_comes_from_one_version_and_episodes_may_span_seve
     assert any(len({*sample.versions}) > 1 for sample in job.samples)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_checkpoint_brings_the_environments_back_and_goes_on(tmp_path, seed):
     rng = random.Random(seed)
     visits = [*range(rng.randint(1, 9))]
