@@ -144,12 +144,11 @@ class EpisodeStream(RequestStream):
             self._take_replies()
         else:
             self._take_planned()
-        if not self.recorder.is_held():
-            if self._answers:
-                self._engine.step()
-            else:
-                ABORT.check()
-            self.collect()
+        if self._answers:
+            self._engine.step()
+        else:
+            ABORT.check()
+        self.collect()
         self._served_until = time.monotonic()
 
     def drain(self) -> None:

@@ -31,10 +31,11 @@ from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.episode_stream import EpisodeStream
 from megarl.workers.request_stream import Answer, SavedAnswer
 from megarl.workers.store import RolloutSample, SampleTable
-from tests.workers.small_engine import MAX_RESPONSE, STOP_TOKEN, SmallEngine, config, whole_response
+from tests.workers.small_engine import STOP_TOKEN, SmallEngine, config, whole_response
 
 GROUP_SIZE = 2
-LIMITS = Limits(max_turns=10, max_response_length=MAX_RESPONSE, max_context_length=400)
+LONGEST = 6  # tokens of an answer; without this limit most have more
+LIMITS = Limits(max_turns=10, max_response_length=LONGEST, max_context_length=400)
 FAILS = 5  # row % 7 of episodes whose environment fails at once
 
 
@@ -175,7 +176,7 @@ def played(answer: Answer, salt: str = "") -> tuple[list[int], list[int], int]:
     messages = [*reply.messages]
     first = tokens = CHAT.encode(messages)
     while True:
-        response = whole_response(keys.next(tokens), tokens)
+        response = whole_response(keys.next(tokens), tokens)[:LONGEST]
         tokens = [*tokens, *response]
         texts.append(CHAT.decode(response))
         messages.append({"role": "assistant", "content": texts[-1]})
