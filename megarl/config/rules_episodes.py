@@ -217,10 +217,10 @@ def _combinations(job: Job, who: str) -> Iterator[str]:
     ):
         if value is not None:
             yield f"the {who} gives the rewards, and {flag} ({value}) would too. Leave one of them out."
-    if staleness := config.streaming.staleness:
+    if (limit := config.streaming.max_tokens_per_step) is not None:
         yield (
-            f"episodes are sampled within a step, and --staleness ({staleness}) samples beyond it. Try "
-            "--staleness 0."
+            f"--max-tokens-per-step ({limit}) stops one long response until the next version of the weights, and an "
+            "episode has several. Leave it out."
         )
     tp = config.rollout.tensor_parallel_size
     if job.engine == "in-process" and tp > 1:

@@ -253,7 +253,7 @@ class EpisodeConfig(Section):
     the reward, or --reward or --reward-function judges its last answer. See docs/agents.md."""
     agent_timeout_s: Positive = 600.0
     """With --agent-command: seconds that the agent of an episode may take, the model's answers included; then
-    the episode has failed."""
+    the episode has failed. Time in which the engine stands still does not count."""
     agent_num_processes: Count = 16
     """With --agent-command: agents per engine that run at a time. The others wait."""
     agent_host: str = "127.0.0.1"

@@ -133,6 +133,11 @@ class AgentPool:
         self._proxy.refuse(episode, BadRequest(message, code, "messages"), is_limit)
         return True
 
+    def extend(self, seconds: float) -> None:
+        """Give all agents that run so much more time: the engine stood still."""
+        for agent in self._agents.values():
+            agent.deadline += seconds
+
     def end(self, episode: int) -> None:
         """Kill an episode's processes, and forget it."""
         self._num_answers.pop(episode, None)

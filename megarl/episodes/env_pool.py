@@ -124,6 +124,9 @@ class EnvironmentPool:
         """Return False: an environment has replied already, and gives no further reward."""
         return False
 
+    def extend(self, seconds: float) -> None:
+        """Do nothing: an environment does not wait for the engine while it works on a call."""
+
     def end(self, episode: int) -> None:
         """Forget an episode. No reply to an earlier call of it follows."""
         self._ready = [reply for reply in self._ready if reply.episode != episode]

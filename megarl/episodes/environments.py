@@ -76,6 +76,11 @@ class Environments(Protocol):
         """Return the replies that have arrived, in order. Waits at most `timeout_s` seconds for the first."""
         ...
 
+    def extend(self, seconds: float) -> None:
+        """Note that no answer could be given for so long, because the engine stood still. The time does not count
+        against an agent."""
+        ...
+
     def close(self) -> None:
         """End all processes of environments or agents."""
         ...

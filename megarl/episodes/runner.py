@@ -54,47 +54,65 @@ def play(
     """Play all episodes until each has ended.
 
     Raises: Aborted if the job shuts down; ValueError if the environment cannot be loaded."""
-    _Play(episodes, engine, environments, chat, limits).run()
+    playing = Play(environments, chat, limits)
+    try:
+        for index, episode in enumerate(episodes):
+            playing.open(index, episode)
+        while playing.num_open or engine.has_unfinished():  # an agent may end before its answer
+            # the wait is short, so that an abort is seen
+            replies = environments.replies(0.0 if engine.has_unfinished() else _LOOK_S)
+            ABORT.check()
+            engine.add(playing.turns_after(replies))
+            if engine.has_unfinished():
+                engine.step()
+                for answer in engine.take():
+                    playing.answered(answer)
+    finally:
+        playing.close()
 
 
-class _Play:
-    """The open episodes of one call of `play`, between their environments and the engine."""
+class Play:
+    """The open episodes of one engine: the turn that follows each reply, and the call that follows each answer."""
 
-    def __init__(
-        self,
-        episodes: Sequence[Episode],
-        engine: TurnEngine,
-        environments: Environments,
-        chat: Chat,
-        limits: Limits,
-    ) -> None:
-        self._episodes, self._engine, self._environments = episodes, engine, environments
-        self._chat, self._limits = chat, limits
+    def __init__(self, environments: Environments, chat: Chat, limits: Limits) -> None:
+        self._environments, self._chat, self._limits = environments, chat, limits
+        self._episodes: dict[int, Episode] = {}  # open episodes, by index
         self._index_of: dict[int, int] = {}  # number in the pool -> index, of the open episodes
         self._number_of: dict[int, int] = {}
 
-    def run(self) -> None:
-        try:
-            for index, episode in enumerate(self._episodes):
-                number = self._environments.open(episode.row)
-                self._index_of[number], self._number_of[index] = index, number
-            while self._index_of or self._engine.has_unfinished():  # an agent may end before its answer
-                self._take_replies()
-                if self._engine.has_unfinished():
-                    self._engine.step()
-                    self._take_answers()
-        finally:
-            for number in self._index_of:
-                self._environments.end(number)
+    @property
+    def num_open(self) -> int:
+        return len(self._episodes)
 
-    def _take_replies(self) -> None:
-        """Queue the turns whose environments have replied. Waits if the engine has nothing to do."""
-        patience = 0.0 if self._engine.has_unfinished() else _LOOK_S
-        replies = self._environments.replies(patience)
-        ABORT.check()
-        self._engine.add(
-            [turn for reply in replies if reply.episode in self._index_of for turn in self._after(reply)]
-        )
+    def open(self, index: int, episode: Episode) -> int:
+        """Start an episode, and return its number in the pool. Its first messages are a reply."""
+        number = self._environments.open(episode.row)
+        self._episodes[index], self._index_of[number], self._number_of[index] = episode, index, number
+        return number
+
+    def restart(self, index: int, episode: Episode) -> None:
+        """Put an episode that has not begun in the place of an open one."""
+        self._episodes[index] = episode
+
+    def close(self) -> None:
+        """End all episodes."""
+        for index in [*self._episodes]:
+            self.end(index)
+
+    def turns_after(self, replies: Iterable[Reply]) -> list[Turn]:
+        """Return the turns that follow replies of open episodes."""
+        return [turn for reply in replies if reply.episode in self._index_of for turn in self._after(reply)]
+
+    def answered(self, answer: Answer) -> None:
+        """Give an answer of the model to the environment of its episode, if the episode is still open."""
+        episode = self._episodes.get(answer.index)
+        if episode is None:  # its agent has ended meanwhile
+            return
+        assert episode.session is not None
+        sampled = Sampled(episode.session.prompt, answer.token_ids, answer.is_cut)
+        text = episode.session.answer(answer.token_ids, answer.log_probs, answer.versions)
+        episode.truncated = episode.truncated or answer.is_cut
+        self._environments.step(self._number_of[answer.index], text, sampled)
 
     def _after(self, reply: Reply) -> Iterable[Turn]:
         """Return the turn that follows a reply; none if the episode has ended or the reply is refused."""
@@ -105,7 +123,7 @@ class _Play:
         elif not self._continue(episode, reply):
             return ()
         if episode.finish:
-            self._end(index)
+            self.end(index)
             return ()
         session = episode.session
         assert session is not None
@@ -156,18 +174,11 @@ class _Play:
         )
         return True
 
-    def _take_answers(self) -> None:
-        for answer in self._engine.take():
-            episode = self._episodes[answer.index]
-            if episode.finish:  # its agent has ended meanwhile
-                continue
-            assert episode.session is not None
-            sampled = Sampled(episode.session.prompt, answer.token_ids, answer.is_cut)
-            text = episode.session.answer(answer.token_ids, answer.log_probs, answer.versions)
-            episode.truncated = episode.truncated or answer.is_cut
-            self._environments.step(self._number_of[answer.index], text, sampled)
+    def is_open(self, index: int) -> bool:
+        return index in self._episodes
 
-    def _end(self, index: int) -> None:
-        number = self._number_of[index]
-        del self._index_of[number]
+    def end(self, index: int) -> None:
+        """Forget an episode, which has ended or is given up."""
+        number = self._number_of.pop(index)
+        del self._index_of[number], self._episodes[index]
         self._environments.end(number)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -89,6 +90,15 @@ class Checkpoint(EngineRecord, frozen=True, kw_only=True, tag="checkpoint"):
     """An engine's requests are saved in the checkpoint of `step`, and their KV cache is computed anew."""
 
 
+class Turns(EngineRecord, frozen=True, kw_only=True, tag="turns"):
+    """Environments or agents have replied: their episodes get a next turn, or end. `step` is the last completed step,
+    so that a resume from its checkpoint, which may come later, keeps the record."""
+
+    replies: tuple[tuple[str, dict[str, Any] | None], ...]
+    """Name of the episode ("train/17", "eval/3": purpose and sample), and the fields of the reply that are not the
+    default. Without them the episode begins anew, because its environment could not be brought back."""
+
+
 class DriverRecord(LogRecord, frozen=True, kw_only=True):
     """Base class of the driver's records about one actor."""
 
@@ -135,7 +145,7 @@ class EngineJoined(LogRecord, frozen=True, kw_only=True, tag="engine_joined"):
     engine: int
 
 
-_OfEngine = Admit | Evaluate | Canary | Commit | Checkpoint
+_OfEngine = Admit | Evaluate | Canary | Commit | Checkpoint | Turns
 Record = Start | _OfEngine | Route | Take | RewardFailed | Save | EngineLeft | EngineJoined
 _decode = msgspec.json.Decoder(Record).decode
 _encode = msgspec.json.Encoder().encode

@@ -24,6 +24,7 @@ from megarl.rollout.replay_log import (
     EngineRecord,
     ReplayError,
     ReplayLog,
+    Turns,
     path_of,
     planned_records,
     text_of,
@@ -99,13 +100,14 @@ class EngineRecorder:
     def is_held(self) -> bool:
         """Return whether an engine in this process must not take a step now. An engine that steps by itself
         stops without being asked."""
-        if self._steps_by_itself or not self._planned:
+        if self._steps_by_itself or not self._planned or isinstance(self._planned[0], Turns):
             return False
         return self._engine.num_steps >= self._planned[0].engine_step
 
     def catch_up(self) -> None:
-        """Take engine steps until the engine is at the step of its next planned event. Does nothing without
-        --replay."""
+        """Let the engine go on to the step of its next planned record that is no reply of an environment. Does
+        nothing without --replay."""
+        self._pass_replies()
         if self._planned:
             self._reach(self._planned[0])
 
@@ -119,6 +121,8 @@ class EngineRecorder:
         Args:
             record: without its engine step.
         Raises: ReplayError if the run that is repeated does something else now."""
+        if not isinstance(record, Turns):
+            self._pass_replies()
         expected = self._planned[0] if self._planned else None
         if expected is not None:
             self._check(expected, record)
@@ -140,6 +144,38 @@ class EngineRecorder:
         """Return the context in which new weights are committed, with a record in the log. The commit
         completes the training step of the same number."""
         return self.taking_effect(Commit(step=version, version=version))
+
+    # Replies of environments, which no call of the driver brings.
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the run that is repeated says what comes next."""
+        return bool(self._planned)
+
+    def due_replies(self) -> Turns | None:
+        """Return the replies that take effect now in the run that is repeated."""
+        first = self._planned[0] if self._planned else None
+        is_due = isinstance(first, Turns) and first.engine_step <= self._engine.num_steps
+        return first if is_due else None
+
+    def wait_for_answers(self, record: Turns) -> None:
+        """Accept that an answer which due replies follow is not there yet: another process may be about to report
+        it.
+
+        Raises: ReplayError for an engine in this process, whose answers are known at once."""
+        if not self._steps_by_itself:
+            raise self._error(f"{text_of(record)} is next there, and an episode here is at no such reply")
+
+    def _pass_replies(self) -> None:
+        """Take steps until all replies have taken effect that come before the next other planned record."""
+        last = time.monotonic()
+        while self._planned and isinstance(record := self._planned[0], Turns):
+            self._reach(record)
+            self._step()
+            if not self._planned or self._planned[0] is not record:
+                last = time.monotonic()
+            elif time.monotonic() - last > self._timeout_s:
+                raise self._error(f"{text_of(record)} is next there, and an episode here is at no such reply")
 
     def close(self) -> None:
         if self._log is not None:

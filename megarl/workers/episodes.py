@@ -21,6 +21,7 @@ from megarl.invariants import digest
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.requests import Request
 from megarl.workers.request_stream import Answer as FirstTurn
+from megarl.workers.request_stream import SavedTurn
 from megarl.workers.store import RolloutSample
 
 if TYPE_CHECKING:
@@ -70,12 +71,13 @@ class EpisodeSampler:
         sampling = config.sampling
         self._tokenizer, self._engine = tokenizer, engine
         stop_ids = (*shape.eos_token_ids, tokenizer.eos_token_id, *sampling.stop_token_ids)
-        self._chat = Chat(tokenizer, stop_ids)
-        self._limits = Limits(sampling.max_turns, sampling.max_response_length, sampling.max_length)
-        self._environments = _environments(config, tokenizer, stop_ids)
+        self.chat = Chat(tokenizer, stop_ids)
+        self.limits = Limits(sampling.max_turns, sampling.max_response_length, sampling.max_length)
+        self.environments = _environments(config, tokenizer, stop_ids)
+        self.of_agents = config.episodes.agent_command is not None
 
     def close(self) -> None:
-        self._environments.close()
+        self.environments.close()
 
     def sample(
         self, answers: Sequence[FirstTurn], dataset: PromptDataset, **how: float
@@ -90,10 +92,10 @@ class EpisodeSampler:
             how: temperature, top_p and top_k."""
         episodes = [Episode(dataset[answer.row].columns) for answer in answers]
         engine = _Turns(self._engine, answers, how)
-        play(episodes, engine, self._environments, self._chat, self._limits)
+        play(episodes, engine, self.environments, self.chat, self.limits)
         without = self._answer_once(engine, answers, episodes)
         return [
-            _sample(first, episode, without.get(index))
+            episode_sample(first, episode, _single(without.get(index)))
             for index, (first, episode) in enumerate(zip(answers, episodes, strict=True))
         ]
 
@@ -113,13 +115,19 @@ class EpisodeSampler:
         return found
 
 
-def _sample(first: FirstTurn, episode: Episode, single: Answer | None) -> RolloutSample:
+def _single(answer: Answer | None) -> SavedTurn | None:
+    if answer is None:
+        return None
+    return SavedTurn(answer.token_ids, answer.log_probs, answer.versions, answer.is_cut)
+
+
+def episode_sample(first: FirstTurn, episode: Episode, single: SavedTurn | None) -> RolloutSample:
     """Return an ended episode as a sample to train on.
 
     Args:
         single: the token that was sampled for an episode without an answer of its own."""
     if single is not None:
-        prompt, response, holes = first.prompt, single.token_ids, ()
+        prompt, response, holes = first.prompt, single.ids, ()
         log_probs, versions = single.log_probs, single.versions
     else:
         session = episode.session

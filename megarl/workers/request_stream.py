@@ -18,11 +18,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.episodes.environments import Reply
+from megarl.episodes.episode import EpisodeResult
 from megarl.messages import decode, encode
 from megarl.rollout.interface import Output, Request
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
@@ -45,6 +48,8 @@ class Answer:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token of `response`."""
+    purpose: str = "train"
+    """Name of the data set of the row: "train", or "eval" for a held-out episode."""
 
     def after(self, output: Output | Response) -> Answer:
         """Return the answer, extended by the tokens of an output that continues it."""
@@ -66,6 +71,17 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class SavedTurn:
+    """One answer of an episode, which it has got."""
+
+    ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    is_cut: bool
+    """Whether the answer ended at its limit of tokens."""
+
+
+@dataclass(frozen=True)
 class SavedAnswer:
     """One answer as a checkpoint stores it, finished or not."""
 
@@ -76,6 +92,20 @@ class SavedAnswer:
     """dtype, sizes and content of the experts of its tokens."""
     over_old_cache: bool = False
     """Whether tokens may have been sampled over a KV cache of older weights (--weight-update keep)."""
+    events: list[tuple[Reply | None, SavedTurn | None]] = field(default_factory=list)
+    """Of an open episode: the environment's replies and the model's answers, in their order. `answer` is then the
+    turn that is being sampled, or the first one if none is."""
+    holes: tuple[tuple[int, int], ...] = ()
+    """Of a finished episode: see `RolloutSample`."""
+    episode: EpisodeResult | None = None
+
+    @property
+    def answer_versions(self) -> list[list[int]]:
+        """Versions of the tokens of each answer. An episode has several."""
+        if self.episode is None:
+            return [self.answer.versions, *(turn.versions for _, turn in self.events if turn is not None)]
+        ends = [*accumulate(self.episode.turn_lengths)]
+        return [self.answer.versions[start:end] for start, end in zip([0, *ends], ends)]
 
 
 class RequestStream:
@@ -119,19 +149,14 @@ class RequestStream:
         allowed = [self._allowed_tokens(answer) for answer in answers]
         self._resting += [answer for answer, number in zip(answers, allowed, strict=True) if not number]
         asked = [(answer, number) for answer, number in zip(answers, allowed, strict=True) if number]
-        requests = [
-            Request(
-                f"sample/{answer.sample_id}",
-                [*answer.prompt, *answer.response],
-                answer.key,
-                max_tokens=number,
-                **self._how,
-            )
-            for answer, number in asked
-        ]
+        requests = [self._request(answer, number) for answer, number in asked]
         if requests:
             self._engine.add(requests)
         self._answers |= {request.id: one for request, (one, _) in zip(requests, asked, strict=True)}
+
+    def _request(self, answer: Answer, max_tokens: int) -> Request:
+        prompt = [*answer.prompt, *answer.response]
+        return Request(f"sample/{answer.sample_id}", prompt, answer.key, max_tokens=max_tokens, **self._how)
 
     def _allowed_tokens(self, answer: Answer) -> int:
         """Return how many tokens an answer may get from the current version."""
@@ -178,9 +203,11 @@ class RequestStream:
         return output.finish_reason == "length" and len(answer.response) < self._max_tokens
 
     def _end(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> None:
-        self._missing[answer.group] -= 1
-        sample = self._make_sample(answer, finish_reason, experts)
-        self._finished.setdefault(answer.group, []).append(sample)
+        self._finish(self._make_sample(answer, finish_reason, experts))
+
+    def _finish(self, sample: RolloutSample) -> None:
+        self._missing[sample.group] -= 1
+        self._finished.setdefault(sample.group, []).append(sample)
 
     def _report_whole_groups(self) -> None:
         whole = [group for group in self._finished if not self._missing[group]]
@@ -216,7 +243,7 @@ class RequestStream:
                 self._end(answer, output.finish_reason, output.experts)
         self._answers.clear()
         self._report_whole_groups()
-        saved = [SavedAnswer(answer, None) for answer in self._resting]
+        saved = self._saved(self._resting)
         saved += [_saved(sample) for group in self._finished.values() for sample in group]
         partial = path.with_name(f".{path.name}.new")
         partial.write_bytes(encode(saved))
@@ -237,18 +264,23 @@ class RequestStream:
             path: None on ranks that do not write.
             has_engine: False if the engine is gone, and its requests are given up."""
         wanted = {*visits}
-        unfinished = self._begin_anew() if has_engine else []
+        unfinished = self._saved(self._begin_anew() if has_engine else [])
         finished = [sample for group in self._finished.values() for sample in group]
         finished += [self._table.block(sample).rollouts[sample] for sample in self._table]
-        saved = [SavedAnswer(answer, None) for answer in unfinished] + [*map(_saved, finished)]
+        saved = [*unfinished, *map(_saved, finished)]
         if self._engine.config.streaming.weight_update == "keep":
-            saved = [replace(one, over_old_cache=len({*one.answer.versions}) > 1) for one in saved]
+            is_mixed = [any(len({*versions}) > 1 for versions in one.answer_versions) for one in saved]
+            saved = [replace(one, over_old_cache=mixed) for one, mixed in zip(saved, is_mixed, strict=True)]
         data = encode([one for one in saved if one.answer.group in wanted])
         if path is not None:
             with open(path, "wb") as file:
                 file.write(data)
                 os.fsync(file.fileno())
         return hashlib.sha256(data).hexdigest()
+
+    def _saved(self, unfinished: Sequence[Answer]) -> list[SavedAnswer]:
+        """Return unfinished answers as a checkpoint stores them."""
+        return [SavedAnswer(answer, None) for answer in unfinished]
 
     def _begin_anew(self) -> list[Answer]:
         """Let all unfinished requests begin again after their prefixes. Returns the unfinished answers."""
@@ -261,10 +293,14 @@ class RequestStream:
             engine.abort([*self._answers])
             engine.reset_cache()
             resting = [*self._resting]
-            self._queue([self._from(answer) for answer in unfinished])
+            self._queue(sorted(map(self._from, unfinished), key=self._place))
         finally:
             engine.resume()
         return [*unfinished, *resting]
+
+    def _place(self, answer: Answer) -> int:
+        """Return what requests that begin anew are sorted by: they keep their order."""
+        return 0
 
     def load(self, answers: Sequence[Answer], files: Iterable[Path], **how: float) -> None:
         """Queue whole groups as `add` does, and continue from the files that `save` wrote.
@@ -272,15 +308,7 @@ class RequestStream:
         A response that is longer than --max-response-length allows now is cut there, and counts as truncated.
         With --weight-update recompute the log-prob gate compares every token of the current weights, so a
         response that was sampled over a KV cache of older ones begins anew."""
-        wanted = {answer.sample_id for answer in answers}
-        recomputes = self._engine.config.streaming.weight_update == "recompute"
-        found: dict[int, SavedAnswer] = {}
-        for one in (one for file in files for one in decode(file.read_bytes(), list[SavedAnswer])):
-            if one.answer.sample_id not in wanted or (recomputes and one.over_old_cache):
-                continue
-            known = found.get(one.answer.sample_id)
-            if known is None or _length(known) < _length(one):
-                found[one.answer.sample_id] = one
+        found = self._read(answers, files)
         self._how = how
         self._missing.update(answer.group for answer in answers)
         missing = []
@@ -294,6 +322,19 @@ class RequestStream:
                 self._end(*self._cut(saved))
         self._queue(missing)
         self._report_whole_groups()
+
+    def _read(self, answers: Sequence[Answer], files: Iterable[Path]) -> dict[int, SavedAnswer]:
+        """Return sample id -> what the files of `save` have of these answers, as far as it may be used."""
+        wanted = {answer.sample_id for answer in answers}
+        recomputes = self._engine.config.streaming.weight_update == "recompute"
+        found: dict[int, SavedAnswer] = {}
+        for one in (one for file in files for one in decode(file.read_bytes(), list[SavedAnswer])):
+            if one.answer.sample_id not in wanted or (recomputes and one.over_old_cache):
+                continue
+            known = found.get(one.answer.sample_id)
+            if known is None or _length(known) < _length(one):
+                found[one.answer.sample_id] = one
+        return found
 
     def _cut(self, saved: SavedAnswer) -> tuple[Answer, str, torch.Tensor | None]:
         """Return a finished answer, cut to the tokens that it may have, with its finish reason and its
@@ -315,10 +356,9 @@ class RequestStream:
         return replace(answer, response=[], log_probs=[], versions=[])
 
 
-def _length(saved: SavedAnswer) -> tuple[bool, int]:
-    """Return a key that is larger the further an answer has got. Several engines may have saved the same
-    answer."""
-    return saved.finish_reason is not None, len(saved.answer.response)
+def _length(saved: SavedAnswer) -> tuple[bool, int, int]:
+    """Return a key that is larger the further an answer has got. Several engines may have saved the answer."""
+    return saved.finish_reason is not None, len(saved.events), len(saved.answer.response)
 
 
 def _saved(sample: RolloutSample) -> SavedAnswer:
@@ -336,7 +376,8 @@ def _saved(sample: RolloutSample) -> SavedAnswer:
         sample.log_probs,
         sample.versions,
     )
-    return SavedAnswer(answer, "length" if sample.truncated else "stop", experts)
+    reason = "length" if sample.truncated else "stop"
+    return SavedAnswer(answer, reason, experts, holes=sample.holes, episode=sample.episode)
 
 
 def _experts(saved: SavedAnswer) -> torch.Tensor | None:

@@ -117,6 +117,11 @@ class RewardRole(HostedRole):
 
     def _begin(self, rollouts: list[RolloutSample]) -> None:
         """Let the rule score samples of training before a step asks for their rewards."""
+        if self.config.episodes.has_turns:
+            ended = [one for one in rollouts if one.episode is not None and one.episode.failure is None]
+            lasts = [one.episode.answers[-1] for one in ended]
+            self.pool.begin(_reward_samples(ended, lasts, self.rollout.datasets["train"]))
+            return
         texts = self.rollout.tokenizer.decode_batch([rollout.response for rollout in rollouts])
         self.pool.begin(_reward_samples(rollouts, texts, self.rollout.datasets["train"]))
 

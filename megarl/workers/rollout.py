@@ -30,6 +30,7 @@ from megarl.rollout.requests import Request
 from megarl.workers.actor import ActorRole
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.engine_steps import EngineSteps
+from megarl.workers.episode_stream import EpisodeStream
 from megarl.workers.episodes import EpisodeSampler
 from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
@@ -123,9 +124,11 @@ class RolloutRole(LeavingEngine):
                 group = made if self.rank in ranks else group
         if self.engine is None:
             return
-        self.stream = RequestStream(
-            self.engine, self.store.source("train" + self.suffix), self._sample, self._report
-        )
+        table = self.store.source("train" + self.suffix)
+        if self.episodes is None:
+            self.stream = RequestStream(self.engine, table, self._sample, self._report)
+        else:
+            self.stream = EpisodeStream(self.engine, table, self._report, self.episodes, self._row)
         self.recorder = EngineRecorder(
             self.engine.inference,
             self.stream.step,
@@ -134,6 +137,8 @@ class RolloutRole(LeavingEngine):
             Path(replay) if (replay := self.config.streaming.replay) is not None else None,
             timeout_s=self.config.placement.call_timeout_s / 2,  # before the driver gives the call up
         )
+        if isinstance(self.stream, EpisodeStream):
+            self.stream.recorder = self.recorder
         if self.context.idle_hook is None:
             self.context.idle_hook = EngineSteps(group)
         self.context.idle_hook.add(self)
@@ -231,7 +236,9 @@ class RolloutRole(LeavingEngine):
                 self.stream.go_on(due)
                 self.stream.add(answers, **how)
             return []
-        if self.episodes is not None:
+        if isinstance(self.stream, EpisodeStream):
+            made = self.stream.sample(answers, recorded, **how)
+        elif self.episodes is not None:
             made = self.episodes.sample(answers, self.datasets[purpose], **how)
         else:
             outputs = self.engine.generate(
@@ -327,9 +334,16 @@ class RolloutRole(LeavingEngine):
         asked = [(visit, row, index) for visit, row in visits for index in range(n)]
         prompts = self.encoders[purpose].prompts([row for _, row, _ in asked])
         return [
-            Answer(visit * n + index, row, visit, prompt, draw_key(config.batch.seed, purpose, visit, index))
+            Answer(
+                *(visit * n + index, row, visit, prompt, draw_key(config.batch.seed, purpose, visit, index)),
+                purpose=purpose,
+            )
             for (visit, row, index), prompt in zip(asked, prompts, strict=True)
         ]
+
+    def _row(self, answer: Answer) -> Mapping[str, object]:
+        """Return the row of an answer, as an environment gets it."""
+        return self.datasets[answer.purpose][answer.row].columns
 
     def _sample(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
         return RolloutSample(

@@ -129,11 +129,11 @@ RULES = {
         "them out.",
         IS,
     ),
-    "stale samples": (
+    "partial rollouts": (
+        f"{IS} --staleness 1 --max-tokens-per-step 8",
+        "--env (env.py:Env): --max-tokens-per-step (8) stops one long response until the next version of the "
+        "weights, and an episode has several. Leave it out.",
         f"{IS} --staleness 1",
-        "--env (env.py:Env): episodes are sampled within a step, and --staleness (1) samples beyond it. Try "
-        "--staleness 0.",
-        f"{IS} --staleness 0",
     ),
     "tensor parallelism in the workers": (
         f"{IS} --rollout-tensor-parallel-size 2",

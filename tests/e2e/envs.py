@@ -38,3 +38,27 @@ class Waiting:
         if os.path.exists(os.environ["MEGARL_TEST_SLOW"]):
             time.sleep(600)
         return [], 0.5, True
+
+
+class Slow:
+    """Works for a while at some of its calls. Its replies depend on the answers only."""
+
+    def reset(self, row):
+        self.index = row["extra_info"]["index"]
+        return row["prompt"]
+
+    def step(self, text):
+        if (self.index + len(text)) % 3 == 0:
+            time.sleep(0.5)
+        reward = sum(c.islower() for c in text) / 20
+        if not any(c.isdigit() for c in text):
+            return [], reward, True
+        return [{"role": "tool", "content": f"{len(text)} characters"}], reward, False
+
+
+class Clock(Slow):
+    """The same, and tells the time."""
+
+    def step(self, text):
+        messages, reward, done = super().step(text)
+        return [{**one, "content": f"{time.time_ns() % 1000}"} for one in messages], reward, done

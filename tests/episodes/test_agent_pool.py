@@ -72,6 +72,24 @@ def test_a_late_agent_is_killed():
     assert "--agent-timeout-s (4)" in late.failure and plain.reward == 0.75
 
 
+@pytest.mark.nightly
+def test_the_time_in_which_the_engine_stands_still_does_not_count():
+    """Three answers take 9 of the 6 seconds that an agent has. Its requests wait on open connections meanwhile."""
+    made = tokenizer(NAME)
+    for counts in (False, True):
+        with AgentPool(COMMAND, 6.0, 4, 1000) as agents:
+
+            class Standing(Scripted):
+                def step(self):
+                    time.sleep(3.0)
+                    super().step()
+                    agents.extend(0.0 if counts else 3.0)
+
+            episode = Episode({"what": "plain"})
+            play([episode], Standing(), agents, Chat(made, [made.eos_token_id]), LIMITS)
+        assert (episode.cause, episode.reward) == (("timeout", None) if counts else (None, 0.75))
+
+
 def test_at_a_limit_the_agent_is_refused_and_keeps_its_reward():
     (turns,), _ = run({"what": "endless"}, limits=Limits(2, 8, 1000))
     assert (turns.finish, turns.reward, turns.result.num_turns) == ("turns", 0.5, 2) and turns.truncated

@@ -177,7 +177,15 @@ class Story:
             "numbers": {name: len(values) for name, values in gaps.items()},
             "gaps": {name: max(values) for name, values in gaps.items()},
             "least": min(gaps["if unlabelled"]),
+            "next turn": self.next_turn(outputs["0"], MODELS[new]),
         }
+
+    def next_turn(self, answer: Output, model) -> float:
+        """The turn after an answer that had run when the weights changed, whose blocks are still cached."""
+        prompt = [*GROUP, *answer.token_ids, *ONE[:5]]
+        self.inference.add([Request("turn", prompt, 77, 9)])
+        output = self.finish()["turn"]
+        return self.gap(model, prompt, output, torch.tensor(output.log_probs), 0)
 
     @staticmethod
     def gap(model, prompt, output: Output, told: torch.Tensor, first: int) -> float:

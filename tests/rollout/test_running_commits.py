@@ -49,6 +49,7 @@ def check_versions(report: dict) -> None:
         assert told["labels"] == [True] * 14, running
         assert told["numbers"] == {"before": 8, "after": 8, "later": 6, "if unlabelled": 8}
         assert max(told["gaps"][name] for name in ("before", "after", "later")) <= FP32_LIMIT, told
+        assert told["next turn"] <= FP32_LIMIT, told
         assert told["least"] > 0.5  # the models differ enough for the limit to mean something
 
 

@@ -1,0 +1,128 @@
+"""Whole jobs whose episodes go on while a step trains: environments, agents, checkpoints and replays.
+
+pytest tests/e2e/test_episodes_streaming.py -m nightly"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megarl.messages import decode
+from megarl.rollout.replay_log import Turns, read_log
+from megarl.workers.request_stream import SavedAnswer
+from tests.e2e.jobs import LAYOUTS, Job, replace_flags, train
+from tests.e2e.test_resume import rows
+
+HERE = Path(__file__).resolve().parent
+ENV = f"{HERE / 'envs.py'}:Slow"
+AGENT = f"{sys.executable} {HERE / 'slow_agent.py'}"
+NUM_PROMPTS, NUM_SAMPLES, STEPS = 4, 4, 4
+FLAGS = (
+    *("--max-turns", "4", "--max-context-length", "72", "--max-response-length", "8"),
+    *("--num-rollouts-to-log", "-1", "--train-iters", str(STEPS), "--save-interval", "2", "--keep", "3"),
+    *("--eval-interval", "2", "--eval-num-prompts", "4"),
+)
+LIMIT = 1e-3  # of the log-probs of engine and trainer in fp32, as the gate's
+DISJOINT = LAYOUTS["rank_0_to_rank_1"]
+
+
+def run(data: Path, folder: Path, *flags: str) -> Job:
+    own = () if {"--agent-command"} & {*flags} else ("--env", ENV)
+    held_out = ("--eval-data", str(data / "train.jsonl"))
+    job = train(data, folder, *replace_flags([*FLAGS, *own, *held_out], ["--staleness", "1", *flags]))
+    assert job.returncode == 0, job.output
+    return job
+
+
+def episodes(folder: Path, steps: range) -> list[dict]:
+    """Return the logged episodes of these steps. Each step has whole groups."""
+    found = []
+    for step in steps:
+        lines = (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        of_step = [json.loads(line) for line in lines]
+        groups = Counter(row["sample_id"] // NUM_SAMPLES for row in of_step)
+        assert [*groups.values()] == [NUM_SAMPLES] * NUM_PROMPTS
+        found += of_step
+    return found
+
+
+def check_run(job: Job, first: int = 1) -> list[dict]:
+    """Check ages, gate, canaries and that each prompt is trained on once."""
+    assert [row["step"] for row in job.steps] == [*range(first, STEPS + 1)]
+    for row in job.steps:
+        assert row["staleness/max"] <= 1 and row["reward/failed"] == 0
+        assert row.get("mismatch/max_abs", 0.0) <= LIMIT and row["canary/max_abs"] <= LIMIT
+    assert any("mismatch/max_abs" in row for row in job.steps)
+    assert max(row["turns/max"] for row in job.steps) > 1
+    played = episodes(job.folder, range(1, STEPS + 1))
+    ids = [row["sample_id"] for row in played]
+    assert sorted(ids) == [*range(STEPS * NUM_PROMPTS * NUM_SAMPLES)]
+    return played
+
+
+FORMS = {
+    "recompute": (),
+    "keep": ("--weight-update", "keep"),
+    "wait": ("--weight-update", "wait"),
+    "disjoint": DISJOINT,
+    "transformers": ("--rollout-backend", "transformers"),
+    "agents": ("--agent-command", AGENT, "--eval-interval", "4"),
+    "agents_disjoint": (*DISJOINT, "--agent-command", AGENT, "--eval-interval", "4"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", FORMS)
+def test_episodes_of_slow_environments_are_trained_on_once_and_in_time(sums_data, tmp_path, form):
+    """Some span versions; a checkpoint in the middle loses and doubles none."""
+    job = run(sums_data, tmp_path / "run", *FORMS[form])
+    check_run(job)
+    assert max(row["staleness/max"] for row in job.steps) == 1
+    for name in [path.stem for path in (job.folder / "engines").glob("rollout_*.jsonl")]:
+        assert any(isinstance(record, Turns) for record in read_log(job.folder, name))
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(job.folder / "checkpoints" / f"step_{step:06d}", ignore_errors=True)
+    files = (job.folder / "checkpoints" / "step_000002" / "requests").iterdir()
+    saved = [one for path in files for one in decode(path.read_bytes(), list[SavedAnswer])]
+    has_begun = any(one.finish_reason is None and one.events for one in saved)
+    before = episodes(job.folder, range(1, 3))
+    resumed = run(sums_data, tmp_path / "run", *FORMS[form], "--load", str(job.folder))
+    assert "continues after step 2" in resumed.output
+    assert check_run(resumed)[: len(before)] == before
+    assert ("cannot be brought back" in resumed.output) == (has_begun and "agents" in form)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_rule_judges_the_last_answer_of_each_agent_while_training_goes_on(sums_data, tmp_path):
+    rule = ("--reward-function", f"{HERE / 'last_answer.py'}:reward")
+    job = run(sums_data, tmp_path / "run", "--agent-command", AGENT, *rule)
+    for row in check_run(job):
+        last = [turn["content"] for turn in row["turns"] if turn["role"] == "assistant"][-1]
+        assert row["reward"] == pytest.approx(len(last) / 1000)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", ["recompute", "disjoint", "agents"])
+def test_a_replay_asks_no_environment_and_resumes_bit_for_bit(sums_data, tmp_path, form):
+    """The environment's replies depend on the time, so only the log can repeat them."""
+    flags = [flag.replace(":Slow", ":Clock") for flag in FORMS[form]]
+    flags += [] if "agents" in form else ["--env", ENV.replace(":Slow", ":Clock")]
+    first = run(sums_data, tmp_path / "first", *flags)
+    again = run(sums_data, tmp_path / "again", *flags, "--replay", str(first.folder))
+    assert rows(again) == rows(first)
+    assert episodes(again.folder, range(1, STEPS + 1)) == episodes(first.folder, range(1, STEPS + 1))
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(again.folder / "checkpoints" / f"step_{step:06d}", ignore_errors=True)
+    resumed = run(
+        sums_data, tmp_path / "again", *flags, "--replay", str(first.folder), "--load", str(again.folder)
+    )
+    assert "continues after step 2" in resumed.output
+    assert rows(resumed) == rows(first)

@@ -1,0 +1,435 @@
+"""Episodes that outlive a call: their tokens, versions, checkpoints and replays.
+
+    pytest tests/workers/test_episode_stream.py
+
+The stream, the buffer, the chat and the log are the real ones. The engine is that of small_engine.py, and the
+environments are objects of this file that reply late, so that thousands of schedules can be tried."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import EpisodeConfig, StreamingConfig
+from megarl.episodes.chat import Chat
+from megarl.episodes.environments import Reply, Sampled
+from megarl.episodes.episode import Limits
+from megarl.messages import decode
+from megarl.rollout.draws import AnswerKeys
+from megarl.rollout.engine import Engine
+from megarl.rollout.replay_log import Admit, Commit, ReplayError, Turns, path_of, read_log
+from megarl.trainer.buffer import SampleBuffer
+from megarl.workers.engine_recorder import EngineRecorder
+from megarl.workers.episode_stream import EpisodeStream
+from megarl.workers.request_stream import Answer, SavedAnswer
+from megarl.workers.store import RolloutSample, SampleTable
+from tests.workers.small_engine import STOP_TOKEN, SmallEngine, config, whole_response
+
+GROUP_SIZE = 2
+LONGEST = 6  # tokens of an answer; without this limit most have more
+LIMITS = Limits(max_turns=10, max_response_length=LONGEST, max_context_length=400)
+FAILS = 5  # row % 7 of episodes whose environment fails at once
+
+
+class Letters:
+    """A tokenizer with one id per character."""
+
+    def render(self, messages, tools=()):
+        return "".join(f"[{one['content']}." for one in messages) + "]"
+
+    def encode_prompts(self, prompts, tools=()):
+        return [[2 + ord(c) % 50 for c in self.render(one)] for one in prompts]
+
+    def encode_responses(self, texts):
+        return [[STOP_TOKEN if c == "." else 2 + ord(c) % 50 for c in text] for text in texts]
+
+    def decode_batch(self, sequences):
+        return ["".join(chr(48 + index) for index in ids if index != STOP_TOKEN) for ids in sequences]
+
+
+CHAT = Chat(Letters(), [STOP_TOKEN])
+
+
+def reply_of(row: int, texts: Sequence[str], salt: str = "") -> Reply:
+    """Return what the environment of a row replies after these answers."""
+    if not texts:
+        if row % 7 == FAILS:
+            return Reply(0, failure="planted", cause="raised")
+        return Reply(0, [{"role": "user", "content": f"r{row}{salt}"}])
+    is_last = len(texts) > row % 4
+    return Reply(0, [] if is_last else [{"role": "tool", "content": f"{len(texts[-1])}{salt}"}], 0.5, is_last)
+
+
+class Pool:
+    """Environments that reply after a random number of looks.
+
+    Args:
+        rng: chooses the delays.
+        salt: changes what they reply."""
+
+    def __init__(self, rng: random.Random, salt: str = "") -> None:
+        self.rng, self.salt = rng, salt
+        self.texts: dict[int, tuple[int, list[str]]] = {}
+        self.due: dict[int, int] = {}
+        self.num_opened = 0
+
+    def open(self, row: Mapping[str, Any]) -> int:
+        number = self.num_opened
+        self.num_opened += 1
+        self.texts[number], self.due[number] = (row["row"], []), self.rng.randrange(4)
+        return number
+
+    def step(self, episode: int, text: str, sampled: Sampled) -> None:
+        assert episode not in self.due
+        self.texts[episode][1].append(text)
+        self.due[episode] = self.rng.choice([0, 1, 2, 30])
+
+    def refuse(self, episode: int, code: str, message: str) -> bool:
+        return False
+
+    def extend(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    def end(self, episode: int) -> None:
+        del self.texts[episode]
+        self.due.pop(episode, None)
+
+    def replies(self, timeout_s: float) -> list[Reply]:
+        ready = [number for number, looks in self.due.items() if looks == 0]
+        self.due = {number: looks - 1 for number, looks in self.due.items() if looks}
+        row_and_texts = [(number, *self.texts[number]) for number in ready]
+        return [
+            replace(reply_of(row, texts, self.salt), episode=number) for number, row, texts in row_and_texts
+        ]
+
+    def close(self) -> None:
+        pass
+
+
+class Job:
+    """One engine with its stream, log and environments."""
+
+    def __init__(
+        self,
+        folder: Path,
+        seed: int = 0,
+        replay: Path | None = None,
+        weight_update: str = "recompute",
+        of_agents: bool = False,
+        salt: str = "",
+        max_running: int = 3,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self.rng = random.Random(seed)
+        job = replace(
+            config(folder),
+            streaming=StreamingConfig(staleness=2, weight_update=weight_update),
+            episodes=EpisodeConfig(env="env.py:Env"),
+        )
+        self.engine = Engine(job, None, "")
+        self.engine.inference = self.inference = SmallEngine(max_running)
+        self.table: SampleTable = SampleTable("train")
+        self.samples: list[RolloutSample] = []
+        self.pool = Pool(self.rng, salt)
+        sampler = SimpleNamespace(environments=self.pool, chat=CHAT, limits=limits, of_agents=of_agents)
+        self.stream = EpisodeStream(
+            self.engine, self.table, self.samples.extend, sampler, lambda answer: {"row": answer.row}
+        )
+        self.recorder = EngineRecorder(
+            self.inference, self.stream.step, "rollout_0", folder, replay, timeout_s=5
+        )
+        self.stream.recorder = self.recorder
+        self.engine.committing = self.recorder.committing
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.stream.has_unfinished() and not self.recorder.is_held():
+                self.stream.step()
+
+    def finish(self) -> None:
+        while self.stream.has_unfinished():
+            self.stream.step()
+
+
+def answers(*visits: int, purpose: str = "train") -> list[Answer]:
+    asked = [(visit, GROUP_SIZE * visit + index) for visit in visits for index in range(GROUP_SIZE)]
+    return [
+        Answer(sample, visit, visit, [2 + visit % 40, 3], key=7 * sample + 1, purpose=purpose)
+        for visit, sample in asked
+    ]
+
+
+def played(answer: Answer, salt: str = "") -> tuple[list[int], list[int], int]:
+    """Return first prompt, response and number of turns of an episode, played without a stream."""
+    keys, texts = AnswerKeys(answer.key), []
+    reply = reply_of(answer.row, [], salt)
+    if reply.failure:
+        return answer.prompt, whole_response(answer.key, answer.prompt)[:1], 0
+    messages = [*reply.messages]
+    first = tokens = CHAT.encode(messages)
+    while True:
+        response = whole_response(keys.next(tokens), tokens)[:LONGEST]
+        tokens = [*tokens, *response]
+        texts.append(CHAT.decode(response))
+        messages.append({"role": "assistant", "content": texts[-1]})
+        reply = reply_of(answer.row, texts, salt)
+        if reply.done:
+            return first, tokens[len(first) :], len(texts)
+        tokens = [*tokens, *CHAT.suffix(messages, reply.messages, tokens[-1])]
+        messages += reply.messages
+
+
+def check(samples: Sequence[RolloutSample], *visits: int, salt: str = "") -> None:
+    """Each episode of these groups is there once, with the tokens of one that was never interrupted."""
+    expected = {answer.sample_id: answer for answer in answers(*visits)}
+    assert sorted(sample.sample_id for sample in samples) == sorted(expected)
+    for sample in samples:
+        prompt, response, num_turns = played(expected[sample.sample_id], salt)
+        assert (sample.prompt, sample.response) == (prompt, response)
+        assert sample.episode.num_turns == num_turns
+        assert sample.episode.reward == (0.5 * num_turns if num_turns else None)
+        assert sample.num_sampled == len(sample.versions) == len(sample.log_probs)
+        assert sample.versions == sorted(sample.versions)
+        sampled = [index for start, end in _runs(sample) for index in sample.response[start:end]]
+        assert sample.log_probs == [-token / 8 for token in sampled]
+
+
+def _runs(sample: RolloutSample) -> list[tuple[int, int]]:
+    ends = [0, *(at for hole in sample.holes for at in hole), len(sample.response)]
+    return [*zip(ends[::2], ends[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("weight_update", ["recompute", "keep", "wait"])
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_no_token_is_too_old_however_slow_the_environments(tmp_path, staleness, weight_update):
+    """The driver's buffer decides; 30 steps of 3 prompts, each trained on once."""
+    num_mixed = 0
+    for seed in range(2):
+        job = Job(tmp_path / f"{seed}", seed, weight_update=weight_update)
+        job.recorder.start(0)
+        buffer = SampleBuffer(3, staleness)
+        admitted, num_taken, trained = 0, 0, []
+        for step in range(1, 31):
+            new = buffer.num_to_admit(step - 1, 30)
+            visits = {visit: visit for visit in range(admitted, admitted + new)}
+            admitted += new
+            buffer.admit(visits, GROUP_SIZE, step - 1)
+            record = Admit(step=step, version=step - 1, visits=tuple(visits))
+            with job.recorder.taking_effect(record):
+                job.stream.add(answers(*buffer.issue([0] * new)))
+            job.step(job.rng.randrange(12))
+            while True:
+                buffer.add(sample.record((0,)) for sample in job.samples[num_taken:])
+                num_taken = len(job.samples)
+                if buffer.is_ready(step):
+                    break
+                job.stream.step()
+            ids = {sample for group in buffer.take(step) for sample in group.samples}
+            for sample in job.samples:
+                if sample.sample_id in ids:
+                    trained.append(sample)
+                    assert all(0 <= step - 1 - version <= staleness for version in sample.versions)
+                    num_mixed += len({*sample.versions}) > 1
+            if weight_update == "wait":
+                job.stream.drain()
+                assert not job.inference.requests
+            job.engine.commit(step)
+        check(trained, *range(90))
+        assert not job.stream.has_unfinished() and not job.pool.texts
+    assert num_mixed > 10  # episodes do span versions, with `wait` too
+
+
+def test_with_wait_each_answer_comes_from_one_version_and_episodes_may_span_several(tmp_path):
+    job = Job(tmp_path, weight_update="wait", max_running=100)
+    job.recorder.start(0)
+    job.stream.add(answers(3, 7, 11))
+    version = 0
+    while job.stream.has_unfinished():
+        job.step(5)
+        job.stream.drain()
+        version += 1
+        job.engine.commit(version)
+    check(job.samples, 3, 7, 11)
+    for sample in job.samples:
+        ends = 0
+        for length in sample.episode.turn_lengths:
+            assert len({*sample.versions[ends : ends + length]}) == 1
+            ends += length
+    assert any(len({*sample.versions}) > 1 for sample in job.samples)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_checkpoint_brings_the_environments_back_and_goes_on(tmp_path, seed):
+    rng = random.Random(seed)
+    visits = [*range(rng.randint(1, 9))]
+    before = Job(tmp_path / "before", seed)
+    before.recorder.start(0)
+    before.stream.add(answers(*visits))
+    before.step(rng.randrange(80))
+    done = {sample.group for sample in before.samples}
+    left = [visit for visit in visits if visit not in done or rng.random() < 0.5]
+    before.stream.save(tmp_path / "file", left)
+    saved = {one.answer.sample_id: one for one in decode((tmp_path / "file").read_bytes(), list[SavedAnswer])}
+    after = [Job(tmp_path / f"after{number}", seed + number) for number in range(2)]
+    for number, job in enumerate(after):
+        job.inference.set_version(1)
+        job.recorder.start(1)
+        job.stream.load(answers(*left[number::2]), [tmp_path / "file"])
+    for job in (before, *after):
+        job.inference.set_version(1)
+        job.finish()
+    check(before.samples, *visits)  # the running job is not disturbed
+    resumed = [sample for job in after for sample in job.samples]
+    check(resumed, *left)
+    whole = {sample.sample_id: sample for sample in before.samples}
+    for sample in resumed:
+        assert sample.versions == whole[sample.sample_id].versions
+        assert sample.episode == whole[sample.sample_id].episode
+        one = saved[sample.sample_id]
+        got = [version for versions in one.answer_versions for version in versions]
+        assert sample.versions[: len(got)] == got  # nothing that was saved is sampled again
+    assert sum(job.pool.num_opened for job in after) == sum(
+        one.finish_reason is None for one in saved.values()
+    )
+
+
+@pytest.mark.parametrize("of_agents", [False, True])
+def test_an_episode_that_cannot_be_brought_back_begins_anew_and_is_named(tmp_path, caplog, of_agents):
+    visits = [1, 2, 3, 6, 7, 10]
+    before = Job(tmp_path / "before", 3)
+    before.recorder.start(0)
+    before.stream.add(answers(*visits))
+    before.step(60)
+    before.stream.save(tmp_path / "file", visits)
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    has_begun = {one.answer.sample_id for one in saved if one.finish_reason is None and one.events}
+    finished = {one.answer.sample_id for one in saved if one.finish_reason is not None}
+    assert has_begun and finished
+    salt = "" if of_agents else "!"
+    after = Job(tmp_path / "after", 4, of_agents=of_agents, salt=salt)
+    after.inference.set_version(1)
+    after.recorder.start(1)
+    after.stream.load(answers(*visits), [tmp_path / "file"])
+    after.finish()
+    assert len(after.samples) == GROUP_SIZE * len(visits)
+    for sample in after.samples:
+        if sample.sample_id not in finished:
+            assert {*sample.versions} == {1}
+            assert sample.response == played(answers(sample.group)[sample.sample_id % 2], salt)[1]
+    lines = [
+        re.match(r"(\d+) open episodes begin anew: (.*)\. Samples: (.*)", one) for one in caplog.messages
+    ]
+    named = [int(sample) for line in lines for sample in line[3].split(", ")]
+    assert sorted(named) == sorted(has_begun) and sum(int(line[1]) for line in lines) == len(named)
+    why = (
+        "an agent cannot be brought back" if of_agents else "its environment replied ([{'role': 'user', 'con"
+    )
+    assert all(line[2].startswith(why) for line in lines)
+
+
+def run(job: Job, evaluates: bool = True) -> list[tuple]:
+    """Admit, sample, commit and evaluate for some steps. Returns what the engine computed in each step."""
+    computed, step = [], job.inference.step
+
+    def watched() -> None:
+        if job.inference.requests:
+            rows = [(one.request.key, len(one.tokens)) for one in job.inference.requests]
+            computed.append((job.inference.version, tuple(rows)))
+        step()
+
+    job.inference.step = watched
+    job.recorder.start(0)
+    for number in range(1, 9):
+        visits = (2 * number, 2 * number + 1)
+        with job.recorder.taking_effect(Admit(step=number, version=number - 1, visits=visits)):
+            job.stream.add(answers(*visits))
+        job.step(job.rng.randrange(40))
+        job.recorder.catch_up()
+        job.engine.commit(number)
+        if evaluates and number % 3 == 0:
+            record = Admit(step=number + 1, version=number, visits=(3, 4))
+            held_out = job.stream.sample(answers(3, 4, purpose="eval"), job.recorder.taking_effect(record))
+            check(held_out, 3, 4)
+    return computed
+
+
+def test_a_replay_repeats_the_replies_at_their_engine_steps_without_the_environments(tmp_path):
+    first = Job(tmp_path / "run", 0)
+    computed = run(first)
+    assert run(Job(tmp_path / "free", 1)) != computed
+    for seed in range(3):
+        again = Job(tmp_path / f"{seed}", seed + 5, replay=tmp_path / "run", salt="never asked")
+        assert run(again) == computed
+        assert again.pool.num_opened == 0
+        assert read_log(tmp_path / f"{seed}", "rollout_0") == read_log(tmp_path / "run", "rollout_0")
+        assert [(one.sample_id, one.versions, one.episode) for one in again.samples] == [
+            (one.sample_id, one.versions, one.episode) for one in first.samples
+        ]
+
+
+def test_after_the_last_record_of_a_replay_the_environments_are_brought_back(tmp_path):
+    run(Job(tmp_path / "run", 0))
+    again = Job(tmp_path / "again", 5, replay=tmp_path / "run")
+    run(again)
+    left = again.stream.has_unfinished()
+    again.finish()
+    assert left and again.pool.num_opened > 0
+    check(again.samples, *range(2, 18))
+
+
+def test_a_reply_that_no_episode_waits_for_ends_the_replay(tmp_path):
+    run(Job(tmp_path / "run", 0))
+    path = path_of(tmp_path / "run", "rollout_0")
+    lines = path.read_text().splitlines()
+    at = next(at for at, line in enumerate(lines) if '"kind":"turns"' in line and '"tool"' in line)
+    lines.insert(at, lines[at])
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ReplayError, match="an episode here is at no such reply"):
+        run(Job(tmp_path / "again", 5, replay=tmp_path / "run"))
+
+
+def test_a_commit_between_two_replies_keeps_its_place_in_the_log(tmp_path):
+    run(Job(tmp_path / "run", 2))
+    records = read_log(tmp_path / "run", "rollout_0")
+    kinds = [type(record) for record in records]
+    assert kinds.count(Turns) > 30 and kinds.count(Commit) == 8
+    steps = [record.engine_step for record in records[1:]]
+    assert steps == sorted(steps)
+    version = 0
+    for record in records:
+        version = record.version if isinstance(record, Commit) else version
+        assert not isinstance(record, Turns) or record.step == version
+
+
+def test_held_out_episodes_do_not_disturb_those_of_training(tmp_path):
+    job = Job(tmp_path, 1)
+    job.recorder.start(0)
+    job.stream.add(answers(0, 1, 2, 3, 5))
+    job.step(3)
+    check(job.stream.sample(answers(2, 3, purpose="eval"), nullcontext()), 2, 3)
+    job.finish()
+    check(job.samples, 0, 1, 2, 3, 5)
+
+
+def test_the_episodes_of_a_lost_engine_go_on_in_another(tmp_path):
+    job, other = Job(tmp_path / "job", 1), Job(tmp_path / "other", 2)
+    for one in (job, other):
+        one.recorder.start(0)
+    job.stream.add(answers(*range(6)))
+    job.step(25)
+    job.inference.report()
+    job.step(2)
+    job.stream.give_up(tmp_path / "file")
+    assert not job.stream.has_unfinished() and not job.pool.texts
+    done = {sample.group for sample in job.samples}
+    other.stream.load(answers(*[visit for visit in range(6) if visit not in done]), [tmp_path / "file"])
+    other.finish()
+    check([*job.samples, *other.samples], *range(6))
