@@ -6,6 +6,7 @@ from megarl.algorithms.bradley_terry import BradleyTerry
 from megarl.algorithms.distill import Distill
 from megarl.algorithms.dpo import DPO
 from megarl.algorithms.gdpo import GDPO
+from megarl.algorithms.gkd import GKD
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.ipo import IPO
 from megarl.algorithms.kto import KTO
@@ -31,6 +32,7 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "ppo": PPO,
     "raft": RAFT,
     "distill": Distill,
+    "gkd": GKD,
     "sft": SFT,
     "dpo": DPO,
     "ipo": IPO,

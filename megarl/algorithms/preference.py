@@ -54,10 +54,6 @@ class Preference(Algorithm):
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "pair"
 
     @property
-    def needs_reference(self) -> bool:
-        return True
-
-    @property
     def advantage_reads(self) -> tuple[str, ...]:
         return ("old_log_probs", *(("ref_log_probs",) if self.needs_reference else ()))
 
@@ -133,3 +129,16 @@ class Preference(Algorithm):
 
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
         return float(num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferencePreference(Preference):
+    """learning from pairs, beside a reference"""
+
+    precompute_ref_log_probs: bool = False
+    """Compute the reference's log-probs of all rows before training, into ref_log_probs/ of the run folder. Then no
+    reference is in memory while the policy trains, and a resumed run reads them."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return True

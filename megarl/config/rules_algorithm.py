@@ -132,7 +132,7 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         is_error=False,
-        applies=lambda c: _is_stale(c) and c.algorithm.is_taught,
+        applies=lambda c: _is_stale(c) and c.algorithm.is_taught and c.algorithm.teacher_column is None,
         text="--algorithm ({algorithm}): the log-probs of sampled tokens measure the KL to the teacher where the "
         "current weights sampled them. With --staleness {staleness} the advantages are biased.",
     ),
