@@ -11,6 +11,7 @@ from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.ipo import IPO
 from megarl.algorithms.kto import KTO
 from megarl.algorithms.maxrl import MaxRL
+from megarl.algorithms.online_dpo import OnlineDPO
 from megarl.algorithms.opo import OPO
 from megarl.algorithms.orpo import ORPO
 from megarl.algorithms.ppo import PPO
@@ -31,6 +32,7 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "gdpo": GDPO,
     "ppo": PPO,
     "raft": RAFT,
+    "online-dpo": OnlineDPO,
     "distill": Distill,
     "gkd": GKD,
     "sft": SFT,
