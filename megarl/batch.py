@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, make_dataclass
 
 import torch
 
-from megarl.flow.columns import BATCH_COLUMNS, COLUMNS, TOKEN_COLUMNS
+from megarl.flow.columns import BATCH_COLUMNS, COLUMNS, TOKEN_COLUMNS, WIDE_COLUMNS
 from megarl.packing import Sample, run_lengths
 
 _Columns = make_dataclass(
@@ -123,6 +123,9 @@ class Batch(_Columns):
     def set_column(self, name: str, column: torch.Tensor) -> None:
         """Store a [T] token column on the CPU, without its gradient. Raises ValueError for another name,
         shape or dtype than the column table has."""
+        if name in WIDE_COLUMNS and column.shape[:1] == self.tokens.shape:
+            setattr(self, name, column.detach().cpu())
+            return
         check_column_names([name])
         dtype = column_dtype(name)
         if column.shape != self.tokens.shape or column.dtype != dtype:
@@ -183,9 +186,10 @@ def column_dtype(name: str) -> torch.dtype:
 
 
 def check_column_names(names: Iterable[str]) -> None:
-    """Raise ValueError unless each name is that of a column with one number per token, such as "values"."""
+    """Raise ValueError unless each name is that of a column with one number per token, such as "values", or of a
+    teacher's column."""
     for name in names:
-        if name not in TOKEN_COLUMNS:
+        if name not in (*TOKEN_COLUMNS, *WIDE_COLUMNS):
             raise ValueError(f"column ({name!r}) must be one of {', '.join(TOKEN_COLUMNS)}.")
 
 

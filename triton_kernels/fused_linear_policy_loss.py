@@ -16,7 +16,7 @@ g = h = 0 (masked, clipped, of groups without an advantage) are left out of the 
 up to two thirds.
 
 Memory: a buffer of logits for one chunk (see linear_head.py), dhidden, and dweight in fp32 unless it goes
-into `main_grad`. Plain PyTorch holds five [N, V_tp] tensors. The gradient in the forward pass is Liger's
+into `main_grad`; with a teacher also its logits of a chunk. Plain PyTorch holds five [N, V_tp] tensors. The gradient in the forward pass is Liger's
 fused_linear_cross_entropy (arXiv:2410.10989); that of a loss over tokens, with entropy and the vocabulary
 split over ranks, is ours.
 """
@@ -31,12 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megarl.kernels.divergence import Teacher
 from megarl.kernels.linear_head import LinearHead, check_head, check_main_grad
 from megarl.kernels.log_probs import Softmax, vocab_parallel_log_probs_ref
 
 TokenLoss = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, dict[str, Tensor]]]
 """(log_probs [C], entropy [C] or None, which of the N rows) -> (loss, metrics), differentiable in its first
-two arguments.
+two arguments. With a teacher the second one is the divergence from it, and the loss depends on no other.
 
 The loss must be a sum over tokens: called for any split of the rows, its values must add up to the same
 loss."""
@@ -85,6 +86,7 @@ def fused_linear_policy_loss(
     with_entropy: bool = False,
     main_grad: Tensor | None = None,
     loss_scale: float = 1.0,
+    teacher: Teacher | None = None,
 ) -> FusedLoss:
     """Return the loss of the targets' log-probs and compute its gradients in the same pass. A collective of
     `group`, forward only.
@@ -105,6 +107,7 @@ def fused_linear_policy_loss(
             dtype once.
         loss_scale: with `main_grad`, what backward will be started with: dL/dloss. (Without, backward takes
             what comes.)
+        teacher: what `divergence.py` compares with; then there are no entropies.
 
     Returns: see `FusedLoss`. log_probs are bitwise those of `linear_log_probs(..., method="chunked")` of the
         same rows. Without autograd the loss alone is computed and main_grad left as it is.
@@ -127,19 +130,28 @@ def fused_linear_policy_loss(
         losses, metrics, reductions = [], [], []
         for rows in head.chunks():
             log_probs[rows], entropy, softmax = head.softmax(rows, with_entropy)
+            of_divergence = None
+            if teacher is not None:
+                entropy, of_divergence = teacher.compare(rows, softmax, head.group)
             loss, chunk_metrics, grads = _differentiate(loss_fn, log_probs[rows], entropy, rows)
             losses.append(loss)
             metrics.append(chunk_metrics)
             if (wants_hidden or wants_weight) and grads is not None:
                 if main_grad is not None:
                     grads = [None if g is None else g * loss_scale for g in grads]
-                _backward(head, softmax, grads, rows, grad_hidden, grad_weight)
+                if of_divergence is None:
+                    _backward(head, softmax, grads, rows, grad_hidden, grad_weight)
+                else:
+                    dlogits = of_divergence.mul_(grads[1][:, None])
+                    part = head.products(dlogits, head.hidden[rows], grad_weight, wants_hidden)
+                    if wants_hidden:
+                        grad_hidden[rows] = part
                 if head.group is not None and wants_hidden:
                     reductions.append(dist.all_reduce(grad_hidden[rows], group=head.group, async_op=True))
         if not losses:
             nothing = log_probs.new_zeros(0)
             loss, chunk_metrics, _ = _differentiate(
-                loss_fn, nothing, nothing if with_entropy else None, slice(0, 0)
+                loss_fn, nothing, nothing if with_entropy or teacher else None, slice(0, 0)
             )
             losses, metrics = [loss], [chunk_metrics]
         for reduction in reductions:

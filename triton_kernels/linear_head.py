@@ -166,6 +166,12 @@ class LinearHead:
         `softmax` and `hidden` are of the same C rows. None for `grad_weight`, False for `with_hidden`: not
         wanted."""
         dlogits = softmax_gradient(softmax, grad_log_probs, grad_entropy, self._gradient_buffer(softmax.kept))
+        return self.products(dlogits, hidden, grad_weight, with_hidden)
+
+    def products(
+        self, dlogits: Tensor, hidden: Tensor, grad_weight: Tensor | None, with_hidden: bool
+    ) -> Tensor | None:
+        """Do what `backward` does, given the gradient of the logits [C, V_tp]."""
         if grad_weight is not None:
             if hidden.is_cuda and hidden.dtype != grad_weight.dtype:
                 dlogits = dlogits.to(hidden.dtype)

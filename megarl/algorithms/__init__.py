@@ -6,10 +6,12 @@ from megarl.algorithms.bradley_terry import BradleyTerry
 from megarl.algorithms.distill import Distill
 from megarl.algorithms.dpo import DPO
 from megarl.algorithms.gdpo import GDPO
+from megarl.algorithms.gkd import GKD
 from megarl.algorithms.grpo import GRPO
 from megarl.algorithms.ipo import IPO
 from megarl.algorithms.kto import KTO
 from megarl.algorithms.maxrl import MaxRL
+from megarl.algorithms.online_dpo import OnlineDPO
 from megarl.algorithms.opo import OPO
 from megarl.algorithms.orpo import ORPO
 from megarl.algorithms.ppo import PPO
@@ -30,7 +32,9 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "gdpo": GDPO,
     "ppo": PPO,
     "raft": RAFT,
+    "online-dpo": OnlineDPO,
     "distill": Distill,
+    "gkd": GKD,
     "sft": SFT,
     "dpo": DPO,
     "ipo": IPO,

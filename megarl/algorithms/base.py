@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.config.schema import TrainConfig
+    from megarl.kernels.divergence import Divergence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """Inputs of `compute_advantages`: the rewards of all S samples of a step, and columns of the N response
-    tokens of this rank's B samples.
+    """Inputs of `compute_advantages`: rewards of all S samples, and columns of the N tokens of this rank's B.
 
     Example: samples 0 and 2 of three are here, with responses of 3 and 2 tokens; the reward of sample 1
         failed: AdvantageInputs(rewards=[1.0, nan, 0.0], group_ids=[7, 7, 7], rows=[2, 0],
@@ -158,6 +158,8 @@ class LossInputs:
     """Factor of the KL to the reference at this step: the KL controller's."""
     entropy: Tensor | None = None
     """[N] fp32, of the policy now, with gradient; if `needs_entropy`."""
+    divergence: Tensor | None = None
+    """[N] fp32, of the policy now from its teacher, with gradient; if there is a `teacher_column`."""
     old_log_probs: Tensor | None = None
     """[N] fp32, of the policy before the first update on these samples; if `needs_rollout`, as the two
     below."""
@@ -242,6 +244,13 @@ class Algorithm(Section):
     """The reference is a teacher: another model than the policy starts from."""
     takes_engine_log_probs: ClassVar[bool] = False
     """The engine's log-probs stand for those of the policy before the step, and no pass computes them."""
+    teacher_column: ClassVar[str | None] = None
+    """Column with the reference's distribution, if the loss compares with it: teacher_hidden or teacher_top_k."""
+    teacher_top_k: ClassVar[int | None] = None
+    teacher_hint_key: ClassVar[str | None] = None
+    """Text of a row's extra_info that ends the reference's prompt."""
+    precompute_ref_log_probs: ClassVar[bool] = False
+    """Without a rollout: the reference scores all rows before training, and is then removed from memory."""
     trains_scores: ClassVar[bool] = False
     """The trained model is a reward model: it has a score head, and learns from `score_loss`."""
     early_stop_kl: ClassVar[float | None] = None
@@ -327,6 +336,10 @@ class Algorithm(Section):
             f"{type(self).__name__} has no advantages (needs_rollout is {self.needs_rollout})"
         )
 
+    def teacher_divergence(self) -> Divergence | None:
+        """Return the divergence that a loss with a `teacher_column` reads."""
+        return None
+
     def shaped_reward(self, reward: float, length: int, max_response_length: int) -> float:
         """Return the reward of a response of `length` tokens from which the advantages are computed. Metrics
         report the original reward."""
@@ -410,19 +423,6 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     """Return a job's algorithm, which the configuration holds without its type."""
     assert isinstance(config.algorithm, Algorithm)
     return config.algorithm
-
-
-def promised_weight(
-    algorithm: Algorithm, loss: Literal["loss", "value_loss", "score_loss"], *counts: int
-) -> float | None:
-    """Return what the token weights of a loss must add up to, or None if a subclass has replaced the loss but
-    not its `weight_sum`."""
-    if loss == "score_loss":  # its tokens are samples, whose weights are the algorithm's to choose
-        return None
-    sum_name = {"loss": "weight_sum", "value_loss": "value_weight_sum"}[loss]
-    classes = type(algorithm).__mro__
-    of_loss, of_sum = (next(cls for cls in classes if name in vars(cls)) for name in (loss, sum_name))
-    return getattr(algorithm, sum_name)(*counts) if issubclass(of_sum, of_loss) else None
 
 
 def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, float]:

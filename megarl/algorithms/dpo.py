@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from megarl.algorithms.preference import Answers, Preference
+from megarl.algorithms.preference import Answers, ReferencePreference
 from megarl.config.errors import NonNegative, Positive, at_least, below
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DPO(Preference):
+class DPO(ReferencePreference):
     """direct preference optimization"""
 
     paper: ClassVar[str] = "2305.18290"

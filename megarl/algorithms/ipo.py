@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megarl.algorithms.preference import Answers, Preference
+from megarl.algorithms.preference import Answers, ReferencePreference
 from megarl.config.errors import Positive
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IPO(Preference):
+class IPO(ReferencePreference):
     """identity preference optimization"""
 
     paper: ClassVar[str] = "2310.12036"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megarl.algorithms.preference import Answers, Preference
+from megarl.algorithms.preference import Answers, ReferencePreference
 from megarl.config.errors import Positive
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KTO(Preference):
+class KTO(ReferencePreference):
     """Kahneman-Tversky optimization"""
 
     paper: ClassVar[str] = "2402.01306"

@@ -32,10 +32,6 @@ class ORPO(Preference):
     beta: Positive = 0.1
     """Factor of the odds ratio's loss; the paper's lambda."""
 
-    @property
-    def needs_reference(self) -> bool:
-        return False
-
     def implicit_rewards(self, answers: Answers) -> Tensor:
         return self.beta * answers.mean_log_probs
 

@@ -51,11 +51,9 @@ class Preference(Algorithm):
     """learning from pairs"""
 
     needs_rollout: ClassVar[bool] = False
+    one_update: ClassVar[bool] = True
+    """A step makes one update: the advantages are the slope of the loss before it."""
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "pair"
-
-    @property
-    def needs_reference(self) -> bool:
-        return True
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
@@ -97,25 +95,34 @@ class Preference(Algorithm):
             .update(actor, reads=("tokens", "old_log_probs", *self.loss_reads))
         )
 
+    def pair_rows(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        """Return the [P] samples that are the chosen answers of pairs, and the [P] that are the rejected ones."""
+        import torch
+
+        groups = inputs.group_ids.view(-1, 2)
+        assert bool((groups[:, 0] == groups[:, 1]).all()), "the two answers of a pair follow each other"
+        rows = torch.arange(len(inputs.rewards))
+        return rows[0::2], rows[1::2]
+
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the column advantages, the negative derivative of the mean pair loss by each token's log-prob.
 
-        Samples 2 p and 2 p + 1 are the chosen and the rejected answer of pair p. Metrics, means over the pairs:
-        policy/loss, rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies (share of pairs
+        Metrics, means over the pairs, if there are any: policy/loss, rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies (share of pairs
         whose chosen answer has the larger implicit reward), logps/chosen and logps/rejected (sums over an
         answer).
         """
         import torch
 
-        groups = inputs.group_ids.view(-1, 2)
-        assert bool((groups[:, 0] == groups[:, 1]).all()), "the two answers of a pair follow each other"
+        pairs = self.pair_rows(inputs)
         log_probs = inputs.sum_per_sample(inputs.old_log_probs).requires_grad_()
         refs = torch.zeros_like(log_probs)
         if self.needs_reference:
             refs = inputs.sum_per_sample(inputs.ref_log_probs)
         columns = [log_probs, refs, inputs.sample_lengths.double(), inputs.rewards.double()]
-        sides = [[column[side::2] for column in columns] for side in (0, 1)]
+        sides = [[column[rows] for column in columns] for rows in pairs]
         chosen, rejected = (Answers(*side) for side in sides)
+        if not len(pairs[0]):
+            return {"advantages": torch.zeros(int(inputs.response_lengths.sum()))}, {"policy/loss": 0.0}
         with torch.enable_grad():
             loss = self.pair_losses(chosen, rejected).mean()
         (slope,) = torch.autograd.grad(loss, log_probs)
@@ -133,3 +140,16 @@ class Preference(Algorithm):
 
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
         return float(num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferencePreference(Preference):
+    """learning from pairs, beside a reference"""
+
+    precompute_ref_log_probs: bool = False
+    """Compute the reference's log-probs of all rows before training, into ref_log_probs/ of the run folder. Then no
+    reference is in memory while the policy trains, and a resumed run reads them."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return True

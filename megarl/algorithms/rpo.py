@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megarl.algorithms.preference import Answers, Preference
+from megarl.algorithms.preference import Answers, ReferencePreference
 from megarl.config.errors import Positive
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RPO(Preference):
+class RPO(ReferencePreference):
     """reward-aware preference optimization"""
 
     paper: ClassVar[str] = "2406.11704"

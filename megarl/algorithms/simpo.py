@@ -30,10 +30,6 @@ class SimPO(Preference):
     simpo_gamma: NonNegative = 1.0
     """Margin by which the implicit reward of the chosen answer must be ahead."""
 
-    @property
-    def needs_reference(self) -> bool:
-        return False
-
     def implicit_rewards(self, answers: Answers) -> Tensor:
         return self.beta * answers.mean_log_probs
 

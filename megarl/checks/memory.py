@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.algorithms.base import algorithm_of
 from megarl.checks.activations import role_activations
 from megarl.checks.machine import Machine
 from megarl.checks.sizes import aliased_elements, engine_held, megatron_held
 from megarl.config.hf_config import ModelShape
 from megarl.config.kv_cache import GPU_MEMORY_UTILIZATION, free_gpu_memory_fraction, releases_kv_cache
-from megarl.config.mesh import actor_meshes, engine_mode, parallel_of
+from megarl.config.mesh import MeshSpec, actor_meshes, engine_mode, parallel_of
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.roles import configs_of_actors, trained_models
 from megarl.config.rollout_backends import rollout_backend
@@ -139,10 +140,14 @@ class _ActorParts:
             and config.model.reference_model is None
         )
         for role, mesh in meshes.items():
+            if role == "actor" and algorithm_of(config).teacher_column == "teacher_hidden":
+                yield from self._teacher_head(mesh)
             if role in trained:
                 model = trained[role]
                 yield from self._megatron(role, model.shape, model.optimizer, model.lora)
             elif role == "reference" and not (actor_serves and mesh == meshes["actor"]):
+                if algorithm_of(config).precompute_ref_log_probs:
+                    continue  # it is gone before the actor's model is built
                 yield from self._megatron(role, ModelShape.load(config.model.reference_folder))
         for model in reward_models(config):  # a judge runs in separate processes and is not counted
             if model.backend == "megatron":
@@ -180,6 +185,14 @@ class _ActorParts:
             state = sizes.get("optimizer", dense + experts) * (MOMENT_BYTES + MASTER_BYTES * bf16)
             on_device = 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
             yield rank, Part(role, "optimizer", int(state * on_device), "optimizer" in away)
+
+    def _teacher_head(self, mesh: MeshSpec) -> Iterator[tuple[int, Part]]:
+        """Yield (rank, part of memory) of a teacher's output layer on the actor's last stage."""
+        hidden = ModelShape.load(self.config.model.reference_folder).hidden_size
+        size = self.shape.padded_vocab_size() // mesh.tp * hidden * (2 if self.config.model.bf16 else 4)
+        for rank in mesh.ranks:
+            if mesh.coordinates(rank)["pp"] == mesh.pp - 1:
+                yield rank, Part("actor", "teacher's output layer", size)
 
     def _engines(self) -> Iterator[tuple[int, Part]]:
         """Yield (rank, part of memory) of the engines, without their KV cache."""

@@ -40,6 +40,7 @@ TRAINING: list[Rule] = [
     rules_preference.preference,
     rules_reference.reference_model,
     rules_reference.reference_updates,
+    rules_reference.teaching,
     training.optimizer,
     training.lora,
     training.evaluation_in_training,

@@ -97,6 +97,13 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         is_error=True,
+        applies=lambda c: _has_several_updates(c) and getattr(c.algorithm, "one_update", False),
+        text="--algorithm ({algorithm}): the loss of a pair is derived from the model's output before the step, "
+        "so a step makes one update, and here it would make {updates}. Try --global-batch-size {samples} and "
+        "--num-epochs 1.",
+    ),
+    Condition(
+        is_error=True,
         applies=lambda c: (_overlong_buffer(c) or 0) >= c.sampling.max_response_length,
         text="--overlong-buffer ({overlong_buffer}): must be below --max-response-length ({longest}), or "
         "every "
@@ -133,7 +140,7 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         is_error=False,
-        applies=lambda c: _is_stale(c) and c.algorithm.is_taught,
+        applies=lambda c: _is_stale(c) and c.algorithm.is_taught and c.algorithm.teacher_column is None,
         text="--algorithm ({algorithm}): the log-probs of sampled tokens measure the KL to the teacher where the "
         "current weights sampled them. With --staleness {staleness} the advantages are biased.",
     ),

@@ -28,6 +28,11 @@ def reference_updates(job: Job) -> Errors:
             f"{head}: the reference is another model, --reference-model {config.model.reference_model}, which does not "
             "take the actor's weights. Leave one of them out."
         )
+    elif algorithm.teacher_column == "teacher_hidden":
+        yield (
+            f"{head}: the actor's ranks hold the output layer that the teacher begins with. Try --teacher-top-k 64, for "
+            "which the teacher uses its own."
+        )
     elif config.lora is not None and config.lora.lora_rank:
         yield (
             f"{head}: with --lora-rank the reference is the actor without its adapters, and has no weights of its own. "
@@ -70,6 +75,26 @@ def reference_model(job: Job) -> Errors:
             f"--reference-model ({folder}): takes {shape.max_position_embeddings} tokens "
             f"(max_position_embeddings), and --max-prompt-length + --max-response-length = {longest}. Make them "
             "shorter."
+        )
+
+
+def teaching(job: Job) -> Errors:
+    """Yield an error for a teacher whose whole distribution a policy cannot learn from."""
+    config, algorithm = job.config, job.config.algorithm
+    if algorithm.teacher_column is None:
+        return
+    name, k, key = algorithm_name(type(algorithm)), algorithm.teacher_top_k, algorithm.teacher_hint_key
+    if config.model.random_init:
+        yield f"--random-init: with --algorithm {name} the teacher would be random too. Give --model a model that is trained."
+    if k is not None and job.shape is not None and k >= job.shape.vocab_size:
+        yield (
+            f"--teacher-top-k ({k}): must be below the vocabulary of --model ({job.shape.vocab_size}). Leave it out to "
+            "compare over all tokens."
+        )
+    if key is not None and config.episodes.has_turns:
+        yield (
+            f"--teacher-hint-key ({key}): extends the prompts of --train-data, and the prompts of --env and "
+            "--agent-command are their own. Leave it out."
         )
 
 

@@ -81,6 +81,17 @@ COLUMNS: dict[str, Column] = {
             holds="Log-probability under the policy before this step's updates.",
         ),
         Column(name="ref_log_probs", holds="Log-probability under the reference policy."),
+        Column(
+            name="teacher_hidden",
+            dtype="float32|bfloat16",
+            row=("hidden",),
+            holds="Last hidden state of the teacher where it predicts the token; its output layer makes logits of it.",
+        ),
+        Column(
+            name="teacher_top_k",
+            row=("2 k",),
+            holds="Ids of the teacher's k most likely tokens in place of this one, and their log-probabilities.",
+        ),
         Column(name="values", holds="The critic's value of the state in which the token was chosen."),
         Column(
             name="old_scores",
@@ -133,6 +144,8 @@ TOKEN_COLUMNS = tuple(name for name in BATCH_COLUMNS if not COLUMNS[name].row)
 """Batch columns with one number per token. The number is 0 on tokens that are not part of the response."""
 COMPUTED_COLUMNS = tuple(name for name in TOKEN_COLUMNS if not COLUMNS[name].is_sampled)
 """Token columns that a role computes from the samples. Exchanges move them between meshes."""
+WIDE_COLUMNS = tuple(name for name in BATCH_COLUMNS if COLUMNS[name].row and not COLUMNS[name].is_sampled)
+"""Columns with several numbers per token that a role computes from the samples; exchanges move them too."""
 SAMPLED_COLUMNS = tuple(
     name
     for name, column in COLUMNS.items()

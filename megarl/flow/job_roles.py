@@ -205,6 +205,28 @@ class Reference(CheckpointedRole, kind="reference"):
         """Load the weights of a Hugging Face folder, which the actor has written. Collective over the role's
         ranks."""
 
+    @method(reads=("tokens", "lengths"), writes=("teacher_hidden",), optional=True, phase="ref_log_probs")
+    def hidden_states(self, rows: Mapping[int, int]) -> None:
+        """Write the column teacher_hidden, the last hidden states at the samples' tokens, on this rank.
+
+        Args:
+            rows: sample id -> dataset row, for all samples of the step."""
+
+    @method(reads=("tokens", "lengths"), writes=("teacher_top_k",), optional=True, phase="ref_log_probs")
+    def top_tokens(self, rows: Mapping[int, int]) -> None:
+        """Write the column teacher_top_k, the most likely tokens in place of each of the samples' tokens, on this
+        rank."""
+
+    @method(optional=True)
+    def store_log_probs(self, folder: str) -> None:
+        """Score the rows that the actor has received, and write their log-probs into files of the folder, unless
+        they are there already. Collective over the role's ranks."""
+
+    @method(optional=True)
+    def use_stored_log_probs(self, folder: str) -> None:
+        """Read the log-probs of all rows from the folder, from where `log_probs` takes them from now on, and free
+        the model."""
+
     @method(reads=("tokens", "lengths"), writes=("ref_log_probs",), reports=True, phase="ref_log_probs")
     def log_probs(self) -> Metrics:
         """Write the column ref_log_probs, the log-probs of the samples under the reference policy, on this
@@ -324,6 +346,10 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
         Returns: for every row, (length, response length, reward or None) of each of its samples, from the
             mesh's first rank."""
+
+    @method(optional=True)
+    def digest_rows(self) -> str:
+        """Return a digest of the samples of all training rows, which `load_dataset` has tokenized."""
 
     @method(writes=("tokens",), optional=True)
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:

@@ -100,7 +100,7 @@ def _real_tokens(lengths: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
 def gather_rows(
     values: torch.Tensor, rows: torch.Tensor | None, count: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Return all [count] numbers on every context-parallel rank; this rank gives the [n] numbers at indices
+    """Return all [count] numbers, or rows of numbers, on every context-parallel rank; this rank gives the [n] numbers at indices
     `rows`.
 
     Collective over the context-parallel group. A rank's rows receive only the gradient of its own loss, so
@@ -112,7 +112,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, rows, count, group):
         ctx.save_for_backward(rows)
-        whole = values.new_zeros(count)
+        whole = values.new_zeros(count, *values.shape[1:])
         whole[rows] = values
         dist.all_reduce(whole, group=group)
         return whole

@@ -5,12 +5,14 @@ The last stage of a policy returns log-probs or a loss, not logits."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import torch
 
 from megarl.config.hf_config import ModelShape
+from megarl.kernels.divergence import Teacher
 from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
 from megarl.kernels.linear_log_probs import Method, linear_log_probs
 from megarl.megatron import gemma
@@ -21,6 +23,7 @@ from megarl.megatron.expert_router import ExpertRouter
 from megarl.megatron.latent_attention import LatentAttention, ReplicatedLinear
 from megarl.megatron.modules import PackedAttention, RMSNorm, with_bias
 from megarl.megatron.rope import inverse_frequencies
+from megarl.megatron.teacher import HeadInputs
 from megarl.megatron.transformer_engine import uses_transformer_engine
 
 with cpu_megatron():
@@ -61,6 +64,10 @@ class ResponseTokens:
     "chunked" returns the same bits as a loss sees. The ratio of a policy to itself is then exactly 1."""
     loss: TokenLoss | None = None
     """Loss that is computed, with its gradients, in the forward pass. It is a sum over tokens."""
+    teacher: Callable[[HeadInputs, int], Teacher] | None = None
+    """With a loss: what the policy is compared with, given the inputs of the output layer and the vocabulary."""
+    outputs: Callable[[HeadInputs], torch.Tensor] | None = None
+    """Function whose [n, ...] values are returned in place of log-probs."""
     rows: torch.Tensor | None = None
     """[n] int64: indices of these tokens among the N tokens of all context-parallel ranks, or None."""
     count: int = 0
@@ -101,10 +108,17 @@ class PolicyModel(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
+        group = self.pg_collection.tp
+        inputs = HeadInputs(hidden, weight, labels.targets, group, labels.temperature)
+        if labels.outputs is not None:
+            return (
+                gather_rows(labels.outputs(inputs), labels.rows, labels.count, self.pg_collection.cp),
+                None,
+            )
         accumulates = self.accumulates_into_main_grad and torch.is_grad_enabled()
         options = dict(
             vocab_size=self.real_vocab_size,
-            group=self.pg_collection.tp,
+            group=group,
             temperature=labels.temperature,
             with_entropy=labels.with_entropy,
             main_grad=getattr(weight, "main_grad", None) if accumulates else None,
@@ -115,7 +129,10 @@ class PolicyModel(GPTModel):
                 x if x is None else gather_rows(x, labels.rows, labels.count, self.pg_collection.cp)
                 for x in outputs
             )
-        fused = fused_linear_policy_loss(hidden, weight, labels.targets, labels.loss, **options)
+        teacher = None if labels.teacher is None else labels.teacher(inputs, self.real_vocab_size)
+        fused = fused_linear_policy_loss(
+            hidden, weight, labels.targets, labels.loss, teacher=teacher, **options
+        )
         return fused.loss, fused.metrics
 
 

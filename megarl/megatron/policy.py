@@ -22,6 +22,7 @@ from megarl.batch import MicroBatch
 from megarl.megatron.context_parallel import ContextShard
 from megarl.megatron.loss_check import LossCheck
 from megarl.megatron.model import PolicyModel, ResponseTokens
+from megarl.megatron.teacher import HeadInputs, Teaching
 from megarl.megatron.trained_model import TrainedModel
 
 Loss = Callable[
@@ -53,6 +54,20 @@ class Policy(TrainedModel):
             keep=lambda output: output[0],
         )
 
+    def outputs(
+        self,
+        micro_batches: list[MicroBatch],
+        outputs: Callable[[HeadInputs], torch.Tensor],
+        temperature: float,
+    ) -> list[torch.Tensor] | None:
+        """Return a function of the last hidden states at the response tokens, [N, ...] on the CPU for each
+        micro-batch. Stages before the last one return None."""
+        return self._forward_only(
+            micro_batches,
+            lambda micro, shard: self._response_tokens(micro, shard, temperature, outputs=outputs),
+            keep=lambda output: output[0],
+        )
+
     def update(
         self,
         micro_batches: list[MicroBatch],
@@ -61,6 +76,7 @@ class Policy(TrainedModel):
         with_entropy: bool = False,
         token_level: bool = True,
         check: LossCheck | None = None,
+        teaching: Teaching | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step over the micro-batches of all data-parallel ranks, and return this rank's
         metrics. A loss or gradient that is not finite raises NonFiniteUpdate, and the weights stay as they
@@ -70,7 +86,7 @@ class Policy(TrainedModel):
         context-parallel rank for that rank's tokens, and its gradient is computed in the forward pass. Any
         other loss is called once per micro-batch for all tokens, on every context-parallel rank, and the
         output layer's product is computed again in the backward pass. `check` receives the loss's
-        measurements.
+        measurements. With `teaching` the loss gets the divergences from the teacher in place of entropies.
 
         Returns: this rank's metrics, to be summed over ranks (names ending in _max: maxima); {} where not
             `reports`.
@@ -79,7 +95,7 @@ class Policy(TrainedModel):
 
         def request(micro: MicroBatch, shard: ContextShard) -> ResponseTokens:
             return self._response_tokens(
-                micro, shard, temperature, with_entropy, loss if token_level else None
+                micro, shard, temperature, with_entropy, loss if token_level else None, teaching
             )
 
         def finish(micro: MicroBatch, output):
@@ -109,6 +125,8 @@ class Policy(TrainedModel):
         temperature: float,
         with_entropy: bool = False,
         loss: Loss | None = None,
+        teaching: Teaching | None = None,
+        outputs: Callable[[HeadInputs], torch.Tensor] | None = None,
     ) -> ResponseTokens:
         positions, rows = shard.select(micro.predict_positions)
         part = micro if rows is None else MicroBatch(micro.batch, micro.response_positions[rows])
@@ -119,6 +137,8 @@ class Policy(TrainedModel):
             with_entropy,
             method="chunked" if self.ddp else "fastest",
             loss=None if loss is None else functools.partial(loss, part),
+            teacher=None if teaching is None else functools.partial(teaching.teacher, part),
+            outputs=outputs,
             rows=None if rows is None else rows.to(self.device),
             count=len(micro.response_positions),
         )

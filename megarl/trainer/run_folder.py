@@ -12,6 +12,7 @@ timeline.json                when each call of the last steps ran and on which r
 profile/                     traces and tables of profiled steps, see `profiled_steps.py` and --profile
 failure.log                  tracebacks of failures whose messages leave them out, see `resume_command.py`
 engines/                     what driver and engines did in an asynchronous run, see `rollout/replay_log.py`
+ref_log_probs/               the reference's log-probs of all rows, see `stored_reference.py`
 failed_step.jsonl            samples of the last step that failed, see `failed_step.py`
 rollouts/eval.jsonl          one held-out answer per evaluation
 checkpoints/step_000010/     checkpoints for later jobs, see `trainer/checkpointer.py`

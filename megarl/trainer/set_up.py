@@ -6,17 +6,19 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
-from megarl.config.schema import TrainConfig
+from megarl.config.mesh import MeshSpec
 from megarl.failures import ExplainedError
 from megarl.files.writing import writing
-from megarl.flow import PlacedRole, RunFolderReader
+from megarl.flow import Actor, PlacedRole, RunFolderReader
 from megarl.runtime.executor import Executor
 from megarl.runtime.process import NUM_NODES
 from megarl.trainer.announce import wait_for_setups
 from megarl.trainer.run_folder import Run
+from megarl.trainer.state import TrainState
+from megarl.trainer.stored_reference import RowSizes, set_up_stored_reference
 
 _SEEN_WITHIN_S = 10.0  # network file systems keep what they know of a folder for some seconds
 
@@ -27,15 +29,24 @@ class FolderNotShared(ExplainedError, RuntimeError):
     read_on = "docs/clusters.md, section What every node needs"
 
 
-def set_up_roles(executor: Executor, config: TrainConfig, roles: Iterable[str], run: Run) -> None:
+def set_up_roles(executor: Executor, state: TrainState, meshes: Mapping[str, MeshSpec], run: Run) -> RowSizes:
     """Build the model or engine of every role, in an order that all ranks share. If the ranks may be on
     other machines than this one, test first that these share the run folder.
 
-    Raises: FolderNotShared."""
-    if config.placement.executor == "ray" or int(os.environ.get(NUM_NODES, "1")) > 1:
+    Returns: (length, response length, reward) of the samples of each row, for an algorithm that samples nothing.
+    Raises: FolderNotShared; OtherReference."""
+    actor, roles, rows = state.first, [*meshes], []
+    if actor.config.placement.executor == "ray" or int(os.environ.get(NUM_NODES, "1")) > 1:
         check_folder_is_shared(executor, run.folder)
+    if not actor.algorithm.needs_rollout:
+        rows = Actor(executor, "actor").load_dataset().first() or []
+    if actor.algorithm.precompute_ref_log_probs:
+        hidden = actor.hidden_size("reference")
+        done = set_up_stored_reference(executor, actor.config, meshes, run, rows, hidden)
+        roles = [role for role in roles if role not in done]
     setups = {role: PlacedRole(executor, role).setup() for role in roles}
     wait_for_setups(setups, run.progress.note)
+    return rows
 
 
 def check_folder_is_shared(executor: Executor, folder: Path, wait_s: float = _SEEN_WITHIN_S) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 from megarl.config.mesh import MeshSpec, replicas, shard_keys, training_data_roles
 from megarl.futures import Future
 from megarl.runtime.executor import Executor
-from megarl.flow import Actor, Data, Flow, Metrics, Node, Reward, RewardModel, Rollout
+from megarl.flow import Actor, Data, Flow, Metrics, Node, Reference, Reward, RewardModel, Rollout
 from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.flow.job_roles import Record
-from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, any_in_driver, base
+from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, WIDE_COLUMNS, any_in_driver, base
 from megarl.invariants import check_plan, check_samples, check_versions
 from megarl.messages import decode, encode
 from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
@@ -240,7 +240,7 @@ class StepRunner:
             return self._prompts(node.role, actor)
         if called is Reward.score:
             return "train", batch.sample_ids
-        if called is RewardModel.score:
+        if called in (RewardModel.score, Reference.hidden_states, Reference.top_tokens):
             return (batch.row_of,)
         if called is Actor.receive_rows:
             return batch.visits, self._plan_rows(batch)
@@ -345,7 +345,7 @@ class StepRunner:
         """Send token columns from a role's ranks to the node's ranks. Returns the future, or None if no call
         is needed."""
         giver, taker = self.shard_key_of[source], self.shard_key_of[node.role]
-        columns = [column for column in map(base, columns) if column in COMPUTED_COLUMNS]
+        columns = [column for column in map(base, columns) if column in (*COMPUTED_COLUMNS, *WIDE_COLUMNS)]
         if giver == taker or not columns or taker not in self.hidden_size:
             return None
         ranks = sorted({*self.meshes[giver].ranks, *self.meshes[taker].ranks})

@@ -149,12 +149,10 @@ class Trainer:
     def _set_up(self) -> None:
         """Build every role, in an order that all ranks share, restore --load, and copy the weights into the
         engines."""
-        set_up_roles(self.executor, self.config, self.meshes, self.run_folder)
+        self.runner.rows = set_up_roles(self.executor, self.state, self.meshes, self.run_folder)
         self.checkpointer.restore()
         self.runner.start_log()
-        if not self.state.first.algorithm.needs_rollout:
-            self.runner.rows = self.roles.actor.load_dataset().first() or []
-        else:
+        if self.state.first.algorithm.needs_rollout:
             for synced in [self.sync(actor.actor) for actor in self.state.actors.values()]:
                 synced.result()
             self.checkpointer.load_requests()

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.base import AdvantageInputs, LossInputs, promised_weight
+from megarl.algorithms.base import AdvantageInputs, LossInputs
+from megarl.algorithms.promised_weight import promised_weight
 from megarl.algorithms.several_scores import scores_of_step
 from megarl.algorithms.turn_rewards import TurnRewards, turn_rewards_of
 from megarl.batch import Batch, MicroBatch
@@ -33,9 +34,11 @@ from megarl.workers.policy import PolicyRole
 from megarl.workers.recompute import check_advantages
 from megarl.workers.reward_shaping import shaped, shaping_metrics
 from megarl.workers.store import BatchShard
+from megarl.workers.teaching import teaching_of
 
 if TYPE_CHECKING:
     from megarl.megatron.loss_check import EngineLossCheck, LossCheck, PassLimit
+    from megarl.megatron.teacher import Teaching
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +86,15 @@ class ActorRole(PolicyRole):
     rollout_mesh: MeshSpec | None = None
     """Mesh of the engines, if none is on this rank."""
     sender: WeightSync | None = None
+    teaching: Teaching | None = None
+    """What the policy learns from a teacher at each token."""
 
     def setup(self, is_trained: bool = True) -> None:
         """Build the model and load its weights, with an optimizer if the model `is_trained`. Collective over
         the mesh."""
         self.is_trained = is_trained
         super().setup()
+        self.teaching = teaching_of(self)
 
     @needs("parameters")
     def send_weights(self, version: int) -> None:
@@ -384,13 +390,15 @@ class ActorRole(PolicyRole):
         self, mini_batch: MiniBatch, check: LossCheck | None, kl_coef: float
     ) -> dict[str, float]:
         loss = self.loss_of_update(mini_batch, check, kl_coef=kl_coef)
+        name = "entropy" if self.teaching is None else "divergence"
         return self.model.update(
             self.micro_batches([mini_batch]),
-            lambda micro, log_probs, entropy, rows: loss(micro, rows, log_probs=log_probs, entropy=entropy),
+            lambda micro, log_probs, second, rows: loss(micro, rows, log_probs=log_probs, **{name: second}),
             self.config.sampling.temperature,
             self.algorithm.needs_entropy,
             self.algorithm.token_level,
             check,
+            self.teaching,
         )
 
     def pass_limit(self) -> PassLimit | None:

@@ -50,6 +50,7 @@ class DataRole(RandomStateOfRank, RunFolderOfRank):
         vocab_sizes: Mapping[str, int],
         formats: Mapping[str, Formats] | None = None,
         has_versions: bool = False,
+        wide_formats: Mapping[str, Formats] | None = None,
     ) -> None:
         """Keep the meshes (the ranks of each role and their parallel sizes) between which samples will move.
 
@@ -58,9 +59,10 @@ class DataRole(RandomStateOfRank, RunFolderOfRank):
             shard_keys: role -> shard key, see `config.mesh.shard_keys`.
             vocab_sizes: role -> vocabulary of its model.
             formats: shard key -> formats of the further columns that engines report for this mesh.
+            wide_formats: shard key -> formats of computed columns with several numbers per token.
             has_versions: whether batches get the column weight_versions."""
         self.store, self.vocab_sizes, self.formats = store, vocab_sizes, formats or {}
-        self.has_versions = has_versions
+        self.has_versions, self.wide_formats = has_versions, wide_formats or {}
         self.meshes = {key: meshes[key] for key in shard_keys.values()}
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
@@ -154,13 +156,14 @@ class DataRole(RandomStateOfRank, RunFolderOfRank):
                 f"[data rank {self.rank}] {self._name(source)} and {self._name(destination)} were distributed "
                 "for different samples. Distribute both in every step, on every rank that exchanges."
             )
+        formats = self.wide_formats.get(destination)
         what = f"{', '.join(columns)} from {self._name(source)} to {self._name(destination)}"
         route = plan_route(self.rank, owners, destinations)
         try:
             own = self.store.batch(destination) if takes else None
             wanted = [] if own is None else own.batch.sample_ids.tolist()
             held = self.store.mesh(source).blocks(route.reads(wanted))
-            moved = move_rows(held, columns, route, wanted, layout.lengths)
+            moved = move_rows(held, columns, route, wanted, layout.lengths, formats)
         except (MissingSampleError, MissingRowsError) as error:
             raise ValueError(f"[data rank {self.rank}] {what}: {error}.") from error
         if own is not None:
@@ -169,7 +172,7 @@ class DataRole(RandomStateOfRank, RunFolderOfRank):
             except InvariantError as error:
                 raise InvariantError(f"{what}: {error}") from error
         received = sum(layout.lengths[sample] for ids in route.incoming.values() for sample in ids)
-        return {"batch/bytes_exchanged": float(bytes_per_token(columns) * received)}
+        return {"batch/bytes_exchanged": float(bytes_per_token(columns, formats) * received)}
 
     def release(self, sample_ids: Sequence[int], source: str = "train") -> None:
         """Free the memory of samples that were trained on: rollouts and computed columns. Samples that this

@@ -22,7 +22,7 @@ def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
 
     The sum is the slope of the loss where all log-probs are equal, all advantages are -1, and there is no KL.
     """
-    zeros = torch.zeros_like(inputs.log_probs)
+    zeros, output = torch.zeros_like(inputs.log_probs), _output(inputs)
     others = {name: None if getattr(inputs, name) is None else zeros for name in _OTHER_COLUMNS}
     others["advantages"] = zeros - 1
     if inputs.correction_weights is not None:
@@ -30,9 +30,14 @@ def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
     if inputs.selected_tokens is not None:
         others["selected_tokens"] = zeros
     return _slope(
-        lambda log_probs: algorithm.loss(replace(inputs, log_probs=log_probs, kl_coef=0.0, **others))[0],
+        lambda values: algorithm.loss(replace(inputs, kl_coef=0.0, **others, **{output: values}))[0],
         zeros,
     )
+
+
+def _output(inputs: LossInputs) -> str:
+    """Return the field with the model's output that the loss differentiates."""
+    return "log_probs" if inputs.divergence is None else "divergence"
 
 
 def value_weight(algorithm: Algorithm, inputs: ValueLossInputs) -> torch.Tensor:
@@ -77,6 +82,7 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
         for name in ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs")
     }
     columns |= {"advantages": 2 * noise["advantages"] - 1, "entropy": noise["entropy"]}
+    columns["divergence"], output = noise["entropy"], _output(inputs)
     columns["correction_weights"] = noise["correction_weights"]
     columns["selected_tokens"] = (noise["correction_weights"] > 0.5).to(inputs.log_probs.dtype)
     columns = {
@@ -87,14 +93,14 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
 
     def loss_and_slope(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         of_rows = {name: column[rows] for name, column in columns.items()}
-        of_rows["log_probs"] = of_rows["log_probs"].clone().requires_grad_()
+        of_rows[output] = of_rows[output].clone().requires_grad_()
         if inputs.sequence_ids is not None:
             of_rows["sequence_ids"] = inputs.sequence_ids[rows]
         with torch.enable_grad():
             loss, _ = algorithm.loss(
                 replace(inputs, response_lengths=inputs.response_lengths[rows], **of_rows)
             )
-        (slope,) = torch.autograd.grad(loss, of_rows["log_probs"])
+        (slope,) = torch.autograd.grad(loss, of_rows[output])
         return loss.detach(), slope
 
     whole = loss_and_slope(slice(0, count)) if is_whole else None

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs, promised_weight
+from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs
+from megarl.algorithms.promised_weight import promised_weight
 from megarl.batch import MicroBatch, column_dtype
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.hf_config import ModelShape

@@ -76,6 +76,10 @@ class OffloadManager:
         self._models[role] = _Model(memory, frozenset(offloaded_parts), memory.resident_bytes())
         self.note_peak()
 
+    def remove(self, role: str) -> None:
+        """Forget a model that is being freed."""
+        self._models.pop(role, None)
+
     def enter(self, role: str | None, parts: Collection[str]) -> None:
         """Offload what the coming call does not need, load the parts of the role's model that it needs, and
         start to load the next call's."""

@@ -11,6 +11,7 @@ from megarl.workers.megatron_role import MegatronRole
 
 if TYPE_CHECKING:
     from megarl.workers.store import BatchShard
+    from megarl.workers.stored_log_probs import StoredLogProbs
     from megarl.megatron.policy import Policy
 
 
@@ -21,6 +22,12 @@ class PolicyRole(MegatronRole):
         from megarl.megatron.policy import Policy
 
         return self.build_as(Policy)
+
+    def write_stored(self, column: str, stored: StoredLogProbs) -> None:
+        """Store log-probs that were computed before as the token column `column`, on the last pipeline stage."""
+        is_last_stage = self.mesh.coordinates(self.rank)["pp"] == self.mesh.pp - 1
+        values = [stored.values(self.shard.batch)] if is_last_stage else None
+        self.write_column(column, values, largest=0.0)
 
     def write_log_probs(self, column: str, canaries: BatchShard | None = None) -> None:
         """Compute the log-probs of this rank's response tokens under the policy, and store them as the token

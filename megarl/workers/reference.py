@@ -1,8 +1,17 @@
-"""Implement the reference on one rank: a frozen copy of the initial policy, or another model."""
+"""Implement the reference on one rank: a frozen copy of the initial policy, or another model.
+
+With --precompute-ref-log-probs the reference scores all rows before training and stores the log-probs in files.
+While the policy trains, it reads them and has no model."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
 from megarl.flow.job_roles import Reference
@@ -11,6 +20,20 @@ from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
 from megarl.workers.offload_manager import needs
 from megarl.workers.policy import PolicyRole
+from megarl.workers.stored_log_probs import StoredLogProbs
+from megarl.workers.teaching import TeacherPasses
+
+
+def store_missing(policy: PolicyRole, stored: StoredLogProbs) -> None:
+    """Let a policy score this rank's samples, and write a file with the values, unless all ranks have the values of
+    theirs. Collective over the mesh."""
+    model, batch = policy.model, policy.shard.batch
+    lacks = torch.tensor(float(stored.lacks(batch)), device=model.device)
+    dist.all_reduce(lacks, dist.ReduceOp.MAX, group=model.groups.intra_dist_opt)
+    if lacks.item():
+        policy.write_log_probs("ref_log_probs")
+        if model.reports:
+            stored.write(batch, batch.ref_log_probs[batch.response_mask])
 
 
 @implements(Reference)
@@ -19,10 +42,34 @@ class ReferenceRole(PolicyRole):
     with --reference-update-interval those that the actor had not long ago."""
 
     folder = property(lambda self: self.config.model.reference_folder)
+    stored: StoredLogProbs | None = None
+    """Log-probs of all rows, in place of the model."""
 
     @cached_property
     def shape(self) -> ModelShape:
         return ModelShape.load(self.folder)
+
+    @cached_property
+    def teacher(self) -> TeacherPasses:
+        """Passes for a policy that learns from whole distributions."""
+        return TeacherPasses(self)
+
+    @needs()
+    def setup(self) -> None:
+        """Build the frozen model, and read the hints of a teacher. Collective over the mesh."""
+        super().setup()
+        if self.algorithm.teacher_column:
+            _ = self.teacher
+
+    @needs("parameters")
+    def hidden_states(self, rows: Mapping[int, int]) -> None:
+        """Write the column teacher_hidden for this rank's samples. `rows`: sample id -> row of the data."""
+        self.teacher.write_hidden_states(rows)
+
+    @needs("parameters")
+    def top_tokens(self, rows: Mapping[int, int]) -> None:
+        """Write the column teacher_top_k for this rank's samples. `rows`: sample id -> row of the data."""
+        self.teacher.write_top_tokens(rows)
 
     @needs("parameters")
     def take_weights(self, folder: str) -> None:
@@ -31,9 +78,29 @@ class ReferenceRole(PolicyRole):
         self.model.parameters_changed()
 
     @needs("parameters")
+    def store_log_probs(self, folder: str) -> None:
+        """Score this rank's samples of rows of the data into a file of the folder, unless the folder has their
+        log-probs. Collective over the mesh."""
+        if self.stored is None:
+            self.stored = StoredLogProbs(Path(folder))
+        store_missing(self, self.stored)
+
+    def use_stored_log_probs(self, folder: str) -> None:
+        """Read the log-probs of all rows, and free the model if there is one."""
+        self.stored = StoredLogProbs(Path(folder))
+        self.offload_manager.remove(self.name)
+        self.__dict__.pop("model", None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @needs("parameters")
     def log_probs(self) -> dict[str, float]:
         """Write the column ref_log_probs for this rank's samples. Returns metrics of offloading, which may be
         {}."""
+        if self.stored is not None:
+            self.write_stored("ref_log_probs", self.stored)
+            return {}
         self.write_log_probs("ref_log_probs")
         return self.memory_metrics()
 
@@ -43,16 +110,53 @@ class AdapterlessReferenceRole:
     """The reference of an actor that trains LoRA adapters: the actor's model with its adapters switched off,
     without separate weights."""
 
+    stored: StoredLogProbs | None = None
+    """Log-probs of all rows, in place of passes without adapters."""
+
     def __init__(self, actor: ActorRole) -> None:
         self.actor, self.offload_manager = actor, actor.offload_manager
 
+    @cached_property
+    def teacher(self) -> TeacherPasses:
+        """Passes without adapters, for a policy that learns from whole distributions."""
+        return TeacherPasses(self.actor)
+
     def setup(self) -> None:
-        """Do nothing: the actor has set up the model."""
+        """Read the hints of a teacher: the actor has set up the model."""
+        if self.actor.algorithm.teacher_column:
+            _ = self.teacher
+
+    @needs("parameters", of="actor")
+    def hidden_states(self, rows: Mapping[int, int]) -> None:
+        """Write the column teacher_hidden, as `ReferenceRole.hidden_states` does."""
+        with self.actor.model.adapters.off():
+            self.teacher.write_hidden_states(rows)
+
+    @needs("parameters", of="actor")
+    def top_tokens(self, rows: Mapping[int, int]) -> None:
+        """Write the column teacher_top_k, as `ReferenceRole.top_tokens` does."""
+        with self.actor.model.adapters.off():
+            self.teacher.write_top_tokens(rows)
+
+    @needs("parameters", of="actor")
+    def store_log_probs(self, folder: str) -> None:
+        """Score this rank's samples with the adapters switched off, as `ReferenceRole.store_log_probs` does."""
+        if self.stored is None:
+            self.stored = StoredLogProbs(Path(folder))
+        with self.actor.model.adapters.off():
+            store_missing(self.actor, self.stored)
+
+    def use_stored_log_probs(self, folder: str) -> None:
+        """Read the log-probs of all rows."""
+        self.stored = StoredLogProbs(Path(folder))
 
     @needs("parameters", of="actor")
     def log_probs(self) -> dict[str, float]:
         """Write the column ref_log_probs for this rank's samples, with the adapters switched off. Returns
         {}."""
+        if self.stored is not None:
+            self.actor.write_stored("ref_log_probs", self.stored)
+            return {}
         with self.actor.model.adapters.off():
             self.actor.write_log_probs("ref_log_probs")
         return {}

@@ -19,6 +19,7 @@ from megarl.workers.implements import implements
 from megarl.workers.random_state import RandomStateOfRank
 from megarl.workers.run_folder import RunFolderOfRank
 from megarl.workers.store import BatchShard
+from megarl.workers.stored_log_probs import digest_of_rows
 
 
 class RowSample(NamedTuple):
@@ -81,6 +82,10 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
             for row in self.rows
         ]
 
+    def digest_rows(self) -> str:
+        """Return a digest of the samples of all training rows, which `load_dataset` has tokenized."""
+        return digest_of_rows(self.rows)
+
     def read_rows(
         self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
     ) -> list[list[RowSample]]:
@@ -106,7 +111,7 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
 
         Args:
             visits: visit -> dataset row. The n samples of visit v have the ids n v, n v + 1, ..."""
-        dp_rank = self.model.groups.dp.rank()
+        dp_rank = self.mesh.coordinates(self.rank)["dp"]  # the model may not be built yet
         samples = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
         of_samples = [self.row_sample(visits, sample) for sample in samples]
         batch = Batch.from_samples(

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megarl.algorithms.base import algorithm_of
 from megarl.batch import expert_dtype
 from megarl.collectives import all_gather_messages
 from megarl.config.hf_config import ModelShape
@@ -36,6 +37,7 @@ from megarl.workers.offload_manager import OffloadManager
 from megarl.workers.reference import AdapterlessReferenceRole, ReferenceRole
 from megarl.workers.reward_model import RewardModelRole
 from megarl.workers.store import SampleStore
+from megarl.workers.teaching import wide_formats
 
 _WRITE_TIMEOUT = timedelta(days=1)
 """Timeout of checkpoint writers: one rank may write for long while the others wait in their threads.
@@ -151,7 +153,11 @@ def _data_role(config: TrainConfig, meshes: Mapping[str, MeshSpec], store: Sampl
     }
     vocab_sizes = {role: shapes[actor_suffix(role, meshes)].vocab_size for role in meshes}
     has_versions = config.streaming.staleness > 0
-    return DataRole(store, meshes, keys, vocab_sizes, formats, has_versions)
+    wide = {
+        keys[f"actor{suffix}"]: wide_formats(algorithm_of(of_actor), of_actor)
+        for suffix, of_actor in configs.items()
+    }
+    return DataRole(store, meshes, keys, vocab_sizes, formats, has_versions, wide)
 
 
 def _checkpoint_writers(config: TrainConfig, meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:

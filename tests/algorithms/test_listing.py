@@ -65,6 +65,7 @@ TWO_UPDATES = "--global-batch-size 64"
 ERRORS = {
     "--policy-loss reinforce --staleness 1 --tis-clip none": "so with --staleness 1 nothing in the loss",
     f"--policy-loss reinforce {TWO_UPDATES}": "the last of 2 updates per step",
+    f"--algorithm online-dpo {TWO_UPDATES}": "here it would make 2. Try --global-batch-size",
     "--policy-loss reinforce --num-epochs 3": "the last of 3 updates per step",
     "--early-stop-kl 0.02": "--early-stop-kl (0.02): a step has one epoch",
     "--old-log-probs engine --staleness 1 --tis-clip none": "also scores the canaries",
@@ -94,6 +95,8 @@ FINE = [
     "--old-log-probs engine --policy-loss gmpo",
     "--old-log-probs engine --moe-routing-replay engine",
     "--algorithm sft --staleness 0",
+    "--algorithm online-dpo --staleness 1",
+    f"--algorithm gkd --staleness 1 {TWO_UPDATES}",
 ]
 
 

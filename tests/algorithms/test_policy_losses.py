@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.algorithms import GRPO, PPO, AdvantageInputs, LossInputs
-from megarl.algorithms.base import promised_weight
+from megarl.algorithms.promised_weight import promised_weight
 from megarl.algorithms.ratio_transforms import OPTIONS, TRANSFORMS
 from megarl.kernels.policy_loss import PolicyLossKind
 from megarl.metrics import combine

@@ -36,6 +36,8 @@ def test_it_trains_or_says_why_not(sums_data, tmp_path, name, staleness, turns):
     flags = ["--algorithm", name, "--staleness", str(staleness), "--train-iters", "2", *TURNS[turns]]
     if REGISTRY[name].is_taught:
         flags += ["--reference-model", str(sums_data / "model")]
+    if getattr(REGISTRY[name], "one_update", False):
+        flags += ["--global-batch-size", "16"]
     job = train(sums_data, tmp_path / "run", *flags)
     if (turns, staleness) in REFUSED:
         assert job.returncode == 2 and REFUSED[turns, staleness] in job.output, job.output

@@ -103,6 +103,23 @@ def test_the_first_step_is_that_of_transformers(sums_data, one_rank):
     assert one_rank[2]["rewards/accuracies"] > 0.5 and one_rank[2]["policy/loss"] < first["policy/loss"]
 
 
+def test_stored_log_probs_of_the_reference_make_the_same_steps(sums_data, tmp_path, one_rank):
+    """The reference scores the rows once, in other micro-batches than a live one would, so results agree to the
+    rounding of fp32. A job that finds all values starts no reference, and one that finds others' refuses."""
+    folder, flags = tmp_path / "run", f"--nproc-per-node 1 {PAIRS['dpo']} --precompute-ref-log-probs"
+    rows = steps(sums_data, folder, flags=flags)
+    check_same(rows, one_rank)
+    index = json.loads((folder / "ref_log_probs" / "index.json").read_text())
+    num_rows = sum(1 for _ in (sums_data / "pairs.jsonl").open())
+    files = [*(folder / "ref_log_probs").glob("*.safetensors")]
+    assert index["complete"] and len(files) == math.ceil(num_rows / 1024)
+
+    (folder / "ref_log_probs" / "index.json").write_text(json.dumps(index | {"--temperature": 0.5}))
+    words = [*arguments(sums_data, folder, "dpo", flags), "--load", str(folder)]
+    done = run(*words, timeout=240, preloaded=True)
+    assert done.returncode == 1 and "are of other values than this job's: --temperature." in done.stderr
+
+
 def test_rows_that_are_no_pairs_are_named_by_check(sums_data, tmp_path):
     words = arguments(sums_data, tmp_path / "run", "dpo", "--nproc-per-node 1")
     words[2] = "check"
@@ -139,6 +156,48 @@ def test_adapters_and_a_resumed_run(sums_data, tmp_path):
     resumed = steps(sums_data, tmp_path / "resumed", flags=f"{flags} {load}")
     assert [row["step"] for row in resumed] == [3]
     assert {name: resumed[0][name] for name in EXACT} == {name: whole[2][name] for name in EXACT}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("algorithm", ["dpo", "ipo", "rpo", "kto"])
+def test_stored_log_probs_are_completed_in_another_layout(sums_data, tmp_path, algorithm):
+    """After an interruption two ranks score what is missing; a run that resumes has no reference."""
+    folder = tmp_path / "run"
+    flags = f"{PAIRS[algorithm]} --precompute-ref-log-probs"
+    live = steps(sums_data, tmp_path / "live", algorithm, f"--nproc-per-node 1 {PAIRS[algorithm]}")
+    steps(sums_data, folder, algorithm, f"{LAYOUTS['dp2']} {flags}")
+    store = folder / "ref_log_probs"
+    files = sorted(store.glob("*.safetensors"))
+    assert len(files) == 2 * math.ceil(sum(1 for _ in (sums_data / "pairs.jsonl").open()) / 1024)
+    files[0].unlink()  # what one rank has scored of the rows of a call
+    index = json.loads((store / "index.json").read_text())
+    again = tmp_path / "again"
+    again.mkdir()
+    store.rename(again / "ref_log_probs")
+    (again / "ref_log_probs" / "index.json").write_text(json.dumps(index | {"complete": False}))
+    check_same(steps(sums_data, again, algorithm, f"{LAYOUTS['pp2']} {flags} --save-interval 2"), live)
+    done = run(
+        *arguments(sums_data, tmp_path / "resumed", algorithm, f"{LAYOUTS['tp2']} {flags}"),
+        *("--load", str(again / "checkpoints" / "step_000002")),
+        timeout=240,
+        preloaded=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the model of reference is ready" in done.stdout  # another folder: scored anew
+    last = [json.loads(line) for line in (tmp_path / "resumed" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in last] == [3]
+    for name in EXACT:
+        if name in live[2]:
+            assert last[0][name] == pytest.approx(live[2][name], rel=2e-4, abs=2e-5), name
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_stored_log_probs_without_adapters(sums_data, tmp_path):
+    flags = "--nproc-per-node 1 --lora-rank 4"
+    live = steps(sums_data, tmp_path / "live", flags=flags)
+    check_same(steps(sums_data, tmp_path / "stored", flags=f"{flags} --precompute-ref-log-probs"), live)
 
 
 @pytest.mark.nightly

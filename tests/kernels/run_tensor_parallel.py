@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.kernels import linear_head
+from megarl.kernels.divergence import Divergence, TeacherHead, TeacherTopK, divergence_ref, teacher_top_k
 from megarl.kernels.fused_linear_policy_loss import fused_linear_policy_loss, fused_linear_policy_loss_ref
 from megarl.kernels.linear_log_probs import linear_log_probs, linear_log_probs_ref
 from megarl.kernels.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_ref
@@ -160,6 +161,40 @@ def check_linear_heads(group, vocab_size, num_columns, with_entropy, dtype, num_
     assert all(torch.equal(other, gathered[0]) for other in gathered), "ranks disagree on the log-probs"
 
 
+def check_divergence(group, vocab_size, num_columns, dtype, num_hidden=8):
+    """Divergences from a teacher whose output layer is split, and from its most likely tokens of all ranks."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    generator = torch.Generator().manual_seed(vocab_size)
+    draw = lambda *size: torch.randn(*size, generator=generator).to(dtype)
+    hidden, weight = draw(25, num_hidden), 0.4 * draw(num_columns * num_ranks, num_hidden)
+    of_teacher = draw(25, 12), 0.4 * draw(num_columns * num_ranks, 12)
+    targets = torch.randint(0, vocab_size, (25,), generator=generator)
+    part, factors = slice(rank * num_columns, (rank + 1) * num_columns), torch.linspace(0.1, 1, 25).to(dtype)
+    options = dict(vocab_size=vocab_size, temperature=0.8)
+    for kind, top_k in itertools.product(("reverse-kl", "forward-kl", "jsd"), (None, 3)):
+        if top_k is not None and vocab_size <= top_k:
+            continue
+        divergence, mine = Divergence(kind, 0.3), (of_teacher[0], of_teacher[1][part], targets)
+        if top_k is None:
+            teacher = TeacherHead(*mine, divergence, group=group, **options)
+        else:
+            ids, log_probs = teacher_top_k(*mine, top_k, group=group, **options)
+            teacher = TeacherTopK(ids - rank * num_columns, log_probs, divergence)
+        inputs = hidden.clone().requires_grad_(), weight[part].clone().requires_grad_()
+        loss = lambda _, values, rows: ((values * factors[rows]).sum(), {})
+        fused = fused_linear_policy_loss(*inputs, targets, loss, group=group, teacher=teacher, **options)
+        found = torch.autograd.grad(fused.loss, inputs)
+        whole = hidden.double().requires_grad_(), weight.double().requires_grad_()
+        logits = whole[0] @ whole[1].T, of_teacher[0].double() @ of_teacher[1].double().T
+        values = divergence_ref(*logits, divergence=divergence, top_k=top_k, **options)
+        expected = (values * factors.double()).sum()
+        of_hidden, of_weight = torch.autograd.grad(expected, whole)
+        # logits of some units: fp32 is right to 1e-6, and a gradient is a sum of some tens of such numbers
+        tolerance = 2e-5 if dtype == torch.float32 else 1e-11
+        for got, want in ((fused.loss, expected), (found[0], of_hidden), (found[1], of_weight[part])):
+            assert (got - want).abs().max() <= tolerance * max(1, want.abs().max().item()), (kind, top_k)
+
+
 def count_collectives(group, num_tokens, with_entropy):
     """Calls of all_reduce, forward and backward, which go through to the real one."""
     calls, all_reduce = [], dist.all_reduce
@@ -206,6 +241,8 @@ def main(rank, world_size, init_file):
         try:
             check_equal_to_one_rank(pair, vocab_size, 16, with_entropy, dtype)
             check_linear_heads(pair, vocab_size, 16, with_entropy, dtype)
+            if not with_entropy:
+                check_divergence(pair, vocab_size, 16, dtype)
         except AssertionError as error:
             raise AssertionError(WORDS.format(vocab_size, 16, with_entropy, dtype)) from error
     for with_entropy, dtype in itertools.product([False, True], dtypes):

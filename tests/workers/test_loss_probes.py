@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.algorithms import GRPO, PPO, SFT, Algorithm, LossInputs, ValueLossInputs
-from megarl.algorithms.base import promised_weight
+from megarl.algorithms.promised_weight import promised_weight
 from megarl.kernels.aggregate import token_weights_ref
 from megarl.workers.loss_probes import check_token_level, policy_weight, value_weight
 

@@ -95,7 +95,8 @@ def fitted(flags: str) -> str:
     algorithm = REGISTRY[algorithm_of(flags)]
     if algorithm.needs_critic:
         flags += " --critic-lr 1e-3"
-    if algorithm.is_on_policy or "--policy-loss reinforce" in flags:
+    is_pairwise = getattr(algorithm, "one_update", False)
+    if is_pairwise or algorithm.is_on_policy or "--policy-loss reinforce" in flags:
         flags += f" {ONE_UPDATE}"
     return flags
 

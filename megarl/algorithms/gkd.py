@@ -1,0 +1,108 @@
+"""Generalized knowledge distillation on policy (arXiv:2306.13649): the policy samples, and learns at each sampled token
+from the teacher's whole distribution, not from the one token that was drawn.
+
+    loss = mean over tokens of D(policy, teacher)        D: reverse KL, forward KL, or a Jensen-Shannon divergence
+
+The divergence is exact over the vocabulary, or over the teacher's k most likely tokens and one outcome that stands for
+the others. It has a gradient of its own, so there are no advantages, no ratio and no corrections: what sampled the
+tokens only chooses where the two are compared. Rewards are measured and not learned from.
+
+The teacher is the reference: another model, or the policy's own model, whose prompt is extended by a hint
+(arXiv:2601.19897 and kin).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from megarl.algorithms.base import Algorithm, LossInputs
+from megarl.config.errors import Count, above, below
+from megarl.flow import Flow, symbolic_roles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.kernels.divergence import Divergence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GKD(Algorithm):
+    """on-policy distillation of a teacher's whole distribution"""
+
+    paper: ClassVar[str] = "2306.13649"
+    advantage_formula: ClassVar[str] = "none: the loss is the divergence of the policy from the teacher"
+
+    divergence: Literal["reverse-kl", "forward-kl", "jsd"] = "reverse-kl"
+    """What is minimised at each token. reverse-kl: KL(policy, teacher), which keeps to what the teacher would
+    write; forward-kl: KL(teacher, policy), which covers all of it; jsd: between them, by --jsd-beta."""
+    jsd_beta: Annotated[float, above(0), below(1)] = 0.5
+    """For --divergence jsd: weight of the teacher in the mixture that both are compared with. Near 0 it is like
+    forward-kl, near 1 like reverse-kl."""
+    teacher_top_k: Count | None = None
+    """Compare over the teacher's so many most likely tokens and one outcome for all others: 8 bytes of each are
+    moved per token, not the teacher's hidden state. Default: the whole vocabulary."""
+    teacher_hint_key: str | None = None
+    """Self-distillation: the teacher's prompt ends with this text of the row's extra_info, e.g. a solution, which the
+    policy does not see. Default: none."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
+        "token-mean"
+    )
+    """token-mean: tokens count the same. seq-mean-*: sequences do, by their tokens' mean or sum. dr-grpo: sum
+    / --max-response-length."""
+
+    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+        rule = "is for --divergence jsd. Leave it out."
+        yield self.divergence == "jsd" or self.jsd_beta == 0.5, "jsd_beta", rule
+
+    @property
+    def is_taught(self) -> bool:
+        return self.teacher_hint_key is None
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @property
+    def teacher_column(self) -> str:
+        return "teacher_hidden" if self.teacher_top_k is None else "teacher_top_k"
+
+    @property
+    def loss_reads(self) -> tuple[str, ...]:
+        return ("old_log_probs", self.teacher_column)
+
+    def flow(self, roles: Iterable[str]) -> Flow:
+        """Return the flow of a step: the teacher reads the samples, and the actor makes its updates."""
+        actor, reference, reward = symbolic_roles("actor reference reward", present=roles)
+        models = symbolic_roles(" ".join(role for role in roles if role.startswith("reward_model")))
+        teach = reference.hidden_states if self.teacher_top_k is None else reference.top_tokens
+        return (
+            actor.rollout()
+            .join(reward.score, *(model.score for model in models), actor.log_probs, teach)
+            .update(actor, reads=("tokens", *self.loss_reads))
+        )
+
+    def teacher_divergence(self) -> Divergence:
+        from megarl.kernels.divergence import Divergence
+
+        return Divergence(self.divergence, self.jsd_beta)
+
+    def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
+        from megarl.kernels.aggregate import total_weight
+
+        return total_weight(self.loss_aggregation, num_tokens, num_sequences, max_response_length)
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the aggregated divergence. Metrics: policy/loss; per-token means distill/divergence and
+        policy/entropy, the sampled estimate for the engine."""
+        from megarl.kernels.aggregate import token_weights
+
+        counts = inputs.num_tokens, inputs.num_sequences, inputs.max_response_length
+        weights = token_weights(self.loss_aggregation, inputs.response_lengths, *counts)
+        loss = (weights * inputs.divergence).sum()
+        return loss, {
+            "policy/loss": loss.detach(),
+            "distill/divergence": inputs.divergence.detach().sum() / inputs.num_tokens,
+            "policy/entropy": -inputs.rollout_log_probs.sum() / inputs.num_tokens,
+        }

@@ -1,0 +1,159 @@
+"""Let the reference teach: write what the policy learns from at each sampled token.
+
+With a hint (--teacher-hint-key) the teacher reads another prompt than the policy: the row's, extended by the hint. The
+response follows it unchanged, so what it says of response token t belongs to the policy's token t."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.batch import Batch, MicroBatch
+from megarl.config.hf_config import ModelShape
+from megarl.config.schema import TrainConfig
+from megarl.data.columns import Prompt
+from megarl.data.encoder import PromptEncoder
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.invariants import InvariantError
+
+if TYPE_CHECKING:
+    from megarl.megatron.teacher import HeadInputs, Teaching
+    from megarl.workers.policy import PolicyRole
+
+
+def with_hint(row: Prompt, key: str) -> Prompt:
+    """Return the row with a prompt that ends with the text `key` of its extra_info, after a blank line.
+
+    Raises: ValueError if the row has no such text."""
+    hint = row.extra_info.get(key)
+    if not isinstance(hint, str) or not hint:
+        raise ValueError(f"extra_info.{key} is {hint!r}, wanted a string that is not empty")
+    if isinstance(row.messages, str):
+        return replace(row, messages=f"{row.messages}\n\n{hint}")
+    *before, last = row.messages
+    return replace(row, messages=(*before, last | {"content": f"{last['content']}\n\n{hint}"}))
+
+
+class HintedPrompts:
+    """The prompts that the teacher reads, as token ids."""
+
+    def __init__(self, config: TrainConfig, key: str) -> None:
+        """Read and encode all training rows. Raises ValueError for a row without a hint, and for one that is too long
+        for the teacher."""
+        rows, data, flag = [], config.data, f"--teacher-hint-key ({key})"
+        dataset = PromptDataset.load(data.train_data, prompt_key=data.prompt_key)
+        for row, prompt in enumerate(dataset):
+            try:
+                rows.append(with_hint(prompt, key))
+            except ValueError as error:
+                where = dataset.places([row])[0]
+                raise ValueError(f"{flag}: {where} of --train-data: {error}.") from error
+        tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
+        self._encoder = PromptEncoder(tokenizer, PromptDataset(rows))
+        longest = max(len(ids) for ids in self._encoder.prompts(range(len(rows))))
+        limit = ModelShape.load(config.model.reference_folder).max_position_embeddings
+        wanted = longest + config.max_sampled_length
+        if wanted > limit:
+            raise ValueError(
+                f"{flag}: the longest prompt with its hint has {longest} tokens, and with a response {wanted}; the "
+                f"teacher takes {limit} (max_position_embeddings). Shorten the hints."
+            )
+
+    def extended(self, batch: Batch, rows: Mapping[int, int]) -> Batch:
+        """Return the batch with the teacher's prompts.
+
+        Args:
+            rows: sample id -> row of the data."""
+        ids = batch.sample_ids.tolist()
+        prompts = self._encoder.prompts([rows[sample] for sample in ids])
+        tokens, masks = [], []
+        for index, (begin, end) in enumerate(zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:])):
+            first = begin + int(batch.response_mask[begin:end].int().argmax())
+            prompt = torch.tensor(prompts[index], dtype=torch.int64)
+            tokens.append(torch.cat([prompt, batch.tokens[first:end]]))
+            of_prompt = torch.zeros(len(prompt), dtype=torch.bool)
+            masks.append(torch.cat([of_prompt, batch.response_mask[first:end]]))
+        lengths = torch.tensor([0, *map(len, tokens)], dtype=torch.int64)
+        nothing = batch.tokens[:0], batch.response_mask[:0]
+        return Batch(
+            sample_ids=batch.sample_ids,
+            tokens=torch.cat([nothing[0], *tokens]),
+            cu_seqlens=lengths.cumsum(0),
+            response_mask=torch.cat([nothing[1], *masks]),
+        )
+
+
+class TeacherPasses:
+    """The passes of a policy that teaches, for this rank's samples."""
+
+    def __init__(self, policy: PolicyRole) -> None:
+        self.policy = policy
+        key = policy.algorithm.teacher_hint_key
+        self._hints = None if key is None else HintedPrompts(policy.config, key)
+
+    def write_hidden_states(self, rows: Mapping[int, int]) -> None:
+        """Write the column teacher_hidden. `rows`: sample id -> row of the data."""
+        from megarl.megatron.teacher import last_hidden
+
+        self._write("teacher_hidden", last_hidden, rows)
+
+    def write_top_tokens(self, rows: Mapping[int, int]) -> None:
+        """Write the column teacher_top_k. `rows`: sample id -> row of the data."""
+        from megarl.megatron.teacher import top_tokens
+
+        vocab_size = ModelShape.load(self.policy.config.model.model).vocab_size
+        k = self.policy.algorithm.teacher_top_k
+        self._write("teacher_top_k", functools.partial(top_tokens, k=k, vocab_size=vocab_size), rows)
+
+    def _write(
+        self, column: str, outputs: Callable[[HeadInputs], torch.Tensor], rows: Mapping[int, int]
+    ) -> None:
+        policy, shard = self.policy, self.policy.shard
+        micro_batches = policy.micro_batches(shard.mini_batches)
+        if self._hints is not None:
+            micro_batches = [
+                MicroBatch.of(self._hints.extended(micro.batch, rows)) for micro in micro_batches
+            ]
+        of_tokens = policy.model.outputs(micro_batches, outputs, policy.config.sampling.temperature)
+        if of_tokens is None:
+            return
+        values = torch.cat(of_tokens)
+        if not values.isfinite().all():
+            raise InvariantError(f"{policy.name}: {column} has a value that is not finite")
+        whole = torch.zeros(len(shard.batch.tokens), *values.shape[1:], dtype=values.dtype)
+        whole[shard.batch.response_mask] = values
+        shard.set_column(column, whole)
+
+
+def teaching_of(policy: PolicyRole) -> Teaching | None:
+    """Return what the policy of this rank learns from a teacher; None if nothing, or before the last stage."""
+    from megarl.megatron.teacher import Teaching, teacher_head
+
+    algorithm, config, model = policy.algorithm, policy.config, policy.model
+    divergence = algorithm.teacher_divergence()
+    if divergence is None or not model.is_last_stage:
+        return None
+    if algorithm.teacher_column != "teacher_hidden":
+        return Teaching(divergence, None)
+    tp, shape = model.groups.tp, policy.shape
+    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
+    num_rows = shape.padded_vocab_size() // tp.size()
+    weight = teacher_head(
+        config.model.reference_folder, num_rows, tp.rank(), shape.vocab_size, dtype, model.device
+    )
+    return Teaching(divergence, weight)
+
+
+def wide_formats(algorithm: Any, config: TrainConfig) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return column -> dtype and shape of a token's row, for the column that a teacher writes."""
+    if algorithm.teacher_column is None:
+        return {}
+    if algorithm.teacher_column == "teacher_top_k":
+        return {"teacher_top_k": (torch.float32, (2 * algorithm.teacher_top_k,))}
+    hidden = ModelShape.load(config.model.reference_folder).hidden_size
+    return {"teacher_hidden": (torch.bfloat16 if config.model.bf16 else torch.float32, (hidden,))}
