@@ -135,6 +135,11 @@ class CallFuture(Future[Any]):
         """Return the ranks that have not answered the call yet."""
         return [rank for rank in self.ranks if rank not in self.values]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have answered."""
+        return len(self.values) == len(self.ranks)
+
     def result(self) -> list[Any]:
         self._executor.wait_any([self])
         return [self.values[rank] for rank in self.ranks]
@@ -222,7 +227,7 @@ class Executor(ABC):
             future.values[reply.rank] = value
             future.seconds = max(future.seconds, reply.seconds)
             future.ended = max(future.ended, reply.ended)
-            if not future.missing():
+            if future.is_complete:
                 self._seconds[future.role, future.method] += future.seconds
                 self._changed.notify_all()
 
@@ -252,7 +257,7 @@ class Executor(ABC):
         one."""
         with self._changed:
             self._raise_failure()
-            return not future.missing()
+            return future.is_complete
 
     def wait_event(self, timeout_s: float = math.inf) -> Event | None:
         """Block until a rank has sent an event, and return the oldest one that was not taken. Returns None

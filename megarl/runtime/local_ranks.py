@@ -22,8 +22,6 @@ from megarl.runtime.process import DRIVER_PID, rank_command, store_prefix, witho
 from megarl.runtime.rank_processes import JobRanks, RankProcesses, undisturbed
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from megarl.runtime.store_executor import StoreExecutor
 
 _EXIT_S, _DEATH_FIRST_S = 30.0, 0.5
@@ -97,16 +95,11 @@ class LocalRanks(RankProcesses):
 
         Args:
             ranks: role -> its ranks."""
+        from megarl.runtime.mailbox import connect
         from megarl.runtime.store_executor import StoreExecutor
 
         self.start_ranks()
-        executor = StoreExecutor(
-            ranks, self._world_size, call_timeout_s, self._connect(), self._connect(), interfaces
-        )
+        store = connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
+        executor = StoreExecutor(ranks, self._world_size, call_timeout_s, store, interfaces)
         self.report_deaths(lambda death: executor.fail(death.at(executor.where())))
         return executor
-
-    def _connect(self) -> dist.Store:
-        from megarl.runtime.mailbox import connect
-
-        return connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))

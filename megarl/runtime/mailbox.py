@@ -1,22 +1,18 @@
-"""Exchange messages between driver and ranks over torch's own c10d store: calls one way, results the other.
+"""Ask questions of the ranks, and answer them, over torch's own c10d store.
 
-    cmd/0, cmd/1, ...   the log: one ordered list of commands. The driver writes; each rank reads all of it in
-                        order and skips calls of roles that it does not host. Ranks that share roles therefore
-                        run them in the same order
-    inbox               one queue of the replies, failures and events of all ranks, which the driver reads
+    commands/...        addresses of the driver and of the nodes' relays, over which commands and reports
+                        travel, see relay.py
     health/0, ...       set when the driver asks for signs of life; each rank writes its Python stack to
                         health/0/<rank>
     kill                set once the driver has reported a failure: nobody needs to wait any more
     shutdown/...        messages of a graceful shutdown, see shutdown_listener.py
 
 All keys live under a prefix with the elastic restart count, so a restarted job never reads keys of the
-previous attempt. Messages (messages.py) are signed (signing.py), because anybody who reaches the store's port
-can write there. The store refuses values above 8 MiB (`MAX_PAYLOAD_LEN` of TCPStoreLibUvBackend.cpp). Larger
-values are split into parts."""
+previous attempt. Answers with content are signed (signing.py), because anybody who reaches the store's port
+can write there."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,13 +22,9 @@ import torch.distributed as dist
 
 from megarl.runtime import signing
 from megarl.runtime.key_value_store import KeyValueStore
-from megarl.runtime.messages import Command, Kill, Report, decode_command, decode_report, encode
 from megarl.runtime.process import listen_on_loopback, store_prefix
 
-PART_BYTES = 4 << 20
 FOREVER = timedelta(days=20)  # the store's poll counts milliseconds in an int32: 24 days at most
-STARTUP = -1  # index of a failure before the first command
-_WHOLE, _IN_PARTS = b"=", b"+"
 _END = b"end"
 
 
@@ -82,35 +74,12 @@ def world_store(timeout_s: float) -> dist.Store | None:
 
 
 class Mailbox:
-    """Sends and receives messages between driver and ranks over one connection to the store. One thread at a
-    time may block on it."""
+    """Asks and answers questions over one connection to the store. One thread at a time may block on it."""
 
     def __init__(self, store: KeyValueStore) -> None:
-        self._store, self._reports = store, 0
+        self._store = store
 
     # Driver side.
-
-    def post(self, index: int, command: Command) -> list[str]:
-        """Append a command to the log, which every rank reads in order. Returns the keys to delete once all
-        have read it."""
-        head, parts = self._pack(f"cmd/{index}", signing.sign(encode(command), f"cmd/{index}"))
-        self._store.set(f"cmd/{index}", head)
-        return [f"cmd/{index}", *parts]
-
-    def receive(self) -> Report | None:
-        """Block until some rank reports, and return the report. Returns None if `close` was called."""
-        head = self._store.queue_pop("inbox")
-        data = signing.verify(self._read(head), "inbox")
-        self.delete(json.loads(head[1:]) if head[:1] == _IN_PARTS else [])
-        return decode_report(data) if data else None
-
-    def close(self) -> None:
-        """Make a `receive` that blocks on another connection return None."""
-        self._store.queue_push("inbox", _WHOLE + signing.sign(b"", "inbox"))
-
-    def delete(self, keys: list[str]) -> None:
-        for key in keys:
-            self._store.delete_key(key)
 
     def ask_health(self, number: int, ranks: Sequence[int], wait_s: float) -> dict[int, str]:
         """Ask these ranks for the stack of their main thread. Returns the stacks, by rank, that arrive within
@@ -130,12 +99,9 @@ class Mailbox:
         end."""
         self._store.set(f"health/{number}", _END)
 
-    def kill(self, index: int, exit_code: int) -> None:
-        """Tell all ranks to exit with `exit_code` in place of command `index`, the next one.
-
-        Workers that wait for command `index`, the next one, exit at once. Failed workers stop waiting."""
+    def kill(self) -> None:
+        """Tell failed ranks that their failure was reported, so that they stop to wait."""
         self._store.set("kill", "1")
-        self.post(index, Kill(exit_code))
 
     def ask_all(self, key: str, ranks: Sequence[int], wait_s: float, value: str = "asked") -> list[int]:
         """Set a key that every rank answers (shutdown_listener.py). Returns the ranks that have not answered
@@ -160,22 +126,6 @@ class Mailbox:
 
     # Worker side.
 
-    def has_command(self, index: int) -> bool:
-        """Return whether the driver has posted command number `index`. Does not block."""
-        return self._store.check([f"cmd/{index}"])
-
-    def next_command(self, index: int) -> Command:
-        """Return command number `index`. Blocks until the driver has posted it."""
-        head = self._store.get(f"cmd/{index}")
-        return decode_command(signing.verify(self._read(head), f"cmd/{index}"))
-
-    def report(self, report: Report) -> None:
-        """Send a reply or an event to the driver. Those of one connection arrive in their order."""
-        data = signing.sign(encode(report), "inbox")
-        head, _ = self._pack(f"report/{report.rank}/{self._reports}", data)
-        self._reports += 1
-        self._store.queue_push("inbox", head)
-
     def answer_health(self, rank: int, describe: Callable[[], str]) -> None:
         """Answer the driver's health questions with the result of `describe`, and return when the driver
         stops asking.
@@ -190,20 +140,3 @@ class Mailbox:
     def is_killed(self) -> bool:
         """Return whether the driver has called `kill`."""
         return self._store.check(["kill"])
-
-    # A value above PART_BYTES is a head with the keys of its parts, which are written first.
-
-    def _pack(self, key: str, data: bytes) -> tuple[bytes, list[str]]:
-        if len(data) <= PART_BYTES:
-            return _WHOLE + data, []
-        parts = [f"{key}/part_{i}" for i in range(-(-len(data) // PART_BYTES))]
-        for i, part in enumerate(parts):
-            self._store.set(part, data[i * PART_BYTES : (i + 1) * PART_BYTES])
-        return _IN_PARTS + json.dumps(parts).encode(), parts
-
-    def _read(self, head: bytes) -> bytes:
-        return (
-            head[1:]
-            if head[:1] == _WHOLE
-            else b"".join(self._store.get(part) for part in json.loads(head[1:]))
-        )

@@ -24,6 +24,7 @@ import msgspec
 
 from megarl.failures import ExplainedError, last_line
 from megarl.messages import from_extension, packable
+from megarl.runtime import signing
 
 _HOSTING = str(Path(__file__).with_name("hosting.py"))
 
@@ -105,8 +106,8 @@ class Terminated(msgspec.Struct, tag="terminated", frozen=True):
 
 Command = Call | Shutdown | Kill
 Report = Reply | Event | Terminated
-decode_command: Callable[[bytes | memoryview], Command] = msgspec.msgpack.Decoder(Command).decode
-decode_report: Callable[[bytes | memoryview], Report] = msgspec.msgpack.Decoder(Report).decode
+_decode_command: Callable[[bytes | memoryview], Command] = msgspec.msgpack.Decoder(Command).decode
+_decode_report: Callable[[bytes | memoryview], Report] = msgspec.msgpack.Decoder(Report).decode
 
 
 class CannotSend(TypeError):
@@ -127,6 +128,26 @@ def encode(value: object) -> bytes:
             return msgspec.msgpack.encode(packable(value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CannotSend(str(error)) from None
+
+
+def signed_command(index: int, command: Command) -> bytes:
+    """Return command number `index` of a job as a signed message. Raises: CannotSend."""
+    return signing.sign(encode(command), f"cmd/{index}")
+
+
+def read_command(index: int, data: bytes) -> Command:
+    """Return the command of a message. Raises: ForgedMessage unless it is the job's command number `index`."""
+    return _decode_command(signing.verify(data, f"cmd/{index}"))
+
+
+def signed_report(report: Report) -> bytes:
+    """Return a report as a signed message. Raises: CannotSend."""
+    return signing.sign(encode(report), "report")
+
+
+def read_report(data: bytes | memoryview) -> Report:
+    """Return the report of a message. Raises: ForgedMessage unless a rank of this job has signed it."""
+    return _decode_report(signing.verify(data, "report"))
 
 
 def _plain(value: object) -> int | float | str:

@@ -88,7 +88,7 @@ class RayRanks:
             ranks: role -> its ranks.
         Raises: RuntimeError, if Ray cannot be reached or has no room; OSError of a node."""
         from megarl.runtime.mailbox import connect
-        from megarl.runtime.store_executor import StoreExecutor
+        from megarl.runtime.store_executor import Nodes, StoreExecutor
 
         self._connect()
         self._place()
@@ -113,12 +113,11 @@ class RayRanks:
             for number, node in enumerate(self._nodes)
         ]
         self._get(starts)
-        store, prefix = f"{self._store.host}:{self._store.port}", store_prefix(env)
-        executor = StoreExecutor(
-            ranks, world_size, call_timeout_s, connect(store, prefix), connect(store, prefix), interfaces
-        )
+        store = connect(f"{self._store.host}:{self._store.port}", store_prefix(env))
+        nodes = None if is_local else Nodes(own, self._num_nodes)
+        executor = StoreExecutor(ranks, world_size, call_timeout_s, store, interfaces, nodes)
         if not is_local:
-            executor.watch_nodes(own, self._describe_rank, self._leave_out)
+            executor.watch_nodes(self._describe_rank, self._leave_out)
         for number in range(self._num_nodes):
             threading.Thread(
                 target=self._watch, args=(number, executor), name=f"watch_node_{number}", daemon=True

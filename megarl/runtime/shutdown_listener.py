@@ -26,9 +26,12 @@ import torch.distributed as dist
 
 from megarl.runtime.abort import ABORT, Aborted
 from megarl.runtime.key_value_store import KeyValueStore
+from megarl.runtime.channel import ConnectionLost
 from megarl.runtime.mailbox import Mailbox, connect
-from megarl.runtime.messages import Terminated
+from megarl.runtime.messages import Terminated, signed_report
 from megarl.runtime.process import has_died, process_name
+from megarl.runtime.relay import DRIVER_ADDRESS, report_directly
+from megarl.runtime.signing import SecretError
 
 PROCESS, PING = "shutdown/process", "shutdown/ping"
 ABORT_CALLS, ALL_RANKS_KNOW = "shutdown/abort", "shutdown/all_ranks_know"
@@ -96,17 +99,19 @@ class ShutdownListener:
         self._terminated.set()
         try:
             store = connect(timeout_s=_CONNECT_S)
-            mailbox = Mailbox(store)
-            mailbox.report(Terminated(self._rank))
+            mailbox, is_reported = Mailbox(store), False
             deadline = time.monotonic() + _HEARD_S
             while (
                 not mailbox.is_killed()
                 and not _has_driver_died(store)
                 and (self._pinged.is_set() or time.monotonic() < deadline)
             ):
+                if not is_reported and store.check([DRIVER_ADDRESS]):  # the driver may still be starting
+                    report_directly(store, signed_report(Terminated(self._rank)))
+                    is_reported = True
                 time.sleep(0.1)
-        except dist.DistError:
-            pass  # the store is gone, and the job with it
+        except (dist.DistError, ConnectionLost, SecretError):
+            pass  # the store or the driver is gone, and the job with it
         os._exit(128 + signal.SIGTERM)
 
 

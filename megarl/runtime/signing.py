@@ -1,15 +1,15 @@
-"""Sign the messages in the job's c10d store with HMAC-SHA256, so that ranks and driver read only each other's
-messages.
+"""Sign the messages between driver and ranks with HMAC-SHA256, so that they read only each other's messages.
 
-The signature is checked before any of the message is read. Anybody who can reach the store's port can write
-there. The key is the job's secret:
+The signature is checked before any of the message is read. Anybody who can reach the port of the job's store can
+write there. The key is the job's secret:
 
     started by megarl               drawn by the process that starts the ranks, in their environment
     torchrun, one node              drawn by rank 0, in a file that only this user can read, removed
                                     when all ranks have read it
     torchrun, several nodes         the user's, in MEGARL_JOB_SECRET, the same on all nodes
 
-The signature also covers the key under which a message is stored, so a message cannot replace another one."""
+The signature also covers the name of a message, such as its key in the store or the number of a command, so a
+message cannot replace another one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FILE, _READERS = "secret/file", "secret/readers"
 
 
 class ForgedMessage(ExplainedError, RuntimeError):
-    """Raised for a message in the store that no process of this job has signed."""
+    """Raised for a message that no process of this job has signed."""
 
     read_on = "docs/security.md"
 
@@ -43,20 +43,20 @@ class SecretError(ValueError):
 
 
 def sign(data: bytes, name: str) -> bytes:
-    """Return the message to store under the key `name`: 32 bytes of HMAC over key and data, then the data."""
+    """Return the message of this name: 32 bytes of HMAC over name and data, then the data."""
     return _mac(name, data) + data
 
 
-def verify(signed: bytes, name: str) -> memoryview:
-    """Return the data of a signed message. Raises ForgedMessage if key and data were not signed with the
+def verify(signed: bytes | memoryview, name: str) -> memoryview:
+    """Return the data of a signed message. Raises ForgedMessage if name and data were not signed with the
     job's secret.
 
     Raises: ForgedMessage if no process with the same secret has signed the data for this name."""
     data = memoryview(signed)[_MAC_BYTES:]
     if not hmac.compare_digest(_mac(name, data), signed[:_MAC_BYTES]):
         raise ForgedMessage(
-            f"{name} in the job's store is not signed with the job's secret and was not read: another "
-            f"process wrote it, or {JOB_SECRET} is not the same on all nodes."
+            f"{name} is not signed with the job's secret and was not read: another process wrote it, or "
+            f"{JOB_SECRET} is not the same on all nodes."
         )
     return data
 
@@ -67,7 +67,7 @@ def _mac(name: str, data: bytes | memoryview) -> bytes:
     return mac.digest()
 
 
-_HOW = f"Try export {JOB_SECRET}=$(openssl rand -hex {_SECRET_BYTES}) once, and give every node the value."
+HOW = f"Try export {JOB_SECRET}=$(openssl rand -hex {_SECRET_BYTES}) once, and give every node the value."
 _secret: str | None = None
 
 
@@ -81,7 +81,7 @@ def job_secret() -> str:
         if given is not None and len(given) < _SHORTEST_SECRET:
             raise SecretError(
                 f"{JOB_SECRET} (variable, {len(given)} characters): must have at least "
-                f"{_SHORTEST_SECRET} characters. {_HOW}"
+                f"{_SHORTEST_SECRET} characters. {HOW}"
             )
         _secret = given or secrets.token_hex(_SECRET_BYTES)
     return _secret
@@ -99,7 +99,7 @@ def check_secret(env: Mapping[str, str] = os.environ) -> None:
     if JOB_SECRET not in env and not alone and not on_one_node:
         raise SecretError(
             f"{JOB_SECRET} (variable, not set): must be set unless torchrun starts all ranks, on one node: "
-            f"it signs commands in a store that others can reach. {_HOW}"
+            f"it signs commands in a store that others can reach. {HOW}"
         )
 
 

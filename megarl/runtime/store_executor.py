@@ -1,14 +1,18 @@
-"""Implement the executor over the job's c10d store: send calls, read replies, enforce deadlines."""
+"""Implement the executor whose ranks are processes: send calls, read replies, enforce deadlines.
+
+Commands and reports travel through a tree of relays (relay.py), questions about the ranks and their answers over
+the job's c10d store (mailbox.py)."""
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from megarl.runtime.executor import (
     CallFuture,
@@ -18,32 +22,59 @@ from megarl.runtime.executor import (
     ProcessExecutor,
     RemoteError,
 )
+from megarl.runtime.channel import split
+from megarl.runtime.job_store import LOOPBACK
 from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.mailbox import Mailbox, connect
 from megarl.runtime.node_watch import WATCH_KEY, Node, NodeWatch, node_lost
-from megarl.runtime.messages import Call, Command, Event, Failure, Reply, Shutdown, Terminated
+from megarl.runtime.messages import (
+    Call,
+    Command,
+    Event,
+    Failure,
+    Kill,
+    Reply,
+    Report,
+    Shutdown,
+    Terminated,
+    read_report,
+    signed_command,
+)
 from megarl.runtime.process import has_died, process_name, world_size_from_env
+from megarl.runtime.relay import DRIVER_ADDRESS, CommandTree, children_of
 from megarl.runtime.shutdown_listener import ABORT_CALLS, ALL_RANKS_KNOW, DRIVER, PING, PROCESS
 from megarl.runtime.signing import JOB_SECRET, job_secret
 
 _TICK_S = 1.0  # seconds until a process that was not scheduled is taken for a stopped one
-_SIGNAL_S = 1.0  # seconds for a simultaneous signal to be handled
 _STACKS_S = 3.0  # seconds for ranks to report their stacks
 _SOON_S, _PING_S = 0.5, 5.0  # seconds for ranks to answer a ping
 _LOCK_S = 1.0
 
 
-class StoreExecutor(ProcessExecutor):
-    """An executor that reaches its ranks over the job's c10d store.
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a job with several nodes.
 
-    A reader thread takes reports from the inbox as they come. An error of any rank is therefore known at
-    once, even while the driver waits or works.
+    Args:
+        address: IP address of this machine by which the nodes reach it.
+        count: number of nodes with ranks."""
+
+    address: str
+    count: int
+
+
+class StoreExecutor(ProcessExecutor):
+    """An executor that reaches its ranks through relays, and over the job's c10d store.
+
+    A reader thread takes reports as they come. An error of any rank is therefore known at once, even while the
+    driver waits or works.
 
     Args:
         ranks: role -> its ranks. Every rank of the world needs a role.
         world_size: number of ranks of the job.
-        writer, reader: two connections to the store; see `mailbox.connect`.
-        call_timeout_s, interfaces: as in Executor."""
+        store: a connection to the store; see `mailbox.connect`.
+        call_timeout_s, interfaces: as in Executor.
+        nodes: None for a job on one node, whose ranks are reached directly."""
 
     capabilities = Capabilities(
         overlap=True, deadlines=True, rank_processes=True, survives_worker_death=False
@@ -54,15 +85,15 @@ class StoreExecutor(ProcessExecutor):
         ranks: Mapping[str, Sequence[int]],
         world_size: int,
         call_timeout_s: float,
-        writer: KeyValueStore,
-        reader: KeyValueStore,
+        store: KeyValueStore,
         interfaces: Mapping[str, type] | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         _check_ranks(ranks, world_size)
         super().__init__(ranks, interfaces, call_timeout_s)
         self._stopped_s = 0.0
-        self._outbox, self._inbox = Mailbox(writer), Mailbox(reader)
-        self._outbox.set(DRIVER, process_name())
+        self._mailbox, self._nodes = Mailbox(store), nodes
+        self._mailbox.set(DRIVER, process_name())
         self._world = range(world_size)
         self._calls: dict[int, tuple[CallFuture, float]] = {}
         """Calls in flight by index, each with the time when it was issued."""
@@ -72,31 +103,31 @@ class StoreExecutor(ProcessExecutor):
         self._is_over = False
         self._node_watch: NodeWatch | None = None
         self._num_questions = 0
-        self._log: deque[tuple[int, list[str]]] = deque()
-        """Index and keys of the commands that are still in the store."""
-        self._answered = dict.fromkeys(self._world, -1)
-        """Newest index that each rank has answered and therefore read."""
-        self._reader = threading.Thread(target=self._read, name="read_inbox", daemon=True)
-        # A signal may end the job before anyone has this executor and could shut it down.
-        atexit.register(self._end_at_exit)
+        self._reports: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        num_children = world_size if nodes is None else len(children_of(None, nodes.count))
+        address = LOOPBACK if nodes is None else nodes.address
+        self._tree = CommandTree(address, num_children, self._reports.put)
+        self._reader = threading.Thread(target=self._read, name="read_reports", daemon=True)
         self._reader.start()
+        self._mailbox.set(DRIVER_ADDRESS, self._tree.address)
 
     @classmethod
     def from_env(
-        cls, ranks: dict[str, list[int]], call_timeout_s: float, interfaces: Mapping[str, type] | None = None
+        cls,
+        ranks: dict[str, list[int]],
+        call_timeout_s: float,
+        interfaces: Mapping[str, type] | None = None,
+        nodes: Nodes | None = None,
     ) -> StoreExecutor:
         """Return an executor for the job whose store `start_driver` has put into the environment. Call this
         in the driver process."""
         job_secret()
         os.environ.pop(JOB_SECRET, None)  # the driver's children do not need the secret
-        writer, reader = (
-            connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"]) for _ in range(2)
-        )
-        return cls(ranks, world_size_from_env(), call_timeout_s, writer, reader, interfaces)
+        store = connect(os.environ["MEGARL_STORE"], os.environ["MEGARL_STORE_PREFIX"])
+        return cls(ranks, world_size_from_env(), call_timeout_s, store, interfaces, nodes)
 
     def watch_nodes(
         self,
-        address: str,
         describe_rank: Callable[[int], str] = str,
         on_lost: Callable[[Node], object] = lambda node: None,
     ) -> None:
@@ -104,7 +135,6 @@ class StoreExecutor(ProcessExecutor):
         for this call before the ranks join each other.
 
         Args:
-            address: IP address of this machine by which the nodes reach it.
             describe_rank: describes a rank of a lost node, for example "1: actor, critic".
             on_lost: called before the failure is set, on another thread."""
 
@@ -112,8 +142,9 @@ class StoreExecutor(ProcessExecutor):
             on_lost(node)
             self.fail(node_lost(node, reason, describe_rank, self.where()))
 
-        self._node_watch = NodeWatch(address, report)
-        self._outbox.set(WATCH_KEY, self._node_watch.address)
+        assert self._nodes is not None
+        self._node_watch = NodeWatch(self._nodes.address, report)
+        self._mailbox.set(WATCH_KEY, self._node_watch.address)
 
     def _issue(self, call: Call) -> CallFuture:
         return self._post(call, CallFuture(self, call.role, call.method, call.ranks))
@@ -126,42 +157,43 @@ class StoreExecutor(ProcessExecutor):
             self._calls[index] = future, self._now()
             for rank in future.ranks:
                 self._queues[rank].append(index)
-            self._log.append((index, self._outbox.post(index, command)))
+            self._tree.post(signed_command(index, command))
         return future
 
     def drain(self) -> None:
         self._wait_until(lambda: not self._calls)
 
     def abort_calls(self) -> None:
-        self._outbox.set(PING, "asked")  # ranks read this key first
-        if not self._outbox.ask_all(ABORT_CALLS, self._world, _PING_S, str(self.num_calls)):
-            self._outbox.set(ALL_RANKS_KNOW, "asked")
+        self._mailbox.set(PING, "asked")  # ranks read this key first
+        if not self._mailbox.ask_all(ABORT_CALLS, self._world, _PING_S, str(self.num_calls)):
+            self._mailbox.set(ALL_RANKS_KNOW, "asked")
         self.drain()
 
     def health(self, wait_s: float = _STACKS_S) -> Health:
         with self._changed:
             number, self._num_questions = self._num_questions, self._num_questions + 1
-        stacks = self._outbox.ask_health(number, self._world, wait_s)
+        stacks = self._mailbox.ask_health(number, self._world, wait_s)
         return Health(stacks, [rank for rank in self._world if rank not in stacks])
 
     def shutdown(self) -> None:
         if not self._is_over:
             # Threads of the ranks that wait for a question are in the store's code, see `_end`.
-            self._outbox.end_health(self._num_questions)
+            self._mailbox.end_health(self._num_questions)
             for key in (PING, ABORT_CALLS, ALL_RANKS_KNOW):
-                self._outbox.set(key, "end")
+                self._mailbox.set(key, "end")
             self._post(Shutdown(), CallFuture(self, "driver", "shutdown", self._world)).result()
             self._end()
 
     def kill(self, exit_code: int) -> None:
-        self._outbox.kill(self.num_calls, exit_code)
+        self._mailbox.kill()
+        self._tree.post(signed_command(self.num_calls, Kill(exit_code)))
         self._end()
 
     def dead_ranks(self) -> list[int]:
-        missing = self._outbox.ask_all(PING, self._world, _SOON_S)
-        names = self._outbox.answers(PROCESS, missing)
+        missing = self._mailbox.ask_all(PING, self._world, _SOON_S)
+        names = self._mailbox.answers(PROCESS, missing)
         dead = [rank for rank, name in names.items() if has_died(name.decode())]
-        return dead or self._outbox.ask_all(PING, missing, _PING_S)
+        return dead or self._mailbox.ask_all(PING, missing, _PING_S)
 
     def where(self) -> str:
         when = super().where()
@@ -179,22 +211,13 @@ class StoreExecutor(ProcessExecutor):
         return f"{when}, waiting for {' and '.join(calls)}" if calls else f"{when}, no call in flight"
 
     def _end(self) -> None:
-        """Stop the reader thread, and wait a second for it.
-
-        The store's C++ code may terminate a process that exits while a thread is inside it."""
+        """Close the connections to the ranks and to the nodes, and stop the reader thread."""
         self._is_over = True
         if self._node_watch is not None:
             self._node_watch.close()
-        self._outbox.close()
+        self._tree.close()
+        self._reports.put(None)
         self._reader.join(timeout=1.0)
-
-    def _end_at_exit(self) -> None:
-        """Stop the reader thread when the process exits, if nothing else has, and wait two seconds at
-        most."""
-        if self._reader.is_alive() and not self._is_over:
-            ending = threading.Thread(target=self._end, daemon=True)  # a store that is stopped never answers
-            ending.start()
-            ending.join(timeout=2.0)
 
     def _now(self) -> float:
         """Return seconds on a clock that stands while this process is stopped (Ctrl-Z).
@@ -236,25 +259,25 @@ class StoreExecutor(ProcessExecutor):
 
     def _read(self) -> None:
         try:
-            while (report := self._inbox.receive()) is not None:
-                match report:
-                    case Terminated():
-                        self.on_terminated()
-                    case Event():
-                        self._keep_event(report)
-                    case Reply(failure=Failure() as failure):
-                        self._take_failure(report.rank, failure)
-                    case Reply() if self.failure is None:
-                        self._take_value(report)
-                        self._inbox.delete(self._read_by_all())
+            while (reports := self._reports.get()) is not None:
+                for data in split(reports):
+                    self._take(read_report(data))
         except Exception as error:  # thread boundary: the main thread would wait for ever
-            time.sleep(
-                _SIGNAL_S
-            )  # Ctrl-C may end the store's process first; the signal then gives the better message
             text = (
                 f"[driver] cannot hear the workers any more {self.where()}: {type(error).__name__}: {error}"
             )
             self.fail(RuntimeError(text.splitlines()[0]))
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case Terminated():
+                self.on_terminated()
+            case Event():
+                self._keep_event(report)
+            case Reply(failure=Failure() as failure):
+                self._take_failure(report.rank, failure)
+            case Reply() if self.failure is None:
+                self._take_value(report)
 
     def _take_failure(self, rank: int, failure: Failure) -> None:
         time.sleep(self.death_first_s)
@@ -266,23 +289,13 @@ class StoreExecutor(ProcessExecutor):
             future, _ = self._calls[reply.index]
             self._queues[reply.rank].popleft()
             self._free_since[reply.rank] = self._now()
-            self._answered[reply.rank] = reply.index
-            if future.missing() == [reply.rank]:
+            if len(future.values) + 1 == len(future.ranks):
                 del self._calls[reply.index]
             try:
                 self._keep_value(future, reply)
             except Exception as error:  # including errors of an interface's own types
                 failure = Failure(future.role, future.method, future.label, str(error), "")
                 self.fail(RemoteError(reply.rank, failure))
-
-    def _read_by_all(self) -> list[str]:
-        """Return the keys of the commands that every rank has read."""
-        keys: list[str] = []
-        with self._changed:
-            oldest = min(self._answered.values())
-            while self._log and self._log[0][0] <= oldest:
-                keys += self._log.popleft()[1]
-        return keys
 
 
 def _check_ranks(ranks: Mapping[str, Sequence[int]], world_size: int) -> None:

@@ -82,16 +82,17 @@ def run_driver(
         describe_rank: describes a rank of a node that is lost, for example "1: actor, critic"."""
     end_on_signals()
     end_with_parent(int(os.environ["MEGARL_RANK_0_PID"]))
-    from megarl.runtime.store_executor import (
-        StoreExecutor,
-    )  # torch: cleanup cannot run if a signal interrupts this import
+    # torch: cleanup cannot run if a signal interrupts this import
+    from megarl.runtime.store_executor import Nodes, StoreExecutor
 
     def connect() -> StoreExecutor:
-        executor = StoreExecutor.from_env(ranks, call_timeout_s, interfaces)
-        if has_node_watch():
-            host, port = os.environ["MEGARL_STORE"].rsplit(":", 1)
-            own = own_address({**os.environ, "MASTER_ADDR": host, "MASTER_PORT": port})
-            executor.watch_nodes(own, describe_rank)
+        if not has_node_watch():
+            return StoreExecutor.from_env(ranks, call_timeout_s, interfaces)
+        host, port = os.environ["MEGARL_STORE"].rsplit(":", 1)
+        own = own_address({**os.environ, "MASTER_ADDR": host, "MASTER_PORT": port})
+        nodes = Nodes(own, int(os.environ[NUM_NODES]))
+        executor = StoreExecutor.from_env(ranks, call_timeout_s, interfaces, nodes)
+        executor.watch_nodes(describe_rank)
         return executor
 
     return run_job(main, connect, notes=notes)

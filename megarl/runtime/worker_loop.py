@@ -1,6 +1,7 @@
-"""Run the loop of a rank, which takes the driver's calls from the job's c10d store, runs them and reports.
+"""Run the loop of a rank, which takes the driver's commands, runs its calls and reports.
 
-The loop takes the next command of the log, runs it if a role of this rank is called, and reports.
+Every rank gets all commands in one order (relay.py), runs those that call a role of the rank, and skips the
+others. Ranks that share roles therefore run them in the same order.
 
     call             -> run, report the value
     call, aborted    -> report no value (a graceful shutdown, see shutdown_listener.py)
@@ -25,19 +26,34 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from megarl.runtime.hosting import HostedRoles, Roles, WorkerContext, stack_of_call, step_until
 from megarl.runtime.key_value_store import KeyValueStore
-from megarl.runtime.mailbox import STARTUP, Mailbox, connect
-from megarl.runtime.messages import Call, Command, Failure, Kill, Reply, Report, encode
+from megarl.runtime.channel import ConnectionLost
+from megarl.runtime.mailbox import Mailbox, connect
+from megarl.runtime.messages import (
+    Call,
+    Command,
+    Failure,
+    Kill,
+    Reply,
+    Report,
+    encode,
+    read_command,
+    signed_report,
+)
 from megarl.runtime.process import WRITES_CHECKPOINT, end_on_signals, end_with_parent
+from megarl.runtime.relay import open_channel, report_directly
 from megarl.runtime.shutdown_listener import ShutdownListener
+from megarl.runtime.signing import SecretError
 
 logger = logging.getLogger(__name__)
 _KILL_WAIT_S = 5.0
+_STARTUP = -1  # index of a failure before the first command
 _STARTUP_WAIT_S = 60.0  # the driver may still be importing torch, and nobody else knows the cause
 
 
@@ -67,8 +83,9 @@ def serve(
     health = health or answer_health(rank)
     try:
         _WorkerLoop(rank, store, listener).run(roles)
-    except dist.DistNetworkError as error:
-        logger.error("[rank %d] lost the connection to the job's store: %s", rank, str(error).splitlines()[0])
+    except (dist.DistNetworkError, ConnectionLost, SecretError) as error:
+        time.sleep(_KILL_WAIT_S)  # who has started this rank knows why, and ends it
+        logger.error("[rank %d] lost the connection to the driver: %s", rank, str(error).splitlines()[0])
         _exit(1)
     health.join(_KILL_WAIT_S)
     listener.join(_KILL_WAIT_S)
@@ -91,11 +108,13 @@ def fail_to_start(error: BaseException, rank: int) -> NoReturn:
     If the driver's store cannot be reached, the error is printed here."""
     failure = Failure.of(error, "worker", "start-up", None)
     try:
-        mailbox = Mailbox(connect(timeout_s=_KILL_WAIT_S))
-    except dist.DistError:
+        store = connect(timeout_s=_KILL_WAIT_S)
+        store.set_timeout(timedelta(seconds=_STARTUP_WAIT_S))
+        report_directly(store, signed_report(Reply(_STARTUP, rank, failure=failure)))
+    except (dist.DistError, ConnectionLost, SecretError):
         sys.stderr.write(f"[worker rank {rank}] start-up failed: {failure.error}\n{failure.traceback}\n")
         _exit(1)
-    _fail(failure, STARTUP, rank, mailbox)
+    _end_failed(Mailbox(store), _STARTUP_WAIT_S)
 
 
 def _answer_health(rank: int) -> None:
@@ -108,12 +127,12 @@ def _answer_health(rank: int) -> None:
 class _WorkerLoop:
     """Takes the commands of the driver on one rank, runs those for roles of this rank, and reports.
 
-    Commands come over one connection, which blocks. All reports of this rank go over another connection, so
-    that they arrive in their order and an event can be sent at any time."""
+    All reports of this rank go over one connection, so that they arrive in their order. An event can be sent
+    at any time, while the main thread waits for a command."""
 
     def __init__(self, rank: int, store: KeyValueStore, listener: ShutdownListener) -> None:
-        self._rank, self._commands, self._listener = rank, Mailbox(store), listener
-        self._outbox, self._lock = Mailbox(connect()), threading.Lock()
+        self._rank, self._mailbox, self._listener = rank, Mailbox(store), listener
+        self._channel, self._lock = open_channel(store), threading.Lock()
         self._context = WorkerContext(rank, self._report)
         self._label: str | None = None  # of the last call
 
@@ -133,16 +152,16 @@ class _WorkerLoop:
         try:
             return roles(self._context) if callable(roles) else roles
         except BaseException as error:  # process boundary
-            self._fail(Failure.of(error, "worker", "start-up", None), STARTUP)
+            self._fail(Failure.of(error, "worker", "start-up", None), _STARTUP)
 
     def _next(self, index: int) -> Command:
         try:
-            step_until(self._context.idle_hook, lambda: self._commands.has_command(index), self._label)
+            step_until(self._context.idle_hook, self._channel.has_message, self._label)
         except Exception as error:  # process boundary
             hook = self._context.idle_hook
             assert hook is not None
             self._fail(Failure.of(error, hook.role, hook.method, self._label), index)
-        return self._commands.next_command(index)
+        return read_command(index, self._channel.next_message())
 
     def _run_call(self, hosted: HostedRoles, call: Call, index: int) -> Reply:
         start, self._label = time.perf_counter(), call.label
@@ -154,17 +173,18 @@ class _WorkerLoop:
             self._fail(Failure.of(error, call.role, call.method, call.label), index)
 
     def _report(self, report: Report) -> None:
+        message = signed_report(report)
         with self._lock:
-            self._outbox.report(report)
+            self._channel.send(message)
 
     def _fail(self, failure: Failure, index: int) -> NoReturn:
-        with self._lock:
-            _fail(failure, index, self._rank, self._outbox)
+        self._report(Reply(index, self._rank, failure=failure))
+        _end_failed(self._mailbox, _STARTUP_WAIT_S if index == _STARTUP else _KILL_WAIT_S)
 
 
-def _fail(failure: Failure, index: int, rank: int, mailbox: Mailbox) -> NoReturn:
-    mailbox.report(Reply(index, rank, failure=failure))
-    deadline = time.monotonic() + (_STARTUP_WAIT_S if index == STARTUP else _KILL_WAIT_S)
+def _end_failed(mailbox: Mailbox, wait_s: float) -> NoReturn:
+    """End this process with exit code 1 once the driver has shown its failure, within `wait_s` seconds."""
+    deadline = time.monotonic() + wait_s
     while not mailbox.is_killed() and time.monotonic() < deadline:
         time.sleep(0.05)
     _exit(1)

@@ -58,7 +58,7 @@ def test_what_this_job_did_not_write_there_is_not_read(store, how):
         "of another generation": store.get("megarl_weights/1/vote/2"),
     }
     store.set(key, forged[how])
-    with pytest.raises(ForgedMessage, match="vote/2 in the job's store is not signed"):
+    with pytest.raises(ForgedMessage, match="vote/2 is not signed"):
         reader.read("vote/2", str | None, soon())
 
 

@@ -149,21 +149,17 @@ def listening() -> list[tuple[str, int]]:
 
 
 def attacked(folder: str) -> None:
-    """Wait for what someone else writes into the store: the ranks are idle, the driver listens."""
+    """Wait while someone else talks to the driver: the ranks are idle, the driver listens. Then go on."""
     with ranks_of("waits", folder) as executor:
         actor = Handle(executor, "actor")
         actor.mean(1.0).result()
         sockets = [*listening(), *(found for rank in actor.listening().result() for found in rank)]
-        seen = {
-            "listening": sockets,
-            "port": executor._outbox._store.underlying_store.port,
-            "next": executor.num_calls,
-        }
+        seen = {"listening": sockets, "address": executor._tree.address}
         (Path(folder) / "ready.part").write_text(json.dumps(seen))
         (Path(folder) / "ready.part").rename(Path(folder) / "ready")
-        while executor.failure is None:
+        while not (Path(folder) / "attacked").exists():
             time.sleep(0.05)
-        raise executor.failure
+        (Path(folder) / "seen.json").write_text(json.dumps(actor.mean(1.0).result()))
 
 
 def waits(folder: str) -> None:

@@ -90,7 +90,7 @@ def test_every_rank_needs_a_role(ranks, message):
     from megarl.runtime.store_executor import StoreExecutor
 
     with pytest.raises(ValueError, match=message):
-        StoreExecutor(ranks, 2, 1.0, writer=None, reader=None)
+        StoreExecutor(ranks, 2, 1.0, store=None)
 
 
 def test_peak_memory_is_this_process_alone():

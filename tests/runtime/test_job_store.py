@@ -3,43 +3,40 @@ tests/runtime/test_job_store.py`"""
 
 import json
 import os
+import socket
 import sys
 
 import pytest
 import torch.distributed as dist
 
 from megarl.runtime import signing
-from megarl.runtime.mailbox import PART_BYTES, Mailbox
-from megarl.runtime.messages import Call, Kill, encode
+from megarl.runtime.channel import CHALLENGE_BYTES, CHILD, REFUSED, frame
+from megarl.runtime.messages import Call, encode
 from megarl.runtime.signing import ForgedMessage, SecretError, agree, check_secret, job_secret, sign, verify
-from tests.launch import run
 from tests.runtime.jobs import START_WITHIN_S
 
 ONE_NODE = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("where", ["inbox", pytest.param("cmd", marks=pytest.mark.nightly)])
-def test_a_job_listens_on_loopback_only_and_runs_nobody_elses_commands(job, where):
-    """Of the store, of gloo's pairs and of the driver; and the whole job ends when someone writes to a rank
-    or to the driver."""
+def test_a_job_listens_on_loopback_only_and_runs_nobody_elses_commands(job):
+    """Of the store, of gloo's pairs, and of the driver, which closes the connection of whoever has not signed
+    in."""
     process = job.start([sys.executable, "-P", "-m", "local_job", "attacked", str(job.folder)])
     job.wait_for("ready")
     seen = json.loads(job.read("ready"))
     assert len(seen["listening"]) >= 3 and {host for host, _ in seen["listening"]} == {"127.0.0.1"}, seen
-    store = dist.TCPStore("127.0.0.1", seen["port"], is_master=False)
-    store = dist.PrefixStore(
-        next(key.split("/world/")[0] for key in store.list_keys() if "/world/" in key), store
-    )
-    command = encode(Call("actor", (0, 1), "sleep", None, b""))
-    if where == "inbox":
-        store.queue_push("inbox", b"=" + bytes(32) + command)
-    else:
-        store.set(f"cmd/{seen['next']}", b"=" + bytes(32) + command)
-    assert process.wait(START_WITHIN_S) == 1
-    assert (
-        f"ForgedMessage: {where}" in job.stderr() and "is not signed with the job's secret" in job.stderr()
-    ), job.stderr()
+    host, port = seen["address"].split(":")
+    assert [host, int(port)] in seen["listening"]
+    sleep = encode(Call("actor", (0, 1), "sleep", None, b""))
+    with socket.create_connection((host, int(port)), timeout=30.0) as other:
+        other.sendall(frame(bytes(32) + CHILD) + frame(bytes(32) + sleep))
+        answer = b"".join(iter(lambda: other.recv(100), b""))
+    assert answer[CHALLENGE_BYTES:] == REFUSED
+    (job.folder / "attacked").touch()
+    assert process.wait(START_WITHIN_S) == 0, job.stderr()
+    assert json.loads(job.read("seen.json")) == [1.5, 1.5]
+    assert "a connection that is not from a process of this job was closed" in job.stderr()
     job.wait_until_gone(10)
 
 
@@ -48,24 +45,12 @@ def test_what_was_changed_swapped_or_cut_is_not_read():
     for forged in (data[:-1] + bytes([data[-1] ^ 1]), bytes(32) + data[32:], data[:20], b"", data[32:]):
         with pytest.raises(
             ForgedMessage,
-            match="^cmd/3 in the job's store is not signed with the job's secret and was not read",
+            match="^cmd/3 is not signed with the job's secret and was not read",
         ):
             verify(forged, "cmd/3")
     with pytest.raises(ForgedMessage):
         verify(data, "cmd/4")
     assert verify(data, "cmd/3") == b"a message"
-
-
-def test_messages_above_the_stores_limit_are_signed_as_a_whole():
-    store = dist.HashStore()
-    mailbox, command = Mailbox(store), Call("actor", (0,), "update", "step 1", os.urandom(3 * PART_BYTES))
-    keys = mailbox.post(0, command)
-    assert len(keys) == 5 and mailbox.next_command(0) == command
-    store.set(keys[2], store.get(keys[3]))
-    with pytest.raises(ForgedMessage):
-        mailbox.next_command(0)
-    mailbox.kill(1, 3)
-    assert mailbox.next_command(1) == Kill(3)
 
 
 @pytest.fixture
@@ -135,22 +120,3 @@ def test_where_ranks_cannot_agree_the_user_is_asked_for_a_secret(as_rank, monkey
                 match=r"MEGARL_JOB_SECRET \(variable, 8 characters\): must have at least 32 characters",
             ):
                 check_secret(env)
-
-
-LEFT_ALONE = """
-from megarl.runtime.job_store import job_store
-from megarl.runtime.mailbox import connect
-from megarl.runtime.store_executor import StoreExecutor
-store = job_store()
-stores = (connect(f"127.0.0.1:{store.port}", "attempt") for _ in range(2))
-executor = StoreExecutor({"actor": [0]}, 1, 5.0, *stores)
-raise SystemExit(143)
-"""
-
-
-@pytest.mark.timeout(60)
-def test_a_driver_that_a_signal_ends_before_it_has_its_executor_keeps_its_exit_code():
-    """Nobody shuts that executor down. Its thread waits in the store's code, which aborts a process that ends
-    meanwhile (exit code -6)."""
-    done = run("-P", "-c", LEFT_ALONE, timeout=50, environment={"MEGARL_JOB_SECRET": "00" * 32})
-    assert (done.returncode, done.stderr) == (143, "")

@@ -76,6 +76,8 @@ CASES = [
         "--agent --small --seed 1 --out OUT/calculator",
         says="(?s)answers per episode.*after: .*assistant .*curves.png",
     ),
+    # At two sizes: tests/tools/test_simulate_scale.py.
+    Case("tools/simulate_scale.py", "--help", says="the tree of relays"),
     Case(
         "tools/soak_gate.py",
         "--quickstart QUICKSTART --out OUT/soak --steps 2 --recipes grpo-lr-1e-4 --max-response-length 16",

@@ -5,7 +5,7 @@ python tools/benchmarks/bench_data_plane.py --json out.json [--samples 4096] [--
                                             [--exchange-samples 256] [--skip-exchange]
 
 planning   plan_mini_batches for an actor with dp 8 and a critic with dp 3, in one process without tensors, as in the driver
-dispatch   the commands of both `distribute` calls: encoded, put into a real c10d store in parts, read back and decoded once
+dispatch   the commands of both `distribute` calls: encoded and signed, and on one rank verified and decoded
 memory     growth of the driver's peak resident set over all of this, and over plans of one sixteenth of the tokens per sample
 route      what one rank needs to work out its messages (the busiest of a job of 64 ranks)
 exchange   four processes: rollouts -> actor TP2 DP2 and critic DP4, then columns from the critic to the actor. Beside it, in the same
@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import platform
 import random
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -32,8 +31,13 @@ import torch.distributed as dist
 from megarl.config.mesh import MeshSpec, replicas, shard_keys
 from megarl.packing import Sample, preferred_ranks, plan_mini_batches, plan_route, ranks_of_samples
 from megarl.workers.data import DataRole
-from megarl.runtime.mailbox import Mailbox
-from megarl.runtime.messages import Call, decode_arguments, encode_arguments
+from megarl.runtime.messages import (
+    Call,
+    decode_arguments,
+    encode_arguments,
+    read_command,
+    signed_command,
+)
 from megarl.runtime.process import peak_rss_bytes
 from megarl.workers.store import RolloutSample, RolloutBlock, SampleStore
 
@@ -94,18 +98,10 @@ def driver_side(arguments: argparse.Namespace) -> dict[str, float]:
     """Measure the driver for 11 ranks: actor dp 8 on 0-7, critic dp 3 on 8-10, engines on 0-7."""
     meshes = {"actor": MeshSpec(tuple(range(8))), "critic": MeshSpec((8, 9, 10))}
     engines = [(rank,) for rank in range(8)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mailbox = Mailbox(
-        dist.TCPStore(
-            "127.0.0.1", port, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False
-        )
-    )
     small = make_samples(arguments.samples, arguments.length // 16, engines)
-    plan_and_dispatch(small, meshes, mailbox)  # what is allocated once
+    plan_and_dispatch(small, meshes)  # what is allocated once
     before, samples = peak_rss_bytes(), make_samples(arguments.samples, arguments.length, engines)
-    runs = [plan_and_dispatch(samples, meshes, mailbox) for _ in range(arguments.repeats)]
+    runs = [plan_and_dispatch(samples, meshes) for _ in range(arguments.repeats)]
     grown = peak_rss_bytes() - before
     result = {name: median(run[name] for run in runs) for name in runs[0]}
     return result | {
@@ -116,9 +112,7 @@ def driver_side(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def plan_and_dispatch(
-    samples: list[Sample], meshes: dict[str, MeshSpec], mailbox: Mailbox
-) -> dict[str, float]:
+def plan_and_dispatch(samples: list[Sample], meshes: dict[str, MeshSpec]) -> dict[str, float]:
     start = time.perf_counter()
     plans = {
         key: plan_mini_batches(
@@ -136,13 +130,12 @@ def plan_and_dispatch(
     for index, (key, plan) in enumerate(plans.items()):
         arguments = encode_arguments("data", "distribute", (key, samples, plan), {})
         call = Call("data", tuple(range(11)), "distribute", "step 1", arguments)
-        keys = mailbox.post(index, call)
+        message = signed_command(index, call)
         num_bytes += len(arguments)
         received = decode_arguments(
-            DataRole.distribute.__get__(object()), mailbox.next_command(index).arguments
+            DataRole.distribute.__get__(object()), read_command(index, message).arguments
         )
-        mailbox.delete(keys)
-    assert received == ([key, samples, plan], {})
+    assert received.args == (key, samples, plan) and not received.kwargs
     end = time.perf_counter()
     return {
         "planning_s": planned - start,
