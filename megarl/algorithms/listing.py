@@ -49,9 +49,22 @@ RECIPES: tuple[Recipe, ...] = (
         "2501.03262",
         "--algorithm reinforce++-baseline --kl-mode loss --kl-estimator k2 --kl-coef 0.01",
     ),
+    Recipe(
+        "ReMax",
+        "2310.10505",
+        "--algorithm remax --policy-loss reinforce --loss-aggregation seq-mean-token-sum --kl-mode reward "
+        "--kl-estimator k1 --kl-coef 0.1",
+    ),
     Recipe("OPO", "2505.23585", "--algorithm opo --policy-loss reinforce"),
     Recipe("MaxRL", "2602.02710", "--algorithm maxrl --policy-loss reinforce"),
     Recipe("PPO, as InstructGPT", "2203.02155", f"--algorithm ppo {_INSTRUCT_GPT}"),
+    Recipe(
+        "VAPO",
+        "2504.05118",
+        "--algorithm ppo --critic-gae-lambda 1 --gae-lambda-alpha 0.05 --clip-eps-high 0.28 --critic-warmup-iters 50 "
+        "--positive-nll-coef 0.1",
+    ),
+    Recipe("A-3PO", "2512.06547", "--old-log-probs interpolated --staleness 1"),
     Recipe("cDPO", "2305.18290", "--algorithm dpo --label-smoothing 0.1"),
     Recipe("DPO + NLL, iterative RPO", "2404.19733", "--algorithm dpo --nll-coef 1"),
     Recipe("IPO, as TRL", "2310.12036", "--algorithm ipo --average-log-probs"),
@@ -106,7 +119,8 @@ def _needs(name: str) -> str:
         "scores of both answers": cls.row_needs == "scored_pair",
         "a critic": cls.needs_critic,
         "a teacher": cls.is_taught,
-        "several responses per prompt": cls.relative_to_group,
+        "several responses per prompt": cls.relative_to_group and not cls.greedy_samples,
+        "a greedy response per prompt": cls.greedy_samples > 0,
         "one update per step": cls.is_on_policy,
     }
     return ", ".join(what for what, is_needed in needs.items() if is_needed)

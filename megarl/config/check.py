@@ -13,6 +13,7 @@ from megarl.config import rules_algorithm
 from megarl.config import rules_layout as layout
 from megarl.config import rules_preference, rules_reference
 from megarl.config import rules_rollout as rollout
+from megarl.config import rules_sft
 from megarl.config import rules_streaming as streaming
 from megarl.config import rules_training as training
 from megarl.config.args_file import numbered
@@ -50,6 +51,7 @@ TRAINING: list[Rule] = [
     training.sequence_length,
     training.profile,
     rules_algorithm.dynamic_sampling,
+    rules_sft.sft_stream,
     episodes.episodes,
     streaming.staleness,
     streaming.routing_replay,

@@ -34,6 +34,7 @@ from megarl.config.role_sections import (
     RewardModelConfig,
     RolloutConfig,
     SamplingConfig,
+    SftConfig,
 )
 
 RankCount = NewType("RankCount", int)
@@ -425,6 +426,7 @@ class TrainConfig:
     reshard: ReshardConfig = ReshardConfig()
     data: DataConfig
     reward_models: RewardModelConfig = RewardModelConfig()
+    sft: SftConfig = SftConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     run: RunConfig
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -15,7 +15,9 @@ from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.data.cursor import DataCursor
 from megarl.data.mixture import MixtureCursor
+from megarl.packing import MiniBatch
 from megarl.trainer.buffer import SampleBuffer
+from megarl.trainer.data_rows import SftRows
 from megarl.trainer.jumps import JumpWatch
 from megarl.trainer.preflight import Inputs
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -38,6 +40,8 @@ class ActorState:
         self.cursor = DataCursor(len(inputs.train), *walk)
         if weights is not None:
             self.cursor = MixtureCursor(inputs.train.file_sizes, weights, *walk)
+        self.sft = SftRows(config, inputs.num_sft_rows) if inputs.num_sft_rows else None
+        """Rows of --sft-data; None without."""
         self.eval_rows = inputs.eval_rows(config.run.eval_num_prompts)
         """Held-out row -> its data source."""
         self.kl = self.algorithm.build_kl_controller()
@@ -67,8 +71,8 @@ class ActorState:
     def update_kl(self, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
         """Update the KL controller with the KL of a step, if the step measured one."""
         if MEASURED_KL in metrics:
-            num_failed = sum(reward is None for reward in batch.rewards.values())
-            self.kl.update(metrics[MEASURED_KL], len(batch.samples) - num_failed)
+            num_scored = sum(batch.rewards[one.sample_id] is not None for one in batch.trained_samples)
+            self.kl.update(metrics[MEASURED_KL], num_scored)
 
     def note_useless_rewards(self, batch: RolloutBatch) -> str | None:
         """Count consecutive steps whose rewards were all zero, and those whose rewards did not differ within
@@ -137,6 +141,13 @@ class ActorState:
         """Let rows that were sampled, but not trained on, be admitted first in the next step."""
         self.given_rows = [*rows, *self.given_rows]
 
+    def sft_rows(self, batch: RolloutBatch, dp: int) -> tuple[dict[int, int], list[MiniBatch]] | tuple[()]:
+        """Return the arguments of `Actor.update` with the next rows of --sft-data; () without."""
+        if self.sft is None:
+            return ()
+        num_updates = -(-len(batch.trained_samples) // self.config.batch.global_batch_size)
+        return self.sft.next(num_updates, dp, self.shape.hidden_size)
+
     def give_rows(self, rows: Sequence[int]) -> None:
         """Let these rows be admitted before others, or raise ValueError for rows that do not exist."""
         self._check_existing(rows)
@@ -144,10 +155,10 @@ class ActorState:
 
     @property
     def num_samples_per_prompt(self) -> int:
-        """Number of responses to each prompt, which form its group, or of samples that a row of the data
+        """Number of responses to each prompt, which form its group, also those that are only scored, or of samples that a row of the data
         is."""
         if self.algorithm.needs_rollout:
-            return self.config.batch.num_samples_per_prompt
+            return self.config.batch.num_samples_per_prompt + self.algorithm.greedy_samples
         return self.algorithm.samples_per_row
 
     def _checked(self, rows: Sequence[int]) -> Sequence[int]:
@@ -178,6 +189,8 @@ class ActorState:
             state["staleness"] = staleness
         if self.given_rows:
             state["given_rows"] = [*self.given_rows]
+        if self.sft is not None:
+            state["sft"] = self.sft.state()
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -189,6 +202,8 @@ class ActorState:
         self.equal_reward_steps = state.get("equal_reward_steps", 0)  # older checkpoints lack it
         self.buffer.restore(state.get("buffer", ()))
         self.given_rows = [*state.get("given_rows", ())]
+        if self.sft is not None and "sft" in state:  # else it begins at the first row
+            self.sft.restore(state["sft"])
 
     def hidden_size(self, role: str) -> int:
         """Return the hidden size of a role's model, which the cost estimate of a sequence uses."""

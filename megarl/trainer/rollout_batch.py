@@ -53,6 +53,11 @@ class RolloutBatch:
         self.samples = sorted(samples, key=lambda sample: sample.sample_id)
 
     @property
+    def trained_samples(self) -> list[Sample]:
+        """Samples that are trained on. The others are only scored, and compared with those."""
+        return [sample for sample in self.samples if sample.trained]
+
+    @property
     def rows(self) -> list[int]:
         """Row of the data set of each prompt. A row appears twice if it is visited twice."""
         return list(self.visits.values())

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import Engine, Response
 
 
+GREEDY = {"temperature": 0.0}
+"""How greedy answers are sampled, in place of the temperature of the others."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A response that is being sampled: its ids, its prompt, and the tokens that it has so far."""
@@ -45,6 +49,8 @@ class Answer:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token of `response`."""
+    greedy: bool = False
+    """Whether the tokens are drawn at temperature 0, whatever those of other answers are, and not trained on."""
 
     def after(self, output: Output | Response) -> Answer:
         """Return the answer with the tokens that were sampled since."""
@@ -125,7 +131,7 @@ class RequestStream:
                 [*answer.prompt, *answer.response],
                 answer.key,
                 max_tokens=number,
-                **self._how,
+                **(self._how | GREEDY if answer.greedy else self._how),
             )
             for answer, number in asked
         ]
@@ -332,6 +338,7 @@ def _saved(sample: RolloutSample) -> SavedAnswer:
         sample.response,
         sample.log_probs,
         sample.versions,
+        greedy=not sample.trained,
     )
     return SavedAnswer(answer, "length" if sample.truncated else "stop", experts)
 
