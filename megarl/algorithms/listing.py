@@ -73,6 +73,24 @@ RECIPES: tuple[Recipe, ...] = (
 """Papers as flags. Without --algorithm it is grpo. With --policy-loss reinforce: one update per step."""
 
 
+class Way(NamedTuple):
+    """A way to train: answers of one turn or episodes of several, and --staleness."""
+
+    turns: str
+    staleness: int
+
+
+WAYS = tuple(Way(turns, staleness) for turns in ("one turn", "several turns") for staleness in (0, 1))
+"""Every way, whether or not an algorithm trains so."""
+
+
+def ways(name: str) -> tuple[Way, ...]:
+    """Return the ways in which an algorithm trains. `megarl check` refuses the others with the reason."""
+    if not REGISTRY[name].needs_rollout:  # rows of the data set, in one turn
+        return (Way("one turn", 0),)
+    return tuple(way for way in WAYS if way != Way("several turns", 1))
+
+
 class Table(NamedTuple):
     title: str
     head: Sequence[str]
@@ -83,9 +101,17 @@ def tables() -> Iterator[Table]:
     """Yield the tables. Each row begins with the name."""
     yield Table(
         "Algorithms (--algorithm)",
-        ("name", "what", "advantage", "needs", "paper"),
+        ("name", "what", "advantage", "needs", "several turns", "staleness", "paper"),
         [
-            (name, (cls.__doc__ or "").splitlines()[0], cls.advantage_formula, _needs(name), cls.paper)
+            (
+                name,
+                (cls.__doc__ or "").splitlines()[0],
+                cls.advantage_formula,
+                _needs(name),
+                "yes" if Way("several turns", 0) in ways(name) else "no",
+                "yes" if Way("one turn", 1) in ways(name) else "no",
+                cls.paper,
+            )
             for name, cls in REGISTRY.items()
         ],
     )

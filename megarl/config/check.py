@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from megarl.config import rules_episodes as episodes
-from megarl.config import rules_algorithm
+from megarl.config import rules_algorithm, rules_data
 from megarl.config import rules_layout as layout
 from megarl.config import rules_preference, rules_reference
 from megarl.config import rules_rollout as rollout
@@ -52,6 +52,7 @@ TRAINING: list[Rule] = [
     training.profile,
     rules_algorithm.dynamic_sampling,
     rules_sft.sft_stream,
+    rules_data.curriculum,
     episodes.episodes,
     streaming.staleness,
     streaming.routing_replay,

@@ -268,20 +268,6 @@ class ReshardConfig(Section):
 
 
 @section
-class SftConfig(Section):
-    """fine-tuning mixed into RL"""
-
-    sft_data: tuple[str, ...] = ()
-    """Files whose responses are learnt by cross-entropy in the same updates as the sampled ones, with rows as
-    --algorithm sft reads them (prompt and response, or messages). Default: none. Not run on a GPU yet."""
-    sft_coef: Positive = 0.1
-    """Factor of the mean cross-entropy over the response tokens of --sft-data in an update. The policy's loss has
-    its own denominator."""
-    sft_batch_size: Count = 16
-    """Rows of --sft-data in each optimizer update, over all ranks."""
-
-
-@section
 class RewardModelConfig(Section):
     """reward models"""
 

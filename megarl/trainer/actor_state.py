@@ -14,6 +14,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.data.cursor import DataCursor
+from megarl.data.measured_cursor import MeasuredCursor
 from megarl.data.mixture import MixtureCursor
 from megarl.packing import MiniBatch
 from megarl.trainer.buffer import SampleBuffer
@@ -38,6 +39,12 @@ class ActorState:
         self.algorithm = algorithm_of(config)
         walk, weights = (config.batch.seed, config.data.shuffle), config.data.train_data_weights
         self.cursor = DataCursor(len(inputs.train), *walk)
+        self.measured = (
+            self._measured_cursor(len(inputs.train), *walk) if config.curriculum.is_measured else None
+        )
+        """The cursor, if rewards decide which rows come next."""
+        if self.measured is not None:
+            self.cursor = self.measured
         if weights is not None:
             self.cursor = MixtureCursor(inputs.train.file_sizes, weights, *walk)
         self.sft = SftRows(config, inputs.num_sft_rows) if inputs.num_sft_rows else None
@@ -67,6 +74,26 @@ class ActorState:
         self.weight_of = {f"reward{suffix}": 1.0} if uses_rule_reward(config) else {}
         """Weight of each scoring role's score in the reward, by role."""
         self.weight_of |= {f"{model.name}{suffix}": model.weight for model in reward_models(config)}
+
+    def _measured_cursor(self, num_rows: int, seed: int, shuffle: bool) -> MeasuredCursor:
+        given = self.config.curriculum
+        limits = {"low": given.difficulty_min, "high": given.difficulty_max, "rest": given.difficulty_rest}
+        return MeasuredCursor(num_rows, seed, shuffle, order=given.curriculum, **limits)
+
+    def measure(self, batches: Sequence[RolloutBatch]) -> dict[str, float]:
+        """Note the mean reward of each sampled prompt, for a curriculum. Returns its metrics; {} without one.
+
+        Args:
+            batches: every sampled group of the step, also those that --dynamic-sampling drops."""
+        if self.measured is None:
+            return {}
+        for batch in batches:
+            for row, rate in batch.mean_rewards.items():
+                self.measured.measure(row, rate)
+        return {
+            "curriculum/measured": float(self.measured.num_measured),
+            "curriculum/resting": float(self.measured.num_resting),
+        }
 
     def update_kl(self, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
         """Update the KL controller with the KL of a step, if the step measured one."""
@@ -197,6 +224,7 @@ class ActorState:
         """Restore the state that `snapshot` returned, or raise ValueError if the size of the training data
         has changed."""
         self.cursor = self.cursor.restored(state["cursor"])
+        self.measured = self.cursor if isinstance(self.cursor, MeasuredCursor) else None
         self.kl.load_state_dict(state["kl"])
         self.zero_reward_steps = state["zero_reward_steps"]
         self.equal_reward_steps = state.get("equal_reward_steps", 0)  # older checkpoints lack it

@@ -128,6 +128,16 @@ class RolloutBatch:
         return {"scores": found, "score_weights": of_names}
 
     @property
+    def mean_rewards(self) -> dict[int, float]:
+        """Row of each prompt -> mean reward of its responses that are trained on. Failed rewards do not count; a
+        prompt without any is left out."""
+        found: dict[int, list[float]] = {}
+        for sample in self.trained_samples:
+            if (reward := self.rewards.get(sample.sample_id)) is not None:
+                found.setdefault(self.visits[sample.group], []).append(reward)
+        return {row: sum(rewards) / len(rewards) for row, rewards in found.items()}
+
+    @property
     def groups_that_differ(self) -> set[int]:
         """Groups with samples of different rewards, or with --turn-rewards with a reward before the last answer.
         Failed rewards do not count."""

@@ -205,6 +205,9 @@ class StepRunner:
             | self.canaries.metrics(suffix)
             | self.engines.metrics(suffix)
             | self._metrics_of_rounds
+            | self.state.actors[suffix].measure(
+                [self.batches.of_actor[suffix]] if self._refill is None else self._refill.rounds
+            )
             for suffix, own in of_actors.items()
         }
 
