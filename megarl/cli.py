@@ -194,7 +194,7 @@ def graph(argv: list[str]) -> int:
     parser.add_argument("--svg", metavar="FILE", help="draw the flow into this file")
     options, rest = parser.parse_known_args(argv)
     config, meshes = _load_layout(rest, "megarl graph")
-    from megarl.algorithms.base import flow_of_actors
+    from megarl.algorithms.flows import flow_of_actors
 
     flow = flow_of_actors(config, meshes)
     if options.svg is not None:

@@ -180,6 +180,7 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample], max
     No micro-batch of several samples may have more than `max_tokens` tokens."""
     num_tokens = {s.sample_id: s.length for s in samples}
     length_of = {s.sample_id: s.response_length for s in samples}
+    untrained = {s.sample_id for s in samples if not s.trained}
     planned = Counter(
         s for m in mini_batches for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)
     )
@@ -189,7 +190,8 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample], max
             "step must be, once"
         )
     for index, m in enumerate(mini_batches):
-        members = [s for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)]
+        every = [s for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)]
+        members = [s for s in every if s not in untrained]
         if (m.num_sequences, m.num_tokens) != (len(members), sum(length_of[s] for s in members)):
             raise InvariantError(
                 f"mini-batch {index} has {len(members)} samples with {sum(length_of[s] for s in members)} "

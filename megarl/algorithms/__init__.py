@@ -17,6 +17,7 @@ from megarl.algorithms.orpo import ORPO
 from megarl.algorithms.ppo import PPO
 from megarl.algorithms.raft import RAFT
 from megarl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from megarl.algorithms.remax import ReMax
 from megarl.algorithms.rloo import RLOO
 from megarl.algorithms.rpo import RPO
 from megarl.algorithms.sft import SFT
@@ -25,6 +26,7 @@ from megarl.algorithms.simpo import SimPO
 REGISTRY: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
     "rloo": RLOO,
+    "remax": ReMax,
     "reinforce++": ReinforcePlusPlus,
     "reinforce++-baseline": ReinforcePlusPlusBaseline,
     "opo": OPO,

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
 from megarl.algorithms.several_scores import StepScores
 from megarl.algorithms.turn_rewards import TurnRewards
+from megarl.algorithms.value_inputs import ScoreLossInputs, ValueLossInputs
 from megarl.config.errors import Section
-from megarl.config.roles import configs_of_actors
 from megarl.flow import Flow, symbolic_roles
-from megarl.role_names import actor_suffix, kind_and_suffix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +47,8 @@ class AdvantageInputs:
     """[S] int64, equal for the samples of one prompt: its visit. Visits are counted over the run, so they may
     be large."""
     rows: Tensor
-    """[B] int64, which of the S are on this rank, in the order of its tokens. Each of the S is on one
-    data-parallel rank."""
+    """[B] int64, which of the S are on this rank, in the order of its tokens. Each of the S that is trained on
+    is on one data-parallel rank."""
     response_lengths: Tensor
     """[B] int64."""
     kl_coef: float
@@ -59,6 +58,8 @@ class AdvantageInputs:
     rank, also where B is 0. May overwrite its argument."""
     sample_lengths: Tensor | None = None
     """[S] int64, response tokens of all samples of the step."""
+    is_untrained: Tensor | None = None
+    """[S] bool, which samples are scored and not trained on; they are on no rank. None: none."""
     rollout_log_probs: Tensor | None = None
     """[N] fp32, of the engine that sampled."""
     old_log_probs: Tensor | None = None
@@ -69,10 +70,23 @@ class AdvantageInputs:
     """[N] fp32, the critic's V of the state in which the token was chosen."""
     old_scores: Tensor | None = None
     """[N] fp32, of a reward model in training; N is then B."""
+    mini_batches: Tensor | None = None
+    """[S] int64, number of the mini-batch that each sample is in; -1 for samples that are not trained on."""
     turns: Sequence[TurnRewards | None] | None = None
     """With --turn-rewards: the answers of each of the S episodes; None where the reward failed."""
     scores: StepScores | None = None
     """If `takes_scores`: the single scores of the S samples."""
+
+    @property
+    def num_trained(self) -> int:
+        """Number of samples of the step that are trained on, whether or not their reward failed."""
+        return len(self.rewards) - (0 if self.is_untrained is None else int(self.is_untrained.sum()))
+
+    @property
+    def num_scored(self) -> int:
+        """Number of samples of the step that are trained on and have a reward."""
+        is_scored = ~self.rewards.isnan()
+        return int((is_scored if self.is_untrained is None else is_scored & ~self.is_untrained).sum())
 
     def spread(self, per_sample: Tensor) -> Tensor:
         """Return [N] values for this rank's tokens, given [S] numbers per sample: each token gets the number
@@ -113,6 +127,8 @@ class ReferenceInputs:
     """Factor of the KL to the reference at this step."""
     lengths: Mapping[int, int]
     """Sample id -> its response tokens, of all samples of the step."""
+    untrained: frozenset[int] = frozenset()
+    """Samples that are scored and not trained on."""
     sums: Sequence[float] = ()
     """`reference_sums`, added up over the data-parallel ranks."""
     turns: Mapping[int, TurnRewards | None] | None = None
@@ -173,48 +189,12 @@ class LossInputs:
     """[N] fp32, of `compute_corrections`."""
     selected_tokens: Tensor | None = None
     """[N] fp32, 1 at the tokens of `select_tokens`, else 0."""
+    ce_weights: Tensor | None = None
+    """[N] fp32, of `cross_entropy_weights`."""
+    behavior_weights: Tensor | None = None
+    """[N] fp32; if `interpolates_old`: weight of the policy that sampled in the policy that ratios compare with."""
     sequence_ids: Tensor | None = None
     """[N] int64, equal for the tokens of one sequence of the micro-batch; they are next to each other."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ValueLossInputs:
-    """Inputs of the critic's loss: columns of the N response tokens of one micro-batch on one rank. Counts
-    and samples are as in `LossInputs`."""
-
-    values: Tensor
-    """[N] fp32, of the critic now; carries the gradient."""
-    old_values: Tensor
-    """[N] fp32, of the critic before the first update on these samples."""
-    returns: Tensor
-    """[N] fp32, of `compute_advantages`."""
-    response_lengths: Tensor
-    """[N] int64, response tokens of the sequence that the token belongs to."""
-    num_tokens: int
-    num_sequences: int
-    max_response_length: int
-    sequence_ids: Tensor | None = None
-    """[N] int64, as in `LossInputs`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoreLossInputs:
-    """Inputs of the loss that trains a reward model: one number for each of the B samples of one micro-batch
-    on one rank. Counts are as in `LossInputs`."""
-
-    scores: Tensor
-    """[B] fp32, of the model now, at each sample's last token; carries the gradient."""
-    old_scores: Tensor
-    """[B] fp32, of the model before the update."""
-    advantages: Tensor
-    """[B] fp32, of `compute_advantages`."""
-    response_lengths: Tensor
-    """[B] int64, all 1: of a sample only the last token is trained on."""
-    num_tokens: int
-    num_sequences: int
-    max_response_length: int
-    sequence_ids: Tensor | None = None
-    """[B] int64, as in `LossInputs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,10 +231,15 @@ class Algorithm(Section):
     """Text of a row's extra_info that ends the reference's prompt."""
     precompute_ref_log_probs: ClassVar[bool] = False
     """Without a rollout: the reference scores all rows before training, and is then removed from memory."""
+    interpolates_old: ClassVar[bool] = False
+    """The policy that ratios compare with lies between the one that sampled and the one that is trained, and no
+    pass computes it."""
     trains_scores: ClassVar[bool] = False
     """The trained model is a reward model: it has a score head, and learns from `score_loss`."""
     early_stop_kl: ClassVar[float | None] = None
     """Mean of the metric policy/kl of an epoch above which the actor makes no further epoch in the step."""
+    greedy_samples: ClassVar[int] = 0
+    """Number of further responses to each prompt that are drawn greedily and scored, and not trained on."""
     needs_critic: ClassVar[bool] = False
     """A critic gives `values` and learns from `value_loss`."""
     critic_warmup_iters: ClassVar[int] = 0
@@ -370,6 +355,16 @@ class Algorithm(Section):
             advantages: [N] fp32, of `compute_advantages`."""
         return {}, {}
 
+    def cross_entropy_weights(
+        self, inputs: AdvantageInputs, given: Tensor, left_out: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the column ce_weights, [N] fp32, if the loss reads it.
+
+        Args:
+            given: [S] fp32, the rewards before `shaped_reward`; NaN where the reward failed.
+            left_out: [S] bool, which samples the policy's loss leaves out."""
+        return {}
+
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
         """Return the numbers that `reference_advantages` needs summed over all ranks, or None if it needs
         none.
@@ -432,18 +427,3 @@ def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, 
         "advantage/max_abs": advantages.abs().max().item() if len(advantages) else 0.0,
         "reward/failed": float(inputs.rewards[inputs.rows].isnan().sum()),
     }
-
-
-def flow_of_actors(config: TrainConfig, roles: Iterable[str]) -> Flow:
-    """Return the calls of one training step of all actors of a job, each by its own algorithm. `roles`: names
-    of all roles of the job."""
-    roles, flows = list(roles), []
-    for suffix, of_actor in configs_of_actors(config).items():
-        mine = [role for role in roles if actor_suffix(role, roles) == suffix]
-        flows.append(
-            of_actor.algorithm.flow([kind_and_suffix(role)[0] for role in mine] if suffix else mine).of_actor(
-                suffix
-            )
-        )
-    flow, staleness = flows[0].beside(*flows[1:]), config.streaming.staleness
-    return flow.with_staleness(staleness) if staleness else flow

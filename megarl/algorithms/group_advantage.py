@@ -22,6 +22,8 @@ class Peer(NamedTuple):
     """Finite; after KL and length penalty are taken off."""
     length: int
     """Response tokens."""
+    is_trained: bool = True
+    """False for a response that is scored and not trained on."""
 
 
 class GroupStatistics(NamedTuple):
@@ -62,6 +64,14 @@ class GroupAdvantage(PolicyGradient):
             lengths: [S] int64, response tokens of each sample."""
         raise NotImplementedError
 
+    def step_advantages(self, inputs: AdvantageInputs, rewards: Tensor) -> Tensor:
+        """Return the [S] fp32 advantages as `sample_advantages` does, for an algorithm that reads more than its
+        arguments.
+
+        Args:
+            rewards: [S] fp32, less the KL with kl_mode reward."""
+        return self.sample_advantages(rewards, inputs.group_ids, inputs.sample_lengths)
+
     def reference_advantage(self, mine: Peer, group: Sequence[Peer]) -> tuple[float, float]:
         """Return one sample's advantage by plain arithmetic, and the number by which its reward was divided.
 
@@ -79,7 +89,7 @@ class GroupAdvantage(PolicyGradient):
         rewards = inputs.rewards
         if self.kl_mode == "reward":
             rewards = rewards - (inputs.kl_coef * inputs.sum_per_sample(kl)).to(rewards.dtype)
-        of_samples = self.sample_advantages(rewards, inputs.group_ids, inputs.sample_lengths)
+        of_samples = self.step_advantages(inputs, rewards)
         advantages = inputs.spread(of_samples)
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
@@ -105,7 +115,8 @@ class GroupAdvantage(PolicyGradient):
         for member in inputs.groups[sample]:
             at = inputs.positions[member]
             if not math.isnan(inputs.rewards[member]):
-                found[member] = Peer(inputs.rewards[member] - sums[at], inputs.lengths[member])
+                reward = inputs.rewards[member] - sums[at]
+                found[member] = Peer(reward, inputs.lengths[member], member not in inputs.untrained)
                 sizes.append(abs(inputs.rewards[member]) + sums[count + at])
         if sample not in found or len(found) == 1:
             return {"advantages": ReferenceColumn(values=[0.0] * num_tokens, magnitudes=[0.0] * num_tokens)}

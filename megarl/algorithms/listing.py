@@ -49,15 +49,46 @@ RECIPES: tuple[Recipe, ...] = (
         "2501.03262",
         "--algorithm reinforce++-baseline --kl-mode loss --kl-estimator k2 --kl-coef 0.01",
     ),
+    Recipe(
+        "ReMax",
+        "2310.10505",
+        "--algorithm remax --policy-loss reinforce --loss-aggregation seq-mean-token-sum --kl-mode reward "
+        "--kl-estimator k1 --kl-coef 0.1",
+    ),
     Recipe("OPO", "2505.23585", "--algorithm opo --policy-loss reinforce"),
     Recipe("MaxRL", "2602.02710", "--algorithm maxrl --policy-loss reinforce"),
     Recipe("PPO, as InstructGPT", "2203.02155", f"--algorithm ppo {_INSTRUCT_GPT}"),
+    Recipe(
+        "VAPO",
+        "2504.05118",
+        "--algorithm ppo --critic-gae-lambda 1 --gae-lambda-alpha 0.05 --clip-eps-high 0.28 --critic-warmup-iters 50 "
+        "--positive-nll-coef 0.1",
+    ),
+    Recipe("A-3PO", "2512.06547", "--old-log-probs interpolated --staleness 1"),
     Recipe("cDPO", "2305.18290", "--algorithm dpo --label-smoothing 0.1"),
     Recipe("DPO + NLL, iterative RPO", "2404.19733", "--algorithm dpo --nll-coef 1"),
     Recipe("IPO, as TRL", "2310.12036", "--algorithm ipo --average-log-probs"),
     Recipe("IcePop", "2510.18855", next(c.flags for c in CORRECTIONS if c.name == "IcePop")),
 )
 """Papers as flags. Without --algorithm it is grpo. With --policy-loss reinforce: one update per step."""
+
+
+class Way(NamedTuple):
+    """A way to train: answers of one turn or episodes of several, and --staleness."""
+
+    turns: str
+    staleness: int
+
+
+WAYS = tuple(Way(turns, staleness) for turns in ("one turn", "several turns") for staleness in (0, 1))
+"""Every way, whether or not an algorithm trains so."""
+
+
+def ways(name: str) -> tuple[Way, ...]:
+    """Return the ways in which an algorithm trains. `megarl check` refuses the others with the reason."""
+    if not REGISTRY[name].needs_rollout:  # rows of the data set, in one turn
+        return (Way("one turn", 0),)
+    return tuple(way for way in WAYS if way != Way("several turns", 1))
 
 
 class Table(NamedTuple):
@@ -71,9 +102,17 @@ def tables() -> Iterator[Table]:
     entry's name."""
     yield Table(
         "Algorithms (--algorithm)",
-        ("name", "what", "advantage", "needs", "paper"),
+        ("name", "what", "advantage", "needs", "several turns", "staleness", "paper"),
         [
-            (name, (cls.__doc__ or "").splitlines()[0], cls.advantage_formula, _needs(name), cls.paper)
+            (
+                name,
+                (cls.__doc__ or "").splitlines()[0],
+                cls.advantage_formula,
+                _needs(name),
+                "yes" if Way("several turns", 0) in ways(name) else "no",
+                "yes" if Way("one turn", 1) in ways(name) else "no",
+                cls.paper,
+            )
             for name, cls in REGISTRY.items()
         ],
     )
@@ -108,7 +147,8 @@ def _needs(name: str) -> str:
         "scores of both answers": cls.row_needs == "scored_pair",
         "a critic": cls.needs_critic,
         "a teacher": cls.is_taught,
-        "several responses per prompt": cls.relative_to_group,
+        "several responses per prompt": cls.relative_to_group and not cls.greedy_samples,
+        "a greedy response per prompt": cls.greedy_samples > 0,
         "one update per step": cls.is_on_policy,
     }
     return ", ".join(what for what, is_needed in needs.items() if is_needed)

@@ -8,22 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceInputs
-from megarl.algorithms.kl_controller import MAX_ERROR, MEASURED_KL, AdaptiveKLController, FixedKLController
+from megarl.algorithms.kl_controller import MAX_ERROR, AdaptiveKLController, FixedKLController
 from megarl.algorithms.corrections import MIS_BOUNDS, correction_weights
+from megarl.algorithms.positive_nll import nll_weights
+from megarl.algorithms.proximal import old_log_probs_rules, proximal_log_probs
+from megarl.algorithms.reference_kl import kl_costs, reference_kl
 from megarl.algorithms.ratio_transforms import OPTIONS, TRANSFORMS, Transform
 from megarl.algorithms.token_selection import select_tokens
 from megarl.algorithms.user_policy_loss import transform_of
-from megarl.config.errors import (
-    Count,
-    Fraction,
-    NonNegative,
-    Positive,
-    Rule,
-    above,
-    at_least,
-    below,
-    did_you_mean,
-)
+from megarl.config.errors import Count, Fraction, NonNegative, Positive, Rule
+from megarl.config.errors import above, at_least, below, did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,10 +61,10 @@ class PolicyGradient(Algorithm):
     """The same, below this. Default: 5."""
     cov_kl_coef: Positive | None = None
     """For --policy-loss kl-cov: factor of |log pi - log pi_old| of a selected token. Default: 1."""
-    old_log_probs: Literal["trainer", "engine"] = "trainer"
-    """Log-probs before the step's updates, to which the ratio compares the current ones. trainer: a forward
-    pass computes them. engine: the engine's log-probs are used, which saves that pass; the log-prob gate then
-    judges the first mini-batch of a step, in its update."""
+    old_log_probs: Literal["trainer", "engine", "interpolated"] = "trainer"
+    """Log-probs to which the ratio compares the current ones. trainer: a forward pass before the updates computes
+    them. engine: the engine's, which saves the pass; the log-prob gate then judges a step's first mini-batch in
+    its update. interpolated: with --staleness, between these by the age of the weights (A-3PO), without a pass."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
         "token-mean"
     )
@@ -114,6 +108,11 @@ class PolicyGradient(Algorithm):
     """A response gets weight 0 if trainer's probability / engine's of some token is below this, e.g. 1e-4.
     Default: none."""
 
+    positive_nll_coef: NonNegative = 0.0
+    """Factor of the mean negative log-prob of the tokens of right answers, which is added to the policy's loss
+    (VAPO: 0.1)."""
+    positive_nll_above: float = 0.0
+    """For --positive-nll-coef: an answer is right if its reward is above this."""
     early_stop_kl: Positive | None = None
     """With --num-epochs above 1: the actor makes no further epoch in a step once the mean policy/kl of an
     epoch is above this, e.g. 0.02 nats per token. Default: none."""
@@ -181,12 +180,11 @@ class PolicyGradient(Algorithm):
                 )
                 for low, high in (("mis_low", "mis_high"), ("cov_low", "cov_high"))
             ),
-            (self.old_log_probs in ("trainer", "engine"), "old_log_probs", "must be trainer or engine."),
+            *self._old_log_probs_rules(),
             (
-                not self.takes_engine_log_probs or not self.has_correction,
-                "old_log_probs",
-                "with engine, corrections by the ratio of trainer and engine (--tis-clip, --mis-level, "
-                "--token-veto) do nothing. Leave them out, or try trainer.",
+                self.positive_nll_coef > 0 or self.positive_nll_above == 0,
+                "positive_nll_above",
+                "needs --positive-nll-coef. Leave it out, or try --positive-nll-coef 0.1.",
             ),
             (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
             ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef", kl_coef_rule),
@@ -202,6 +200,14 @@ class PolicyGradient(Algorithm):
                 "needs --kl-mode loss or reward. Leave it out.",
             ),
         ]
+
+    def _old_log_probs_rules(self) -> list[tuple[bool, str, str]]:
+        return old_log_probs_rules(
+            self.old_log_probs,
+            has_correction=self.has_correction,
+            has_correction_column=self.has_correction_column,
+            reads_old=self.kl_mode == "reward" or self.is_taught,
+        )
 
     def _transform_or_reason(self) -> tuple[Transform | None, str]:
         """Return the ratio transform of --policy-loss, or None and what is wrong with the value."""
@@ -236,15 +242,15 @@ class PolicyGradient(Algorithm):
         return self.old_log_probs == "engine"
 
     @property
+    def interpolates_old(self) -> bool:
+        return self.old_log_probs == "interpolated"
+
+    @property
     def has_ratio(self) -> bool:
-        """Whether the loss accounts for updates of the policy since the step began, as a ratio of
-        probabilities does."""
         return self._transform.has_ratio
 
     @property
     def has_correction(self) -> bool:
-        """Whether the loss corrects for the difference between the trained policy and the policy that
-        sampled."""
         return self.tis_clip is not None or self.has_correction_column
 
     @property
@@ -267,17 +273,23 @@ class PolicyGradient(Algorithm):
     def advantage_writes(self) -> tuple[str, ...]:
         returns = ("returns",) if self.needs_critic else ()
         weights = ("correction_weights",) if self.has_correction_column else ()
-        return ("advantages", *returns, *weights, *self._selected_column)
+        return ("advantages", *returns, *weights, *self._other_columns)
 
     @property
     def loss_reads(self) -> tuple[str, ...]:
         of_reference = ("ref_log_probs",) if self.needs_reference else ()
         weights = ("correction_weights",) if self.has_correction_column else ()
-        return (*self._old_column, "advantages", *of_reference, *weights, *self._selected_column)
+        return (*self._old_column, "advantages", *of_reference, *weights, *self._other_columns)
 
     @property
-    def _selected_column(self) -> tuple[str, ...]:
-        return () if self._transform.choose is None else ("selected_tokens",)
+    def _other_columns(self) -> tuple[str, ...]:
+        """Columns of terms that few jobs have, written beside the advantages and read by the loss."""
+        needed = {
+            "selected_tokens": self._transform.choose is not None,
+            "ce_weights": self.positive_nll_coef > 0,
+            "behavior_weights": self.interpolates_old,
+        }
+        return tuple(name for name, is_needed in needed.items() if is_needed)
 
     @property
     def _old_column(self) -> tuple[str, ...]:
@@ -296,7 +308,9 @@ class PolicyGradient(Algorithm):
         return self.overlong_filter and truncated
 
     def compute_corrections(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        if not self.has_correction:
+        if (
+            not self.has_correction or self.interpolates_old
+        ):  # the loss computes the weights anew in each update
             return {}, {}
         return correction_weights(self, inputs)
 
@@ -305,6 +319,16 @@ class PolicyGradient(Algorithm):
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         choose = self._transform.choose
         return ({}, {}) if choose is None else select_tokens(self, choose, inputs, advantages)
+
+    def cross_entropy_weights(
+        self, inputs: AdvantageInputs, given: Tensor, left_out: Tensor
+    ) -> dict[str, Tensor]:
+        if not self.positive_nll_coef:
+            return {}
+        is_right = (given > self.positive_nll_above) & ~left_out & (inputs.mini_batches >= 0)
+        return {
+            "ce_weights": inputs.spread(nll_weights(is_right, inputs.sample_lengths, inputs.mini_batches))
+        }
 
     def step_errors(self, num_samples: int) -> Iterable[str]:
         if self.kl_controller == "adaptive" and MAX_ERROR * num_samples >= self.kl_horizon:
@@ -327,14 +351,7 @@ class PolicyGradient(Algorithm):
         """
         if not self.needs_reference:
             return None, {}
-        from megarl.kernels.kl import kl_estimate
-
-        kl = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, self.kl_estimator)
-        is_scored = ~inputs.rewards.isnan()
-        metrics = {"kl/coef": inputs.kl_coef * len(inputs.rows) / len(inputs.rewards)}
-        if num_scored := int(is_scored.sum()):
-            metrics[MEASURED_KL] = kl[inputs.spread(is_scored)].double().sum().item() / num_scored
-        return kl, metrics
+        return reference_kl(self.kl_estimator, inputs)
 
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
         from megarl.kernels.aggregate import total_weight
@@ -349,29 +366,9 @@ class PolicyGradient(Algorithm):
         return self.tis_clip if self.tis_level == "token" else None
 
     def _reference_kl_costs(self, inputs: ReferenceInputs, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the KL penalty that each token of these samples takes off the reward, and the sizes of its
-        terms; [n] fp64 each."""
-        import torch
-
-        empty = [torch.zeros(0)]
-        log_probs, ref_log_probs = (
-            torch.cat(empty + [inputs.columns(sample, name) for sample in samples]).double()
-            for name in ("old_log_probs", "ref_log_probs")
-        )
-        d = log_probs - ref_log_probs
-        match self.kl_estimator:
-            case "k1":
-                kl = d
-            case "abs":
-                kl = d.abs()
-            case "k2":
-                kl = d * d / 2
-            case "k3":
-                near = d.clamp(-20, 20)  # beyond that k3 is at its limit anyway
-                kl = ((-near).exp() - 1 + near).clamp(max=10)
-        return inputs.kl_coef * kl, inputs.kl_coef * (1 + log_probs.abs() + ref_log_probs.abs()) * (
-            1 + d.abs()
-        )
+        """Return, for each token of these samples, what the KL takes off its reward, and the size of the
+        terms of that sum; [n] fp64 each."""
+        return kl_costs(self.kl_estimator, inputs, samples)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return policy loss + kl_coef * KL - entropy_coef * entropy, and metrics. All terms have the same
@@ -387,6 +384,7 @@ class PolicyGradient(Algorithm):
 
         n, has_kernel = inputs.num_tokens, self._transform.loss is None
         advantages = inputs.advantages
+        old_log_probs = proximal_log_probs(inputs) if self.interpolates_old else inputs.old_log_probs
         if has_kernel and inputs.correction_weights is not None:
             advantages = advantages * inputs.correction_weights  # the loss is proportional to them
         weights = token_weights(
@@ -398,7 +396,7 @@ class PolicyGradient(Algorithm):
         )
         columns = PolicyLossColumns(
             inputs.log_probs,
-            inputs.old_log_probs,
+            old_log_probs,
             advantages,
             weights,
             rollout_log_probs=inputs.rollout_log_probs,
@@ -422,10 +420,11 @@ class PolicyGradient(Algorithm):
             "tis_weight": stats.tis_weight_sum,
         }
         metrics = {f"policy/{name}": total / n for name, total in totals.items() if total is not None}
-        return loss, metrics | {
-            "policy/loss": loss.detach(),
-            "policy/ratio_deviation_max": stats.ratio_deviation_max,
-        }
+        metrics |= {"policy/loss": loss.detach(), "policy/ratio_deviation_max": stats.ratio_deviation_max}
+        if inputs.ce_weights is not None:
+            nll = -(inputs.log_probs * inputs.ce_weights).sum()
+            loss, metrics["policy/positive_nll"] = loss + self.positive_nll_coef * nll, nll.detach()
+        return loss, metrics
 
     def _options(self, inputs: LossInputs) -> PolicyLossOptions:
         """Return the options of the policy-loss kernel."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.base import Algorithm, LossInputs
+from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.flow import Flow, symbolic_roles
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class SFT(Algorithm):
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean negative log-prob over the response tokens of the whole mini-batch, and as a
         metric, policy/loss, the same number."""
-        loss = -inputs.log_probs.sum() / inputs.num_tokens
+        loss = cross_entropy(inputs.log_probs, inputs.num_tokens)
         return loss, {"policy/loss": loss.detach()}
 
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:

@@ -166,7 +166,9 @@ def _gpu_errors(config: TrainConfig, world_size: int, new_run: bool, ranks: int,
 
 def _group_warnings(config: TrainConfig) -> Errors:
     """Yield a warning if an algorithm that compares the samples of a prompt gets one sample of each."""
-    if algorithm_of(config).relative_to_group and config.batch.num_samples_per_prompt == 1:
+    algorithm = algorithm_of(config)
+    group_size = config.batch.num_samples_per_prompt + algorithm.greedy_samples
+    if algorithm.relative_to_group and group_size == 1:
         yield (
             f"--num-samples-per-prompt (1): {algorithm_name(type(config.algorithm))} compares the samples of "
             "one prompt with each other, so with one sample every advantage is 0 and nothing is learnt from "

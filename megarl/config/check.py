@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from megarl.config import rules_episodes as episodes
-from megarl.config import rules_algorithm
+from megarl.config import rules_algorithm, rules_data
 from megarl.config import rules_layout as layout
 from megarl.config import rules_preference, rules_reference
 from megarl.config import rules_rollout as rollout
+from megarl.config import rules_sft
 from megarl.config import rules_streaming as streaming
 from megarl.config import rules_training as training
 from megarl.config.args_file import numbered
@@ -51,6 +52,8 @@ TRAINING: list[Rule] = [
     training.sequence_length,
     training.profile,
     rules_algorithm.dynamic_sampling,
+    rules_sft.sft_stream,
+    rules_data.curriculum,
     episodes.episodes,
     streaming.staleness,
     streaming.routing_replay,

@@ -7,7 +7,7 @@ a second grid over the ranks of each pipeline stage: etp varies fastest, then ep
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -154,20 +154,32 @@ def megatron_mesh(ranks: Ranks, parallel: ParallelConfig) -> MeshSpec:
     )
 
 
-def shard_keys(meshes: Mapping[str, MeshSpec]) -> dict[str, str]:
+def scores_untrained(configs: Mapping[str, TrainConfig]) -> list[str]:
+    """Return the suffixes of the actors, of suffix -> configuration, with samples that are only scored."""
+    return [suffix for suffix, config in configs.items() if config.algorithm.greedy_samples]
+
+
+def shard_keys(meshes: Mapping[str, MeshSpec], apart: Collection[str] = ()) -> dict[str, str]:
     """Return role -> key of its batch shards. Roles with the same key have the same samples on each rank.
 
     The key is the first role of the same actor on the same ranks with the same sizes. The sizes of experts
     and virtual pipelines do not count, because they do not change which rank has which sample. Every actor
     has separate columns, also of the same samples.
 
+    Args:
+        apart: suffixes of the actors whose reward models have batch shards of their own, because they score
+            samples that no role trains on.
+
     Example: actor and reference on MeshSpec((0, 1), tp=2), critic on MeshSpec((0, 1)): actor and reference
     "actor", critic "critic"."""
     first: dict[tuple, str] = {}
-    return {
-        role: first.setdefault((actor_suffix(role, meshes), mesh.ranks, *mesh.shape.items()), role)
-        for role, mesh in meshes.items()
-    }
+
+    def shards(role: str, mesh: MeshSpec) -> tuple:
+        suffix = actor_suffix(role, meshes)
+        is_apart = suffix in apart and kind_and_suffix(role)[0] == "reward_model"
+        return suffix, is_apart, mesh.ranks, *mesh.shape.items()
+
+    return {role: first.setdefault(shards(role, mesh), role) for role, mesh in meshes.items()}
 
 
 @functools.lru_cache(maxsize=64)

@@ -81,6 +81,30 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         is_error=True,
+        applies=lambda c: c.algorithm.interpolates_old and not _is_stale(c),
+        text="--old-log-probs (interpolated): without --staleness the weights before the step have sampled every "
+        "token, so there is nothing to interpolate. Try --old-log-probs engine, or --staleness 1.",
+    ),
+    Condition(
+        is_error=True,
+        applies=lambda c: c.algorithm.interpolates_old and _is_stale(c) and not c.streaming.num_canaries,
+        text="--num-canaries (0): with --old-log-probs interpolated only the canaries compare trainer and engine. "
+        "Try --num-canaries 4.",
+    ),
+    Condition(
+        is_error=True,
+        applies=lambda c: c.algorithm.interpolates_old and c.experts.moe_routing_replay == "policy",
+        text="--old-log-probs (interpolated): --moe-routing-replay policy replays the experts of the pass that it "
+        "saves. Try --moe-routing-replay engine.",
+    ),
+    Condition(
+        is_error=True,
+        applies=lambda c: c.algorithm.interpolates_old and not c.algorithm.token_level,
+        text="--old-log-probs (interpolated): is made for ratios of single tokens, and --policy-loss {policy_loss} "
+        "has one per response. Try --policy-loss ppo, or --old-log-probs trainer.",
+    ),
+    Condition(
+        is_error=True,
         applies=lambda c: _is_stale(c) and _without_ratio(c, has_correction=False),
         text="--policy-loss ({policy_loss}): has no ratio, so with --staleness {staleness} nothing in the "
         "loss "
@@ -190,7 +214,7 @@ def dynamic_sampling(job: Job) -> Errors:
             f"{algorithm_name(type(config.algorithm))} learns from single scores, which may differ where the sums "
             "are equal. Leave it out, or try --algorithm grpo."
         )
-    if batch.num_samples_per_prompt == 1:
+    if batch.num_samples_per_prompt + config.algorithm.greedy_samples == 1:
         yield (
             "--num-samples-per-prompt (1): with --dynamic-sampling every prompt would be dropped, as one "
             "sample's rewards are all equal. Try 8."

@@ -6,7 +6,9 @@ import math
 
 from megarl.config.args_file import numbered
 from megarl.config.errors import Errors
+from megarl.config.flags import refuse_set
 from megarl.config.hf_families import Json
+from megarl.config.rules_layout import Job
 from megarl.config.schema import TrainConfig
 from megarl.role_names import suffix_of
 
@@ -23,6 +25,35 @@ def weights_errors(weights: tuple[float, ...] | None, files: tuple[str, ...]) ->
         )
     elif not all(0 < weight < math.inf for weight in weights):
         yield f"{head}: must be above 0 and finite. Leave out a file that is not wanted."
+
+
+def curriculum(job: Job) -> Errors:
+    """Yield an error per flag of the curriculum that has no effect, or that the job cannot follow."""
+    config, given = job.config, job.config.curriculum
+    low, high = given.difficulty_min, given.difficulty_max
+    if low is None and high is None:
+        yield from refuse_set(
+            given,
+            "has no effect without a limit. Leave it out, or try --difficulty-max 1.",
+            "difficulty_rest",
+        )
+    if low is not None and high is not None and low >= high:
+        yield f"--difficulty-max ({high:g}): must be above --difficulty-min ({low:g}). Try --difficulty-max none."
+    if not given.is_measured:
+        return
+    flag = next(
+        name
+        for name, is_given in (
+            ("--curriculum", given.curriculum != "shuffled"),
+            ("--difficulty-min", low is not None),
+            ("--difficulty-max", high is not None),
+        )
+        if is_given
+    )
+    if not config.algorithm.needs_rollout:
+        yield f"{flag}: is by the rewards of sampled responses, and this job samples nothing. Leave it out."
+    if config.data.train_data_weights is not None:
+        yield f"{flag}: is not built for --train-data-weights. Leave one of them out."
 
 
 def order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:
@@ -42,6 +73,12 @@ def order_errors(config: TrainConfig, number: int, cursor: Json) -> Errors:
                 if weights
                 else "Leave it out."
             )
+        )
+    if "measured" in cursor and not config.curriculum.is_measured:
+        yield (
+            f"--{numbered('curriculum', number)} (shuffled): the run that --load continues had a curriculum or limits "
+            "of difficulty, and is within a pass that leaves rows out. Try --difficulty-max 1, or "
+            "--curriculum easy-first."
         )
     seed, shuffle = numbered("seed", number), numbered("shuffle", number)
     if config.batch.seed != cursor["seed"]:

@@ -50,6 +50,7 @@ def unreachable_paths(config: TrainConfig) -> Errors:
             "reference-model": [model.reference_model],
             "train-data": data.train_data,
             "eval-data": data.eval_data,
+            "sft-data": of_actor.sft.sft_data,
             "reward-function": [(data.reward_function or "").rpartition(":")[0]],
             "env": [spec.target.rpartition(":")[0] for spec in environments(of_actor.episodes)],
             "reward-model": rewards.reward_model,
@@ -79,6 +80,7 @@ def path_errors(config: TrainConfig, new_run: bool = True) -> Errors:
     yield from _data("--train-data", data.train_data, data.eval_data)
     yield from weights_errors(data.train_data_weights, data.train_data)
     yield from _data("--eval-data", data.eval_data, data.train_data)
+    yield from _data("--sft-data", config.sft.sft_data, data.train_data)
     yield from _reward_function(config.data.reward_function)
     if new_run and not goes_on(config):
         yield from _save(Path(config.run.save))
@@ -370,7 +372,8 @@ def _buffer_errors(config: TrainConfig, number: int, saved: Json, step: int) -> 
         step: the first step of this job."""
     batch, groups = config.batch, saved.get("buffer", ())
     staleness = max(config.streaming.staleness, saved.get("staleness", 0))  # a smaller one is another error
-    sizes = {group["num_samples"] for group in groups} - {batch.num_samples_per_prompt}
+    num_greedy = config.algorithm.greedy_samples
+    sizes = {group["num_samples"] - num_greedy for group in groups} - {batch.num_samples_per_prompt}
     if sizes:
         flag = numbered("num-samples-per-prompt", number)
         yield (

@@ -25,6 +25,7 @@ from megarl.config.errors import (
     did_you_mean,
     section,
 )
+from megarl.config.data_sections import CurriculumConfig, SftConfig
 from megarl.config.role_sections import (
     LoRAConfig,
     MoEConfig,
@@ -426,6 +427,8 @@ class TrainConfig:
     reshard: ReshardConfig = ReshardConfig()
     data: DataConfig
     reward_models: RewardModelConfig = RewardModelConfig()
+    sft: SftConfig = SftConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     episodes: EpisodeConfig = EpisodeConfig()
     run: RunConfig
     checkpoint: CheckpointConfig = CheckpointConfig()

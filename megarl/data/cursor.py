@@ -103,6 +103,11 @@ class DataCursor:
                 f"{' '.join(map(str, state['mixture']['weights']))}. Resume with weights, or start a new run from "
                 "the exported hf/ folder."
             )
+        if "measured" in state:
+            raise ValueError(
+                "the checkpoint was made with --curriculum or with limits of --difficulty-min and --difficulty-max. "
+                "Resume with one of them, or start a new run from the exported hf/ folder."
+            )
         return DataCursor.restore(state, self.num_rows)
 
     def _order_of_pass(self) -> list[int]:

@@ -107,6 +107,15 @@ COLUMNS: dict[str, Column] = {
             holds="1 where the policy loss treats the token by itself (clip-cov, kl-cov), else 0.",
         ),
         Column(
+            name="ce_weights",
+            holds="Weight of the token's negative log-prob beside the policy loss (--positive-nll-coef).",
+        ),
+        Column(
+            name="behavior_weights",
+            holds="Weight of the policy that sampled in the one that ratios compare with (--old-log-probs "
+            "interpolated).",
+        ),
+        Column(
             name="returns",
             holds="What the critic learns to predict; NaN where the sample's reward failed.",
         ),

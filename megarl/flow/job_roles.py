@@ -291,7 +291,10 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
     @method(
         reads=("rewards", "old_log_probs", "ref_log_probs", "values", "old_scores"),
-        writes=("advantages", "returns", "correction_weights", "selected_tokens"),
+        writes=(
+            *("advantages", "returns", "correction_weights", "selected_tokens"),
+            *("ce_weights", "behavior_weights"),
+        ),
         reports=True,
         of_algorithm=True,
     )
@@ -326,9 +329,22 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
         phase="update",
         commits=True,
     )
-    def update(self, kl_coef: float = 0.0) -> Metrics:
+    def update(
+        self,
+        kl_coef: float = 0.0,
+        sft_visits: Mapping[int, int] | None = None,
+        sft_mini_batches: list[MiniBatch] | None = None,
+    ) -> Metrics:
         """Run all optimizer updates of the step on the column advantages, and return this rank's part of the
-        metrics."""
+        metrics.
+
+        Args:
+            sft_visits, sft_mini_batches: with --sft-data visit -> row, and the rows of each update."""
+
+    @method(optional=True)
+    def load_sft_rows(self) -> list[tuple[int, int]] | None:
+        """Tokenize the rows of --sft-data, and return (length, response length) of every row, from the first
+        rank only."""
 
     @method()
     def send_weights(self, version: int) -> None:

@@ -146,6 +146,7 @@ class Engine:
         top_p: float = 1.0,
         top_k: int = 0,
         prefixes: Sequence[list[int]] | None = None,
+        greedy: Sequence[bool] | None = None,
         adding: AbstractContextManager[None] = nullcontext(),
     ) -> list[Response]:
         """Return one sampled response to each prompt, in the order of the prompts.
@@ -161,12 +162,14 @@ class Engine:
             prefixes: first tokens of each response, sampled before. The engine returns only the tokens after
                 them. These are the tokens that an uninterrupted response would have had. A stop string that
                 begins in a prefix is not found.
+            greedy: which prompts are answered at temperature 0; default: none.
             adding: context in which the requests are queued.
         Raises: RuntimeError before the first sync. ValueError for prompts that are too long, and for keys or
         prefixes that do not pair up. ValueError also for prefixes that leave nothing to sample, and for an
         engine that cannot continue after a prefix. Aborted if the job shuts down; afterwards the engine
         cannot generate any more."""
         prefixes = [[]] * len(prompts) if prefixes is None else prefixes
+        greedy = [False] * len(prompts) if greedy is None else greedy
         limit = max_tokens or self._sampling.max_response_length
         self._check(prompts, keys, prefixes, limit)
         first = self._num_generated
@@ -177,11 +180,13 @@ class Engine:
                 prompt=[*prompt, *prefix],
                 key=key,
                 max_tokens=limit - len(prefix),
-                temperature=temperature,
+                temperature=0.0 if is_greedy else temperature,
                 top_p=top_p,
                 top_k=top_k,
             )
-            for index, (prompt, key, prefix) in enumerate(zip(prompts, keys, prefixes, strict=True))
+            for index, (prompt, key, prefix, is_greedy) in enumerate(
+                zip(prompts, keys, prefixes, greedy, strict=True)
+            )
         ]
         return [
             Response(

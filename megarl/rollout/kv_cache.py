@@ -33,7 +33,8 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
     rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
     held_out = -(-rows * config.run.eval_num_samples // num_engines)
     num_prompts = (streaming.staleness + 1) * batch.num_prompts
-    trained = -(-num_prompts // num_engines) * batch.num_samples_per_prompt
+    group_size = batch.num_samples_per_prompt + config.algorithm.greedy_samples
+    trained = -(-num_prompts // num_engines) * group_size
     if streaming.staleness:
         return min(limit, trained + held_out + streaming.num_canaries)
     return min(limit, max(trained, held_out))

@@ -14,8 +14,11 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
 from megarl.config.schema import TrainConfig
 from megarl.data.cursor import DataCursor
+from megarl.data.measured_cursor import MeasuredCursor
 from megarl.data.mixture import MixtureCursor
+from megarl.packing import MiniBatch
 from megarl.trainer.buffer import SampleBuffer
+from megarl.trainer.data_rows import SftRows
 from megarl.trainer.jumps import JumpWatch
 from megarl.trainer.preflight import Inputs
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -36,8 +39,16 @@ class ActorState:
         self.algorithm = algorithm_of(config)
         walk, weights = (config.batch.seed, config.data.shuffle), config.data.train_data_weights
         self.cursor = DataCursor(len(inputs.train), *walk)
+        self.measured = (
+            self._measured_cursor(len(inputs.train), *walk) if config.curriculum.is_measured else None
+        )
+        """The cursor, if rewards decide which rows come next."""
+        if self.measured is not None:
+            self.cursor = self.measured
         if weights is not None:
             self.cursor = MixtureCursor(inputs.train.file_sizes, weights, *walk)
+        self.sft = SftRows(config, inputs.num_sft_rows) if inputs.num_sft_rows else None
+        """Rows of --sft-data; None without."""
         self.eval_rows = inputs.eval_rows(config.run.eval_num_prompts)
         """Held-out row -> its data source."""
         self.kl = self.algorithm.build_kl_controller()
@@ -64,11 +75,31 @@ class ActorState:
         """Weight of each scoring role's score in the reward, by role."""
         self.weight_of |= {f"{model.name}{suffix}": model.weight for model in reward_models(config)}
 
+    def _measured_cursor(self, num_rows: int, seed: int, shuffle: bool) -> MeasuredCursor:
+        given = self.config.curriculum
+        limits = {"low": given.difficulty_min, "high": given.difficulty_max, "rest": given.difficulty_rest}
+        return MeasuredCursor(num_rows, seed, shuffle, order=given.curriculum, **limits)
+
+    def measure(self, batches: Sequence[RolloutBatch]) -> dict[str, float]:
+        """Note the mean reward of each sampled prompt, for a curriculum. Returns its metrics; {} without one.
+
+        Args:
+            batches: every sampled group of the step, also those that --dynamic-sampling drops."""
+        if self.measured is None:
+            return {}
+        for batch in batches:
+            for row, rate in batch.mean_rewards.items():
+                self.measured.measure(row, rate)
+        return {
+            "curriculum/measured": float(self.measured.num_measured),
+            "curriculum/resting": float(self.measured.num_resting),
+        }
+
     def update_kl(self, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
         """Update the KL controller with the KL of a step, if the step measured one."""
         if MEASURED_KL in metrics:
-            num_failed = sum(reward is None for reward in batch.rewards.values())
-            self.kl.update(metrics[MEASURED_KL], len(batch.samples) - num_failed)
+            num_scored = sum(batch.rewards[one.sample_id] is not None for one in batch.trained_samples)
+            self.kl.update(metrics[MEASURED_KL], num_scored)
 
     def note_useless_rewards(self, batch: RolloutBatch) -> str | None:
         """Count consecutive steps whose rewards were all zero, and those whose rewards did not differ within
@@ -137,6 +168,13 @@ class ActorState:
         """Let rows that were sampled, but not trained on, be admitted first in the next step."""
         self.given_rows = [*rows, *self.given_rows]
 
+    def sft_rows(self, batch: RolloutBatch, dp: int) -> tuple[dict[int, int], list[MiniBatch]] | tuple[()]:
+        """Return the arguments of `Actor.update` with the next rows of --sft-data; () without."""
+        if self.sft is None:
+            return ()
+        num_updates = -(-len(batch.trained_samples) // self.config.batch.global_batch_size)
+        return self.sft.next(num_updates, dp, self.shape.hidden_size)
+
     def give_rows(self, rows: Sequence[int]) -> None:
         """Let these rows be admitted before others, or raise ValueError for rows that do not exist."""
         self._check_existing(rows)
@@ -144,10 +182,10 @@ class ActorState:
 
     @property
     def num_samples_per_prompt(self) -> int:
-        """Number of samples in a group: the responses to a prompt, or without a rollout the samples that a
-        row of the data becomes."""
+        """Number of samples in a group: the responses to a prompt, with those that are only scored, or without
+        a rollout the samples that a row of the data becomes."""
         if self.algorithm.needs_rollout:
-            return self.config.batch.num_samples_per_prompt
+            return self.config.batch.num_samples_per_prompt + self.algorithm.greedy_samples
         return self.algorithm.samples_per_row
 
     def _checked(self, rows: Sequence[int]) -> Sequence[int]:
@@ -178,17 +216,22 @@ class ActorState:
             state["staleness"] = staleness
         if self.given_rows:
             state["given_rows"] = [*self.given_rows]
+        if self.sft is not None:
+            state["sft"] = self.sft.state()
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `snapshot` returned, or raise ValueError if the size of the training data
         has changed."""
         self.cursor = self.cursor.restored(state["cursor"])
+        self.measured = self.cursor if isinstance(self.cursor, MeasuredCursor) else None
         self.kl.load_state_dict(state["kl"])
         self.zero_reward_steps = state["zero_reward_steps"]
         self.equal_reward_steps = state.get("equal_reward_steps", 0)  # older checkpoints lack it
         self.buffer.restore(state.get("buffer", ()))
         self.given_rows = [*state.get("given_rows", ())]
+        if self.sft is not None and "sft" in state:  # else it begins at the first row
+            self.sft.restore(state["sft"])
 
     def hidden_size(self, role: str) -> int:
         """Return the hidden size of a role's model, which the cost estimate of a sequence uses."""

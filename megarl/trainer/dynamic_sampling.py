@@ -69,6 +69,11 @@ class Refill:
         self._kept += [visit for visit in batch.visits if visit in differ]
 
     @property
+    def rounds(self) -> Sequence[RolloutBatch]:
+        """Every round, with the groups that were dropped or left over."""
+        return self._rounds
+
+    @property
     def num_rounds(self) -> int:
         """Number of rounds of sampling so far."""
         return len(self._rounds)

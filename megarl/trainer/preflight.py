@@ -31,6 +31,8 @@ class Inputs:
     shape: ModelShape
     train: PromptDataset
     evaluation: PromptDataset | None
+    num_sft_rows: int = 0
+    """Rows of --sft-data."""
 
     def eval_rows(self, count: int | None) -> dict[int, str]:
         """Return the first `count` held-out rows (None: all), each with its data source."""
@@ -80,6 +82,12 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
     )
     assert tokenizer is not None  # only a `load_folder` of the caller's returns None
     check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
+    sft = None
+    if config.sft.sft_data and config.data.train_data:
+        sft = load(
+            config.sft.sft_data, prompt_key=config.data.prompt_key, needs="response", flag="--sft-data"
+        )
+        PromptEncoder(tokenizer, sft).check_prompt_lengths(config.sampling.max_prompt_length, "--sft-data")
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
@@ -94,4 +102,4 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
         with RewardPool(config.data, num_workers=1) as pool:
             for dataset, flag in datasets:
                 probe_reward(pool, dataset, flag)
-    return Inputs(shape, train, evaluation)
+    return Inputs(shape, train, evaluation, 0 if sft is None else len(sft))

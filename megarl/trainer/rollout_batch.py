@@ -53,6 +53,11 @@ class RolloutBatch:
         self.samples = sorted(samples, key=lambda sample: sample.sample_id)
 
     @property
+    def trained_samples(self) -> list[Sample]:
+        """Samples that are trained on. The others are only scored, and compared with those."""
+        return [sample for sample in self.samples if sample.trained]
+
+    @property
     def rows(self) -> list[int]:
         """Row of the data set of each prompt. A row appears twice if it is visited twice."""
         return list(self.visits.values())
@@ -122,6 +127,16 @@ class RolloutBatch:
                 found[role] = [self.score_of(role, sample) for sample in self.sample_ids]
                 of_names[role] = weight
         return {"scores": found, "score_weights": of_names}
+
+    @property
+    def mean_rewards(self) -> dict[int, float]:
+        """Row of each prompt -> mean reward of its responses that are trained on. Failed rewards do not count; a
+        prompt without any is left out."""
+        found: dict[int, list[float]] = {}
+        for sample in self.trained_samples:
+            if (reward := self.rewards.get(sample.sample_id)) is not None:
+                found.setdefault(self.visits[sample.group], []).append(reward)
+        return {row: sum(rewards) / len(rewards) for row, rewards in found.items()}
 
     @property
     def groups_that_differ(self) -> set[int]:

@@ -8,6 +8,7 @@ from megarl.futures import Future
 from megarl.flow import Metrics
 from megarl.flow.role import time_metric
 from megarl.metrics import combine
+from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
 from megarl.trainer.episode_metrics import metrics_of_episodes
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -78,25 +79,46 @@ def _metrics_of_samples(
         return {}
     metrics: dict[str, float] = {}
     if batch.samples:
-        lengths = [sample.response_length for sample in batch.samples]
-        rewards = [reward for reward in batch.rewards.values() if reward is not None]
+        trained = batch.trained_samples
+        lengths = [sample.response_length for sample in trained]
+        only_scored = {sample.sample_id: sample for sample in batch.samples if not sample.trained}
+        rewards = [r for sample, r in batch.rewards.items() if r is not None and sample not in only_scored]
         metrics = {
             "reward/mean": sum(rewards) / max(len(rewards), 1),
             "reward/min": min(rewards, default=0.0),
             "reward/max": max(rewards, default=0.0),
             "response/length_mean": sum(lengths) / len(lengths),
             "response/length_max": max(lengths),
-            "response/truncated": sum(sample.truncated for sample in batch.samples) / len(lengths),
+            "response/truncated": sum(sample.truncated for sample in trained) / len(lengths),
         }
+        metrics |= _metrics_of_untrained(batch, only_scored)
         metrics |= metrics_of_episodes(batch)
         scoring = [role for role in weight_of if role in batch.records]
-        records = (record for of_role in batch.records.values() for record in of_role.values())
+        records = (
+            record
+            for of_role in batch.records.values()
+            for sample, record in of_role.items()
+            if sample not in only_scored
+        )
         metrics |= means_of_scores(records, "score/")
         for role in scoring if len(scoring) > 1 else ():
-            scores = [score for score in scores_of(batch, role) if score is not None]
+            found = zip(batch.sample_ids, scores_of(batch, role))
+            scores = [s for sample, s in found if s is not None and sample not in only_scored]
             metrics[f"reward/{role.removesuffix(suffix)}_mean"] = sum(scores) / max(len(scores), 1)
     num_tokens = sum(sample.length for sample in batch.samples)
     return metrics | {"batch/tokens": num_tokens, "sync/version": batch.step}
+
+
+def _metrics_of_untrained(batch: RolloutBatch, samples: Mapping[int, Sample]) -> dict[str, float]:
+    """Return number, tokens and mean reward of the samples that are scored and not trained on; {} without."""
+    if not samples:
+        return {}
+    rewards = [reward for sample in samples if (reward := batch.rewards.get(sample)) is not None]
+    return {
+        "untrained/samples": float(len(samples)),
+        "untrained/tokens": float(sum(sample.response_length for sample in samples.values())),
+        "untrained/reward_mean": sum(rewards) / max(len(rewards), 1),
+    }
 
 
 def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, object]]:
@@ -112,7 +134,9 @@ def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, obje
         ]
         of_actor = {"actor": f"actor{suffix}"} if suffix else {}
         finished = {
-            one.sample_id: {"finish_reason": "length" if one.truncated else "stop"} for one in batch.samples
+            one.sample_id: {"finish_reason": "length" if one.truncated else "stop"}
+            | ({} if one.trained else {"trained": False})
+            for one in batch.samples
         }
         for sample, record in batch.texts.items():
             reward = batch.rewards.get(sample)

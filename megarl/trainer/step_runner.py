@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megarl.config.mesh import MeshSpec, replicas, shard_keys, training_data_roles
+from megarl.config.mesh import MeshSpec, replicas, scores_untrained, shard_keys, training_data_roles
 from megarl.futures import Future
 from megarl.runtime.executor import Executor
 from megarl.flow import Actor, Data, Flow, Metrics, Node, Reference, Reward, RewardModel, Rollout
@@ -21,8 +21,10 @@ from megarl.flow.job_roles import Record
 from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, WIDE_COLUMNS, any_in_driver, base
 from megarl.invariants import check_plan, check_samples, check_versions
 from megarl.messages import decode, encode
-from megarl.packing import MiniBatch, Sample, plan_mini_batches, preferred_ranks
+from megarl.packing import Sample, plan_mini_batches, preferred_ranks
+from megarl.role_names import kind_and_suffix
 from megarl.trainer.canaries import Canaries
+from megarl.trainer.data_rows import plan_rows
 from megarl.trainer.dynamic_sampling import Refill, fill_step
 from megarl.trainer.engine_set import EngineSet
 from megarl.trainer.gate import LogProbGate
@@ -64,7 +66,9 @@ class StepRunner:
         stop: StopRequest,
     ) -> None:
         self.executor, self.meshes, self.state, self.gate, self.stop = executor, meshes, state, gate, stop
-        self.shard_key_of = shard_keys(meshes)
+        self.shard_key_of = shard_keys(
+            meshes, scores_untrained({suffix: actor.config for suffix, actor in state.actors.items()})
+        )
         keys = dict.fromkeys(self.shard_key_of[role] for role in training_data_roles(meshes))
         self.hidden_size = {key: state.actor_of(key).hidden_size(key) for key in keys}
         self.rows: Sequence[Sequence[tuple[int, int, float | None]]] = []
@@ -201,6 +205,9 @@ class StepRunner:
             | self.canaries.metrics(suffix)
             | self.engines.metrics(suffix)
             | self._metrics_of_rounds
+            | self.state.actors[suffix].measure(
+                [self.batches.of_actor[suffix]] if self._refill is None else self._refill.rounds
+            )
             for suffix, own in of_actors.items()
         }
 
@@ -243,7 +250,8 @@ class StepRunner:
         if called in (RewardModel.score, Reference.hidden_states, Reference.top_tokens):
             return (batch.row_of,)
         if called is Actor.receive_rows:
-            return batch.visits, self._plan_rows(batch)
+            size = len(batch.samples), self.meshes["actor"].dp
+            return batch.visits, plan_rows(batch.samples, *size, actor.config, actor.shape.hidden_size)
         if called is Actor.log_probs and actor.config.streaming.staleness:
             if not self.batches.is_on_policy(node.role):
                 return ()
@@ -262,7 +270,7 @@ class StepRunner:
                     f"--old-log-probs (engine): {node.role} trains on samples of another actor, whose engine's "
                     "log-probs are not its own. Try --old-log-probs trainer."
                 )
-            return (actor.kl.coef,)
+            return actor.kl.coef, *actor.sft_rows(batch, self.meshes[node.role].dp)
         if called is Rollout.sync:
             send_weights(self.executor, self.meshes, batch.step, actor.suffix)
             return (batch.step,)
@@ -394,16 +402,18 @@ class StepRunner:
         ranks = sorted({rank for role in (rollout, *keys) for rank in self.meshes[role].ranks})
         for key in keys:
             mesh, of_actor = self.meshes[key], self.state.actor_of(key).config.batch
+            scores = kind_and_suffix(key)[0] == "reward_model"
+            samples = batch.samples if scores else batch.trained_samples
             mini_batches = plan_mini_batches(
-                batch.samples,
+                samples,
                 of_actor.global_batch_size,
-                preferred_ranks(batch.samples, replicas(mesh)),
+                preferred_ranks(samples, replicas(mesh)),
                 mesh.dp,
                 of_actor.max_tokens_per_micro_batch,
                 self.hidden_size[key],
                 seed=f"{of_actor.seed}/{batch.step}",
             )
-            check_plan(mini_batches, batch.samples, of_actor.max_tokens_per_micro_batch)
+            check_plan(mini_batches, samples, of_actor.max_tokens_per_micro_batch)
             data = Data(self.executor, "data", ranks)
             sent = data.distribute(key, batch.samples, mini_batches, f"train{actor.suffix}")
             batch.transfers.append(sent)
@@ -418,19 +428,6 @@ class StepRunner:
                 if reward is not None:
                     batch.rewards[sample] = reward
         batch.take(actor.buffer.take(self.batches.step))
-
-    def _plan_rows(self, batch: RolloutBatch) -> list[MiniBatch]:
-        """Return one mini-batch with all rows of the step, in their order."""
-        actor = self.state.first
-        return plan_mini_batches(
-            batch.samples,
-            len(batch.samples),
-            {},
-            self.meshes["actor"].dp,
-            actor.config.batch.max_tokens_per_micro_batch,
-            actor.shape.hidden_size,
-            seed=None,
-        )
 
     def _take_scores(self, role: str, per_rank: Iterable[Iterable[Record]]) -> None:
         """Add a role's scores to the rewards. Raises RewardsFailed once all roles have scored and too many

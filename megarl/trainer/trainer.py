@@ -20,14 +20,14 @@ from types import TracebackType
 from typing import Self
 
 from megarl.algorithms import GRPO, PPO, Algorithm
-from megarl.algorithms.base import flow_of_actors
+from megarl.algorithms.flows import flow_of_actors
 from megarl.config.errors import ConfigError
 from megarl.config.flags import algorithm_name
 from megarl.config.render import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.futures import Future
-from megarl.flow import Flow, Metrics, ModelRole, Node, Roles, ServiceRole, role_class
+from megarl.flow import Actor, Flow, Metrics, ModelRole, Node, Roles, ServiceRole, role_class
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
 from megarl.trainer.checkpointer import Checkpointer
@@ -152,6 +152,9 @@ class Trainer:
         self.runner.rows = set_up_roles(self.executor, self.state, self.meshes, self.run_folder)
         self.checkpointer.restore()
         self.runner.start_log()
+        for actor in self.state.actors.values():
+            if actor.sft is not None:
+                actor.sft.sizes = Actor(self.executor, actor.actor).load_sft_rows().first() or ()
         if self.state.first.algorithm.needs_rollout:
             for synced in [self.sync(actor.actor) for actor in self.state.actors.values()]:
                 synced.result()

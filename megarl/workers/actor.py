@@ -8,23 +8,24 @@ import math
 import torch
 import torch.distributed as dist
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.base import AdvantageInputs, LossInputs
 from megarl.algorithms.promised_weight import promised_weight
+from megarl.algorithms.proximal import behavior_weights
 from megarl.algorithms.several_scores import scores_of_step
-from megarl.algorithms.turn_rewards import TurnRewards, turn_rewards_of
-from megarl.batch import Batch, MicroBatch
+from megarl.algorithms.turn_rewards import turn_rewards_of
+from megarl.batch import MicroBatch
 from megarl.gate_limits import GateLimits
 from megarl.config.mesh import MeshSpec
 from megarl.batch_invariants import check_column
 from megarl.invariants import check_reward_digests, check_reward_sizes
-from megarl.packing import MiniBatch, Sample
+from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
-from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.flow.job_roles import Actor
+from megarl.workers.advantage_inputs import ADVANTAGE_COLUMNS, advantage_inputs
 from megarl.workers.implements import implements
 from megarl.workers.loss_probes import check_token_level, policy_weight
 from megarl.workers.megatron_role import peak_memory_bytes
@@ -32,7 +33,9 @@ from megarl.workers.objective import Objective
 from megarl.workers.offload_manager import needs
 from megarl.workers.policy import PolicyRole
 from megarl.workers.recompute import check_advantages
-from megarl.workers.reward_shaping import shaped, shaping_metrics
+from megarl.workers.mismatch import log_probs_at, mismatch_metrics
+from megarl.workers.reward_shaping import excluded, shaped, shaping_metrics
+from megarl.workers.sft_stream import SftStream
 from megarl.workers.store import BatchShard
 from megarl.workers.teaching import teaching_of
 
@@ -42,8 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COMPUTED_COLUMNS)
-"""Token columns that an algorithm may compute advantages from."""
 _LOSS_COLUMNS = (
     "old_log_probs",
     "rollout_log_probs",
@@ -51,6 +52,8 @@ _LOSS_COLUMNS = (
     "advantages",
     "correction_weights",
     "selected_tokens",
+    "ce_weights",
+    "behavior_weights",
 )
 
 
@@ -81,8 +84,12 @@ class ActorRole(PolicyRole):
     """[T] bool: tokens of the batch that the last `log_probs` compared in mismatch/*; None: all."""
     _engine_check: EngineLossCheck | None = None
     """The gate of the step, with --old-log-probs engine."""
+    _version = 0
+    """Version of the weights before the step, with --old-log-probs interpolated."""
     _canaries: BatchShard | None = None
     """Canaries that the last `log_probs` scored."""
+    _sft: SftStream | None = None
+    """Rows of --sft-data; None without."""
     rollout_mesh: MeshSpec | None = None
     """Mesh of the engines, if none is on this rank."""
     sender: WeightSync | None = None
@@ -95,6 +102,12 @@ class ActorRole(PolicyRole):
         self.is_trained = is_trained
         super().setup()
         self.teaching = teaching_of(self)
+
+    def load_sft_rows(self) -> list[tuple[int, int]] | None:
+        """Tokenize the rows of --sft-data. The mesh's first rank returns (length, response length) of every row;
+        other ranks return None."""
+        self._sft = SftStream(self.config, self.shape.max_position_embeddings)
+        return self._sft.sizes if self.mesh.ranks[0] == self.rank else None
 
     @needs("parameters")
     def send_weights(self, version: int) -> None:
@@ -138,22 +151,25 @@ class ActorRole(PolicyRole):
             off_policy/*. Of a kind of which the step has no token on any rank there is no metric but
             mismatch/tokens. The metric kl is the estimate k3 of KL(engine || trainer)."""
         self._canaries = self.store.batch(self.store.canaries_of(self.shard_key)) if canaries else None
-        self.write_log_probs("old_log_probs", self._canaries)
         self._is_compared = None
+        if self.algorithm.interpolates_old:
+            return self._interpolate(version)
+        self.write_log_probs("old_log_probs", self._canaries)
         if not self.model.reports:
             return {}
         batch = self.shard.batch
         log_probs = batch.old_log_probs[batch.response_mask].double()
         gap = log_probs - batch.rollout_log_probs[batch.response_mask].double()
         num_tokens = sum(m.num_tokens for m in self.shard.mini_batches)
+        outlier = GateLimits.of(self.config, self.shape).outlier
         if version is None or batch.weight_versions is None:
-            return self._mismatch(log_probs, gap, num_tokens)
+            return mismatch_metrics(log_probs, gap, num_tokens, outlier)
         self._is_compared = self._is_current(version)
         compared = self._is_compared[batch.response_mask]
         num_compared = self._num_current(version)
         metrics = {"mismatch/tokens": 0}
         if num_compared:
-            metrics = self._mismatch(log_probs[compared], gap[compared], num_compared)
+            metrics = mismatch_metrics(log_probs[compared], gap[compared], num_compared, outlier)
         if num_stale := num_tokens - num_compared:
             stale = gap[~compared]
             metrics |= {
@@ -164,22 +180,20 @@ class ActorRole(PolicyRole):
             }
         return metrics
 
-    def _mismatch(self, log_probs: torch.Tensor, gap: torch.Tensor, num_tokens: int) -> dict[str, float]:
-        """Return this rank's part of the metrics mismatch/* over these tokens.
+    def _interpolate(self, version: int | None) -> dict[str, float]:
+        """Score the canaries alone, and write the column old_log_probs, which are the engine's. Returns the metric
+        mismatch/tokens, 0: only canaries are compared.
 
         Args:
-            gap: trainer's log-probs - engine's.
-            num_tokens: number of the tokens on all ranks."""
-        outlier = GateLimits.of(self.config, self.shape).outlier
-        return {
-            "mismatch/mean_abs": gap.abs().sum().item() / num_tokens,
-            "mismatch/clipped_abs": gap.abs().clamp(max=outlier).sum().item() / num_tokens,
-            "mismatch/log_prob_abs": log_probs.abs().sum().item() / num_tokens,
-            "mismatch/max_abs": gap.abs().max().item() if len(gap) else 0.0,
-            "mismatch/outliers": (gap.abs() > outlier).sum().item(),
-            "mismatch/tokens": len(gap),
-            "mismatch/kl": (gap.expm1() - gap).sum().item() / num_tokens,
-        }
+            version: version of the weights now."""
+        if self._canaries is not None:
+            self.write_canary_log_probs("old_log_probs", self._canaries)
+        batch = self.shard.batch
+        if version is None or batch.weight_versions is None:
+            raise ValueError("--old-log-probs (interpolated): log_probs needs the version of the weights.")
+        self.shard.set_column("old_log_probs", batch.rollout_log_probs.clone())
+        self._version = version
+        return {"mismatch/tokens": 0} if self.model.reports else {}
 
     @property
     def _recomputes(self) -> bool:
@@ -218,7 +232,7 @@ class ActorRole(PolicyRole):
         gap = (batch.old_log_probs - batch.rollout_log_probs).abs()
         if self._is_compared is not None:
             gap = gap.where(self._is_compared, 0.0)
-        return _log_probs_at(batch, gap.topk(min(count, len(gap))).indices.tolist())
+        return log_probs_at(batch, gap.topk(min(count, len(gap))).indices.tolist())
 
     def canary_tokens(self) -> list[dict[str, int | float]]:
         """Return trainer's and engine's log-prob of each response token of the canaries of this rank's
@@ -226,7 +240,7 @@ class ActorRole(PolicyRole):
         if not self.model.reports or self._canaries is None:
             return []
         batch = self._canaries.batch
-        return _log_probs_at(batch, batch.response_mask.nonzero().flatten().tolist())
+        return log_probs_at(batch, batch.response_mask.nonzero().flatten().tolist())
 
     def advantages(
         self,
@@ -273,7 +287,7 @@ class ActorRole(PolicyRole):
         if turn_rewards is not None:
             lengths = [sample.response_length for sample in samples]
             turns = turn_rewards_of(sample_ids, given, lengths, turn_rewards, turn_lengths)
-        inputs = self._advantage_inputs(samples, group_ids, rewards, kl_coef, turns)
+        inputs = advantage_inputs(shard, samples, group_ids, rewards, kl_coef, turns, self._sum_over_replicas)
         if self.algorithm.takes_scores:
             single = scores_of_step(sample_ids, group_ids, given, scores or {}, score_weights or {})
             inputs = replace(inputs, scores=single)
@@ -295,47 +309,28 @@ class ActorRole(PolicyRole):
             self._sum_over_replicas,
             None if turns is None else dict(zip(sample_ids, turns, strict=True)),
             inputs.scores,
+            frozenset(sample.sample_id for sample in samples if not sample.trained),
         )
-        by_rewards = self.algorithm.left_out(inputs)
-        are_worse = [False] * len(samples) if by_rewards is None else by_rewards.tolist()
-        filtered = [
-            reward is None or self.algorithm.is_left_out(sample.truncated)
-            for sample, reward in zip(samples, rewards, strict=True)
-        ]
-        left_out = [one or other for one, other in zip(filtered, are_worse, strict=True)]
+        filtered, left_out = excluded(self.algorithm, inputs, samples, rewards)
+        self._write_loss_columns(inputs, given, left_out)
         if any(left_out):  # NaN marks a token on every mesh as excluded from training
-            excluded = batch.spread(torch.tensor(left_out)[inputs.rows]).bool()
-            shard.set_column("advantages", batch.advantages.masked_fill(excluded, math.nan))
+            is_excluded = batch.spread(torch.tensor(left_out)[inputs.rows]).bool()
+            shard.set_column("advantages", batch.advantages.masked_fill(is_excluded, math.nan))
         metrics |= shaping_metrics(given, rewards, filtered, inputs.rows.tolist())
         return metrics if self.model.reports else {}
 
-    def _advantage_inputs(
-        self,
-        samples: list[Sample],
-        group_ids: list[int],
-        rewards: list[float | None],
-        kl_coef: float,
-        turns: Sequence[TurnRewards | None] | None,
-    ) -> AdvantageInputs:
-        """Return the inputs of `compute_advantages` on this rank, given the records of all samples of the
-        step."""
-        batch, row_of = self.shard.batch, {sample.sample_id: row for row, sample in enumerate(samples)}
-        return AdvantageInputs(
-            rewards=torch.tensor([math.nan if r is None else r for r in rewards]),
-            group_ids=torch.tensor(group_ids),
-            # A rank without samples would otherwise get a float tensor.
-            rows=torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64),
-            response_lengths=batch.response_lengths,
-            kl_coef=kl_coef,
-            sum_over_ranks=self._sum_over_replicas,
-            sample_lengths=torch.tensor([sample.response_length for sample in samples]),
-            turns=turns,
-            **{
-                name: column[batch.response_mask]
-                for name, column in batch.columns.items()
-                if name in (*ADVANTAGE_COLUMNS, "rollout_log_probs")
-            },
-        )
+    def _write_loss_columns(
+        self, inputs: AdvantageInputs, given: Sequence[float | None], left_out: Sequence[bool]
+    ) -> None:
+        """Write the columns of the loss's further terms, which depend on what the policy's loss leaves out."""
+        batch = self.shard.batch
+        rewards = torch.tensor([math.nan if reward is None else reward for reward in given])
+        columns = self.algorithm.cross_entropy_weights(inputs, rewards, torch.tensor(left_out))
+        if self.algorithm.interpolates_old:
+            versions = batch.weight_versions[batch.response_mask]
+            columns["behavior_weights"] = behavior_weights(versions, self._version)
+        for name, values in columns.items():
+            self.shard.set_column(name, batch.scatter(values))
 
     def _sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         total = values.to(self.model.device)
@@ -343,10 +338,27 @@ class ActorRole(PolicyRole):
         return total.to(values.device)
 
     @needs("parameters", "gradients", "optimizer")
-    def update(self, kl_coef: float = 0.0) -> dict[str, float]:
+    def update(
+        self,
+        kl_coef: float = 0.0,
+        sft_visits: Mapping[int, int] | None = None,
+        sft_mini_batches: list[MiniBatch] | None = None,
+    ) -> dict[str, float]:
         """Make all optimizer updates of the step, and return this rank's part of their mean metrics. Raises
-        NonFiniteUpdate as --on-nonfinite says."""
+        NonFiniteUpdate as --on-nonfinite says.
+
+        Args:
+            sft_visits, sft_mini_batches: visit -> row of --sft-data, and the rows of each update, if there are any.
+        Raises: ValueError if the job has --sft-data, and no rows are given."""
         self.require_columns("update", self.algorithm.loss_reads)
+        if self._sft is not None:
+            if sft_visits is None or sft_mini_batches is None:
+                raise ValueError(
+                    "update: the job has --sft-data, and gets no rows of it. Call trainer.update(batch), which gives "
+                    "them, or leave --sft-data out."
+                )
+            dp_rank = self.model.groups.dp.rank()
+            self._sft.begin_step(sft_visits, sft_mini_batches, self.shard.mini_batches, dp_rank)
         self._take_engine_log_probs()
         self._engine_check = None
         self.has_new_weights = True
@@ -390,9 +402,12 @@ class ActorRole(PolicyRole):
         self, mini_batch: MiniBatch, check: LossCheck | None, kl_coef: float
     ) -> dict[str, float]:
         loss = self.loss_of_update(mini_batch, check, kl_coef=kl_coef)
+        of_rows: list[MicroBatch] = []
+        if self._sft is not None:
+            of_rows, loss = self._sft.mixed(mini_batch, loss, self.model.groups.dp.rank())
         name = "entropy" if self.teaching is None else "divergence"
         return self.model.update(
-            self.micro_batches([mini_batch]),
+            self.micro_batches([mini_batch]) + of_rows,
             lambda micro, log_probs, second, rows: loss(micro, rows, log_probs=log_probs, **{name: second}),
             self.config.sampling.temperature,
             self.algorithm.needs_entropy,
@@ -404,6 +419,8 @@ class ActorRole(PolicyRole):
     def pass_limit(self) -> PassLimit | None:
         from megarl.workers.pass_limit import log_prob_limit
 
+        if self.algorithm.interpolates_old:  # no pass to compare with
+            return None
         if self.has_own("old_log_probs"):
             return log_prob_limit(self.config, self.shape, self.model.device)
         if self.algorithm.needs_rollout and self.model.reports_steps and not self._has_warned_unchecked:
@@ -424,18 +441,3 @@ class ActorRole(PolicyRole):
             is_whole = len(rows) == len(micro.response_positions)
             self._is_token_level = check_token_level(self.algorithm, inputs, is_whole)
         super().check_inputs(check, micro, rows, inputs)
-
-
-def _log_probs_at(batch: Batch, tokens: list[int]) -> list[dict[str, int | float]]:
-    """Return trainer's and engine's log-prob of these tokens of a batch, and where the tokens are."""
-    rows = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
-    return [
-        {
-            "sample_id": int(batch.sample_ids[rows[i]]),
-            "position": int(i - batch.cu_seqlens[rows[i]]),
-            "token": int(batch.tokens[i]),
-            "trainer": float(batch.old_log_probs[i]),
-            "engine": float(batch.rollout_log_probs[i]),
-        }
-        for i in tokens
-    ]

@@ -77,7 +77,7 @@ class DataRole(RandomStateOfRank, RunFolderOfRank):
 
         Args:
             key: shard key of the mesh.
-            samples: at least those of `mini_batches`, with their owners. If they are not `trained`, they
+            samples: at least those of `mini_batches`, with their owners. If none of them is `trained`, they
                 become the canaries that are scored beside the mesh's batch, which stays.
             mini_batches: as planned for the mesh.
             source: the rollout source of the samples.
@@ -96,7 +96,7 @@ class DataRole(RandomStateOfRank, RunFolderOfRank):
                     f"[data rank {self.rank}] sample {sample} is wanted by {self._name(key)}, but {known}."
                 )
         self.store.check_records(source, samples)
-        stored = key if all(s.trained for s in samples) else self.store.canaries_of(key)
+        stored = key if any(s.trained for s in samples) else self.store.canaries_of(key)
         self.store.release_batch(stored)  # release the old batch before the new one takes memory
         layout = BatchLayout(source, mini_batches, {s.sample_id: s for s in samples})
         self.store.layouts[stored] = layout

@@ -32,7 +32,7 @@ from megarl.invariants import digest
 from megarl.runtime.abort import ABORT, Aborted
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.episodes import EpisodeSampler, episode_sample
-from megarl.workers.request_stream import Answer, RequestStream, SavedAnswer, SavedTurn
+from megarl.workers.request_stream import GREEDY, Answer, RequestStream, SavedAnswer, SavedTurn
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 
 if TYPE_CHECKING:
@@ -202,6 +202,7 @@ class EpisodeStream(RequestStream):
     # Episodes.
 
     def _begin(self, first: Answer, how: Mapping[str, float]) -> _Open:
+        how = {**how, **GREEDY} if first.greedy else how
         one = _Open(first, how, Episode(self._rows(first)), AnswerKeys(first.key), self._num_opened)
         self._num_opened += 1
         one.number = self._play.open(one.index, one.episode)

@@ -20,6 +20,7 @@ from megarl.episodes.runner import Answer, Turn, play
 from megarl.invariants import digest
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.requests import Request
+from megarl.workers.request_stream import GREEDY
 from megarl.workers.request_stream import Answer as FirstTurn
 from megarl.workers.request_stream import SavedTurn
 from megarl.workers.store import RolloutSample
@@ -145,6 +146,7 @@ def episode_sample(first: FirstTurn, episode: Episode, single: SavedTurn | None)
         truncated=episode.truncated,
         digest=digest(prompt, response, holes),
         holes=holes,
+        trained=not first.greedy,
         episode=episode.result,
     )
 
@@ -164,7 +166,8 @@ class _Turns:
             name = f"episode/{first.sample_id}/{len(turn.prompt)}"
             self._asked[name] = turn.index
             key = self._keys[turn.index].next(turn.prompt)
-            requests.append(Request(name, turn.prompt, key, max_tokens=turn.max_tokens, **self._how))
+            how = self._how | GREEDY if first.greedy else self._how
+            requests.append(Request(name, turn.prompt, key, max_tokens=turn.max_tokens, **how))
         if requests:
             self._engine.add(requests)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.mesh import MeshSpec, shard_keys
+from megarl.config.mesh import MeshSpec, scores_untrained, shard_keys
 from megarl.config.schema import TrainConfig
 from megarl.role_names import actor_suffix
 from megarl.workers.offload_manager import OffloadManager
@@ -33,8 +33,9 @@ class HostedRole:
 
     def __post_init__(self) -> None:
         name, meshes = self.name, self.meshes
-        self.mesh, self.shard_key = meshes[name], shard_keys(meshes)[name]
         self.suffix = actor_suffix(name, meshes)
+        apart = scores_untrained({self.suffix: self.config})
+        self.mesh, self.shard_key = meshes[name], shard_keys(meshes, apart)[name]
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     @cached_property

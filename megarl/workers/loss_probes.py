@@ -29,6 +29,10 @@ def policy_weight(algorithm: Algorithm, inputs: LossInputs) -> torch.Tensor:
         others["correction_weights"] = zeros + 1
     if inputs.selected_tokens is not None:
         others["selected_tokens"] = zeros
+    if inputs.ce_weights is not None:
+        others["ce_weights"] = zeros
+    if inputs.behavior_weights is not None:
+        others["behavior_weights"] = zeros + 1
     return _slope(
         lambda values: algorithm.loss(replace(inputs, kl_coef=0.0, **others, **{output: values}))[0],
         zeros,
@@ -84,6 +88,7 @@ def check_token_level(algorithm: Algorithm, inputs: LossInputs, is_whole: bool) 
     columns |= {"advantages": 2 * noise["advantages"] - 1, "entropy": noise["entropy"]}
     columns["divergence"], output = noise["entropy"], _output(inputs)
     columns["correction_weights"] = noise["correction_weights"]
+    columns["ce_weights"] = columns["behavior_weights"] = noise["correction_weights"]
     columns["selected_tokens"] = (noise["correction_weights"] > 0.5).to(inputs.log_probs.dtype)
     columns = {
         name: column

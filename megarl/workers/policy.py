@@ -39,8 +39,19 @@ class PolicyRole(MegatronRole):
         extra = [] if canaries is None else self.micro_batches(canaries.mini_batches, canaries)
         log_probs = self.model.log_probs([*micro_batches, *extra], self.config.sampling.temperature)
         if extra and log_probs is not None:
-            of_canaries = torch.cat(log_probs[len(micro_batches) :])
-            canaries.set_column(column, canaries.batch.scatter(of_canaries))
-            check_column(canaries.batch, column, 0.0)
+            _set_canaries(column, canaries, log_probs[len(micro_batches) :])
             log_probs = log_probs[: len(micro_batches)]
         self.write_column(column, log_probs, largest=0.0)
+
+    def write_canary_log_probs(self, column: str, canaries: BatchShard) -> None:
+        """Compute the log-probs of canaries alone, and store them as their token column `column`."""
+        micro_batches = self.micro_batches(canaries.mini_batches, canaries)
+        log_probs = self.model.log_probs(micro_batches, self.config.sampling.temperature)
+        if log_probs is not None:
+            _set_canaries(column, canaries, log_probs)
+
+
+def _set_canaries(column: str, canaries: BatchShard, log_probs: list[torch.Tensor]) -> None:
+    """Store the log-probs of each micro-batch of canaries."""
+    canaries.set_column(column, canaries.batch.scatter(torch.cat(log_probs)))
+    check_column(canaries.batch, column, 0.0)

@@ -11,7 +11,8 @@ from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch, Sample
 from megarl.workers.implements import implements
 from megarl.workers.offload_manager import needs
-from megarl.workers.sft import RowSample, SFTActorRole
+from megarl.workers.row_samples import RowSample
+from megarl.workers.sft import SFTActorRole
 from megarl.workers.store import BatchLayout
 
 

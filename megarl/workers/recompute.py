@@ -41,6 +41,7 @@ def check_advantages(
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
     turns: Mapping[int, TurnRewards | None] | None = None,
     scores: StepScores | None = None,
+    untrained: frozenset[int] = frozenset(),
 ) -> None:
     """Recompute advantages of some samples on this rank, and raise InvariantError if the stored columns
     differ by more than rounding.
@@ -54,6 +55,7 @@ def check_advantages(
         seed: the same seed chooses the same samples.
         turns: with --turn-rewards sample id -> its answers; None where the reward failed.
         scores: if the algorithm takes scores, those of all samples, in the order of `rewards`.
+        untrained: samples that are scored and not trained on.
     Raises: InvariantError with sample, expected and found value."""
     groups: dict[int, list[int]] = {}
     for sample, group in group_of.items():
@@ -77,6 +79,7 @@ def check_advantages(
         samples=here,
         turns=turns,
         scores=scores,
+        untrained=untrained,
     )
     if (sums := algorithm.reference_sums(inputs)) is not None:
         inputs = replace(inputs, sums=sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist())

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import Engine, Response
 
 
+GREEDY = {"temperature": 0.0}
+"""How greedy answers are sampled, in place of the temperature of the others."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A response that is being sampled: its ids, its prompt, and the tokens that it has so far."""
@@ -50,6 +54,8 @@ class Answer:
     """Version of the weights that sampled each token of `response`."""
     purpose: str = "train"
     """Name of the data set of the row: "train", or "eval" for a held-out episode."""
+    greedy: bool = False
+    """Whether the tokens are drawn at temperature 0, whatever those of other answers are, and not trained on."""
 
     def after(self, output: Output | Response) -> Answer:
         """Return the answer, extended by the tokens of an output that continues it."""
@@ -156,7 +162,8 @@ class RequestStream:
 
     def _request(self, answer: Answer, max_tokens: int) -> Request:
         prompt = [*answer.prompt, *answer.response]
-        return Request(f"sample/{answer.sample_id}", prompt, answer.key, max_tokens=max_tokens, **self._how)
+        how = self._how | GREEDY if answer.greedy else self._how
+        return Request(f"sample/{answer.sample_id}", prompt, answer.key, max_tokens=max_tokens, **how)
 
     def _allowed_tokens(self, answer: Answer) -> int:
         """Return how many tokens an answer may get from the current version."""
@@ -375,6 +382,7 @@ def _saved(sample: RolloutSample) -> SavedAnswer:
         sample.response,
         sample.log_probs,
         sample.versions,
+        greedy=not sample.trained,
     )
     reason = "length" if sample.truncated else "stop"
     return SavedAnswer(answer, reason, experts, holes=sample.holes, episode=sample.episode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.algorithms.base import Algorithm
+from megarl.algorithms.base import AdvantageInputs, Algorithm
 from megarl.config.schema import SamplingConfig
 from megarl.packing import Sample
 
@@ -21,6 +21,23 @@ def shaped(
         None if reward is None else algorithm.shaped_reward(reward, sample.response_length, longest)
         for sample, reward in zip(samples, rewards, strict=True)
     ]
+
+
+def excluded(
+    algorithm: Algorithm,
+    inputs: AdvantageInputs,
+    samples: Sequence[Sample],
+    rewards: Sequence[float | None],
+) -> tuple[list[bool], list[bool]]:
+    """Return, for each sample of the step, whether the policy's loss leaves it out because its reward failed or its
+    response was cut, and whether it does for any reason."""
+    filtered = [
+        reward is None or algorithm.is_left_out(sample.truncated)
+        for sample, reward in zip(samples, rewards, strict=True)
+    ]
+    by_rewards = algorithm.left_out(inputs)
+    are_worse = [False] * len(samples) if by_rewards is None else by_rewards.tolist()
+    return filtered, [one or other for one, other in zip(filtered, are_worse, strict=True)]
 
 
 def shaping_metrics(

@@ -244,6 +244,7 @@ class RolloutRole(LeavingEngine):
             outputs = self.engine.generate(
                 [answer.prompt for answer in answers],
                 [answer.key for answer in answers],
+                greedy=[answer.greedy for answer in answers],
                 adding=recorded,
                 **how,
             )
@@ -328,15 +329,17 @@ class RolloutRole(LeavingEngine):
         return self.recorder.taking_effect(kind(step=version + 1, version=version, visits=visits))
 
     def _answers(self, purpose: str, visits: list[tuple[int, int]], greedy: bool) -> list[Answer]:
-        config, n = self.config, self.config.batch.num_samples_per_prompt
+        config, num_drawn = self.config, self.config.batch.num_samples_per_prompt
+        n = num_drawn + config.algorithm.greedy_samples
         if purpose == "eval":
-            n = 1 if greedy else config.run.eval_num_samples
+            n = num_drawn = 1 if greedy else config.run.eval_num_samples
         asked = [(visit, row, index) for visit, row in visits for index in range(n)]
         prompts = self.encoders[purpose].prompts([row for _, row, _ in asked])
         return [
             Answer(
                 *(visit * n + index, row, visit, prompt, draw_key(config.batch.seed, purpose, visit, index)),
                 purpose=purpose,
+                greedy=index >= num_drawn,
             )
             for (visit, row, index), prompt in zip(asked, prompts, strict=True)
         ]
@@ -356,6 +359,7 @@ class RolloutRole(LeavingEngine):
             log_probs=answer.log_probs,
             truncated=finish_reason == "length",
             experts=experts if self._has_experts else None,
+            trained=not answer.greedy,
             digest=digest(answer.prompt, answer.response),
         )
 

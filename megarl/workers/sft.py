@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from megarl.batch import Batch
 from megarl.data.encoder import PromptEncoder
 from megarl.data.columns import Prompt
 from megarl.data.prompts import PromptDataset
@@ -16,25 +14,11 @@ from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
+from megarl.workers.row_samples import RowSample, batch_of_rows, last_turns
 from megarl.workers.random_state import RandomStateOfRank
 from megarl.workers.run_folder import RunFolderOfRank
 from megarl.workers.store import BatchShard
 from megarl.workers.stored_log_probs import digest_of_rows
-
-
-class RowSample(NamedTuple):
-    """The token ids and the reward of one sample of a row of the data."""
-
-    prompt: list[int]
-    response: list[int]
-    """Everything after the prompt, with the end of sequence."""
-    reward: float | None = None
-    holes: tuple[tuple[int, int], ...] = ()
-    """(start, end) in the response of the ids that are context and not trained on."""
-
-    @property
-    def num_trained(self) -> int:
-        return len(self.response) - sum(end - start for start, end in self.holes)
 
 
 def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> RowSample:
@@ -93,9 +77,7 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
 
         Raises: ValueError naming a row that the chat template refuses."""
         if self.algorithm.train_turns == "last":
-            rows = range(len(dataset))
-            pairs = zip(encoder.prompts(rows), encoder.responses(rows), strict=True)
-            return [[RowSample(prompt, [*ids, tokenizer.eos_token_id])] for prompt, ids in pairs]
+            return [[one] for one in last_turns(encoder, len(dataset), tokenizer.eos_token_id)]
         chat = Chat(tokenizer, (*self.shape.eos_token_ids, tokenizer.eos_token_id))
         encoded = []
         for row, prompt in enumerate(dataset):
@@ -113,13 +95,7 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
             visits: visit -> dataset row. The n samples of visit v have the ids n v, n v + 1, ..."""
         dp_rank = self.mesh.coordinates(self.rank)["dp"]  # the model may not be built yet
         samples = [sample for mini_batch in mini_batches for sample in mini_batch.samples_of(dp_rank)]
-        of_samples = [self.row_sample(visits, sample) for sample in samples]
-        batch = Batch.from_samples(
-            samples,
-            [one.prompt for one in of_samples],
-            [one.response for one in of_samples],
-            holes=[one.holes for one in of_samples],
-        )
+        batch = batch_of_rows(samples, [self.row_sample(visits, sample) for sample in samples])
         self.store.release_batch(self.shard_key)
         self.store.set_batch(self.shard_key, BatchShard(batch, mini_batches))
 

@@ -57,6 +57,8 @@ class RolloutSample:
     """Digest of the tokens, see `megarl.invariants.digest`."""
     holes: tuple[tuple[int, int], ...] = ()
     """(start, end) in the response of the tokens that were not sampled. The last token always is."""
+    trained: bool = True
+    """False for a sample that is scored but not trained on."""
     episode: EpisodeResult | None = None
     """Reward and messages of the episode with --env; else None."""
 
@@ -97,6 +99,7 @@ class RolloutSample:
             self.group,
             self.version,
             self.version_runs,
+            self.trained,
         )
 
 

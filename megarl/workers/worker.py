@@ -19,6 +19,7 @@ from megarl.config.mesh import (
     group_timeout,
     role_meshes,
     shard_keys,
+    scores_untrained,
     training_data_roles,
 )
 from megarl.config.reward_models import reward_models
@@ -142,7 +143,8 @@ def build_roles(
 
 
 def _data_role(config: TrainConfig, meshes: Mapping[str, MeshSpec], store: SampleStore) -> DataRole:
-    configs, keys = configs_of_actors(config), shard_keys(meshes)
+    configs = configs_of_actors(config)
+    keys = shard_keys(meshes, scores_untrained(configs))
     shapes = {suffix: ModelShape.load(of_actor.model.model) for suffix, of_actor in configs.items()}
     formats = {
         keys[f"actor{suffix}"]: {

@@ -73,6 +73,12 @@ ERRORS = {
     "--old-log-probs engine --policy-loss gspo --bf16": "--policy-loss gspo clips the ratio of a whole response",
     "--overlong-buffer 1024 --max-response-length 1024": "--overlong-buffer (1024): must be below",
 }
+ERRORS |= {
+    "--old-log-probs interpolated": "(interpolated): without --staleness the weights before the step",
+    "--old-log-probs interpolated --staleness 1 --num-canaries 0": "--num-canaries (0): with --old-log-probs",
+    "--old-log-probs interpolated --staleness 1 --moe-routing-replay policy": "experts of the pass that it saves",
+    "--old-log-probs interpolated --staleness 1 --policy-loss gspo": "is made for ratios of single tokens",
+}
 NOTES = {
     f"--policy-loss reinforce --tis-clip 2 {TWO_UPDATES}": "not for the 2 updates of the step",
     f"--algorithm opo {TWO_UPDATES}": "--algorithm (opo): its baseline is derived for exact on-policy",
@@ -94,6 +100,9 @@ FINE = [
     "--old-log-probs engine --bf16",
     "--old-log-probs engine --policy-loss gmpo",
     "--old-log-probs engine --moe-routing-replay engine",
+    "--old-log-probs interpolated --staleness 1",
+    "--positive-nll-coef 0.1",
+    "--algorithm remax --num-samples-per-prompt 1",
     "--algorithm sft --staleness 0",
     "--algorithm online-dpo --staleness 1",
     f"--algorithm gkd --staleness 1 {TWO_UPDATES}",

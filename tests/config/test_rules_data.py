@@ -1,8 +1,9 @@
-"""The rules of --train-data-weights. `pytest tests/config/test_rules_data.py`"""
+"""The rules of --train-data-weights and of the curriculum. `pytest tests/config/test_rules_data.py`"""
 
 import pytest
 
-from megarl.config.rules_data import order_errors, weights_errors
+from megarl.config.rules_data import curriculum, order_errors, weights_errors
+from megarl.config.rules_layout import Job
 from tests.algorithms.test_listing import load
 
 FILES = ("a.jsonl", "b.jsonl")
@@ -43,3 +44,32 @@ def test_a_resume_walks_as_before():
     assert error == (
         "--train-data-weights (3 1): the run that --load continues walks over its files as one data set. Leave it out."
     )
+
+
+CURRICULUM = {
+    "--difficulty-rest 2": "--difficulty-rest (2): has no effect without a limit. Leave it out",
+    "--difficulty-min 1 --difficulty-max 0": "--difficulty-max (0): must be above --difficulty-min (1). Try",
+    "--algorithm sft --curriculum easy-first": "--curriculum: is by the rewards of sampled responses",
+    "--difficulty-max 1 --train-data a b --train-data-weights 3 1": "--difficulty-max: is not built for --train-data-",
+}
+
+
+@pytest.mark.parametrize("flags", CURRICULUM)
+def test_a_curriculum_that_cannot_be(flags):
+    (error,) = curriculum(Job(load(flags), None, None, 1, {}))
+    assert CURRICULUM[flags] in error
+
+
+@pytest.mark.parametrize("flags", ["", "--curriculum hard-first", "--difficulty-min 0 --difficulty-rest 3"])
+def test_a_curriculum_that_can(flags):
+    assert [*curriculum(Job(load(flags), None, None, 1, {}))] == []
+
+
+def test_a_resume_needs_a_curriculum_where_there_was_one():
+    cursor = {"seed": load("").batch.seed, "shuffle": True, "measured": {}}
+    (error,) = order_errors(load(""), 2, cursor)
+    assert (
+        "--curriculum-2 (shuffled): the run that --load continues had a curriculum" in error
+        and "Try" in error
+    )
+    assert [*order_errors(load("--difficulty-max 1"), 1, cursor)] == []

@@ -35,6 +35,7 @@ JOBS = {
     "--eval-data {data}/test.jsonl --eval-interval 2",
     "raft": "--algorithm raft --raft-keep 2",
     "online-dpo": "--algorithm online-dpo --global-batch-size 16 --label-smoothing 0.1",
+    "remax": "--algorithm remax --policy-loss reinforce --global-batch-size 16 --loss-aggregation seq-mean-token-sum",
     "kl-cov": f"--algorithm grpo --policy-loss kl-cov {TWO_SCORES}",
     "stale": "--algorithm grpo --policy-loss cispo --staleness 1 --mis-level geometric --mis-low 0.5 --mis-high 2",
 }

@@ -1,5 +1,6 @@
 """Role classes: what they declare, and their handles. `pytest tests/flow/test_roles.py`"""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_type_hints
 
@@ -69,7 +70,12 @@ def test_roles_of_a_job_are_found_by_name():
 
 
 def test_annotations_resolve_without_torch():
-    assert get_type_hints(Actor.update.function) == {"kl_coef": float, "return": dict[str, float]}
+    assert get_type_hints(Actor.update.function) == {
+        "kl_coef": float,
+        "sft_visits": Mapping[int, int] | None,
+        "sft_mini_batches": list[MiniBatch] | None,
+        "return": dict[str, float],
+    }
     assert get_type_hints(Data.distribute.function)["mini_batches"] == list[MiniBatch]
     code = (
         "import sys, typing; from megarl.flow.role import methods_of, role_classes\n"
@@ -102,6 +108,8 @@ def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
         "returns": "actor_2.advantages",
         "correction_weights": "actor_2.advantages",
         "selected_tokens": "actor_2.advantages",
+        "ce_weights": "actor_2.advantages",
+        "behavior_weights": "actor_2.advantages",
         "routed_experts": "rollout_2.generate",
         "lengths": "rollout_2.generate",
         "rewards": "reward_2.score",

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms import REGISTRY
-from megarl.algorithms.base import flow_of_actors
+from megarl.algorithms.flows import flow_of_actors
 from megarl.config.check import check_job
 from megarl.config.loader import load_config
 from megarl.config.mesh import hosting_ranks, role_meshes

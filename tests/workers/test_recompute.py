@@ -22,7 +22,7 @@ from megarl.algorithms.base import AdvantageInputs, Algorithm
 from megarl.batch import Batch
 from megarl.invariants import InvariantError
 from megarl.workers import recompute
-from megarl.workers.actor import ADVANTAGE_COLUMNS
+from megarl.workers.advantage_inputs import ADVANTAGE_COLUMNS
 
 KL_COEF = 0.3
 GROUPS, GROUP_SIZE = 6, 4

@@ -89,9 +89,10 @@ def algorithm_of(flags: str) -> str:
 
 
 def fitted(flags: str) -> str:
-    """Return a paper's flags with what the quickstart needs beside them: shorter answers, the critic's
-    learning rate, one update per step."""
+    """Return a paper's flags with what the quickstart needs beside them: shorter answers, a shorter warm-up of the
+    critic and its learning rate, one update per step."""
     flags = flags.replace("--overlong-buffer 4096", "--overlong-buffer 16")
+    flags = flags.replace("--critic-warmup-iters 50", "--critic-warmup-iters 5")
     algorithm = REGISTRY[algorithm_of(flags)]
     if algorithm.needs_critic:
         flags += " --critic-lr 1e-3"
@@ -149,7 +150,8 @@ def run(cell: Cell, quickstart: Path, out: Path, seconds: float) -> None:
     words += ["--eval-data", data / "test.jsonl", "--save", folder, "--nproc-per-node", 1]
     if cell.is_control:
         os.environ[FOLDER] = str(rewards.resolve())
-        chance = "permuted" if REGISTRY[algorithm_of(cell.method.flags)].relative_to_group else "coin"
+        algorithm = REGISTRY[algorithm_of(cell.method.flags)]
+        chance = "permuted" if algorithm.relative_to_group and not algorithm.greedy_samples else "coin"
         words += ["--reward-function", f"{HERE}/permuted_reward.py:{chance}", "--reward-num-workers", GROUP]
     started = time.monotonic()
     megarl("train", *words, seconds=seconds)

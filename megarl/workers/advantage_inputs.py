@@ -1,0 +1,60 @@
+"""Collect what an algorithm computes advantages from, on one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megarl.algorithms.base import AdvantageInputs
+from megarl.algorithms.turn_rewards import TurnRewards
+from megarl.flow.columns import COMPUTED_COLUMNS
+from megarl.flow.job_roles import Actor
+from megarl.packing import Sample
+from megarl.workers.store import BatchShard
+
+ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COMPUTED_COLUMNS)
+"""Token columns that an algorithm may compute advantages from."""
+
+
+def advantage_inputs(
+    shard: BatchShard,
+    samples: Sequence[Sample],
+    group_ids: Sequence[int],
+    rewards: Sequence[float | None],
+    kl_coef: float,
+    turns: Sequence[TurnRewards | None] | None,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+) -> AdvantageInputs:
+    """Return the inputs of `compute_advantages` on this rank.
+
+    Args:
+        shard: the rank's samples.
+        samples: records of all samples of the step; `group_ids` and `rewards` in the same order."""
+    batch, row_of = shard.batch, {sample.sample_id: row for row, sample in enumerate(samples)}
+    untrained = [not sample.trained for sample in samples]
+    number_of = {
+        sample: number
+        for number, mini_batch in enumerate(shard.mini_batches)
+        for dp_rank in range(len(mini_batch.micro_batches))
+        for sample in mini_batch.samples_of(dp_rank)
+    }
+    return AdvantageInputs(
+        rewards=torch.tensor([math.nan if r is None else r for r in rewards]),
+        group_ids=torch.tensor(group_ids),
+        # A rank without samples would otherwise get a float tensor.
+        rows=torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64),
+        response_lengths=batch.response_lengths,
+        kl_coef=kl_coef,
+        sum_over_ranks=sum_over_ranks,
+        sample_lengths=torch.tensor([sample.response_length for sample in samples]),
+        is_untrained=torch.tensor(untrained) if any(untrained) else None,
+        mini_batches=torch.tensor([number_of.get(sample.sample_id, -1) for sample in samples]),
+        turns=turns,
+        **{
+            name: column[batch.response_mask]
+            for name, column in batch.columns.items()
+            if name in (*ADVANTAGE_COLUMNS, "rollout_log_probs")
+        },
+    )
