@@ -107,7 +107,7 @@ def _needs(name: str) -> str:
         "a critic": cls.needs_critic,
         "a teacher": cls.is_taught,
         "several responses per prompt": cls.relative_to_group,
-        "one update per step": cls.is_on_policy,
+        "one update per step": cls.is_on_policy or cls.needs_rollout and getattr(cls, "one_update", False),
     }
     return ", ".join(what for what, is_needed in needs.items() if is_needed)
 

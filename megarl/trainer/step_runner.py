@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megarl.config.teachers import teacher_folders
 from megarl.config.mesh import MeshSpec, replicas, shard_keys, training_data_roles
 from megarl.futures import Future
 from megarl.runtime.executor import Executor
@@ -39,6 +40,7 @@ from megarl.trainer.step_report import metrics_of_actors
 from megarl.trainer.stop_request import StopRequest
 from megarl.trainer.weights import send_weights
 
+_READS_ROWS = (RewardModel.score, Reference.hidden_states, Reference.top_tokens)
 _SAMPLING_CALLS = (Rollout.generate, Reward.score)
 """Calls of the rounds of --dynamic-sampling."""
 
@@ -240,7 +242,7 @@ class StepRunner:
             return self._prompts(node.role, actor)
         if called is Reward.score:
             return "train", batch.sample_ids
-        if called in (RewardModel.score, Reference.hidden_states, Reference.top_tokens):
+        if called in _READS_ROWS or called is Reference.log_probs and teacher_folders(actor.algorithm):
             return (batch.row_of,)
         if called is Actor.receive_rows:
             return batch.visits, self._plan_rows(batch)
