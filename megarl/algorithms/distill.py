@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.config.errors import Positive
+from megarl.config.errors import Positive, Rule
+from megarl.config.teachers import TEACHERS_RULE, are_teachers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,9 @@ class Distill(PolicyGradient):
     paper: ClassVar[str] = "2306.13649"
     advantage_formula: ClassVar[str] = "log teacher - log pi, of each sampled token"
 
+    teachers: Annotated[tuple[str, ...], Rule(are_teachers, TEACHERS_RULE)] = ()
+    """Further teachers, data_source=folder each: rows of this source are taught by this model, and all others by
+    --reference-model. Default: none."""
     distill_clip: Positive | None = None
     """Bound of a token's advantage in nats, e.g. 10. Default: none."""
 

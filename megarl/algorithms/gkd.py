@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from megarl.algorithms.base import Algorithm, LossInputs
-from megarl.config.errors import Count, above, below
+from megarl.config.errors import Count, Rule, above, below
+from megarl.config.teachers import TEACHERS_RULE, are_teachers
 from megarl.flow import Flow, symbolic_roles
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class GKD(Algorithm):
     teacher_top_k: Count | None = None
     """Compare over the teacher's so many most likely tokens and one outcome for all others: 8 bytes of each are
     moved per token, not the teacher's hidden state. Default: the whole vocabulary."""
+    teachers: Annotated[tuple[str, ...], Rule(are_teachers, TEACHERS_RULE)] = ()
+    """Further teachers, data_source=folder each: rows of this source are taught by this model, and all others by
+    --reference-model. Default: none."""
     teacher_hint_key: str | None = None
     """Self-distillation: the teacher's prompt ends with this text of the row's extra_info, e.g. a solution, which the
     policy does not see. Default: none."""
@@ -54,6 +58,8 @@ class GKD(Algorithm):
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:
         rule = "is for --divergence jsd. Leave it out."
+        needs_k = "needs --teacher-top-k: the output layers of several teachers would be on the actor's ranks. Try 64."
+        yield not self.teachers or self.teacher_top_k is not None, "teachers", needs_k
         yield self.divergence == "jsd" or self.jsd_beta == 0.5, "jsd_beta", rule
 
     @property

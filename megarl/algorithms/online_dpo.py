@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, advantage_metrics
 from megarl.algorithms.dpo import DPO
@@ -28,6 +28,7 @@ class OnlineDPO(DPO):
     paper: ClassVar[str] = "2402.04792"
     advantage_formula: ClassVar[str] = "none: dpo's loss of the group's best and worst response by r"
     needs_rollout: ClassVar[bool] = True
+    row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "response"
     relative_to_group: ClassVar[bool] = True
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:

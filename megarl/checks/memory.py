@@ -18,6 +18,7 @@ from megarl.config.mesh import MeshSpec, actor_meshes, engine_mode, parallel_of
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.roles import configs_of_actors, trained_models
 from megarl.config.rollout_backends import rollout_backend
+from megarl.config.teachers import teacher_folders
 from megarl.config.schema import LoRAConfig, OptimizerConfig, TrainConfig
 from megarl.reshard.report import ITEMSIZE
 from megarl.rollout.gpu_memory import cuda_graph_bytes, engine_activation_bytes, gpu_kv_cache_bytes
@@ -149,6 +150,8 @@ class _ActorParts:
                 if algorithm_of(config).precompute_ref_log_probs:
                     continue  # it is gone before the actor's model is built
                 yield from self._megatron(role, ModelShape.load(config.model.reference_folder))
+                for folder in teacher_folders(config.algorithm).values():
+                    yield from self._megatron(role, ModelShape.load(folder))
         for model in reward_models(config):  # a judge runs in separate processes and is not counted
             if model.backend == "megatron":
                 yield from self._megatron(model.name, value_model_shape(model.path))

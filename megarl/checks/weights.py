@@ -9,6 +9,7 @@ from megarl.config.errors import Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.schema import TrainConfig
+from megarl.config.teachers import teacher_folders
 from megarl.reshard.hf_folder import folder_problem
 
 _ADVICE = "Copy or convert the folder again, or give another one."
@@ -41,6 +42,8 @@ def _folders(config: TrainConfig, trains: bool) -> Iterator[tuple[str, str, Mode
         yield "--critic-model", model.critic_model, ModelShape.load(model.critic_model, value_head=True)
     if config.algorithm.needs_reference and model.reference_model:
         yield "--reference-model", model.reference_model, ModelShape.load(model.reference_model)
+    for folder in teacher_folders(config.algorithm).values():
+        yield "--teachers", folder, ModelShape.load(folder)
     for reward in reward_models(config):
         yield (
             "--reward-model",

@@ -19,6 +19,7 @@ from megarl.config.roles import configs_of_actors, trained_models
 from megarl.config.environments import environments
 from megarl.config.rules_data import order_errors, weights_errors
 from megarl.config.schema import TrainConfig
+from megarl.config.teachers import teacher_folders
 from megarl.config.user_files import changed_files
 from megarl.files.checkpoints import (
     CHECKPOINTS,
@@ -48,6 +49,7 @@ def unreachable_paths(config: TrainConfig) -> Errors:
             "tokenizer-model": [model.tokenizer_model],
             "critic-model": [model.critic_model],
             "reference-model": [model.reference_model],
+            "teachers": [*teacher_folders(of_actor.algorithm).values()],
             "train-data": data.train_data,
             "eval-data": data.eval_data,
             "sft-data": of_actor.sft.sft_data,

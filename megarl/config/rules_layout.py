@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megarl.config.errors import ConfigError, Errors, divisors, must_divide, try_numbers
 from megarl.config.flags import ROLES, flag_name, refuse_set
@@ -16,6 +17,7 @@ from megarl.config.mesh import engine_mode, experts_fit, parallel_of, replicas_f
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.roles import Ranks, trained_models
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megarl.config.teachers import teacher_folders
 from megarl.role_names import kind_and_suffix
 
 
@@ -191,6 +193,10 @@ def megatron_roles(job: Job) -> Errors:
     """Yield an error per rule about parallel sizes that a role breaks, for all roles that Megatron runs."""
     for role in job.megatron_roles:
         yield from parallel_errors(role)
+        if role.name == "reference":
+            for folder in teacher_folders(job.config.algorithm).values():
+                with contextlib.suppress(ConfigError):  # reported elsewhere
+                    yield from parallel_errors(replace(role, shape=ModelShape.load(folder)))
 
 
 def parallel_errors(role: MegatronRole) -> Errors:

@@ -10,6 +10,7 @@ from megarl.config.errors import ConfigError, Errors
 from megarl.config.flags import algorithm_name
 from megarl.config.hf_config import ModelShape
 from megarl.config.rules_layout import Job
+from megarl.config.teachers import teacher_folders
 
 
 def reference_updates(job: Job) -> Errors:
@@ -46,33 +47,48 @@ def reference_model(job: Job) -> Errors:
     model, algorithm = job.config.model, job.config.algorithm
     folder = model.reference_model
     if folder is None:
-        if algorithm.is_taught:
+        if teacher_folders(algorithm):
+            yield "--teachers: needs --reference-model, which teaches the rows of all other sources. Name one of them."
+        elif algorithm.is_taught:
             yield (
                 "--reference-model (none): is the teacher, without which the policy would learn from itself. Give "
                 "the folder of a model with the same tokenizer."
             )
         return
+    yield from _foreign_model(job, "--reference-model", folder)
+    for other in teacher_folders(algorithm).values():
+        yield from _foreign_model(job, "--teachers", other)
+    if teacher_folders(algorithm) and job.config.reference.offload:
+        yield (
+            f"--reference-offload ({' '.join(job.config.reference.offload)}): is not built for several teachers, "
+            "--teachers. Leave it out."
+        )
+
+
+def _foreign_model(job: Job, flag: str, folder: str) -> Errors:
+    """Yield an error for a folder that cannot be loaded or does not know the actor's tokens."""
+    model = job.config.model
     try:
         shape = ModelShape.load(folder)
     except ConfigError as error:
-        yield from (line.replace("--model ", "--reference-model ", 1) for line in error.errors)
+        yield from (line.replace("--model ", f"{flag} ", 1) for line in error.errors)
         return
     if job.shape is not None and shape.vocab_size < job.shape.vocab_size:
         yield (
-            f"--reference-model ({folder}): has a vocabulary of {shape.vocab_size}, and --model of "
+            f"{flag} ({folder}): has a vocabulary of {shape.vocab_size}, and --model of "
             f"{job.shape.vocab_size}, whose last tokens it does not know. Name a model of the same family."
         )
     ours, theirs = (_vocabulary(path) for path in (model.tokenizer_model or model.model, folder))
     if ours is not None and theirs is not None and ours != theirs:
         token = min({*ours.items()} ^ {*theirs.items()}, key=lambda item: (item[1], item[0]))
         yield (
-            f"--reference-model ({folder}): has another tokenizer than --model: token {token[1]} is {token[0]!r} in "
+            f"{flag} ({folder}): has another tokenizer than --model: token {token[1]} is {token[0]!r} in "
             "one of them only. It must read the actor's ids. Name a model of the same family."
         )
     longest = job.config.sampling.max_length
     if longest > shape.max_position_embeddings:
         yield (
-            f"--reference-model ({folder}): takes {shape.max_position_embeddings} tokens "
+            f"{flag} ({folder}): takes {shape.max_position_embeddings} tokens "
             f"(max_position_embeddings), and --max-prompt-length + --max-response-length = {longest}. Make them "
             "shorter."
         )

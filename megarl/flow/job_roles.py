@@ -228,9 +228,12 @@ class Reference(CheckpointedRole, kind="reference"):
         the model."""
 
     @method(reads=("tokens", "lengths"), writes=("ref_log_probs",), reports=True, phase="ref_log_probs")
-    def log_probs(self) -> Metrics:
+    def log_probs(self, rows: Mapping[int, int] | None = None) -> Metrics:
         """Write the column ref_log_probs, the log-probs of the samples under the reference policy, on this
-        rank."""
+        rank.
+
+        Args:
+            rows: with several teachers sample id -> dataset row, which chooses the teacher."""
 
 
 class Critic(TrainedRole, kind="critic"):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megarl.config.mesh import MeshSpec, replicas, scores_untrained, shard_keys, training_data_roles
+from megarl.config.teachers import teacher_folders
 from megarl.futures import Future
 from megarl.runtime.executor import Executor
 from megarl.flow import Actor, Data, Flow, Metrics, Node, Reference, Reward, RewardModel, Rollout
@@ -41,6 +42,7 @@ from megarl.trainer.step_report import metrics_of_actors
 from megarl.trainer.stop_request import StopRequest
 from megarl.trainer.weights import send_weights
 
+_READS_ROWS = (RewardModel.score, Reference.hidden_states, Reference.top_tokens)
 _SAMPLING_CALLS = (Rollout.generate, Reward.score)
 """Calls of the rounds of --dynamic-sampling."""
 
@@ -247,7 +249,7 @@ class StepRunner:
             return self._prompts(node.role, actor)
         if called is Reward.score:
             return "train", batch.sample_ids
-        if called in (RewardModel.score, Reference.hidden_states, Reference.top_tokens):
+        if called in _READS_ROWS or called is Reference.log_probs and teacher_folders(actor.algorithm):
             return (batch.row_of,)
         if called is Actor.receive_rows:
             size = len(batch.samples), self.meshes["actor"].dp

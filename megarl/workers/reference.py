@@ -9,16 +9,18 @@ import gc
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.teachers import teacher_folders
 from megarl.flow.job_roles import Reference
 from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
-from megarl.workers.offload_manager import needs
+from megarl.workers.offload_manager import OffloadManager, needs
 from megarl.workers.policy import PolicyRole
 from megarl.workers.stored_log_probs import StoredLogProbs
 from megarl.workers.teaching import TeacherPasses
@@ -51,14 +53,28 @@ class ReferenceRole(PolicyRole):
 
     @cached_property
     def teacher(self) -> TeacherPasses:
-        """Passes for a policy that learns from whole distributions."""
-        return TeacherPasses(self)
+        """Passes for a policy that learns from whole distributions, or from several teachers."""
+        return TeacherPasses(self, self.others)
+
+    @cached_property
+    def others(self) -> dict[str, ReferenceRole]:
+        """Data source -> its own teacher, on the same mesh. They stay on the device."""
+        shared = self.name, self.config, self.meshes, self.store
+        of_folder = {
+            folder: OtherTeacher(*shared, OffloadManager())
+            for folder in teacher_folders(self.algorithm).values()
+        }
+        for folder, teacher in of_folder.items():
+            teacher.other_folder = folder
+        return {source: of_folder[folder] for source, folder in teacher_folders(self.algorithm).items()}
 
     @needs()
     def setup(self) -> None:
         """Build the frozen model, and read the hints of a teacher. Collective over the mesh."""
         super().setup()
-        if self.algorithm.teacher_column:
+        for teacher in dict.fromkeys(self.others.values()):
+            teacher.setup()
+        if self.algorithm.teacher_column or self.others:
             _ = self.teacher
 
     @needs("parameters")
@@ -95,14 +111,26 @@ class ReferenceRole(PolicyRole):
             torch.cuda.empty_cache()
 
     @needs("parameters")
-    def log_probs(self) -> dict[str, float]:
-        """Write the column ref_log_probs for this rank's samples. Returns metrics of offloading, which may be
-        {}."""
+    def log_probs(self, rows: Mapping[int, int] | None = None) -> dict[str, float]:
+        """Write the column ref_log_probs for this rank's samples, by the teacher of each row if there are several.
+        Returns metrics of offloading, which may be {}."""
+        if rows is not None:
+            self.teacher.write_log_probs(rows)
+            return self.memory_metrics()
         if self.stored is not None:
             self.write_stored("ref_log_probs", self.stored)
             return {}
         self.write_log_probs("ref_log_probs")
         return self.memory_metrics()
+
+
+class OtherTeacher(ReferenceRole):
+    """A further teacher beside the reference, with a model of its own."""
+
+    other_folder: str
+    """Hugging Face folder of the model."""
+    folder = property(lambda self: self.other_folder)
+    others: Mapping[str, ReferenceRole] = MappingProxyType({})
 
 
 @implements(Reference)
@@ -151,7 +179,7 @@ class AdapterlessReferenceRole:
         self.stored = StoredLogProbs(Path(folder))
 
     @needs("parameters", of="actor")
-    def log_probs(self) -> dict[str, float]:
+    def log_probs(self, rows: Mapping[int, int] | None = None) -> dict[str, float]:
         """Write the column ref_log_probs for this rank's samples, with the adapters switched off. Returns
         {}."""
         if self.stored is not None:

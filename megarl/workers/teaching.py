@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,15 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.invariants import InvariantError
 
+from megarl.workers.policy import PolicyRole
+
 if TYPE_CHECKING:
     from megarl.megatron.teacher import HeadInputs, Teaching
-    from megarl.workers.policy import PolicyRole
+
+
+Passes = Callable[[PolicyRole, list[MicroBatch]], "list[torch.Tensor] | None"]
+"""Function that runs a policy over micro-batches, and returns the values of their response tokens; None before the last
+stage."""
 
 
 def with_hint(row: Prompt, key: str) -> Prompt:
@@ -89,12 +96,55 @@ class HintedPrompts:
 
 
 class TeacherPasses:
-    """The passes of a policy that teaches, for this rank's samples."""
+    """The passes of a policy that teaches, for this rank's samples.
 
-    def __init__(self, policy: PolicyRole) -> None:
-        self.policy = policy
-        key = policy.algorithm.teacher_hint_key
+    Args:
+        others: data source -> the policy that teaches its rows in place of this one."""
+
+    def __init__(self, policy: PolicyRole, others: Mapping[str, PolicyRole] = MappingProxyType({})) -> None:
+        self.policy, self._others, self._sources = policy, others, []
+        key, data = policy.algorithm.teacher_hint_key, policy.config.data
         self._hints = None if key is None else HintedPrompts(policy.config, key)
+        if others:
+            dataset = PromptDataset.load(data.train_data, prompt_key=data.prompt_key)
+            self._sources = [row.data_source for row in dataset]
+
+    def write_log_probs(self, rows: Mapping[int, int]) -> None:
+        """Write the column ref_log_probs. `rows`: sample id -> row of the data."""
+        temperature = self.policy.config.sampling.temperature
+        passes = lambda policy, micro_batches: policy.model.log_probs(micro_batches, temperature)
+        self.policy.write_column("ref_log_probs", self._by_teacher(passes, rows), largest=0.0)
+
+    def _by_teacher(self, passes: Passes, rows: Mapping[int, int]) -> list[torch.Tensor] | None:
+        """Return the values of the response tokens of each of this rank's micro-batches, those of each sample by its
+        teacher; None before the last stage. Every teacher makes all passes, of the samples that are its own."""
+        micro_batches = self.policy.micro_batches(self.policy.shard.mini_batches)
+        if self._hints is not None:
+            micro_batches = [
+                MicroBatch.of(self._hints.extended(micro.batch, rows)) for micro in micro_batches
+            ]
+        if not self._others:
+            return passes(self.policy, micro_batches)
+        of_samples: list[dict[int, torch.Tensor]] = [{} for _ in micro_batches]
+        for teacher in (self.policy, *dict.fromkeys(self._others.values())):
+            parts = [MicroBatch.of(self._samples_of(teacher, micro.batch, rows)) for micro in micro_batches]
+            values = passes(teacher, parts)
+            if values is None:
+                continue
+            for found, part, of_part in zip(of_samples, parts, values, strict=True):
+                lengths = part.batch.response_lengths.tolist()
+                found |= zip(part.batch.sample_ids.tolist(), of_part.split(lengths), strict=True)
+        if values is None:
+            return None
+        return [
+            torch.cat([values[0][:0], *(found[sample] for sample in micro.batch.sample_ids.tolist())])
+            for found, micro in zip(of_samples, micro_batches, strict=True)
+        ]
+
+    def _samples_of(self, teacher: PolicyRole, batch: Batch, rows: Mapping[int, int]) -> Batch:
+        ids = batch.sample_ids.tolist()
+        chosen = [self._others.get(self._sources[rows[sample]], self.policy) for sample in ids]
+        return batch.select([at for at, one in enumerate(chosen) if one is teacher])
 
     def write_hidden_states(self, rows: Mapping[int, int]) -> None:
         """Write the column teacher_hidden. `rows`: sample id -> row of the data."""
@@ -114,12 +164,9 @@ class TeacherPasses:
         self, column: str, outputs: Callable[[HeadInputs], torch.Tensor], rows: Mapping[int, int]
     ) -> None:
         policy, shard = self.policy, self.policy.shard
-        micro_batches = policy.micro_batches(shard.mini_batches)
-        if self._hints is not None:
-            micro_batches = [
-                MicroBatch.of(self._hints.extended(micro.batch, rows)) for micro in micro_batches
-            ]
-        of_tokens = policy.model.outputs(micro_batches, outputs, policy.config.sampling.temperature)
+        temperature = policy.config.sampling.temperature
+        passes = lambda policy, micro_batches: policy.model.outputs(micro_batches, outputs, temperature)
+        of_tokens = self._by_teacher(passes, rows)
         if of_tokens is None:
             return
         values = torch.cat(of_tokens)

@@ -91,6 +91,10 @@ def divergence(job, student, teacher, kind=Divergence(), top_k=None, hint=None):
     return mean.item(), math.sqrt(sum(float(grad.square().sum()) for grad in grads))
 
 
+def question_of(row, questions):
+    return max((question for question in questions if question in row["prompt"]), key=len)
+
+
 @pytest.fixture(scope="module")
 def dp2(sums_data, teacher, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dp2") / "run"
@@ -131,3 +135,100 @@ def test_other_layouts(sums_data, tmp_path, teacher, dp2, layout, flags):
     for ours, other in zip(job.steps, wanted.steps, strict=True):
         for name in ("distill/divergence", "policy/loss", "policy/grad_norm", "reward/mean"):
             assert ours[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("flags", [(), ("--teacher-top-k", "4"), ("--lora-rank", "4")], ids=" ".join)
+def test_only_the_teacher_reads_the_hint(sums_data, tmp_path, flags):
+    """The divergence is that of the model from itself with the longer prompt, and it falls."""
+    tokenizer = AutoTokenizer.from_pretrained(sums_data / "model")
+    hints = {}
+    for line in (sums_data / "train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        (message,) = row["prompt"]
+        hints[message["content"]] = row["extra_info"]["answer"]
+
+    def hinted(row):
+        question = question_of(row, hints)
+        said = [{"role": "user", "content": f"{question}\n\n{hints[question]}"}]
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    job = gkd(sums_data, tmp_path / "run", "--teacher-hint-key", "answer", *flags)
+    top_k = 4 if "--teacher-top-k" in flags else None
+    mean, norm = divergence(job, *[sums_data / "model"] * 2, top_k=top_k, hint=hinted)
+    first = job.steps[0]
+    assert mean > 1e-4 and first["policy/loss"] == pytest.approx(mean, rel=1e-3)
+    if "--lora-rank" not in flags:  # the norm is of other parameters there
+        assert first["policy/grad_norm"] == pytest.approx(norm, rel=2e-3)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", ["dp2", "pp2", "reference_on_rank_1"])
+@pytest.mark.parametrize("algorithm", ["distill", "gkd"])
+def test_each_source_has_its_teacher(sums_data, tmp_path, teacher, algorithm, layout):
+    """Rows of source b are taught by the larger model, others by the model itself, which has nothing to teach."""
+    lines = (sums_data / "train.jsonl").read_text().splitlines()
+    data, sources = tmp_path / "two.jsonl", {}
+    with data.open("w") as file:
+        for at, line in enumerate(lines):
+            row = json.loads(line) | {"data_source": "ab"[at % 2]}
+            sources[row["prompt"][0]["content"]] = row["data_source"]
+            file.write(f"{json.dumps(row)}\n")
+    flags = ("--teacher-top-k", "4") if algorithm == "gkd" else ()
+    job = train(
+        sums_data,
+        tmp_path / "run",
+        *("--algorithm", algorithm, "--num-rollouts-to-log", "-1", "--global-batch-size", "16"),
+        *("--train-data", str(data), "--reference-model", str(sums_data / "model")),
+        *("--teachers", f"b={teacher}", *flags, *LAYOUTS.get(layout, ())),
+    )
+    assert job.returncode == 0, job.output
+    path = job.folder / "rollouts" / "step_000001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    taught = [row for row in rows if sources[question_of(row, sources)] == "b"]
+    assert 0 < len(taught) < len(rows)
+    num_tokens = sum(len(row["response_ids"]) for row in rows)
+    models = [
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float64) for p in (sums_data / "model", teacher)
+    ]
+    total = 0.0
+    for row in taught:
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        ids = torch.tensor([prompt + response])
+        mine, other = (model(ids).logits[0, len(prompt) - 1 : -1].detach() for model in models)
+        if algorithm == "gkd":
+            size = models[0].config.vocab_size
+            options = dict(vocab_size=size, divergence=Divergence(), temperature=TEMPERATURE, top_k=4)
+            total += divergence_ref(mine, other[:, :size], **options).sum().item()
+        else:
+            at = torch.arange(len(response)), response
+            of_teacher = (other / TEMPERATURE).log_softmax(-1)[at]
+            total += row["rollout_log_prob"] - of_teacher.sum().item()
+    name = "distill/divergence" if algorithm == "gkd" else "distill/kl"
+    assert job.steps[0][name] == pytest.approx(total / num_tokens, rel=2e-4, abs=2e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("flags", ["", "--teacher-top-k 8"])
+def test_a_student_comes_near_a_teacher_that_was_trained(tmp_path, flags):
+    """From the quickstart's warm-up: at least 0.9 of the accuracy of the model that GRPO has made of it, and 0.2 more
+    than before."""
+    succeed(ROOT / "tools" / "quickstart.py", "--out", tmp_path / "quickstart", timeout=900)
+    quickstart = tmp_path / "quickstart"
+    words = (
+        f"-m megarl.cli train @{ROOT}/configs/quickstart_grpo.args --algorithm gkd {flags} "
+        f"--model {quickstart}/sft_mixed/hf --reference-model {quickstart}/grpo/hf "
+        f"--train-data {quickstart}/data/train.jsonl --eval-data {quickstart}/data/test.jsonl --save {tmp_path}/run"
+    )
+    succeed(*words.split(), timeout=400, preloaded=True)
+
+    def accuracies(run):
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return [row["eval/reward_greedy"] for row in rows if "eval/reward_greedy" in row]
+
+    before, *_, after = accuracies(tmp_path / "run")
+    assert after >= 0.9 * accuracies(quickstart / "grpo")[-1] and after >= before + 0.2
