@@ -16,17 +16,6 @@ from typing import Any
 Message = dict[str, Any]
 
 
-class EpisodeFailure(Exception):
-    """Raised where an environment cannot go on for a reason that is not its own, e.g. a lost server.
-
-    Args:
-        cause: one of `env_messages.CAUSES`."""
-
-    def __init__(self, cause: str, why: str) -> None:
-        super().__init__(why)
-        self.cause = cause
-
-
 def _prompt(row: dict[str, Any]) -> list[Message]:
     prompt = row["prompt"]
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

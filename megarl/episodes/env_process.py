@@ -4,7 +4,7 @@ Requests arrive on stdin and replies go to stdout (env_messages.py). The process
 with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
 other methods in threads. What the environment prints goes to stderr.
 
-Of megarl this module imports two files and no package that has to be installed."""
+Of megarl this module imports three files and no package that has to be installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megarl.episodes.adapters import ADAPTERS, PACKAGES, EpisodeFailure
+from megarl.episodes.adapters import ADAPTERS, PACKAGES
+from megarl.episodes.failure import EpisodeFailure
 from megarl.files.user_code import run_file
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from megarl.episodes.adapters import EpisodeFailure
+from megarl.episodes.failure import EpisodeFailure
 
 KEY = "MEGARL_ENV_KEY"
 """Environment variable with the server's key."""

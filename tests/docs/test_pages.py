@@ -89,6 +89,10 @@ FILES = {
         '{"data_source": "again", "prompt": [{"role": "user", "content": "12+3 ?"}], "reward_model": '
         '{"ground_truth": "15"}}',
     ): "again.jsonl",
+    (
+        "docs/agent_tools.md",
+        '{"title": "France", "text": "Paris is the capital of France."}',
+    ): "corpus.jsonl",
     ("docs/from_verl.md", "model=path/to/hf-model"): "run_grpo.sh",
     ("docs/from_trl.md", "model_name_or_path: path/to/hf-model"): "grpo.yaml",
     ("docs/from_slime.md", "CKPT_ARGS=(--hf-checkpoint path/to/hf-model --save runs/first)"): "run_slime.sh",

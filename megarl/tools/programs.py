@@ -1,12 +1,8 @@
-"""Tools for the environments of agents (--env): a calculator, and Python programs in the sandbox.
+"""Work out arithmetic, and run Python programs in the sandbox.
 
-    from megarl.tools import calculate, run_python
-
-    calculate("12 * (3 + 4)")                     "84"
-    run_python("print(sum(range(10)))")           "45\\n"
-
-Both take text that a model wrote, and always return text for the model: the result, or a line that begins
-with `error:`. Importing the module imports no torch."""
+calculate("12 * (3 + 4)")                     "84"
+run_python("print(sum(range(10)))")           "45\\n"
+"""
 
 from __future__ import annotations
 
