@@ -68,6 +68,12 @@ class _Open:
     def name(self) -> str:
         return f"{self.first.purpose}/{self.first.sample_id}"
 
+    @property
+    def prompt(self) -> list[int]:
+        """Ids of the conversation so far."""
+        session = self.episode.session
+        return self.first.prompt if self.is_over or session is None else session.prompt
+
 
 class EpisodeStream(RequestStream):
     """The open episodes of one engine.
@@ -330,7 +336,11 @@ class EpisodeStream(RequestStream):
     def _saved(self, unfinished: Sequence[Answer]) -> list[SavedAnswer]:
         running = {answer.sample_id: answer for answer in unfinished if answer.purpose == "train"}
         return [
-            SavedAnswer(running.get(one.first.sample_id, one.first), None, events=one.events)
+            SavedAnswer(
+                running.get(one.first.sample_id) or replace(one.first, prompt=one.prompt),
+                None,
+                events=one.events,
+            )
             for one in self._open.values()
             if one.first.purpose == "train"
         ]
@@ -373,13 +383,7 @@ class EpisodeStream(RequestStream):
                 turn = self._replied(one, reply)
         if one.name not in self._open:
             return []  # a limit that is lower now has ended it
-        session = one.episode.session
-        length = 0 if session is None else len(session.first_prompt) + len(session.response)
-        if (
-            length > self._limits.max_context_length
-            or turn is not None
-            and turn.prompt != saved.answer.prompt
-        ):
+        if saved.answer.prompt != one.prompt or len(one.prompt) > self._limits.max_context_length:
             _LOG.warning(
                 "an open episode begins anew: its prompt differs now. Sample: %d", one.first.sample_id
             )

@@ -135,3 +135,20 @@ def test_the_job_ends_with_the_engine_that_it_needs(sums_data, tmp_path, needed)
         assert "with --min-engines 2 the others would go on" in job.output()
     else:
         assert "3 engines 2 are left, and --min-engines (3) needs more" in job.output()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_open_episodes_of_a_lost_engine_go_on_in_another(sums_data, tmp_path):
+    """Their environments are brought back there: none is lost, doubled or failed."""
+    env = f"{Path(__file__).with_name('envs.py')}:Slow"
+    flags = ("--env", env, "--max-turns", "4", "--max-context-length", "72", "--max-response-length", "8")
+    flags += ("--nproc-per-node", "3", "--rollout-ranks", "1-2", "--min-engines", "1", "--train-iters", "6")
+    with running(sums_data, tmp_path, *flags) as job:
+        job.wait_for("step=2/")
+        os.kill(job.engines()[0], signal.SIGKILL)
+        job.wait_for("has left")
+        ended = job.end()
+    check_once(trained_visits(job.folder), steps=6)
+    assert all(row["reward/failed"] == 0 and row["staleness/max"] <= 1 for row in ended.steps)
+    assert sum(row["engines/moved"] for row in ended.steps) > 0

@@ -70,6 +70,7 @@ FORMS = {
     "keep": ("--weight-update", "keep"),
     "wait": ("--weight-update", "wait"),
     "disjoint": DISJOINT,
+    "inline": ("--nproc-per-node", "1", "--executor", "inline"),
     "transformers": ("--rollout-backend", "transformers"),
     "agents": ("--agent-command", AGENT, "--eval-interval", "4"),
     "agents_disjoint": (*DISJOINT, "--agent-command", AGENT, "--eval-interval", "4"),

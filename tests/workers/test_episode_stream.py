@@ -42,8 +42,12 @@ FAILS = 5  # row % 7 of episodes whose environment fails at once
 class Letters:
     """A tokenizer with one id per character."""
 
-    def render(self, messages, tools=()):
+    @staticmethod
+    def template(messages):
         return "".join(f"[{one['content']}." for one in messages) + "]"
+
+    def render(self, messages, tools=()):
+        return self.template(messages)
 
     def encode_prompts(self, prompts, tools=()):
         return [[2 + ord(c) % 50 for c in self.render(one)] for one in prompts]
@@ -333,6 +337,22 @@ def test_an_episode_that_cannot_be_brought_back_begins_anew_and_is_named(tmp_pat
         "an agent cannot be brought back" if of_agents else "its environment replied ([{'role': 'user', 'con"
     )
     assert all(line[2].startswith(why) for line in lines)
+
+
+def test_an_episode_whose_prompt_differs_now_begins_anew(tmp_path, caplog, monkeypatch):
+    before, after = Job(tmp_path / "before", 3), Job(tmp_path / "after", 4)
+    before.recorder.start(0)
+    before.stream.add(answers(3, 7))
+    before.step(12)
+    before.stream.save(tmp_path / "file", [3, 7])
+    after.inference.set_version(1)
+    after.recorder.start(1)
+    monkeypatch.setattr(Letters, "render", lambda self, messages, tools=(): Letters.template(messages) + "]")
+    after.stream.load(answers(3, 7), [tmp_path / "file"])
+    after.finish()
+    check(after.samples, 3, 7)
+    assert all({*sample.versions} == {1} for sample in after.samples)
+    assert len(caplog.messages) == 4 and all("its prompt differs now" in line for line in caplog.messages)
 
 
 def run(job: Job, evaluates: bool = True) -> list[tuple]:
