@@ -165,10 +165,10 @@ def run_rank(rank: int, address: str, job: Mapping[str, Any]) -> None:
             except Exception as error:  # process boundary
                 failure = Failure.of(error, command.role, command.method, command.label)
                 reply = Reply(index, rank, failure=failure)
-            channel.send(signed_report(reply))
+            channel.report(signed_report(reply))
         index += 1
     if not isinstance(command, Kill):
-        channel.send(signed_report(Reply(index, rank, encode(None))))
+        channel.report(signed_report(Reply(index, rank, encode(None))))
 
 
 def serve_nodes(job: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import heapreplace
 
 from megarl.reshard.atlas import Atlas, Box, LocalParam, Piece
 
@@ -79,7 +80,8 @@ def make_plan(
     """
     _check_atlases(sources, "source")
     _check_atlases(destinations, "destination")
-    replicas, senders = _replicas(sources), _Senders(ranks_per_node)
+    senders = _Senders(ranks_per_node)
+    replicas = _replicas(sources, senders)
     copies: dict[tuple[int, int], list[RectCopy]] = {}
     for rank, atlas in sorted(destinations.items()):
         for name, param in atlas.items():
@@ -89,48 +91,86 @@ def make_plan(
     return ReshardPlan({pair: tuple(rects) for pair, rects in sorted(copies.items())})
 
 
-@dataclass
+_Held = list[tuple[int, str, Piece]]
+"""Every (rank, parameter, piece) that holds a box, by rank."""
+
+
+class _Holders:
+    """The ranks that hold some boxes, in order. Boxes that the same ranks hold share this object.
+
+    Args:
+        ranks: rank of each entry of `_Held`.
+        ranks_per_node: number of consecutive ranks that share a node, or None."""
+
+    def __init__(self, ranks: tuple[int, ...], ranks_per_node: int | None) -> None:
+        self.first_of: dict[int, int] = {}
+        """Rank -> its first entry."""
+        self.on_node: dict[int, list[int]] = {}
+        """Node -> its entries."""
+        self.least = [(0, entry) for entry in range(len(ranks))]
+        """Heap of (elements sent, entry). An entry with an outdated count is renewed when it gets to the top."""
+        for entry, rank in enumerate(ranks):
+            self.first_of.setdefault(rank, entry)
+            if ranks_per_node is not None:
+                self.on_node.setdefault(rank // ranks_per_node, []).append(entry)
+
+
 class _Senders:
-    """Chooses the sender of elements that several ranks hold."""
+    """Chooses the sender of elements that several ranks hold: the destination itself, else one of its node, else
+    any; among these the one that has sent least, and the first of several.
 
-    ranks_per_node: int | None
-    sent: Counter[int] = field(default_factory=Counter)
-    """Number of elements that each rank sends to others so far."""
+    The choice takes no longer for more replicas: each of 1,024 ranks plans for all of them."""
 
-    def preference(self, source: int, destination: int) -> tuple[bool, bool, int]:
-        """Return the sort key of a sender; smaller is better."""
-        per_node = self.ranks_per_node
-        elsewhere = per_node is not None and source // per_node != destination // per_node
-        return source != destination, elsewhere, self.sent[source]
+    def __init__(self, ranks_per_node: int | None) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._holders: dict[tuple[int, ...], _Holders] = {}
+        self.sent: Counter[int] = Counter()
+        """Number of elements that each rank sends to others so far."""
+
+    def holders(self, held: _Held) -> _Holders:
+        ranks = tuple(rank for rank, _, _ in held)
+        if ranks not in self._holders:
+            self._holders[ranks] = _Holders(ranks, self._ranks_per_node)
+        return self._holders[ranks]
+
+    def choose(self, held: _Held, holders: _Holders, destination: int) -> tuple[int, str, Piece]:
+        if (own := holders.first_of.get(destination)) is not None:
+            return held[own]
+        node = None if self._ranks_per_node is None else destination // self._ranks_per_node
+        if node is not None and (near := holders.on_node.get(node)):
+            return held[min(near, key=lambda entry: self.sent[held[entry][0]])]
+        least = holders.least
+        while least[0][0] != (sent := self.sent[held[least[0][1]][0]]):
+            heapreplace(least, (sent, least[0][1]))
+        return held[least[0][1]]
 
 
-_Replicas = dict[str, dict[Box, list[tuple[int, str, Piece]]]]
-"""Canonical tensor -> box of it -> every (rank, parameter, piece) that holds the box."""
+_Replicas = dict[str, dict[Box, tuple[_Held, _Holders]]]
+"""Canonical tensor -> box of it -> who holds the box."""
 
 
-def _replicas(sources: dict[int, Atlas]) -> _Replicas:
-    found: _Replicas = {}
+def _replicas(sources: dict[int, Atlas], senders: _Senders) -> _Replicas:
+    found: dict[str, dict[Box, _Held]] = {}
     for rank, atlas in sorted(sources.items()):
         for name, param in atlas.items():
             for piece in param.pieces:
                 held = found.setdefault(piece.hf_name, {})
                 held.setdefault(piece.box, []).append((rank, name, piece))
-    return found
+    return {
+        hf_name: {box: (held, senders.holders(held)) for box, held in boxes.items()}
+        for hf_name, boxes in found.items()
+    }
 
 
 def _fill(
-    rank: int, name: str, piece: Piece, replicas: dict[Box, list[tuple[int, str, Piece]]], senders: _Senders
+    rank: int, name: str, piece: Piece, replicas: dict[Box, tuple[_Held, _Holders]], senders: _Senders
 ) -> Iterable[tuple[int, RectCopy]]:
     """Yield (source rank, copy) of each part of one destination piece.
 
     Written parts are removed from `missing`, so nothing is written twice."""
     whole = piece.box
     missing = [whole]
-    holders = [
-        (box, *min(held, key=lambda h: senders.preference(h[0], rank)))
-        for box, held in replicas.items()
-        if whole.overlap(box)
-    ]
+    holders = [(box, *senders.choose(*found, rank)) for box, found in replicas.items() if whole.overlap(box)]
     for box, source, src_name, src in sorted(holders, key=lambda h: h[1] != rank):
         for part in filter(None, map(box.overlap, missing)):
             if source != rank:

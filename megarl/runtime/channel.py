@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from megarl.runtime import signing
+from megarl.runtime.node_watch import read_bytes
 
 ACCEPTED, REFUSED, CHALLENGE_BYTES = b"+", b"-", 16
 CHILD, REPORTER = b"child", b"reporter"
@@ -78,9 +79,11 @@ def sign_in(address: str, kind: bytes) -> socket.socket:
     try:
         connection = socket.create_connection((host, int(port)), timeout=_CONNECTED_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        challenge = connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        challenge = b""
+        while len(challenge) < CHALLENGE_BYTES and (part := read_bytes(connection, CHALLENGE_BYTES)):
+            challenge += part
         connection.sendall(frame(signing.sign(kind, sign_in_name(challenge))))
-        answer = connection.recv(1)
+        answer = read_bytes(connection, 1)
     except OSError as error:
         raise ConnectionLost(f"{address} cannot be reached: {error}") from None
     if answer == REFUSED:
@@ -116,7 +119,7 @@ class Channel:
             self._receive()
         return self._waiting.popleft()
 
-    def send(self, data: bytes) -> None:
+    def report(self, data: bytes) -> None:
         """Send a message to the driver. Messages of one channel arrive in their order."""
         try:
             self._socket.sendall(frame(data))
@@ -129,7 +132,7 @@ class Channel:
     def _receive(self, flags: int = 0) -> bool:
         """Receive bytes, and return whether there were any. Raises: ConnectionLost."""
         try:
-            data = self._socket.recv(CHUNK, flags)
+            data = read_bytes(self._socket, CHUNK, flags)
         except BlockingIOError:
             return False
         except OSError as error:

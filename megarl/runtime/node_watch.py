@@ -146,10 +146,13 @@ class NodeWatch:
         connection.close()
 
 
-def read_bytes(connection: socket.socket, size: int) -> bytes:
-    """Return what has arrived, at most `size` bytes; b"" if the other end has closed the connection."""
+def read_bytes(connection: socket.socket, size: int, flags: int = 0) -> bytes:
+    """Return what has arrived, at most `size` bytes; b"" if the other end has closed the connection.
+
+    Args:
+        flags: of recv(2)."""
     buffer = bytearray(size)
-    return bytes(buffer[: connection.recv_into(buffer)])
+    return bytes(memoryview(buffer)[: connection.recv_into(buffer, size, flags)])
 
 
 def challenge_name(challenge: bytes) -> str:

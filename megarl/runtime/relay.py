@@ -48,7 +48,7 @@ from megarl.runtime.channel import (
 )
 from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.network import own_address
-from megarl.runtime.node_watch import has_node_watch
+from megarl.runtime.node_watch import has_node_watch, read_bytes
 
 logger = logging.getLogger(__name__)
 FAN_OUT = 16
@@ -126,7 +126,7 @@ class Relay:
             for key, events in self._selector.select(1.0):
                 self._handle(key, events)
             for peer in [*self._changed]:
-                self._send(peer)
+                self._flush(peer)
             self._changed.clear()
         for key in [*self._selector.get_map().values()]:
             assert isinstance(key.fileobj, socket.socket)
@@ -165,7 +165,7 @@ class Relay:
 
     def _read(self, peer: _Peer) -> None:
         try:
-            data = peer.socket.recv(CHUNK)
+            data = read_bytes(peer.socket, CHUNK)
         except BlockingIOError:
             return
         except OSError:
@@ -191,7 +191,7 @@ class Relay:
         except signing.ForgedMessage as error:
             logger.warning("a connection that is not from a process of this job was closed: %s", error)
             with contextlib.suppress(OSError):
-                peer.socket.send(REFUSED)
+                peer.socket.sendmsg([REFUSED])
             self._drop(peer)
             return
         peer.kind = kind
@@ -219,7 +219,7 @@ class Relay:
         peer.unsent.append(data)
         self._changed[peer] = None
 
-    def _send(self, peer: _Peer) -> None:
+    def _flush(self, peer: _Peer) -> None:
         """Send what the connection takes now, and wait until it takes more if something is left."""
         if peer.socket.fileno() < 0:
             return
@@ -287,13 +287,13 @@ class CommandTree(Relay):
     def _tell(self, posted: bytes | None) -> None:
         self._posted.append(posted)
         with contextlib.suppress(OSError):  # the thread has many to read already, or it has ended
-            self._wake.send(b".")
+            self._wake.sendmsg([b"."])
 
     def _handle(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj is not self._woken:
             super()._handle(key, events)
             return
-        self._woken.recv(CHUNK)
+        read_bytes(self._woken, CHUNK)
         while self._posted:
             if (message := self._posted.popleft()) is None:
                 self._end_soon()
@@ -326,7 +326,7 @@ def report_directly(store: KeyValueStore, message: bytes) -> None:
 
     Blocks until the driver has started. Raises: as `Channel`."""
     channel = Channel(store.get(DRIVER_ADDRESS).decode(), REPORTER)
-    channel.send(message)
+    channel.report(message)
     channel.close()
 
 

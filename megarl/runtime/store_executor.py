@@ -185,9 +185,11 @@ class StoreExecutor(ProcessExecutor):
             self._end()
 
     def kill(self, exit_code: int) -> None:
-        self._mailbox.kill()
         self._tree.post(signed_command(self.num_calls, Kill(exit_code)))
-        self._end()
+        try:
+            self._mailbox.kill()
+        finally:
+            self._end()
 
     def dead_ranks(self) -> list[int]:
         missing = self._mailbox.ask_all(PING, self._world, _SOON_S)

@@ -175,7 +175,7 @@ class _WorkerLoop:
     def _report(self, report: Report) -> None:
         message = signed_report(report)
         with self._lock:
-            self._channel.send(message)
+            self._channel.report(message)
 
     def _fail(self, failure: Failure, index: int) -> NoReturn:
         self._report(Reply(index, self._rank, failure=failure))

@@ -16,7 +16,7 @@ import torch
 
 from megarl.reshard.atlas import Atlas, LocalParam, Piece, hf_atlas
 from megarl.reshard.megatron_atlas import megatron_atlas
-from megarl.reshard.plan import PlanError, ReshardPlan, make_plan
+from megarl.reshard.plan import PlanError, ReshardPlan, _Senders, make_plan
 from megarl.reshard.sync import sync_plan
 from megarl.reshard.vllm_atlas import vllm_atlas, vllm_atlases
 from tests.reshard.cuts import hf_model, make_shape, matrix, megatron_shard, vllm_shard
@@ -127,6 +127,32 @@ def test_replicas_of_the_same_node_send_even_if_others_have_sent_less(monkeypatc
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
         assert sync_plan(shape, sources, engines, 1, 1.0)[0] == plan
+
+
+class PlainSenders(_Senders):
+    """Chooses as the docstring of `make_plan` says, by comparing all holders."""
+
+    def choose(self, held, holders, destination):
+        def preference(entry):
+            source, per_node = entry[0], self._ranks_per_node
+            elsewhere = per_node is not None and source // per_node != destination // per_node
+            return source != destination, elsewhere, self.sent[source]
+
+        return min(held, key=preference)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_sender_is_the_nearest_one_that_has_sent_least(seed, monkeypatch):
+    rng = random.Random(200 + seed)
+    shape, tp, pp, _, vtp, replicas = random_layouts(rng)
+    where = {(s * 6 + d) * tp + r: (r, s) for s in range(pp) for d in range(6) for r in range(tp)}
+    sources = {rank: megatron_atlas(shape, tp, r, pp, s) for rank, (r, s) in where.items()}
+    first = rng.choice([0, len(sources) // 2, len(sources)])  # colocated, partly, apart
+    destinations = vllm_atlases(shape, range(first, first + vtp * replicas), vtp)
+    per_node = rng.choice([None, 2, 4, 8])
+    plan = make_plan(sources, destinations, per_node)
+    monkeypatch.setattr("megarl.reshard.plan._Senders", PlainSenders)
+    assert plan == make_plan(sources, destinations, per_node)
 
 
 def without_piece(atlas: Atlas, name: str, hf_name: str) -> Atlas:

@@ -109,14 +109,14 @@ def healthy(executor, folder: Path) -> None:
         len(d) == 20 << 20 and hashlib.sha256(d).digest() == hashlib.sha256(data + data).digest()
         for d in doubled
     ]
-    num_keys = executor._outbox._store.num_keys()
+    num_keys = executor._mailbox._store.num_keys()
     times = []
     for _ in range(300):
         start = time.perf_counter()
         actor.echo().result()
         times.append(time.perf_counter() - start)
     seen["round_trip_ms"] = statistics.median(times) * 1e3
-    seen["new_keys"] = executor._outbox._store.num_keys() - num_keys
+    seen["new_keys"] = executor._mailbox._store.num_keys() - num_keys
     (folder / "seen.json").write_text(json.dumps(seen))
 
 

@@ -2,6 +2,7 @@
 
 One job per set-up runs all checks; each is a test of its own, so that what is broken has a name."""
 
+import socket
 import sys
 import threading
 
@@ -43,15 +44,27 @@ def run_in_process(make) -> dict[str, str | None]:
     return found
 
 
-def run_job(folder, command: list[str], code: int, *arguments: str) -> dict[str, str | None]:
+def run_job(
+    folder, command: list[str], code: int, *arguments: str, processes: int = 1, **env: str
+) -> dict[str, str | None]:
     job = Job(folder)
     try:
-        process = job.start([*command, "contract_job", str(folder), *arguments])
-        assert process.wait(200) == code, job.stderr()
+        whole = [*command, "contract_job", str(folder), *arguments]
+        codes = [process.wait(200) for process in [job.start(whole, **env) for _ in range(processes)]]
+        assert codes == [code] * processes, job.stderr()
         job.wait_until_gone(END_WITHIN_S)
         return job.seen("found.json")
     finally:
         job.end()
+
+
+def run_on_two_nodes(folder) -> dict[str, str | None]:
+    """Two torchruns of this machine take each other for different nodes, so there are two relays."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    return run_job(folder, [*command, "-m"], 1, processes=2, MEGARL_JOB_SECRET="s" * 64)
 
 
 RUN = {
@@ -60,6 +73,7 @@ RUN = {
     "own_processes": lambda folder: run_job(folder, [sys.executable, "-P", "-m"], 0),
     "ray": lambda folder: run_job(folder, [sys.executable, "-P", "-m"], 0, "ray"),
     "torchrun": lambda folder: run_job(folder, [*TORCHRUN, "-m"], 1),
+    "two_nodes": run_on_two_nodes,
 }
 ENDS = {
     "inline": ["shutdown", *IN_PROCESS],
@@ -67,7 +81,9 @@ ENDS = {
     "own_processes": ["shutdown", "raises", "idle", "result_type", "deadline", "death", "killed"],
     "ray": ["shutdown", "raises", "idle", "result_type", "deadline", "death", "killed"],
     "torchrun": ["raises"],
+    "two_nodes": ["raises"],
 }
+MARKS = {"two_nodes": pytest.mark.nightly}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +102,12 @@ def found_by(tmp_path_factory):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "setup, check", [(setup, check) for setup in RUN for check in (*CHECKS, *ENDS[setup])]
+    "setup, check",
+    [
+        pytest.param(setup, check, marks=MARKS.get(setup, ()))
+        for setup in RUN
+        for check in (*CHECKS, *ENDS[setup])
+    ],
 )
 def test_the_contract(found_by, setup, check):
     found = found_by(setup)

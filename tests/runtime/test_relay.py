@@ -81,8 +81,8 @@ def test_every_rank_gets_every_command_and_every_report_arrives(monkeypatch):
     def run_rank(rank: int) -> None:
         received[rank] = [channels[rank].next_message() for _ in sent]
         for number in range(20):
-            channels[rank].send(bytes([rank, number]) + b"x" * (1000 * number))
-        channels[rank].send(bytes([rank, 20]) + bytes(LARGE))
+            channels[rank].report(bytes([rank, number]) + b"x" * (1000 * number))
+        channels[rank].report(bytes([rank, 20]) + bytes(LARGE))
 
     ranks = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(channels))]
     for rank in ranks:
@@ -213,7 +213,7 @@ def test_the_process_of_a_node_ends_with_the_driver_or_with_its_ranks(ends):
             first_rank.wait()
             channels[0].close()
             time.sleep(2.0)  # longer than it takes to look for the rank
-            channels[1].send(b"still here")
+            channels[1].report(b"still here")
             assert [bytes(one) for one in split(reports.get(timeout=60.0))] == [b"still here"]
             channels[1].close()
         assert process.wait(60) == 0
