@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megarl.kernels.divergence import Divergence, divergence_ref
 from tests.e2e.jobs import train
+from tests.launch import succeed
 
 ROOT = Path(__file__).parents[2]
 TEMPERATURE = 0.9  # of the jobs
