@@ -339,6 +339,27 @@ def test_an_episode_that_cannot_be_brought_back_begins_anew_and_is_named(tmp_pat
     assert all(line[2].startswith(why) for line in lines)
 
 
+def test_episodes_that_are_longer_than_the_context_now_begin_anew(tmp_path):
+    """Those that fit go on, and end at the lower limit."""
+    before = Job(tmp_path / "before", 3)
+    before.recorder.start(0)
+    before.stream.add(answers(3, 7, 10, 11))
+    before.step(45)
+    before.stream.save(tmp_path / "file", [3, 7, 10, 11])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    limit = sorted(len(one.answer.prompt) + len(one.answer.response) for one in saved)[4]
+    after = Job(tmp_path / "after", 4, limits=replace(LIMITS, max_context_length=limit))
+    after.inference.set_version(1)
+    after.recorder.start(1)
+    after.stream.load(answers(3, 7, 10, 11), [tmp_path / "file"])
+    after.finish()
+    assert len(after.samples) == 8
+    first_versions = {sample.versions[0] for sample in after.samples}
+    assert first_versions == {0, 1} and all(
+        len(one.prompt) + len(one.response) <= limit for one in after.samples
+    )
+
+
 def test_an_episode_whose_prompt_differs_now_begins_anew(tmp_path, caplog, monkeypatch):
     before, after = Job(tmp_path / "before", 3), Job(tmp_path / "after", 4)
     before.recorder.start(0)
