@@ -357,11 +357,12 @@ class EpisodeStream(RequestStream):
         turns: list[Answer] = []
         for answer in answers:
             saved = found.get(answer.sample_id)
-            if saved is not None and saved.finish_reason is not None and self._fits(saved.answer):
+            is_usable = saved is not None and self._fits(saved.answer)
+            if is_usable and saved.finish_reason is not None:
                 self._finish(_sample_of(saved))
                 continue
             one = self._begin(answer, how)
-            if saved is not None and saved.finish_reason is None:
+            if is_usable:
                 turns += self._go_on(one, saved)
         self._queue(turns)
         self._report_whole_groups()
@@ -383,7 +384,7 @@ class EpisodeStream(RequestStream):
                 turn = self._replied(one, reply)
         if one.name not in self._open:
             return []  # a limit that is lower now has ended it
-        if saved.answer.prompt != one.prompt or len(one.prompt) > self._limits.max_context_length:
+        if saved.answer.prompt != one.prompt and not one.is_over:
             _LOG.warning(
                 "an open episode begins anew: its prompt differs now. Sample: %d", one.first.sample_id
             )

@@ -27,6 +27,7 @@ from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.engine import Engine
 from megarl.rollout.replay_log import Admit, Commit, ReplayError, Turns, path_of, read_log
 from megarl.trainer.buffer import SampleBuffer
+from megarl.workers import episode_stream
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.episode_stream import EpisodeStream
 from megarl.workers.request_stream import Answer, SavedAnswer
@@ -84,6 +85,7 @@ class Pool:
         self.texts: dict[int, tuple[int, list[str]]] = {}
         self.due: dict[int, int] = {}
         self.num_opened = 0
+        self.stood_still = 0.0
 
     def open(self, row: Mapping[str, Any]) -> int:
         number = self.num_opened
@@ -100,7 +102,7 @@ class Pool:
         return False
 
     def extend(self, seconds: float) -> None:
-        assert seconds >= 0
+        self.stood_still += seconds
 
     def end(self, episode: int) -> None:
         del self.texts[episode]
@@ -339,6 +341,27 @@ def test_an_episode_that_cannot_be_brought_back_begins_anew_and_is_named(tmp_pat
     assert all(line[2].startswith(why) for line in lines)
 
 
+def test_episodes_that_are_longer_than_the_context_now_begin_anew(tmp_path):
+    """Those that fit go on, and end at the lower limit."""
+    before = Job(tmp_path / "before", 3)
+    before.recorder.start(0)
+    before.stream.add(answers(3, 7, 10, 11))
+    before.step(45)
+    before.stream.save(tmp_path / "file", [3, 7, 10, 11])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    limit = sorted(len(one.answer.prompt) + len(one.answer.response) for one in saved)[4]
+    after = Job(tmp_path / "after", 4, limits=replace(LIMITS, max_context_length=limit))
+    after.inference.set_version(1)
+    after.recorder.start(1)
+    after.stream.load(answers(3, 7, 10, 11), [tmp_path / "file"])
+    after.finish()
+    assert len(after.samples) == 8
+    first_versions = {sample.versions[0] for sample in after.samples}
+    assert first_versions == {0, 1} and all(
+        len(one.prompt) + len(one.response) <= limit for one in after.samples
+    )
+
+
 def test_an_episode_whose_prompt_differs_now_begins_anew(tmp_path, caplog, monkeypatch):
     before, after = Job(tmp_path / "before", 3), Job(tmp_path / "after", 4)
     before.recorder.start(0)
@@ -427,6 +450,28 @@ def test_a_commit_between_two_replies_keeps_its_place_in_the_log(tmp_path):
     for record in records:
         version = record.version if isinstance(record, Commit) else version
         assert not isinstance(record, Turns) or record.step == version
+
+
+def test_only_the_time_between_steps_counts_as_standing_still(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(episode_stream, "time", SimpleNamespace(monotonic=lambda: now))
+    job = Job(tmp_path)
+    job.recorder.start(0)
+    step = job.inference.step
+
+    def slow() -> None:
+        nonlocal now
+        now += 5.0  # the engine serves
+        step()
+
+    job.inference.step = slow
+    now += 100.0  # before the first episode
+    job.stream.add(answers(3))
+    assert job.pool.stood_still == 100.0
+    for _ in range(4):
+        now += 7.0  # a command of the driver
+        job.stream.step()
+    assert job.pool.stood_still == 100.0 + 4 * 7.0 and now > 4 * 7.0 + 100.0
 
 
 def test_held_out_episodes_do_not_disturb_those_of_training(tmp_path):
