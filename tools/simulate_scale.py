@@ -229,7 +229,7 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
             started = Started(executor, inputs, options.nodes * PER_NODE, progress)
             with Trainer(config, started=started) as trainer:
                 result = measure_steps(trainer, executor)
-                result |= measure_calls(executor)
+                result |= measure_calls(executor) | measure_rank(options)
             result |= measure_failures(executor, pids)
     return describe(options) | result
 
@@ -344,6 +344,31 @@ def measure_calls(executor: Any, count: int = 20) -> dict[str, float]:
         executor.call("data", "release", []).result()
         walls.append(time.perf_counter() - issued)
     return {"call_wall_s": median(walls), "call_driver_s": (time.process_time() - start) / count}
+
+
+def measure_rank(options: argparse.Namespace) -> dict[str, float]:
+    """Return the CPU seconds in which one rank checks and decodes a plan for all ranks, and works out its own
+    messages."""
+    from megarl.config.mesh import MeshSpec, replicas
+    from megarl.packing import plan_mini_batches, plan_route, ranks_of_samples
+    from megarl.runtime.messages import decode_arguments, encode_arguments, signed_command
+    from megarl.workers.data import DataRole
+
+    ranks = range(options.nodes * PER_NODE)
+    mesh, maker = (
+        MeshSpec(tuple(ranks), tp=TP, pp=PP),
+        StandIns(0, vars(options) | {"ranks": TP, "version": 0}),
+    )
+    samples = maker.generate("train", dict.fromkeys(range(options.samples // GROUP), 0))
+    plans = plan_mini_batches(samples, options.samples // 4, {}, mesh.dp, options.length, 8192, "0/1")
+    arguments = encode_arguments("data", "distribute", ("actor", samples, plans), {})
+    message = signed_command(0, Call("data", tuple(ranks), "distribute", "step 1", arguments))
+    start = time.process_time()
+    method = DataRole.distribute.__get__(object())
+    _, samples, plans = decode_arguments(method, read_command(0, message).arguments).args
+    destinations = ranks_of_samples(plans, replicas(mesh))
+    plan_route(0, {s.sample_id: s.owners for s in samples}, destinations)
+    return {"distribute_bytes": len(message), "rank_distribute_s": time.process_time() - start}
 
 
 def measure_failures(executor: Any, pids: list[list[int]]) -> dict[str, float]:
