@@ -13,6 +13,7 @@ from megarl.algorithms.maxrl import MaxRL
 from megarl.algorithms.opo import OPO
 from megarl.algorithms.orpo import ORPO
 from megarl.algorithms.ppo import PPO
+from megarl.algorithms.ppo_lagrangian import PPOLagrangian
 from megarl.algorithms.raft import RAFT
 from megarl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from megarl.algorithms.remax import ReMax
@@ -31,6 +32,7 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "maxrl": MaxRL,
     "gdpo": GDPO,
     "ppo": PPO,
+    "ppo-lagrangian": PPOLagrangian,
     "raft": RAFT,
     "distill": Distill,
     "sft": SFT,

@@ -82,6 +82,7 @@ COLUMNS: dict[str, Column] = {
         ),
         Column(name="ref_log_probs", holds="Log-probability under the reference policy."),
         Column(name="values", holds="The critic's value of the state in which the token was chosen."),
+        Column(name="cost_values", holds="The cost critic's value of that state."),
         Column(
             name="old_scores",
             holds="Score by the reward model in training before this step's update, on the last token.",
@@ -107,6 +108,10 @@ COLUMNS: dict[str, Column] = {
         Column(
             name="returns",
             holds="What the critic learns to predict; NaN where the sample's reward failed.",
+        ),
+        Column(
+            name="cost_returns",
+            holds="What the cost critic learns to predict; NaN where the sample's reward failed.",
         ),
         Column(
             name="routed_experts",

@@ -104,8 +104,10 @@ def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
         "old_scores": "actor_2.scores",
         "ref_log_probs": "reference_2.log_probs",
         "values": "critic_2.values",
+        "cost_values": "cost_critic_2.values",
         "advantages": "actor_2.advantages",
         "returns": "actor_2.advantages",
+        "cost_returns": "actor_2.advantages",
         "correction_weights": "actor_2.advantages",
         "selected_tokens": "actor_2.advantages",
         "ce_weights": "actor_2.advantages",
@@ -121,7 +123,11 @@ def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
 def test_what_the_step_does_with_each_call():
     of_job = [cls for cls in role_classes().values() if cls.__module__ == "megarl.flow.job_roles"]
     declared = {f"{cls.kind}.{name}": m for cls in of_job for name, m in methods_of(cls).items()}
-    assert {call for call, m in declared.items() if m.commits} == {"actor.update", "critic.update"}
+    assert {call for call, m in declared.items() if m.commits} == {
+        "actor.update",
+        "critic.update",
+        "cost_critic.update",
+    }
     assert {call for call, m in declared.items() if m.reports} == {
         "rollout.sync",
         "reference.log_probs",
