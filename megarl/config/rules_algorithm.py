@@ -233,7 +233,7 @@ def cost_score(job: Job) -> Errors:
         yield (
             f"--score-weights ({' '.join(config.data.score_weights)}): must give {name}=0, as --algorithm "
             f"{algorithm_name(type(algorithm))} holds this score below --cost-limit, and it is no part of the reward. "
-            f"Try --score-weights {name}=0."
+            f"Try --score-weights correct=1 {name}=0, with the names of the other scores."
         )
 
 

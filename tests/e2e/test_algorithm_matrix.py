@@ -51,7 +51,7 @@ def test_it_trains_or_says_why_not(sums_data, tmp_path, name, way: Way):
     if way.turns == "one turn" and not REGISTRY[name].needs_rollout:
         flags += ["--max-response-length", "48"]
     if REGISTRY[name].needs_cost_critic:
-        flags += ["--reward-function", COSTS, "--score-weights", "cost=0"]
+        flags += ["--reward-function", COSTS, "--score-weights", "letters=1", "cost=0"]
     job = train(sums_data, tmp_path / "run", *flags)
     if way not in ways(name):
         assert job.returncode == 2 and any(reason in job.output for reason in REASONS), job.output

@@ -15,7 +15,7 @@ from tests.e2e.test_resume import check_equal, halves
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 REWARD = f"{Path(__file__).with_name('cost_reward.py')}:letters"
 FLAGS = (
-    *("--algorithm", "ppo-lagrangian", "--reward-function", REWARD, "--score-weights", "cost=0"),
+    *("--algorithm", "ppo-lagrangian", "--reward-function", REWARD, "--score-weights", "letters=1", "cost=0"),
     *(
         "--cost-limit",
         "0.05",
