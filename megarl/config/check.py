@@ -53,6 +53,7 @@ TRAINING: list[Rule] = [
     training.sequence_length,
     training.profile,
     rules_algorithm.dynamic_sampling,
+    rules_algorithm.cost_score,
     rules_sft.sft_stream,
     rules_data.curriculum,
     episodes.episodes,

@@ -253,6 +253,7 @@ class ActorRole(PolicyRole):
         turn_lengths: list[list[int]] | None = None,
         scores: dict[str, list[float | None]] | None = None,
         score_weights: dict[str, float] | None = None,
+        multiplier: float | None = None,
     ) -> dict[str, float]:
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
         rewards. Returns metrics.
@@ -267,6 +268,7 @@ class ActorRole(PolicyRole):
             digests: `digest_of_reward` of each sample; None leaves the rewards unchecked.
             turn_rewards, turn_lengths: with --turn-rewards reward and sampled tokens of each answer.
             scores, score_weights: if the algorithm takes scores, name -> score of each sample, and weight.
+            multiplier: factor of the cost, if the algorithm has one.
         Raises: InvariantError for an advantage that is not finite, for a reward of another sample, and for
         advantages that differ from the algorithm's reference. ValueError for a reward that is not finite in
         float32."""
@@ -289,7 +291,8 @@ class ActorRole(PolicyRole):
             turns = turn_rewards_of(sample_ids, given, lengths, turn_rewards, turn_lengths)
         inputs = advantage_inputs(shard, samples, group_ids, rewards, kl_coef, turns, self._sum_over_replicas)
         if self.algorithm.takes_scores:
-            single = scores_of_step(sample_ids, group_ids, given, scores or {}, score_weights or {})
+            of_names = scores or {}, score_weights or {}
+            single = scores_of_step(sample_ids, group_ids, given, *of_names, multiplier)
             inputs = replace(inputs, scores=single)
         columns, metrics = self.algorithm.compute_advantages(inputs)
         corrections, of_corrections = self.algorithm.compute_corrections(inputs)
