@@ -168,14 +168,12 @@ class EpisodeStream(RequestStream):
     def _clear(self) -> None:
         super()._clear()
         self._play.close()
-        self._open.clear()
-        self._by_number.clear()
+        for kept in (self._open, self._by_number, self._held_out):
+            kept.clear()
 
     def _request(self, answer: Answer, max_tokens: int) -> Request:
         one = self._open_of(answer)
-        self._num_requests += (
-            1  # no other request may have its id: the end of an aborted one may be under way
-        )
+        self._num_requests += 1  # a new id each time: the end of an aborted request may be under way
         one.request = f"{one.name}/{self._num_requests}"
         prompt = [*answer.prompt, *answer.response]
         return Request(one.request, prompt, answer.key, max_tokens=max_tokens, **one.how)
@@ -250,11 +248,14 @@ class EpisodeStream(RequestStream):
         for one, reply in events:
             if one.name not in self._open or one.is_over:
                 continue  # an earlier reply has ended it
-            turns.pop(one.name, None)
             if reply is None:
                 self._begin_episode_anew(one)
-            elif (turn := self._replied(one, reply)) is not None:
+                continue
+            turn = self._replied(one, reply)
+            if turn is not None:
                 turns[one.name] = turn
+            elif one.name not in self._open:
+                turns.pop(one.name, None)
         self._queue([*turns.values()])
         self._report_whole_groups()
 
