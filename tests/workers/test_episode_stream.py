@@ -25,7 +25,7 @@ from megarl.episodes.episode import Limits
 from megarl.messages import decode
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.engine import Engine
-from megarl.rollout.replay_log import Admit, Commit, ReplayError, Turns, path_of, read_log
+from megarl.rollout.replay_log import Admit, Checkpoint, Commit, ReplayError, Turns, path_of, read_log
 from megarl.trainer.buffer import SampleBuffer
 from megarl.workers import episode_stream
 from megarl.workers.engine_recorder import EngineRecorder
@@ -378,8 +378,8 @@ def test_an_episode_whose_prompt_differs_now_begins_anew(tmp_path, caplog, monke
     assert len(caplog.messages) == 4 and all("its prompt differs now" in line for line in caplog.messages)
 
 
-def run(job: Job, evaluates: bool = True) -> list[tuple]:
-    """Admit, sample, commit and evaluate for some steps. Returns what the engine computed in each step."""
+def watch(job: Job) -> list[tuple]:
+    """Return a list that gets what the engine computes in each step."""
     computed, step = [], job.inference.step
 
     def watched() -> None:
@@ -389,8 +389,15 @@ def run(job: Job, evaluates: bool = True) -> list[tuple]:
         step()
 
     job.inference.step = watched
-    job.recorder.start(0)
-    for number in range(1, 9):
+    return computed
+
+
+def run(job: Job, steps: Sequence[int] = range(1, 9), evaluates: bool = True) -> list[tuple]:
+    """Admit, sample, commit and evaluate for some steps. Returns what the engine computed in each step."""
+    computed = watch(job)
+    if steps[0] == 1:
+        job.recorder.start(0)
+    for number in steps:
         visits = (2 * number, 2 * number + 1)
         with job.recorder.taking_effect(Admit(step=number, version=number - 1, visits=visits)):
             job.stream.add(answers(*visits))
@@ -416,6 +423,40 @@ def test_a_replay_repeats_the_replies_at_their_engine_steps_without_the_environm
         assert [(one.sample_id, one.versions, one.episode) for one in again.samples] == [
             (one.sample_id, one.versions, one.episode) for one in first.samples
         ]
+
+
+@pytest.mark.parametrize("of_agents", [False, True])
+def test_a_replay_repeats_a_run_that_was_killed_and_resumed(tmp_path, of_agents):
+    """The run goes on from the checkpoint of step 3, where agents begin anew; its replay never stops."""
+
+    def checkpoint(job: Job, path: Path) -> list[int]:
+        done = {sample.group for sample in job.samples}
+        left = [visit for visit in range(2, 8) if visit not in done]
+        with job.recorder.taking_effect(Checkpoint(step=3)):
+            job.stream.save(path, left)
+        return left
+
+    options = {"of_agents": of_agents, "max_running": 1}
+    killed = Job(tmp_path / "run", 0, **options)
+    computed = run(killed, range(1, 4), evaluates=False)
+    left, before, num_steps = checkpoint(killed, tmp_path / "file"), [*killed.samples], len(computed)
+    killed.step(7)
+    resumed = Job(tmp_path / "run", 1, **options)
+    resumed.inference.set_version(3)
+    resumed.recorder.start(3)
+    resumed.stream.load(answers(*left), [tmp_path / "file"])
+    after = run(resumed, range(4, 7), evaluates=False)
+    again = Job(tmp_path / "again", 2, replay=tmp_path / "run", **options)
+    repeated = run(again, range(1, 4), evaluates=False)
+    assert checkpoint(again, tmp_path / "other") == left
+    more = run(again, range(4, 7), evaluates=False)
+    assert repeated[:num_steps] + more == computed[:num_steps] + after
+    expected = [*before, *resumed.samples]
+    assert [(one.sample_id, one.versions, one.episode) for one in again.samples] == [
+        (one.sample_id, one.versions, one.episode) for one in expected
+    ]
+    log = path_of(tmp_path / "run", "rollout_0").read_text()
+    assert ("null" in log) == of_agents and len(left) > 1
 
 
 def test_after_the_last_record_of_a_replay_the_environments_are_brought_back(tmp_path):
