@@ -173,14 +173,19 @@ def fitting_nodes(config: TrainConfig) -> list[int]:
 
 
 def elastic_errors(config: TrainConfig) -> list[str]:
-    """Return the error of an --elastic-min-nodes that the layout does not fit."""
-    least = config.placement.elastic_min_nodes
-    if least is None or (misfit := _misfit(config, least)) is None:
+    """Return the error of an --elastic-min-nodes that means nothing, or that the layout does not fit."""
+    placement, least = config.placement, config.placement.elastic_min_nodes
+    if least is None:
         return []
-    return [
-        f"--elastic-min-nodes ({least}): the layout must fit that many nodes. Try {fitting_nodes(config)[-1]}. "
-        f"On {least}: {misfit}"
-    ]
+    flag = f"--elastic-min-nodes ({least})"
+    if placement.executor != "ray":
+        return [f"{flag}: is for --executor ray. Under torchrun give its own --nnodes a range, such as 1:2."]
+    if least > placement.nnodes:
+        return [f"{flag}: must be at most --nnodes ({placement.nnodes}). Try {placement.nnodes}."]
+    if (misfit := _misfit(config, least)) is None:
+        return []
+    advice = f"Try {fitting_nodes(config)[-1]}. On {least}: {misfit}"
+    return [f"{flag}: the layout must fit that many nodes. {advice}"]
 
 
 def _misfit(config: TrainConfig, count: int) -> str | None:

@@ -96,9 +96,8 @@ class PlacementConfig(Section):
     """Nodes of the job, each with --nproc-per-node ranks. With --executor ray they are taken from the cluster.
     Without it, start torchrun on every node; torchrun's own count then holds."""
     elastic_min_nodes: Annotated[int, at_least(1), at_most(1024)] | None = None
-    """For --executor ray: if the cluster has no room for --nnodes nodes, an attempt runs on as many as it has
-    room for and the layout fits, at least this many. Batches and the order of samples stay; a later attempt may
-    take more nodes again. Default: --nnodes, so the job waits for all."""
+    """For --executor ray: without room for --nnodes nodes an attempt runs on as many as there is room for and
+    the layout fits, at least this many. Batches and the order of samples stay. Default: --nnodes."""
     executor: str = "torchrun"
     """torchrun: a driver process and one worker per rank. ray: the same on the nodes of a Ray cluster, or of a
     Ray that is started on this machine; needs the package ray. inline: everything in one process, for pdb. A
@@ -144,16 +143,6 @@ class PlacementConfig(Section):
                 self.ray_address is None or self.executor == "ray",
                 "ray_address",
                 "is for --executor ray. Leave it out, or add --executor ray.",
-            ),
-            (
-                self.elastic_min_nodes is None or self.executor == "ray",
-                "elastic_min_nodes",
-                "is for --executor ray. Under torchrun give its own --nnodes a range, such as 1:2.",
-            ),
-            (
-                (self.elastic_min_nodes or 1) <= self.nnodes,
-                "elastic_min_nodes",
-                f"must be at most --nnodes ({self.nnodes}). Try {self.nnodes}.",
             ),
         ]
 
