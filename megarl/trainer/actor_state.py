@@ -80,8 +80,15 @@ class ActorState:
 
     def _measured_cursor(self, num_rows: int, seed: int, shuffle: bool) -> MeasuredCursor:
         given = self.config.curriculum
-        limits = {"low": given.difficulty_min, "high": given.difficulty_max, "rest": given.difficulty_rest}
-        return MeasuredCursor(num_rows, seed, shuffle, order=given.curriculum, **limits)
+        return MeasuredCursor(
+            num_rows,
+            seed,
+            shuffle,
+            order=given.curriculum,
+            low=given.difficulty_min,
+            high=given.difficulty_max,
+            rest=given.difficulty_rest,
+        )
 
     def measure(self, batches: Sequence[RolloutBatch]) -> dict[str, float]:
         """Note the mean reward of each sampled prompt, for a curriculum. Returns its metrics; {} without one.
