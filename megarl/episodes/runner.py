@@ -15,6 +15,7 @@ from megarl.episodes.session import Session
 from megarl.runtime.abort import ABORT
 
 _LOOK_S = 0.2  # interval between two looks for an abort
+_MOST_LOOKS = 16  # between two steps: an agent that is refused may ask again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,20 @@ class _Play:
                 self._environments.end(number)
 
     def _take_replies(self) -> None:
-        """Queue the turns whose environments have replied. Waits if the engine has nothing to do."""
+        """Queue the turns whose environments have replied. Waits if the engine has nothing to do.
+
+        Replies that arrive while others become turns are taken too, so that no seat is free for a step while an
+        episode is ready."""
         patience = 0.0 if self._engine.has_unfinished() else _LOOK_S
-        replies = self._environments.replies(patience)
-        ABORT.check()
-        self._engine.add(
-            [turn for reply in replies if reply.episode in self._index_of for turn in self._after(reply)]
-        )
+        for _ in range(_MOST_LOOKS):
+            replies = self._environments.replies(patience)
+            ABORT.check()
+            self._engine.add(
+                [turn for reply in replies if reply.episode in self._index_of for turn in self._after(reply)]
+            )
+            if not replies:
+                break
+            patience = 0.0
 
     def _after(self, reply: Reply) -> Iterable[Turn]:
         """Return the turn that follows a reply; none if the episode has ended or the reply is refused."""
