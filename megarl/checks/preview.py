@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.algorithms.base import algorithm_of
 from megarl.checks.model_notes import lost_characters, lost_note
 from megarl.config.errors import ConfigError, Errors
 from megarl.config.hf_config import ModelShape
@@ -17,6 +18,7 @@ from megarl.config.rules_files import DATA_SUFFIXES
 from megarl.config.schema import TrainConfig
 from megarl.data.columns import Needs, parse_row
 from megarl.data.encoder import PromptEncoder
+from megarl.data.hints import hint_errors
 from megarl.data.prompts import PromptDataset
 from megarl.data.quick_tokenizer import load_quickly
 from megarl.data.readers import UnreadableFile, read_rows
@@ -44,6 +46,7 @@ def preview(config: TrainConfig) -> Preview:
     Missing files are not reported here, because the rules of the configuration report them."""
     seen = Preview()
     datasets = _datasets(config, seen.errors)
+    seen.errors += hint_errors(datasets.get("--train-data"), algorithm_of(config).teacher_hint_key)
     tokenizer = _tokenizer(config, seen)
     for flag, dataset in datasets.items():
         seen.errors += _reward_errors(config, dataset, flag)
