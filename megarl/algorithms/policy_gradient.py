@@ -327,7 +327,7 @@ class PolicyGradient(Algorithm):
 
         kl = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, self.kl_estimator)
         is_scored = ~inputs.rewards.isnan()
-        metrics = {"kl/coef": inputs.kl_coef * len(inputs.rows) / len(inputs.rewards)}
+        metrics = {"kl/coef": inputs.kl_coef * len(inputs.counted_rows) / len(inputs.rewards)}
         if num_scored := int(is_scored.sum()):
             metrics[MEASURED_KL] = kl[inputs.spread(is_scored)].double().sum().item() / num_scored
         return kl, metrics

@@ -20,7 +20,7 @@ _NO_EFFECT = "has no effect without --env. Leave it out."
 _NO_AGENT = "has no effect without --agent-command. Leave it out."
 _OF_AGENT = (
     *("agent_timeout_s", "agent_num_processes", "agent_host"),
-    *("tool_call_parser", "reasoning_parser"),
+    *("tool_call_parser", "reasoning_parser", "max_branches"),
 )
 _OF_ENV = ("env_timeout_s", "env_episodes_per_process", "env_python", "turn_rewards")
 

@@ -265,6 +265,9 @@ class EpisodeConfig(Section):
     """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1.
     Without it the reasoning is part of the text."""
 
+    max_branches: Annotated[int, at_least(1), at_most(4096)] = 16
+    """With --agent-command: conversations of an episode, each a sample for training. Further ones are refused."""
+
     @property
     def has_turns(self) -> bool:
         """Whether the job plays episodes of several turns."""

@@ -279,7 +279,7 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
         group_ids: list[int],
         rewards: list[float | None],
         kl_coef: float,
-        digests: list[int] | None = None,
+        digests: dict[int, int] | None = None,
         turn_rewards: list[list[float]] | None = None,
         turn_lengths: list[list[int]] | None = None,
         scores: dict[str, list[float | None]] | None = None,

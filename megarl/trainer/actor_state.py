@@ -68,7 +68,7 @@ class ActorState:
         """Update the KL controller with the KL of a step, if the step measured one."""
         if MEASURED_KL in metrics:
             num_failed = sum(reward is None for reward in batch.rewards.values())
-            self.kl.update(metrics[MEASURED_KL], len(batch.samples) - num_failed)
+            self.kl.update(metrics[MEASURED_KL], len(batch.sample_ids) - num_failed)
 
     def note_useless_rewards(self, batch: RolloutBatch) -> str | None:
         """Count consecutive steps whose rewards were all zero, and those whose rewards did not differ within

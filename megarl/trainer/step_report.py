@@ -79,7 +79,8 @@ def _metrics_of_samples(
         return {}
     metrics: dict[str, float] = {}
     if batch.samples:
-        lengths = [sample.response_length for sample in batch.samples]
+        lengths = batch.response_lengths.values()
+        firsts = [of_one[0] for of_one in batch.episodes.values()]
         rewards = [reward for reward in batch.rewards.values() if reward is not None]
         metrics = {
             "reward/mean": sum(rewards) / max(len(rewards), 1),
@@ -87,7 +88,7 @@ def _metrics_of_samples(
             "reward/max": max(rewards, default=0.0),
             "response/length_mean": sum(lengths) / len(lengths),
             "response/length_max": max(lengths),
-            "response/truncated": sum(sample.truncated for sample in batch.samples) / len(lengths),
+            "response/truncated": sum(sample.truncated for sample in firsts) / len(lengths),
         }
         metrics |= _metrics_of_episodes(batch)
         scoring = [role for role in weight_of if role in batch.records]
@@ -110,9 +111,14 @@ def _metrics_of_episodes(batch: RolloutBatch) -> dict[str, float]:
     turns = [record["num_turns"] for record in episodes]
     causes = Counter(record["cause"] for record in episodes if "cause" in record)
     ends = Counter(record["finish_reason"] for record in episodes)
+    branches = [record["num_branches"] for record in episodes if "num_branches" in record]
+    of_branches = (
+        {"branches/mean": sum(branches) / len(branches), "branches/max": max(branches)} if branches else {}
+    )
     return {
         "turns/mean": sum(turns) / len(turns),
         "turns/max": max(turns),
+        **of_branches,
         **{f"finish/{reason}": ends[reason] / len(episodes) for reason in FINISH_REASONS},
         **{f"reward/failed_{cause}": float(count) for cause, count in sorted(causes.items())},
     }

@@ -376,7 +376,7 @@ class StepRunner:
             if self.log.is_replaying(self.batches.step):
                 batch.transfers.append(Rollout(self.executor, rollout).catch_up())
         batch.take(groups)
-        self._trained[f"train{actor.suffix}"] = batch.sample_ids
+        self._trained[f"train{actor.suffix}"] = [sample.sample_id for sample in batch.samples]
         sizes = {group.visit: group.num_samples for group in groups}
         check_samples(batch.samples, sizes, actor.config.sampling.max_length)
         if staleness := actor.config.streaming.staleness:

@@ -20,7 +20,7 @@ from megarl.gate_limits import GateLimits
 from megarl.config.mesh import MeshSpec
 from megarl.batch_invariants import check_column
 from megarl.invariants import check_reward_digests, check_reward_sizes
-from megarl.packing import MiniBatch, Sample
+from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.flow.job_roles import Actor
@@ -195,10 +195,7 @@ class ActorRole(PolicyRole):
 
     def _num_current(self, version: int) -> int:
         """Return the number of tokens for which `_is_current` is true on all ranks together."""
-        counts = (
-            (sample.tokens_of(version), sample.response_length)
-            for sample in self.store.layouts[self.shard_key].planned
-        )
+        counts = ((sample.tokens_of(version), sample.response_length) for sample in self.layout.planned)
         return sum(count for count, length in counts if self._recomputes or count == length)
 
     def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
@@ -227,7 +224,7 @@ class ActorRole(PolicyRole):
         group_ids: list[int],
         rewards: list[float | None],
         kl_coef: float,
-        digests: list[int] | None = None,
+        digests: dict[int, int] | None = None,
         turn_rewards: list[list[float]] | None = None,
         turn_lengths: list[list[int]] | None = None,
         scores: dict[str, list[float | None]] | None = None,
@@ -236,14 +233,14 @@ class ActorRole(PolicyRole):
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
         rewards. Returns metrics.
 
-        These are advantages, and returns if there is a critic. Both are NaN on the tokens of a sample whose
-        reward failed.
+        Both columns are NaN on the tokens of a sample whose reward failed.
 
         Args:
-            sample_ids, group_ids, rewards: of all samples of the step, so that group statistics do not depend
-                on the split. Groups may have any sizes. None is a reward that failed.
+            sample_ids, group_ids, rewards: of all episodes of the step, each by the id of its first sample, so
+                that group statistics do not depend on the split. Groups may have any sizes. None is a reward that
+                failed.
             kl_coef: coefficient of the KL penalty in this step.
-            digests: `digest_of_reward` of each sample; None leaves the rewards unchecked.
+            digests: sample id -> `digest_of_reward`; None leaves the rewards unchecked.
             turn_rewards, turn_lengths: with --turn-rewards reward and sampled tokens of each answer.
             scores, score_weights: if the algorithm takes scores, name -> score of each sample, and weight.
         Raises: InvariantError for an advantage that is not finite, for a reward of another sample, and for
@@ -259,14 +256,13 @@ class ActorRole(PolicyRole):
         shard = self.shard
         batch, tokens = shard.batch, shard.digests["tokens"]
         if digests is not None:
-            check_reward_digests(sample_ids, group_ids, rewards, digests, tokens)
-        samples = [self.store.layouts[self.shard_key].samples[sample] for sample in sample_ids]
-        given, rewards = rewards, shaped(self.algorithm, samples, rewards, self.config.sampling)
+            check_reward_digests(sample_ids, group_ids, rewards, digests, tokens, self.layout.episode_of)
+        lengths = [self.layout.episode_lengths[sample] for sample in sample_ids]
+        given, rewards = rewards, shaped(self.algorithm, lengths, rewards, self.config.sampling)
         turns = None
         if turn_rewards is not None:
-            lengths = [sample.response_length for sample in samples]
             turns = turn_rewards_of(sample_ids, given, lengths, turn_rewards, turn_lengths)
-        inputs = self._advantage_inputs(samples, group_ids, rewards, kl_coef, turns)
+        inputs = self._advantage_inputs(sample_ids, lengths, group_ids, rewards, kl_coef, turns)
         if self.algorithm.takes_scores:
             single = scores_of_step(sample_ids, group_ids, given, scores or {}, score_weights or {})
             inputs = replace(inputs, scores=single)
@@ -283,45 +279,50 @@ class ActorRole(PolicyRole):
             {s: float("nan") if r is None else r for s, r in zip(sample_ids, rewards, strict=True)},
             dict(zip(sample_ids, group_ids, strict=True)),
             kl_coef,
-            {sample.sample_id: sample.response_length for sample in samples},
+            dict(zip(sample_ids, lengths, strict=True)),
             f"{self.config.batch.seed}/{self.rank}/{sorted(tokens.values())}",
             self._sum_over_replicas,
             None if turns is None else dict(zip(sample_ids, turns, strict=True)),
             inputs.scores,
+            {s: e for s in batch.sample_ids.tolist() if (e := self.layout.episode_of[s]) != s},
         )
         by_rewards = self.algorithm.left_out(inputs)
-        are_worse = [False] * len(samples) if by_rewards is None else by_rewards.tolist()
-        filtered = [
-            reward is None or self.algorithm.is_left_out(sample.truncated)
-            for sample, reward in zip(samples, rewards, strict=True)
-        ]
+        are_worse = [False] * len(lengths) if by_rewards is None else by_rewards.tolist()
+        is_cut = [self.layout.samples[sample].truncated for sample in sample_ids]
+        pairs = zip(is_cut, rewards, strict=True)
+        filtered = [reward is None or self.algorithm.is_left_out(cut) for cut, reward in pairs]
         left_out = [one or other for one, other in zip(filtered, are_worse, strict=True)]
         if any(left_out):  # NaN marks a token on every mesh as excluded from training
             excluded = batch.spread(torch.tensor(left_out)[inputs.rows]).bool()
             shard.set_column("advantages", batch.advantages.masked_fill(excluded, math.nan))
-        metrics |= shaping_metrics(given, rewards, filtered, inputs.rows.tolist())
+        metrics |= shaping_metrics(given, rewards, filtered, inputs.counted_rows.tolist())
         return metrics if self.model.reports else {}
 
     def _advantage_inputs(
         self,
-        samples: list[Sample],
+        sample_ids: Sequence[int],
+        lengths: Sequence[int],
         group_ids: list[int],
         rewards: list[float | None],
         kl_coef: float,
         turns: Sequence[TurnRewards | None] | None,
     ) -> AdvantageInputs:
-        """Return the inputs of `compute_advantages` on this rank, given the records of all samples of the
+        """Return the inputs of `compute_advantages` on this rank, given ids and lengths of all episodes of the
         step."""
-        batch, row_of = self.shard.batch, {sample.sample_id: row for row, sample in enumerate(samples)}
+        batch, row_of = self.shard.batch, {sample: row for row, sample in enumerate(sample_ids)}
+        here = [self.layout.samples[sample] for sample in batch.sample_ids.tolist()]
         return AdvantageInputs(
             rewards=torch.tensor([math.nan if r is None else r for r in rewards]),
             group_ids=torch.tensor(group_ids),
             # A rank without samples would otherwise get a float tensor.
-            rows=torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64),
+            rows=torch.tensor([row_of[sample.episode] for sample in here], dtype=torch.int64),
+            branches=torch.tensor([sample.branch for sample in here], dtype=torch.int64)
+            if self.layout.has_branches
+            else None,
             response_lengths=batch.response_lengths,
             kl_coef=kl_coef,
             sum_over_ranks=self._sum_over_replicas,
-            sample_lengths=torch.tensor([sample.response_length for sample in samples]),
+            sample_lengths=torch.tensor(lengths),
             turns=turns,
             **{
                 name: column[batch.response_mask]

@@ -16,7 +16,9 @@ from megarl.episodes.env_pool import EnvironmentPool
 from megarl.episodes.environments import Environments
 from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.runner import Answer, Turn, play
+from megarl.episodes.session import Branch
 from megarl.invariants import digest
+from megarl.packing import branch_id
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.requests import Request
 from megarl.workers.request_stream import Answer as FirstTurn
@@ -43,7 +45,9 @@ def _parser(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) 
     return VllmAnswerParser(tools, reasoning, hugging_face, stop_ids)
 
 
-def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> Environments:
+def _environments(
+    config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int], vocab_size: int
+) -> Environments:
     """Return the processes of --env or of --agent-command."""
     episodes = config.episodes
     if episodes.agent_command is not None:
@@ -57,6 +61,7 @@ def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[
             episodes.agent_host,
             _parser(config, tokenizer, stop_ids),
             is_judged=rule_judges_agents(config),
+            vocab_size=vocab_size,
         )
     assert episodes.env is not None
     limits = episodes.env_timeout_s, episodes.env_episodes_per_process
@@ -71,8 +76,13 @@ class EpisodeSampler:
         self._tokenizer, self._engine = tokenizer, engine
         stop_ids = (*shape.eos_token_ids, tokenizer.eos_token_id, *sampling.stop_token_ids)
         self._chat = Chat(tokenizer, stop_ids)
-        self._limits = Limits(sampling.max_turns, sampling.max_response_length, sampling.max_length)
-        self._environments = _environments(config, tokenizer, stop_ids)
+        self._limits = Limits(
+            sampling.max_turns,
+            sampling.max_response_length,
+            sampling.max_length,
+            config.episodes.max_branches,
+        )
+        self._environments = _environments(config, tokenizer, stop_ids, shape.vocab_size)
 
     def close(self) -> None:
         self._environments.close()
@@ -80,7 +90,7 @@ class EpisodeSampler:
     def sample(
         self, answers: Sequence[FirstTurn], dataset: PromptDataset, **how: float
     ) -> list[RolloutSample]:
-        """Play one episode per first turn, and return one sample per episode, in this order.
+        """Play one episode per first turn, and return the samples of the episodes, in this order.
 
         The first answer of an episode draws by the episode's key, every later one by a key of its own, see
         `AnswerKeys`.
@@ -93,8 +103,9 @@ class EpisodeSampler:
         play(episodes, engine, self._environments, self._chat, self._limits)
         without = self._answer_once(engine, answers, episodes)
         return [
-            _sample(first, episode, without.get(index))
+            sample
             for index, (first, episode) in enumerate(zip(answers, episodes, strict=True))
+            for sample in _samples(first, episode, without.get(index))
         ]
 
     def _answer_once(
@@ -113,32 +124,33 @@ class EpisodeSampler:
         return found
 
 
-def _sample(first: FirstTurn, episode: Episode, single: Answer | None) -> RolloutSample:
-    """Return the sample of an episode.
+def _samples(first: FirstTurn, episode: Episode, single: Answer | None) -> list[RolloutSample]:
+    """Return the samples of an episode, one per branch of its conversation.
 
     Args:
         single: the token that was sampled for an episode without an answer of its own."""
+    branches = episode.branches
     if single is not None:
-        prompt, response, holes = first.prompt, single.token_ids, ()
-        log_probs, versions = single.log_probs, single.versions
-    else:
-        session = episode.session
-        assert session is not None
-        prompt, response, holes = session.first_prompt, session.response, tuple(session.holes)
-        log_probs, versions = session.log_probs, session.versions
-    return RolloutSample(
-        first.sample_id,
-        first.row,
-        group=first.group,
-        versions=versions,
-        prompt=prompt,
-        response=response,
-        log_probs=log_probs,
-        truncated=episode.truncated,
-        digest=digest(prompt, response, holes),
-        holes=holes,
-        episode=episode.result,
-    )
+        sampled = single.token_ids, [], single.log_probs, single.versions
+        branches = [Branch(first.prompt, *sampled, messages=[], num_first=0)]
+    return [
+        RolloutSample(
+            branch_id(first.sample_id, number),
+            first.row,
+            group=first.group,
+            versions=branch.versions,
+            prompt=branch.prompt,
+            response=branch.response,
+            log_probs=branch.log_probs,
+            truncated=episode.truncated,
+            digest=digest(branch.prompt, branch.response, branch.holes),
+            holes=tuple(branch.holes),
+            episode=episode.result if number == 0 else None,
+            branch=number,
+            num_branches=len(branches),
+        )
+        for number, branch in enumerate(branches)
+    ]
 
 
 class _Turns:
@@ -147,14 +159,14 @@ class _Turns:
     def __init__(self, engine: Engine, answers: Sequence[FirstTurn], how: dict[str, float]) -> None:
         self._engine, self._answers, self._how = engine, answers, how
         self._keys = [AnswerKeys(answer.key) for answer in answers]
-        self._asked: dict[str, int] = {}  # request id -> index of the episode
+        self._asked: dict[str, Turn] = {}  # by request id
 
     def add(self, turns: Sequence[Turn]) -> None:
         requests = []
         for turn in turns:
             first = self._answers[turn.index]
-            name = f"episode/{first.sample_id}/{len(turn.prompt)}"
-            self._asked[name] = turn.index
+            name = f"episode/{first.sample_id}/{turn.number}"
+            self._asked[name] = turn
             key = self._keys[turn.index].next(turn.prompt)
             requests.append(Request(name, turn.prompt, key, max_tokens=turn.max_tokens, **self._how))
         if requests:
@@ -167,13 +179,9 @@ class _Turns:
         self._engine.step()
 
     def take(self) -> list[Answer]:
-        return [
-            Answer(
-                self._asked.pop(output.id),
-                output.token_ids,
-                output.log_probs,
-                output.versions,
-                output.finish_reason == "length",
-            )
-            for output in self._engine.take()
-        ]
+        found = []
+        for output in self._engine.take():
+            turn, is_cut = self._asked.pop(output.id), output.finish_reason == "length"
+            sampled = output.token_ids, output.log_probs, output.versions
+            found.append(Answer(turn.index, *sampled, is_cut, turn.number))
+        return found

@@ -6,20 +6,23 @@ from collections.abc import Sequence
 
 from megarl.algorithms.base import Algorithm
 from megarl.config.schema import SamplingConfig
-from megarl.packing import Sample
 
 
 def shaped(
     algorithm: Algorithm,
-    samples: Sequence[Sample],
+    lengths: Sequence[int],
     rewards: Sequence[float | None],
     sampling: SamplingConfig,
 ) -> list[float | None]:
-    """Return the rewards of the samples that advantages are computed from. None is a reward that failed."""
+    """Return the rewards that advantages are computed from. None is a reward that failed.
+
+    Args:
+        lengths: response tokens of each episode.
+        rewards: of the episodes, as they were given."""
     longest = sampling.max_response_length
     return [
-        None if reward is None else algorithm.shaped_reward(reward, sample.response_length, longest)
-        for sample, reward in zip(samples, rewards, strict=True)
+        None if reward is None else algorithm.shaped_reward(reward, length, longest)
+        for length, reward in zip(lengths, rewards, strict=True)
     ]
 
 
@@ -36,7 +39,7 @@ def shaping_metrics(
     Args:
         given, rewards: before and after shaping, of all samples of the step.
         left_out: whether the loss leaves out the sample, also because its reward failed.
-        rows: which samples are on this rank."""
+        rows: which samples this rank counts."""
     scored = [row for row, reward in enumerate(given) if reward is not None]
     penalties = {row: (given[row] - rewards[row]) / len(scored) for row in scored}
     filtered = {row: left_out[row] for row in scored}
