@@ -20,10 +20,11 @@ from megarl.config.schema import EpisodeConfig
 
 _SERVED = ("openenv", *REMOTE)
 _NO_EFFECT = "has no effect without --env. Leave it out."
+_NO_BRANCHES = "has no effect with --staleness above 0, where an episode is one conversation. Leave it out."
 _NO_AGENT = "has no effect without --agent-command. Leave it out."
 _OF_AGENT = (
     *("agent_timeout_s", "agent_num_processes", "agent_host"),
-    *("tool_call_parser", "reasoning_parser"),
+    *("tool_call_parser", "reasoning_parser", "max_branches"),
 )
 _OF_ENV = ("env_timeout_s", "env_episodes_per_process", "env_python", "turn_rewards")
 
@@ -49,6 +50,8 @@ def episodes(job: Job) -> Errors:
     if agent is not None:
         yield from (f"{head}: {rule}" for rule in _agent(agent, env))
         yield from _parsers(config.episodes)
+        if config.streaming.staleness and config.episodes.max_branches > 1:
+            yield from refuse_set(config.episodes, _NO_BRANCHES, "max_branches")
     else:
         yield from environment_errors(config.episodes)
     yield from (f"{head}: {rule}" for rule in _combinations(job, who))

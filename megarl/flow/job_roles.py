@@ -307,7 +307,7 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
         group_ids: list[int],
         rewards: list[float | None],
         kl_coef: float,
-        digests: list[int] | None = None,
+        digests: dict[int, int] | None = None,
         turn_rewards: list[list[float]] | None = None,
         turn_lengths: list[list[int]] | None = None,
         scores: dict[str, list[float | None]] | None = None,
@@ -346,8 +346,7 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
     @method(optional=True)
     def load_sft_rows(self) -> list[tuple[int, int]] | None:
-        """Tokenize the rows of --sft-data, and return (length, response length) of every row, from the first
-        rank only."""
+        """Tokenize the rows of --sft-data. Return (length, response length) of each, from the first rank only."""
 
     @method()
     def send_weights(self, version: int) -> None:
@@ -360,11 +359,8 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
     @method(optional=True)
     def load_dataset(self) -> list[list[tuple[int, int, float | None]]] | None:
-        """Tokenize the training rows of an algorithm that samples nothing, and return the sizes of the samples
-        that each row is, from the first rank only.
-
-        Returns: for every row, (length, response length, reward or None) of each of its samples, from the
-            mesh's first rank."""
+        """Tokenize the training rows of an algorithm that samples nothing, and return, for every row, (length,
+        response length, reward or None) of each of its samples, from the mesh's first rank only."""
 
     @method(optional=True)
     def digest_rows(self) -> str:
@@ -381,9 +377,7 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
 
 class Data(RandomState, RunFolderReader, kind="data"):
-    """Moves samples and their columns between ranks, to those that train on them.
-
-    It is on every rank of a job that samples."""
+    """Moves samples and their columns to the ranks that train on them. Is on every rank of a job that samples."""
 
     @method(reports=True)
     def distribute(

@@ -77,8 +77,15 @@ class ActorState:
 
     def _measured_cursor(self, num_rows: int, seed: int, shuffle: bool) -> MeasuredCursor:
         given = self.config.curriculum
-        limits = {"low": given.difficulty_min, "high": given.difficulty_max, "rest": given.difficulty_rest}
-        return MeasuredCursor(num_rows, seed, shuffle, order=given.curriculum, **limits)
+        return MeasuredCursor(
+            num_rows,
+            seed,
+            shuffle,
+            order=given.curriculum,
+            low=given.difficulty_min,
+            high=given.difficulty_max,
+            rest=given.difficulty_rest,
+        )
 
     def measure(self, batches: Sequence[RolloutBatch]) -> dict[str, float]:
         """Note the mean reward of each sampled prompt, for a curriculum. Returns its metrics; {} without one.
@@ -98,7 +105,7 @@ class ActorState:
     def update_kl(self, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
         """Update the KL controller with the KL of a step, if the step measured one."""
         if MEASURED_KL in metrics:
-            num_scored = sum(batch.rewards[one.sample_id] is not None for one in batch.trained_samples)
+            num_scored = sum(batch.rewards[one.sample_id] is not None for one in batch.trained_episodes)
             self.kl.update(metrics[MEASURED_KL], num_scored)
 
     def note_useless_rewards(self, batch: RolloutBatch) -> str | None:
@@ -172,7 +179,7 @@ class ActorState:
         """Return the arguments of `Actor.update` with the next rows of --sft-data; () without."""
         if self.sft is None:
             return ()
-        num_updates = -(-len(batch.trained_samples) // self.config.batch.global_batch_size)
+        num_updates = -(-len(batch.trained_episodes) // self.config.batch.global_batch_size)
         return self.sft.next(num_updates, dp, self.shape.hidden_size)
 
     def give_rows(self, rows: Sequence[int]) -> None:

@@ -37,6 +37,17 @@ def errors(job, tmp_path, monkeypatch):
 
 
 RULES = {
+    "branches without an agent": (
+        "--max-branches 3",
+        "--max-branches (3): has no effect without --agent-command. Leave it out.",
+        "--max-branches 3 --agent-command python --max-context-length 200",
+    ),
+    "branches of asynchronous episodes": (
+        "--max-branches 3 --staleness 1 --agent-command python --max-context-length 200",
+        "--max-branches (3): has no effect with --staleness above 0, where an episode is one conversation. Leave it "
+        "out.",
+        "--max-branches 1 --staleness 1 --agent-command python --max-context-length 200",
+    ),
     "turns without an environment": (
         "--max-turns 3",
         "--max-turns (3): has no effect without --env. Leave it out.",
