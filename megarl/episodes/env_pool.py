@@ -116,6 +116,11 @@ class EnvironmentPool:
         else:
             process.tell({"op": "end", "episode": episode})
 
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors that become readable when a process has replied or ended."""
+        return [process.fileno() for process in self._processes]
+
     def replies(self, timeout_s: float) -> list[Reply]:
         """Return the replies that have arrived, in order. Waits at most so long for the first.
 
