@@ -252,19 +252,16 @@ class EpisodeConfig(LedEpisodes):
     """Your own agent, e.g. "python agent.py": a process per episode that calls the model through an SDK and prints
     the reward, or --reward or --reward-function judges its last answer. See docs/agents.md."""
     agent_timeout_s: Positive = 600.0
-    """With --agent-command: seconds that the agent of an episode may take, the model's answers included; then
-    the episode has failed."""
+    """With --agent-command: seconds of an episode, the model's answers included. Then the episode has failed."""
     agent_num_processes: Count = 16
     """With --agent-command: agents per engine that run at a time. The others wait."""
     agent_host: str = "127.0.0.1"
-    """With --agent-command: interface on which the agents' endpoint listens. It takes no request without the
-    key of an open episode, but it does not encrypt."""
+    """With --agent-command: interface of the agents' endpoint. Requests need a key, but nothing is encrypted."""
     tool_call_parser: str | None = None
     """With --agent-command: vLLM's parser that finds tool calls in answers, e.g. hermes (Qwen2.5, Qwen3),
     llama3_json or deepseek_v31. Without it requests with tools are refused."""
     reasoning_parser: str | None = None
-    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1.
-    Without it the reasoning is part of the text."""
+    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1."""
 
     @property
     def has_turns(self) -> bool:

@@ -86,7 +86,7 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
             config.episodes, {flag: dataset[0].columns for dataset, flag in datasets if dataset}
         )
     elif (
-        (config.episodes.agent_command is None or rule_judges_agents(config))
+        (not config.episodes.has_agent or rule_judges_agents(config))
         and algorithm_of(config).needs_rollout
         and uses_rule_reward(config)
     ):

@@ -89,7 +89,7 @@ class RewardRole(HostedRole):
                 record["scores"] = verdict.scores
             if rollout.episode is not None:
                 record |= _of_episode(rollout.episode)
-                if self.config.episodes.agent_command is not None:
+                if self.config.episodes.has_agent:
                     record["num_branches"] = rollout.num_branches
                 if self.config.episodes.turn_rewards:
                     record["turn_rewards"] = rollout.episode.turn_rewards

@@ -104,7 +104,7 @@ def test_the_branches_of_an_episode_are_trained_on_together(sums_data, tmp_path)
         tokens += sum(len(one["prompt_ids"] + one["response_ids"]) for one in samples)
         assert [turn["role"] for turn in row["turns"]] == ["assistant", "user", "assistant"]
         if row["num_branches"] == 4:  # the first answer is context in the branch that goes on from it
-            first, later = row["prompt_ids"] + row["response_ids"], row["branches"][1]["prompt_ids"]
+            first, later = row["prompt_ids"] + row["response_ids"], row["branches"][0]["prompt_ids"]
             start = len(row["prompt_ids"]) + row["holes"][0][0]
             assert later[:start] == first[:start] and len(later) > start
     assert step["batch/tokens"] == tokens
