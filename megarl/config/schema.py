@@ -36,6 +36,7 @@ from megarl.config.role_sections import (
     RolloutConfig,
     SamplingConfig,
 )
+from megarl.config.verifiers_section import LedEpisodes
 
 RankCount = NewType("RankCount", int)
 """Number of ranks on a machine. A range such as `1-8` is the number of GPUs within it, 8 without a GPU."""
@@ -231,7 +232,7 @@ class DataConfig(Section):
 
 
 @section
-class EpisodeConfig(Section):
+class EpisodeConfig(LedEpisodes):
     """multi-turn episodes"""
 
     env: tuple[str, ...] | None = None
@@ -254,22 +255,21 @@ class EpisodeConfig(Section):
     """With --agent-command: seconds of an episode, but for those in which the engine stands still; then it fails."""
     agent_num_processes: Count = 16
     """With --agent-command: agents per engine that run at a time. The others wait."""
-    agent_host: str = "127.0.0.1"
-    """With --agent-command: interface of the agents' endpoint, which asks for a key and does not encrypt."""
     tool_call_parser: str | None = None
     """With --agent-command: vLLM's parser that finds tool calls in answers, e.g. hermes (Qwen2.5, Qwen3),
     llama3_json or deepseek_v31. Without it requests with tools are refused."""
     reasoning_parser: str | None = None
-    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1.
-    Without it the reasoning is part of the text."""
-    max_branches: Annotated[int, at_least(1), at_most(4096)] = 16
-    """With --agent-command: conversations of an episode, each a sample for training. Further ones are refused.
-    With --staleness above 0 there is one."""
+    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1."""
 
     @property
     def has_turns(self) -> bool:
         """Whether the job plays episodes of several turns."""
-        return self.env is not None or self.agent_command is not None
+        return self.env is not None or self.has_agent
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether a program of its own leads the episodes, and asks the model at an endpoint."""
+        return self.agent_command is not None or self.env_verifiers is not None
 
 
 @section

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +108,14 @@ class AgentPool:
         self._start()
         return episode
 
+    def is_open(self, episode: int) -> bool:
+        """Return whether an episode has begun, and not ended."""
+        return episode in self._agents
+
     def step(self, episode: int, text: str, sampled: Sampled) -> None:
         """Keep an answer of the model for the agent of an episode. Its request is answered when all answers that it
         asks for are there. `replies` returns the agent's next request."""
-        if episode not in self._agents:
+        if not self.is_open(episode):
             return
         self._num_answers[episode] += 1
         where = episode, sampled.request
@@ -173,26 +177,36 @@ class AgentPool:
     def replies(self, timeout_s: float) -> list[Reply]:
         """Return the requests that have arrived and the agents that have ended. Waits at most `timeout_s`
         seconds."""
-        now = time.monotonic()
-        first = min((agent.deadline for agent in self._agents.values()), default=now + timeout_s)
-        patience = 0.0 if self._requests else max(0.0, min(timeout_s, first - now))
-        poll = select.poll()  # `select.select` cannot watch descriptors above 1023
-        poll.register(self._woken, select.POLLIN)
-        for agent in self._agents.values():
-            for descriptor in agent.descriptors:
-                poll.register(descriptor, select.POLLIN)
-        readable = {descriptor for descriptor, _ in poll.poll(patience * 1000)}
+        ended = self._endings(0.0 if self._requests else timeout_s)
         with contextlib.suppress(BlockingIOError):
             while os.read(self._woken, 4096):
                 pass
-        ended = [(episode, self._ending(episode, agent, readable)) for episode, agent in self._agents.items()]
         found = []
         while self._requests:  # after the look at the processes: an agent's last request comes before its end
             reply, asked = self._requests.popleft()
-            if reply.episode in self._agents and reply.request is not None:
+            if self.is_open(reply.episode) and reply.request is not None:
                 self._asked[reply.episode, reply.request.number] = asked
                 found.append(reply)
-        return found + [reply for _, reply in ended if reply is not None]
+        return found + ended
+
+    def _endings(self, timeout_s: float) -> list[Reply]:
+        """Return the last replies of agents that have ended or are late. Waits at most so long, or until there is
+        a request."""
+        now = time.monotonic()
+        first = min((agent.deadline for agent in self._agents.values()), default=now + timeout_s)
+        readable = self._wait(
+            [descriptor for agent in self._agents.values() for descriptor in agent.descriptors],
+            max(0.0, min(timeout_s, first - now)),
+        )
+        ended = [self._ending(episode, agent, readable) for episode, agent in self._agents.items()]
+        return [reply for reply in ended if reply is not None]
+
+    def _wait(self, descriptors: Iterable[int], timeout_s: float) -> set[int]:
+        """Return which of the descriptors are readable. Waits at most so long, or until there is a request."""
+        poll = select.poll()  # `select.select` cannot watch descriptors above 1023
+        for descriptor in (self._woken, *descriptors):
+            poll.register(descriptor, select.POLLIN)
+        return {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
 
     def _start(self) -> None:
         """Start agents for waiting episodes while fewer than `num_processes` agents run."""

@@ -177,10 +177,11 @@ class Session:
         return text
 
     def branches(self) -> list[Branch]:
-        """Return one sample per conversation that no other one continues, in the order of their last answers'
-        numbers."""
+        """Return one sample per conversation that no other one continues. The first one is what became of the first
+        turn, by the first requests that continued it."""
         parents = {id(turn.parent) for turn in self.answered}
         leaves = [turn for turn in self.turns if turn.sampled and id(turn) not in parents]
+        leaves.sort(key=lambda leaf: [turn.number for turn in leaf.path])
         trained: set[int] = set()
         rest = {id(turn.parent): turn.messages for turn in self.turns if not turn.sampled}
         return [_branch(leaf, trained, rest.get(id(leaf), [])) for leaf in leaves]

@@ -9,6 +9,7 @@ from megarl.config.environments import environments
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import rule_judges_agents
 from megarl.config.schema import TrainConfig
+from megarl.config.verifiers_section import settings_of_verifiers
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer_base import Tokenizer
 from megarl.episodes.answers import AnswerParser
@@ -51,8 +52,27 @@ def _parser(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) 
 def _environments(
     config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int], vocab_size: int
 ) -> Environments:
-    """Return the pool that runs the environments of --env or the agents of --agent-command."""
+    """Return the pool that runs the environments of --env or --env-verifiers, or the agents of --agent-command."""
     episodes = config.episodes
+    if episodes.env_verifiers is not None:
+        from megarl.episodes.verifiers_pool import Verifiers, VerifiersPool  # imports aiohttp, as below
+
+        assert episodes.env_python is not None
+        return VerifiersPool(
+            Verifiers(
+                episodes.env_verifiers,
+                episodes.env_python[0],
+                episodes.env_verifiers_client,
+                config.model.tokenizer_model or config.model.model,
+                settings_of_verifiers(episodes),
+            ),
+            episodes.agent_timeout_s,
+            episodes.env_episodes_per_process,
+            config.sampling.max_length,
+            episodes.agent_host,
+            _parser(config, tokenizer, stop_ids),
+            vocab_size,
+        )
     if episodes.agent_command is not None:
         from megarl.episodes.agent_pool import AgentPool  # imports aiohttp, which other jobs need not have
 
@@ -90,7 +110,7 @@ class EpisodeSampler:
             is_single,
         )
         self.environments = _environments(config, tokenizer, stop_ids, shape.vocab_size)
-        self.of_agents = config.episodes.agent_command is not None
+        self.of_agents = config.episodes.has_agent
 
     def close(self) -> None:
         self.environments.close()

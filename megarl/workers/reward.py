@@ -98,7 +98,7 @@ class RewardRole(HostedRole):
                 record |= _of_episode(rollout.episode)
                 if self._is_named:
                     record["env"] = dataset[rollout.row].data_source
-                if self.config.episodes.agent_command is not None:
+                if self.config.episodes.has_agent:
                     record["num_branches"] = rollout.num_branches
                 if self.config.episodes.turn_rewards:
                     record["turn_rewards"] = rollout.episode.turn_rewards
