@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-TRAINED_KINDS = ("actor", "critic")
+TRAINED_KINDS = ("actor", "critic", "cost_critic")
 """Kinds of role that have an optimizer. Checkpoints hold these roles."""
 
 

@@ -1,17 +1,17 @@
-"""Measure what a large job costs the driver: the real driver against many light processes that stand in for ranks.
+"""Measure what a large job costs the driver: the real driver against light processes that stand in for ranks.
 
     python tools/simulate_scale.py --nodes 16 --samples 4096 --length 8192 --json out.json
     python tools/simulate_scale.py --fit out_128.json out_512.json out_1024.json     # what 4,096 ranks would take
 
-real      the loop, planner, scheduler, flow and checks of `megarl.Trainer`; its executor with messages, signatures and
-          the tree of relays; one relay process and one watch process per node
-stand-in  the ranks: processes without torch, forked from one, that take every command, check its signature, and
-          answer with records and metrics of the size that real roles send. They compute nothing and wait for nothing
+real      the loop, planner, scheduler, flow and checks of `megarl.Trainer`; its executor with messages,
+          signatures and the tree of relays; one relay process and one watch process per node
+stand-in  the ranks: processes without torch, forked from one. They take every command, check its signature, and
+          answer with records and metrics of the size that real roles send. They compute and wait for nothing
 modelled  how long the roles would take on real devices: HARDWARE, fixed before anything was measured
 
-The job is PPO of a 70B with a critic of another layout, on nodes of eight ranks: every step has two plans, one for each
-mesh, and columns that move between them. The driver's seconds are CPU seconds of its process, with all threads, so
-they do not depend on how busy this machine is; times from a command to its last answer do, as all ranks share its cores."""
+The job is PPO of a 70B with a critic of another layout, on nodes of eight ranks: every step has two plans, one for
+each mesh, and columns that move between them. The driver's seconds are CPU seconds of its process, with all
+threads, so they do not depend on how busy this machine is. Times from a command to its last answer do."""
 
 from __future__ import annotations
 
@@ -43,21 +43,11 @@ from megarl.runtime.relay import children_of, listen, parent_of
 
 PER_NODE, TP, PP, GROUP = 8, 8, 2, 8
 HOST = "127.0.0.1"
-MODEL = {  # config.json of Llama-3.1-70B, with the vocabulary of its tokenizer
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
+# The config.json of Llama-3.1-70B.
+MODEL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
+MODEL |= {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+MODEL |= {"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False}
+MODEL |= {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072}
 HARDWARE = {
     "parameters": 70.6e9,
     "flops_per_device": 989e12,  # H100 SXM, bf16, dense (NVIDIA's data sheet)
@@ -123,7 +113,7 @@ class StandIns:
                 length = draw.randint(self.job["length"] // 2, self.job["length"])
                 sample, digest = visit * GROUP + i, draw.getrandbits(32)
                 self.samples.append(
-                    Sample(sample, length, length - 512, owners, False, digest, visit, self.job["version"])
+                    Sample(sample, length, length - 256, owners, False, digest, visit, self.job["version"])
                 )
         return self.samples
 
@@ -184,11 +174,8 @@ def serve_nodes(job: dict[str, Any]) -> None:
     for node in range(nodes):
         ranks = range(node * PER_NODE, (node + 1) * PER_NODE)
         of_node = [fork(lambda rank=rank: run_rank(rank, addresses[node], job)) for rank in ranks]
-        above = parent_of(node)
-        parent, num_children = (
-            job["tree"] if above is None else addresses[above],
-            PER_NODE + len(children_of(node, nodes)),
-        )
+        parent = job["tree"] if (above := parent_of(node)) is None else addresses[above]
+        num_children = PER_NODE + len(children_of(node, nodes))
         listener = listeners[node].fileno()
         of_node.append(fork(lambda: relay_process.main(listener, parent, num_children, of_node[0])))
         watched = job["watch"], of_node[0], ranks, KeepAlive()
@@ -217,19 +204,18 @@ def fork(run) -> int:
 
 def simulate(options: argparse.Namespace) -> dict[str, Any]:
     """Run some steps of the job, then let a rank raise and a node die. Returns what was measured."""
+    from megarl.loggers.console import Progress
     from megarl.trainer.own_ranks import Started
     from megarl.trainer.trainer import Trainer
 
     with tempfile.TemporaryDirectory(prefix="simulate-") as folder, open(os.devnull, "w") as nowhere:
         config, inputs = job_of(options, Path(folder))
         with nodes_of(config, options) as (executor, pids):
-            from megarl.loggers.console import Progress
-
             progress = Progress(options.steps, nowhere, terminal=False)
             started = Started(executor, inputs, options.nodes * PER_NODE, progress)
             with Trainer(config, started=started) as trainer:
                 result = measure_steps(trainer, executor)
-                result |= measure_calls(executor)
+                result |= measure_calls(executor) | measure_rank(options)
             result |= measure_failures(executor, pids)
     return describe(options) | result
 
@@ -346,6 +332,31 @@ def measure_calls(executor: Any, count: int = 20) -> dict[str, float]:
     return {"call_wall_s": median(walls), "call_driver_s": (time.process_time() - start) / count}
 
 
+def measure_rank(options: argparse.Namespace) -> dict[str, float]:
+    """Return the CPU seconds in which one rank checks and decodes a plan for all ranks, and works out its own
+    messages."""
+    from megarl.config.mesh import MeshSpec, replicas
+    from megarl.packing import plan_mini_batches, plan_route, ranks_of_samples
+    from megarl.runtime.messages import decode_arguments, encode_arguments, signed_command
+    from megarl.workers.data import DataRole
+
+    ranks = range(options.nodes * PER_NODE)
+    mesh, maker = (
+        MeshSpec(tuple(ranks), tp=TP, pp=PP),
+        StandIns(0, vars(options) | {"ranks": TP, "version": 0}),
+    )
+    samples = maker.generate("train", dict.fromkeys(range(options.samples // GROUP), 0))
+    plans = plan_mini_batches(samples, options.samples // 4, {}, mesh.dp, options.length, 8192, "0/1")
+    arguments = encode_arguments("data", "distribute", ("actor", samples, plans), {})
+    message = signed_command(0, Call("data", tuple(ranks), "distribute", "step 1", arguments))
+    start = time.process_time()
+    method = DataRole.distribute.__get__(object())
+    _, samples, plans = decode_arguments(method, read_command(0, message).arguments).args
+    destinations = ranks_of_samples(plans, replicas(mesh))
+    plan_route(0, {s.sample_id: s.owners for s in samples}, destinations)
+    return {"distribute_bytes": len(message), "rank_distribute_s": time.process_time() - start}
+
+
 def measure_failures(executor: Any, pids: list[list[int]]) -> dict[str, float]:
     """Return the seconds until the driver has the failure of a rank that raises, and of a node that dies."""
     raised = time.perf_counter()
@@ -378,10 +389,8 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
     ranks = options.nodes * PER_NODE
     return {
         "ranks": ranks,
-        "nodes": options.nodes,
         "samples": options.samples,
         "length": options.length,
-        "steps": options.steps,
         "modelled_worker_s": worker_seconds(options.samples, options.length, ranks),
     }
 
@@ -426,14 +435,15 @@ def main() -> None:
     )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.length < 1024 or options.samples < GROUP * options.nodes:
+        parser.error("--length must be at least 1024, and --samples at least 8 for each node.")
     if options.serve:
         serve_nodes(json.loads(options.serve))
         return
-    result = extrapolate(options.fit) if options.fit else simulate(options)
-    text = json.dumps(result, indent=1)
-    sys.stdout.write(text + "\n")
+    text = json.dumps(extrapolate(options.fit) if options.fit else simulate(options), indent=1) + "\n"
+    sys.stdout.write(text)
     if options.json:
-        Path(options.json).write_text(text + "\n")
+        Path(options.json).write_text(text)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from megarl.algorithms.online_dpo import OnlineDPO
 from megarl.algorithms.opo import OPO
 from megarl.algorithms.orpo import ORPO
 from megarl.algorithms.ppo import PPO
+from megarl.algorithms.ppo_lagrangian import PPOLagrangian
 from megarl.algorithms.raft import RAFT
 from megarl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from megarl.algorithms.remax import ReMax
@@ -33,6 +34,7 @@ REGISTRY: dict[str, type[Algorithm]] = {
     "maxrl": MaxRL,
     "gdpo": GDPO,
     "ppo": PPO,
+    "ppo-lagrangian": PPOLagrangian,
     "raft": RAFT,
     "online-dpo": OnlineDPO,
     "distill": Distill,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
+from megarl.algorithms.lagrange import LagrangeMultiplier
 from megarl.algorithms.reference_inputs import ReferenceColumn, ReferenceInputs
 from megarl.algorithms.several_scores import StepScores
 from megarl.algorithms.turn_rewards import TurnRewards
@@ -73,6 +74,8 @@ class AdvantageInputs:
     """[N] fp32, of the reference policy."""
     values: Tensor | None = None
     """[N] fp32, the critic's V of the state in which the token was chosen."""
+    cost_values: Tensor | None = None
+    """[N] fp32, the same by the cost critic."""
     old_scores: Tensor | None = None
     """[N] fp32, of a reward model in training; N is then B."""
     mini_batches: Tensor | None = None
@@ -206,6 +209,8 @@ class Algorithm(Section):
     """Number of further responses to each prompt that are drawn greedily and scored, and not trained on."""
     needs_critic: ClassVar[bool] = False
     """A critic gives `values` and learns from `value_loss`."""
+    needs_cost_critic: ClassVar[bool] = False
+    """A second critic gives `cost_values`, and learns the column cost_returns from `value_loss`."""
     critic_warmup_iters: ClassVar[int] = 0
     """Number of first steps that update the critic alone."""
     relative_to_group: ClassVar[bool] = False
@@ -249,7 +254,8 @@ class Algorithm(Section):
     def flow(self, roles: Iterable[str]) -> Flow:
         """Return the calls of one training step and their dependencies. Calls of roles that are not in
         `roles`, those of the job, are left out."""
-        actor, critic, reference, reward = symbolic_roles("actor critic reference reward", present=roles)
+        names = "actor critic cost_critic reference reward"
+        actor, critic, cost_critic, reference, reward = symbolic_roles(names, present=roles)
         models = symbolic_roles(" ".join(role for role in roles if role.startswith("reward_model")))
         is_without_pass = self.takes_engine_log_probs
         return (
@@ -260,9 +266,11 @@ class Algorithm(Section):
                 None if is_without_pass else actor.log_probs,
                 reference.log_probs,
                 critic.values,
+                cost_critic.values,
             )
             .advantages(self)
             .update(critic)
+            .update(cost_critic)
             .update(actor, reads=("tokens", *self.loss_reads) if is_without_pass else None)
         )
 
@@ -274,6 +282,11 @@ class Algorithm(Section):
         """Return the KL controller of a new run. The run passes the controller's `coef` to the loss as
         `kl_coef`, and updates the controller with the metric MEASURED_KL after each step."""
         return FixedKLController(0.0)
+
+    def build_multiplier(self) -> LagrangeMultiplier | None:
+        """Return the multiplier of a new run, if costs are held below a limit. Its owner passes `value` on with the
+        scores, and updates it with the metric MEAN_COST after each step."""
+        return None
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the columns of `advantage_writes`, [N] fp32 each, and this rank's part of the metrics (see

@@ -21,6 +21,8 @@ class StepScores:
     """Name -> score of each sample; NaN where a sample has none, or where its reward failed."""
     weights: Mapping[str, float]
     """Name -> weight of the score in the reward."""
+    multiplier: float = 0.0
+    """Factor of the cost in this step, for an algorithm with a `LagrangeMultiplier`."""
 
 
 def scores_of_step(
@@ -29,6 +31,7 @@ def scores_of_step(
     rewards: Sequence[float | None],
     scores: Mapping[str, Sequence[float | None]],
     weights: Mapping[str, float],
+    multiplier: float | None = None,
 ) -> StepScores:
     """Return the scores of a step, after checking that they add up to the rewards.
 
@@ -36,6 +39,7 @@ def scores_of_step(
         rewards: the weighted sums, which digests bind to the samples.
         scores: name -> score of each sample.
         weights: name -> its weight in the reward.
+        multiplier: factor of the cost, if the algorithm has one.
     Raises: ValueError for a sample whose scores do not add up to its reward, or that has not the names of its
         group."""
     names_of: dict[int, tuple[int, list[str]]] = {}
@@ -64,4 +68,4 @@ def scores_of_step(
         ]
         for name, of_name in scores.items()
     }
-    return StepScores(values, weights)
+    return StepScores(values, weights, 0.0 if multiplier is None else multiplier)

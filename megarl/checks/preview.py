@@ -48,8 +48,9 @@ def preview(config: TrainConfig) -> Preview:
     datasets = _datasets(config, seen.errors)
     tokenizer = _tokenizer(config, seen)
     for flag, dataset in datasets.items():
-        seen.errors += _reward_errors(config, dataset, flag)
-        seen.errors += rows_errors(environments(config.episodes), dataset, flag)
+        if flag != "--sft-data":
+            seen.errors += _reward_errors(config, dataset, flag)
+            seen.errors += rows_errors(environments(config.episodes), dataset, flag)
         if tokenizer is not None:
             try:
                 encoder = PromptEncoder(tokenizer, dataset)
@@ -61,8 +62,8 @@ def preview(config: TrainConfig) -> Preview:
                     seen.notes.append(lost_note(flag, _tokenizer_flag(config), lost))
             except ValueError as error:
                 seen.errors.append(_with_flag(str(error), flag))
-    if len(datasets) == 2:
-        seen.notes += _shared_prompts(*datasets.values())
+    if {"--train-data", "--eval-data"} <= datasets.keys():
+        seen.notes += _shared_prompts(datasets["--train-data"], datasets["--eval-data"])
     return seen
 
 
@@ -73,7 +74,7 @@ def _length_notes(
 
     Programs' tests are JSON, which no response repeats, so such ground truths are not compared."""
     answers = [row.ground_truth or "" for row in dataset]
-    if not config.algorithm.needs_rollout or not uses_rule_reward(config):
+    if flag == "--sft-data" or not config.algorithm.needs_rollout or not uses_rule_reward(config):
         return
     if any(answer.lstrip()[:1] in ("", "{", "[") for answer in answers):
         return
@@ -112,7 +113,9 @@ def _datasets(config: TrainConfig, errors: list[str]) -> dict[str, PromptDataset
     except (OSError, UnicodeDecodeError):
         pass  # the file of --judge-template; a rule reports this error
     datasets = {}
-    for flag, names in {"--train-data": config.data.train_data, "--eval-data": config.data.eval_data}.items():
+    files_of = {"--train-data": config.data.train_data, "--eval-data": config.data.eval_data}
+    for flag, names in (files_of | {"--sft-data": config.sft.sft_data}).items():
+        needs_of: Needs = "response" if flag == "--sft-data" else needs
         files = [
             name for name in names if Path(name).is_file() and Path(name).suffix.lower() in DATA_SUFFIXES
         ]
@@ -120,10 +123,10 @@ def _datasets(config: TrainConfig, errors: list[str]) -> dict[str, PromptDataset
             continue
         try:
             datasets[flag] = PromptDataset.load(
-                files, prompt_key=config.data.prompt_key, needs=needs, flag=flag, first=NUM_ROWS
+                files, prompt_key=config.data.prompt_key, needs=needs_of, flag=flag, first=NUM_ROWS
             )
         except ValueError as error:
-            errors += _better_column(config, flag, files, needs) or [_with_flag(str(error), flag)]
+            errors += _better_column(config, flag, files, needs_of) or [_with_flag(str(error), flag)]
     return datasets
 
 

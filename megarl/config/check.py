@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from megarl.config import rules_episodes as episodes
 from megarl.config import rules_algorithm, rules_data
@@ -52,6 +53,7 @@ TRAINING: list[Rule] = [
     training.sequence_length,
     training.profile,
     rules_algorithm.dynamic_sampling,
+    rules_algorithm.cost_score,
     rules_sft.sft_stream,
     rules_data.curriculum,
     episodes.episodes,
@@ -153,7 +155,47 @@ def job_errors(config: TrainConfig, world_size: int, new_run: bool) -> list[str]
         return errors + check(of_actor, shape, world_size, new_run, critic_shape)
 
     errors = [*of_all_actors(config, errors_of), *actors_errors(config, world_size, new_run)]
+    errors = errors or elastic_errors(config)
     return errors or (checkpoint_errors(config) if new_run else [])
+
+
+def on_nodes(config: TrainConfig, count: int) -> TrainConfig:
+    """Return the configuration of a job on another number of nodes."""
+    return replace(config, placement=replace(config.placement, nnodes=count))
+
+
+def fitting_nodes(config: TrainConfig) -> list[int]:
+    """Return the numbers of nodes on which an attempt of a job may run, largest first: --nnodes, and with
+    --elastic-min-nodes the smaller ones that the layout fits."""
+    most = config.placement.nnodes
+    least = config.placement.elastic_min_nodes or most
+    return [most, *(count for count in range(most - 1, least - 1, -1) if not _misfit(config, count))]
+
+
+def elastic_errors(config: TrainConfig) -> list[str]:
+    """Return the error of an --elastic-min-nodes that means nothing, or that the layout does not fit."""
+    placement, least = config.placement, config.placement.elastic_min_nodes
+    if least is None:
+        return []
+    flag = f"--elastic-min-nodes ({least})"
+    if placement.executor != "ray":
+        return [f"{flag}: is for --executor ray. Under torchrun give its own --nnodes a range, such as 1:2."]
+    if least > placement.nnodes:
+        return [f"{flag}: must be at most --nnodes ({placement.nnodes}). Try {placement.nnodes}."]
+    if (misfit := _misfit(config, least)) is None:
+        return []
+    advice = f"Try {fitting_nodes(config)[-1]}. On {least}: {misfit}"
+    return [f"{flag}: the layout must fit that many nodes. {advice}"]
+
+
+def _misfit(config: TrainConfig, count: int) -> str | None:
+    """Return the first reason why the layout of a job does not fit a number of nodes, or None."""
+    smaller = on_nodes(config, count)
+    try:
+        check_layout(smaller, smaller.placement.world_size)
+    except ConfigError as error:
+        return error.errors[0]
+    return None
 
 
 def _load_shapes(config: TrainConfig) -> tuple[ModelShape | None, ModelShape | None, list[str]]:

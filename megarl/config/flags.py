@@ -55,7 +55,8 @@ ROLES = tuple(OF_ROLES[ParallelConfig])
 FOLLOWERS = {"actor": ("reference",)}
 """Role -> roles that its flags set too. The reference is a copy of the actor, so it is split alike."""
 _PLACEMENT_OF_JOB = (
-    "nproc_per_node nnodes executor ray_address num_actors pools offload_ahead_bytes call_timeout_s".split()
+    "nproc_per_node nnodes elastic_min_nodes executor ray_address num_actors pools offload_ahead_bytes "
+    "call_timeout_s".split()
 )
 OF_JOB = frozenset(
     {

@@ -242,8 +242,9 @@ def training_data_roles(meshes: Mapping[str, MeshSpec]) -> list[str]:
 
 
 def parallel_of(config: TrainConfig, role: str) -> ParallelConfig:
-    """Return the parallel sizes of a role that Megatron runs. All reward models have the same sizes."""
-    return getattr(config, kind_and_suffix(role)[0].removesuffix("_model"))
+    """Return the parallel sizes of a role that Megatron runs. All reward models have the same sizes, and both
+    critics."""
+    return getattr(config, kind_and_suffix(role)[0].removesuffix("_model").removeprefix("cost_"))
 
 
 def engine_mode(config: TrainConfig, world_size: int) -> str:

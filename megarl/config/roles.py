@@ -53,6 +53,8 @@ def trained_models(config: TrainConfig) -> dict[str, TrainedModel]:
     if config.critic is not None:
         critic = config.model.critic_folder, config.critic_optimizer, config.critic_lora
         models["critic"] = TrainedModel(*critic, value_head=True)
+        if config.algorithm.needs_cost_critic:
+            models["cost_critic"] = models["critic"]
     return models
 
 
@@ -170,7 +172,10 @@ def place(config: TrainConfig, world_size: int) -> tuple[dict[str, Ranks | None]
             errors.append(f"--{pool}{error}{known}")
             return None
 
-    placed = {role: ranks_of(role.partition("_model")[0], text) for role, text in _rank_flags(config)}
+    placed = {
+        role: ranks_of(role.removeprefix("cost_").partition("_model")[0], text)
+        for role, text in _rank_flags(config)
+    }
     if "reference" in placed and config.placement.reference_ranks is None:
         placed["reference"] = placed["actor"]
     given, count = config.placement.reward_ranks, len(config.reward_models.reward_model)
@@ -192,6 +197,8 @@ def _rank_flags(config: TrainConfig) -> Iterator[tuple[str, str | None]]:
             continue
         if kind != "reward":
             yield kind, getattr(placement, f"{kind}_ranks")
+            if kind == "critic" and config.algorithm.needs_cost_critic:
+                yield "cost_critic", placement.critic_ranks
             continue
         count, given = len(config.reward_models.reward_model), placement.reward_ranks
         lists = given if len(given) > 1 else (*given, None)[:1] * count

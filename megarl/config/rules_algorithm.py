@@ -231,6 +231,20 @@ def dynamic_sampling(job: Job) -> Errors:
         )
 
 
+def cost_score(job: Job) -> Errors:
+    """Yield an error if the score that an algorithm holds below a limit counts in the reward too."""
+    config, algorithm = job.config, job.config.algorithm
+    if not algorithm.needs_cost_critic:
+        return
+    name, weights = algorithm.cost_score, config.data.weights_of_scores
+    if weights.get(name, 1.0) != 0:
+        yield (
+            f"--score-weights ({' '.join(config.data.score_weights)}): must give {name}=0, as --algorithm "
+            f"{algorithm_name(type(algorithm))} holds this score below --cost-limit, and it is no part of the reward. "
+            f"Try --score-weights correct=1 {name}=0, with the names of the other scores."
+        )
+
+
 def _broken(config: TrainConfig, is_error: bool) -> Errors:
     if config.algorithm.needs_rollout:
         for condition in CONDITIONS:

@@ -262,8 +262,8 @@ def _combinations(job: Job, who: str) -> Iterator[str]:
             yield f"the {who} gives the rewards, and {flag} ({value}) would too. Leave one of them out."
     if (limit := config.streaming.max_tokens_per_step) is not None:
         yield (
-            f"--max-tokens-per-step ({limit}) stops one long response until the next version of the weights, and an "
-            "episode has several. Leave it out."
+            f"--max-tokens-per-step ({limit}) stops one long response until the next version of the weights, and "
+            "an episode has several. Leave it out."
         )
     tp = config.rollout.tensor_parallel_size
     if job.engine == "in-process" and tp > 1:

@@ -96,6 +96,9 @@ class PlacementConfig(Section):
     nnodes: Annotated[int, at_least(1), at_most(1024)] = 1
     """Nodes of the job, each with --nproc-per-node ranks. With --executor ray they are taken from the cluster.
     Without it, start torchrun on every node; torchrun's own count then holds."""
+    elastic_min_nodes: Annotated[int, at_least(1), at_most(1024)] | None = None
+    """For --executor ray: without room for --nnodes nodes an attempt runs on as many as there is room for and
+    the layout fits, at least this many. Batches and the order of samples stay. Default: --nnodes."""
     executor: str = "torchrun"
     """torchrun: a driver process and one worker per rank. ray: the same on the nodes of a Ray cluster, or of a
     Ray that is started on this machine; needs the package ray. inline: everything in one process, for pdb. A
@@ -253,13 +256,9 @@ class EpisodeConfig(LedEpisodes):
     the reward, or --reward or --reward-function judges its last answer. See docs/agents.md."""
     agent_timeout_s: Positive = 600.0
     """With --agent-command: seconds of an episode, but for those in which the engine stands still; then it fails."""
-    agent_num_processes: Count = 16
-    """With --agent-command: agents per engine that run at a time. The others wait."""
     tool_call_parser: str | None = None
     """With --agent-command: vLLM's parser that finds tool calls in answers, e.g. hermes (Qwen2.5, Qwen3),
     llama3_json or deepseek_v31. Without it requests with tools are refused."""
-    reasoning_parser: str | None = None
-    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1."""
 
     @property
     def has_turns(self) -> bool:

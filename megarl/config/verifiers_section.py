@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from megarl.config.errors import Section, at_least, at_most, section
+from megarl.config.errors import Count, Section, at_least, at_most, section
 
 
 @section
@@ -21,6 +21,10 @@ class LedEpisodes(Section):
     env_verifiers_config: str | None = None
     """With --env-verifiers: a JSON file with fields of verifiers' EnvConfig, e.g. {"agent": {"max_turns": 4}}. By
     default agents run in processes of the machine."""
+    reasoning_parser: str | None = None
+    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1."""
+    agent_num_processes: Count = 16
+    """With --agent-command: agents per engine that run at a time. The others wait."""
     agent_host: str = "127.0.0.1"
     """With --agent-command: interface of the agents' endpoint, which asks for a key and does not encrypt."""
     max_branches: Annotated[int, at_least(1), at_most(4096)] = 16

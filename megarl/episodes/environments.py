@@ -102,8 +102,8 @@ class Environments(Protocol):
         ...
 
     def extend(self, seconds: float) -> None:
-        """Note that no answer could be given for so long, because the engine stood still. The time does not count
-        against an agent."""
+        """Note that no answer could be given for so long, because the engine stood still. The time does not
+        count against an agent."""
         ...
 
     def close(self) -> None:

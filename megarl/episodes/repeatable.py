@@ -1,4 +1,4 @@
-"""Keep the calls of each environment, so that an environment that is lost can be brought back by making its calls again.
+"""Keep the calls of each environment, so that a lost environment can be brought back by repeating its calls.
 
     environments = RepeatableEnvironments(pool)
     environments.is_live = False             nothing is asked: what follows was said before
@@ -9,7 +9,8 @@
     environments.replies(0.1)                only replies that were not given before
     environments.take_lost()                 {number: why}: it replied otherwise this time
 
-An agent calls instead of being called, so nobody can repeat what it did: it is lost as soon as it has begun."""
+An agent calls instead of being called, so nobody can repeat what it did: it is lost as soon as it has
+begun."""
 
 from __future__ import annotations
 

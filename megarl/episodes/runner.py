@@ -76,7 +76,7 @@ def play(
 
 
 class Play:
-    """The open episodes of one engine: the turn that follows each reply, and the call that follows each answer."""
+    """The open episodes of one engine: which turn follows a reply, and which call follows an answer."""
 
     def __init__(self, environments: Environments, chat: Chat, limits: Limits) -> None:
         self._environments, self._chat, self._limits = environments, chat, limits

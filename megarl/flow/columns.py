@@ -93,6 +93,7 @@ COLUMNS: dict[str, Column] = {
             holds="Ids of the teacher's k most likely tokens in place of this one, and their log-probabilities.",
         ),
         Column(name="values", holds="The critic's value of the state in which the token was chosen."),
+        Column(name="cost_values", holds="The cost critic's value of that state."),
         Column(
             name="old_scores",
             holds="Score by the reward model in training before this step's update, on the last token.",
@@ -118,6 +119,10 @@ COLUMNS: dict[str, Column] = {
         Column(
             name="returns",
             holds="What the critic learns to predict; NaN where the sample's reward failed.",
+        ),
+        Column(
+            name="cost_returns",
+            holds="What the cost critic learns to predict; NaN where the sample's reward failed.",
         ),
         Column(
             name="routed_experts",

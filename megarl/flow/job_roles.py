@@ -5,10 +5,10 @@ To add a role kind, declare it here, and write its implementation in megarl/work
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.flow.role import Caller, Role, method, role_class
+from megarl.flow.role import Role, method
 from megarl.packing import MiniBatch, Sample
 
 Metrics = dict[str, float]
@@ -255,6 +255,25 @@ class Critic(TrainedRole, kind="critic"):
         metrics."""
 
 
+class CostCritic(TrainedRole, kind="cost_critic"):
+    """A trained model that predicts the expected cost at every response token, as a critic the return."""
+
+    @method(reads=("tokens", "lengths", "weights:cost_critic"), writes=("cost_values",), phase="values")
+    def values(self) -> None:
+        """Write the column cost_values, the prediction at every response token, on this rank."""
+
+    @method(
+        reads=("tokens", "cost_values", "cost_returns"),
+        writes=("weights:cost_critic",),
+        reports=True,
+        phase="critic_update",
+        commits=True,
+    )
+    def update(self) -> Metrics:
+        """Run all optimizer updates of the step on the column cost_returns, and return this rank's part of the
+        metrics."""
+
+
 class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
     """The policy that is trained."""
 
@@ -293,9 +312,9 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
         of `worst_tokens`. One rank of each data-parallel replica returns those of the replica."""
 
     @method(
-        reads=("rewards", "old_log_probs", "ref_log_probs", "values", "old_scores"),
+        reads=("rewards", "old_log_probs", "ref_log_probs", "values", "cost_values", "old_scores"),
         writes=(
-            *("advantages", "returns", "correction_weights", "selected_tokens"),
+            *("advantages", "returns", "cost_returns", "correction_weights", "selected_tokens"),
             *("ce_weights", "behavior_weights"),
         ),
         reports=True,
@@ -312,6 +331,7 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
         turn_lengths: list[list[int]] | None = None,
         scores: dict[str, list[float | None]] | None = None,
         score_weights: dict[str, float] | None = None,
+        multiplier: float | None = None,
     ) -> Metrics:
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
         rewards. Returns metrics.
@@ -323,7 +343,8 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
             turn_rewards, turn_lengths: with --turn-rewards the reward and the sampled tokens of each answer of
                 every sample.
             scores, score_weights: for an algorithm that learns from single scores, name -> score of each
-                sample, and name -> weight in the reward."""
+                sample, and name -> weight in the reward.
+            multiplier: factor of the cost, for an algorithm that holds one below a limit."""
 
     @method(
         reads=("tokens", "old_log_probs", "ref_log_probs?", "advantages"),
@@ -415,35 +436,3 @@ class Profiler(Role, kind="profiler"):
         Args:
             folder: folder of the files.
             name: beginning of the files' names, before the rank."""
-
-
-class Roles:
-    """Handles on the roles of a job, by name: `roles.actor`, `roles.critic_2`."""
-
-    actor: Actor
-    critic: Critic
-    reference: Reference
-    rollout: Rollout
-    reward: Reward
-    reward_model: RewardModel
-    data: Data
-
-    def __init__(self, caller: Caller, names: Iterable[str]) -> None:
-        self._handles = {name: role_class(name)(caller, name) for name in names}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._handles:
-            raise AttributeError(f"role ({name}): this job has {', '.join(self._handles)}.")
-        return self._handles[name]
-
-    def __getitem__(self, name: str) -> Any:
-        return self._handles[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._handles
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._handles)
-
-    def __dir__(self) -> Iterable[str]:
-        return list(self)

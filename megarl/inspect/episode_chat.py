@@ -72,7 +72,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
     if arguments.env is not None:
         if arguments.single_turn:
             raise ConfigError(["--single-turn: the environment leads the conversation. Leave it out."])
-        raise_errors(environment_errors(_episodes(arguments)))
+        raise_errors([*environment_errors(_episodes(arguments))])
         return
     for name, default in _DEFAULTS.items():
         if getattr(arguments, name) != default:

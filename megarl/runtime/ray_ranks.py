@@ -90,8 +90,8 @@ class RayRanks:
         from megarl.runtime.mailbox import connect
         from megarl.runtime.store_executor import Nodes, StoreExecutor
 
-        self._connect()
-        self._place()
+        if self._group is None:
+            self.place([self._num_nodes])
         world_size = self._num_nodes * self._ranks_per_node
         where = self._ask("where")
         addresses, self._names = [address for address, _ in where], [name for _, name in where]
@@ -175,21 +175,30 @@ class RayRanks:
                 ) from None
         self._has_started_ray = True
 
-    def _place(self) -> None:
-        """Reserve the nodes and start their actors. Raises: RuntimeError if Ray has no room for them."""
+    def place(self, counts: Sequence[int]) -> int:
+        """Reserve nodes and start their actors. Returns the number of nodes: the first of `counts` that the
+        cluster has room for. `start` then uses these nodes.
+
+        Args:
+            counts: numbers of nodes to try, each for some time.
+        Raises: RuntimeError, if Ray cannot be reached or has no room for any of them."""
+        self._connect()
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         bundle = {"CPU": float(self._ranks_per_node)}
         bundle |= {"GPU": float(self._ranks_per_node)} if has_gpus else {}
-        strategy = "STRICT_SPREAD" if self._num_nodes > 1 else "STRICT_PACK"
-        self._group = placement_group([bundle] * self._num_nodes, strategy=strategy)
-        deadline = time.monotonic() + _PLACED_S
-        while not self._group.wait(_TICK_S):  # returns between waits, so that signals are handled
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"Ray has no room for {self._num_nodes} x {bundle} on different nodes after "
-                    f"{_PLACED_S:g} s. Free: {_free()}. Add nodes, or lower --nnodes or --nproc-per-node."
-                )
-        for number in range(self._num_nodes):
+        for count in counts:
+            strategy = "STRICT_SPREAD" if count > 1 else "STRICT_PACK"
+            self._group = placement_group([bundle] * count, strategy=strategy)
+            if self._has_room(self._group):
+                break
+            remove_placement_group(self._group)
+        else:
+            raise RuntimeError(
+                f"Ray has no room for {counts[-1]} x {bundle} on different nodes after "
+                f"{len(counts) * _PLACED_S:g} s. Free: {_free()}. Add nodes, or lower --nnodes or --nproc-per-node."
+            )
+        self._num_nodes = count
+        for number in range(count):
             scheduling = PlacementGroupSchedulingStrategy(self._group, number)
             self._nodes.append(
                 ray.remote(RayNode)
@@ -203,6 +212,16 @@ class RayRanks:
                 )
                 .remote()
             )
+        return count
+
+    @staticmethod
+    def _has_room(group: PlacementGroup) -> bool:
+        """Wait until the cluster has reserved a placement group. Returns False if it does not in time."""
+        deadline = time.monotonic() + _PLACED_S
+        while not group.wait(_TICK_S):  # returns between waits, so that signals are handled
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def _ask(self, method: str) -> list[Any]:
         return self._get([getattr(node, method).remote() for node in self._nodes])

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.algorithms.base import algorithm_of
 from megarl.algorithms.kl_controller import MEASURED_KL
+from megarl.algorithms.lagrange import MEAN_COST
 from megarl.gate_limits import GateLimits
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import reward_models, uses_rule_reward
@@ -52,6 +53,8 @@ class ActorState:
         self.eval_rows = inputs.eval_rows(config.run.eval_num_prompts)
         """Held-out row -> its data source."""
         self.kl = self.algorithm.build_kl_controller()
+        self.multiplier = self.algorithm.build_multiplier()
+        """Factor of the cost; None if the algorithm holds none below a limit."""
         batch, streaming = config.batch, config.streaming
         self.buffer = SampleBuffer(
             batch.num_prompts if self.algorithm.needs_rollout else batch.global_batch_size,
@@ -103,7 +106,10 @@ class ActorState:
         }
 
     def update_kl(self, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
-        """Update the KL controller with the KL of a step, if the step measured one."""
+        """Update the KL controller with the KL of a step, if the step measured one, and the multiplier with its
+        cost."""
+        if self.multiplier is not None and MEAN_COST in metrics:
+            self.multiplier.update(metrics[MEAN_COST])
         if MEASURED_KL in metrics:
             num_scored = sum(batch.rewards[one.sample_id] is not None for one in batch.trained_episodes)
             self.kl.update(metrics[MEASURED_KL], num_scored)
@@ -223,6 +229,8 @@ class ActorState:
             state["staleness"] = staleness
         if self.given_rows:
             state["given_rows"] = [*self.given_rows]
+        if self.multiplier is not None:
+            state["multiplier"] = self.multiplier.state_dict()
         if self.sft is not None:
             state["sft"] = self.sft.state()
         return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
@@ -237,12 +245,14 @@ class ActorState:
         self.equal_reward_steps = state.get("equal_reward_steps", 0)  # older checkpoints lack it
         self.buffer.restore(state.get("buffer", ()))
         self.given_rows = [*state.get("given_rows", ())]
+        if self.multiplier is not None and "multiplier" in state:
+            self.multiplier.load_state_dict(state["multiplier"])
         if self.sft is not None and "sft" in state:  # else it begins at the first row
             self.sft.restore(state["sft"])
 
     def hidden_size(self, role: str) -> int:
         """Return the hidden size of a role's model, which the cost estimate of a sequence uses."""
-        if role == f"critic{self.suffix}" and self.config.model.critic_model:
+        if role in (f"critic{self.suffix}", f"cost_critic{self.suffix}") and self.config.model.critic_model:
             return ModelShape.load(self.config.model.critic_model, value_head=True).hidden_size
         if role == f"reference{self.suffix}" and self.config.model.reference_model:
             return ModelShape.load(self.config.model.reference_model).hidden_size

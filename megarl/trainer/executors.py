@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.errors import ConfigError
 from megarl.config.render import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import trains_in_fp32
@@ -62,6 +63,10 @@ def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecut
     """Start every rank as a process, give their executor to the `with` block, and end them after it."""
     from megarl.runtime.local_ranks import started
 
+    if config.placement.elastic_min_nodes is not None:  # the caller's loop knows one number of ranks
+        raise ConfigError(
+            ["--elastic-min-nodes: is for megarl train, which restarts the job. Leave it out here."]
+        )
     ranks = hosting_ranks(config, world_size)
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         arguments = Path(folder) / "job.args"

@@ -13,8 +13,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from megarl.config.check import fitting_nodes, on_nodes
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
 from megarl.runtime.end_message import EndNotes
@@ -33,6 +34,8 @@ from megarl.runtime.torchrun import run_driver
 
 if TYPE_CHECKING:
     from megarl.runtime.executor import Executor
+    from megarl.runtime.ray_ranks import RayRanks
+    from megarl.runtime.store_executor import StoreExecutor
     from megarl.trainer.preflight import Inputs
 
 logger = logging.getLogger(__name__)
@@ -81,16 +84,28 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
     """Run one attempt of the job, and return its exit code as `run_job` does.
 
     Later attempts start the ranks with the same arguments: only the driver's --load differs."""
-    world_size = config.placement.world_size
-    ranks = hosting_ranks(config, world_size)
+    placement = config.placement
     notes = end_notes(config, ["megarl", "train"], argv) if new_run else EndNotes()
-    processes = job_ranks(config, argv, world_size, module, attempt)
-    return run_job(
-        _body(job, config, world_size, new_run),
-        lambda: processes.start(ranks, config.placement.call_timeout_s, interfaces_of(ranks)),
-        processes,
-        notes,
-    )
+    processes = job_ranks(config, argv, placement.world_size, module, attempt)
+    started = config
+
+    def start() -> StoreExecutor:
+        nonlocal started
+        if placement.elastic_min_nodes is not None:
+            count = cast("RayRanks", processes).place(fitting_nodes(config))
+            started = on_nodes(config, count)
+            if count < placement.nnodes:
+                sys.stderr.write(
+                    f"[driver] the cluster has no room for --nnodes ({placement.nnodes}): this attempt runs on "
+                    f"{count} (--elastic-min-nodes {placement.elastic_min_nodes})\n"
+                )
+        ranks = hosting_ranks(started, started.placement.world_size)
+        return processes.start(ranks, placement.call_timeout_s, interfaces_of(ranks))
+
+    def body(executor: Executor) -> None:
+        _body(job, started, started.placement.world_size, new_run)(executor)
+
+    return run_job(body, start, processes, notes)
 
 
 def drive(

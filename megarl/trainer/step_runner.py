@@ -284,7 +284,8 @@ class StepRunner:
         if not actor.algorithm.takes_scores:
             return {}
         weight_of = {role: weight for role, weight in self.state.weight_of.items() if role in batch.records}
-        return batch.scores(weight_of, actor.config.data.weights_of_scores)
+        found = batch.scores(weight_of, actor.config.data.weights_of_scores)
+        return found if actor.multiplier is None else found | {"multiplier": actor.multiplier.value}
 
     def _prompts(self, rollout: str, actor: ActorState) -> Sequence[object]:
         """Return the arguments of `Rollout.generate`, and free the samples that were trained on before."""

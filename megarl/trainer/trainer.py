@@ -384,7 +384,7 @@ class Trainer:
         for role in self.meshes:
             kind, suffix = kind_and_suffix(role)
             if kind in TRAINED_KINDS:
-                folder = "hf" if kind == "actor" else "hf_critic"
+                folder = "hf" if kind == "actor" else f"hf_{kind}"
                 path = self.run_folder.folder / f"{folder}{suffix}"
                 ModelRole(self.executor, role).export_hf(str(path)).result()
 

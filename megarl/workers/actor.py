@@ -250,11 +250,10 @@ class ActorRole(PolicyRole):
         turn_lengths: list[list[int]] | None = None,
         scores: dict[str, list[float | None]] | None = None,
         score_weights: dict[str, float] | None = None,
+        multiplier: float | None = None,
     ) -> dict[str, float]:
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
-        rewards. Returns metrics.
-
-        Both columns are NaN on the tokens of a sample whose reward failed.
+        rewards. Both are NaN on the tokens of a sample whose reward failed. Returns metrics.
 
         Args:
             sample_ids, group_ids, rewards: of all episodes of the step, each by the id of its first sample, so
@@ -264,6 +263,7 @@ class ActorRole(PolicyRole):
             digests: sample id -> `digest_of_reward`; None leaves the rewards unchecked.
             turn_rewards, turn_lengths: with --turn-rewards reward and sampled tokens of each answer.
             scores, score_weights: if the algorithm takes scores, name -> score of each sample, and weight.
+            multiplier: factor of the cost, if the algorithm has one.
         Raises: InvariantError for an advantage that is not finite, for a reward of another sample, and for
         advantages that differ from the algorithm's reference. ValueError for a reward that is not finite in
         float32."""
@@ -288,7 +288,8 @@ class ActorRole(PolicyRole):
             shard, self.layout, sample_ids, group_ids, rewards, kl_coef, turns, self._sum_over_replicas
         )
         if self.algorithm.takes_scores:
-            single = scores_of_step(sample_ids, group_ids, given, scores or {}, score_weights or {})
+            of_names = scores or {}, score_weights or {}
+            single = scores_of_step(sample_ids, group_ids, given, *of_names, multiplier)
             inputs = replace(inputs, scores=single)
         columns, metrics = self.algorithm.compute_advantages(inputs)
         corrections, of_corrections = self.algorithm.compute_corrections(inputs)
@@ -296,7 +297,7 @@ class ActorRole(PolicyRole):
         columns, metrics = columns | corrections | selected, metrics | of_corrections | of_selection
         for name, values in columns.items():
             shard.set_column(name, batch.scatter(values))
-            check_column(batch, name, may_be_nan=name == "returns")
+            check_column(batch, name, may_be_nan=name in ("returns", "cost_returns"))
         check_advantages(
             self.algorithm,
             batch,

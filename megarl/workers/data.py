@@ -96,7 +96,8 @@ class DataRole(RandomStateOfRank, RunFolderOfRank):
                     f"[data rank {self.rank}] sample {sample} is wanted by {self._name(key)}, but {known}."
                 )
         self.store.check_records(source, samples)
-        stored = key if any(s.trained for s in samples) else self.store.canaries_of(key)
+        are_canaries = samples and not any(s.trained for s in samples)
+        stored = self.store.canaries_of(key) if are_canaries else key
         self.store.release_batch(stored)  # release the old batch before the new one takes memory
         layout = BatchLayout(source, mini_batches, {s.sample_id: s for s in samples})
         self.store.layouts[stored] = layout

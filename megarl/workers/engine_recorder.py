@@ -105,8 +105,8 @@ class EngineRecorder:
         return self._engine.num_steps >= self._planned[0].engine_step
 
     def catch_up(self) -> None:
-        """Let the engine go on to the step of its next planned record that is no reply of an environment. Does
-        nothing without --replay."""
+        """Let the engine go on to the step of its next planned record that is no reply of an environment.
+        Does nothing without --replay."""
         self._pass_replies()
         if self._planned:
             self._reach(self._planned[0])
@@ -159,8 +159,8 @@ class EngineRecorder:
         return first if is_due else None
 
     def wait_for_answers(self, record: Turns) -> None:
-        """Accept that an answer which due replies follow is not there yet: another process may be about to report
-        it.
+        """Accept that an answer which due replies follow is not there yet: another process may be about to
+        report it.
 
         Raises: ReplayError for an engine in this process, whose answers are known at once."""
         if not self._steps_by_itself:

@@ -1,11 +1,11 @@
 """Keep the open episodes of one engine between calls, as request_stream.py does for single answers.
 
-A turn is a request of the stream. When it has ended, the environment gets the answer; when the environment has
-replied, the next turn is queued, whichever weights the engine has by then. Every reply that takes effect is
-logged with the engine step before which it does, so that --replay can repeat it without the environment.
+A turn is a request of the stream. When it has ended, the environment gets the answer; when the environment
+has replied, the next turn is queued, whichever weights the engine has by then. Every reply that takes effect
+is logged with the engine step before which it does, so that --replay can repeat it without the environment.
 
-A checkpoint holds the replies and the answers of each open episode. `load` makes the conversation of them, and
-lets a new environment repeat its calls; where it replies otherwise, the episode begins anew."""
+A checkpoint holds the replies and the answers of each open episode. `load` makes the conversation of them,
+and lets a new environment repeat its calls; where it replies otherwise, the episode begins anew."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class EpisodeStream(RequestStream):
     def sample(
         self, answers: Sequence[Answer], adding: AbstractContextManager[None], **how: float
     ) -> list[RolloutSample]:
-        """Play held-out episodes until all have ended, and return their samples in order. The other episodes go on
-        meanwhile.
+        """Play held-out episodes until all have ended, and return their samples in order. The other episodes
+        go on meanwhile.
 
         Args:
             adding: context in which they are opened."""
@@ -145,8 +145,8 @@ class EpisodeStream(RequestStream):
         return bool(self._open)
 
     def step(self) -> None:
-        """Queue the turns whose environments have replied, take a step of the engine, and report the groups that
-        are finished by it. Waits a moment if there is nothing to do."""
+        """Queue the turns whose environments have replied, take a step of the engine, and report the groups
+        that are finished by it. Waits a moment if there is nothing to do."""
         self._look_at_plan()
         if self._environments.is_live:
             self._take_replies()
@@ -170,14 +170,12 @@ class EpisodeStream(RequestStream):
     def _clear(self) -> None:
         super()._clear()
         self._play.close()
-        self._open.clear()
-        self._by_number.clear()
+        for kept in (self._open, self._by_number, self._held_out):
+            kept.clear()
 
     def _request(self, answer: Answer, max_tokens: int) -> Request:
         one = self._open_of(answer)
-        self._num_requests += (
-            1  # no other request may have its id: the end of an aborted one may be under way
-        )
+        self._num_requests += 1  # a new id each time: the end of an aborted request may be under way
         one.request = f"{one.name}/{self._num_requests}"
         prompt = [*answer.prompt, *answer.response]
         return Request(one.request, prompt, answer.key, max_tokens=max_tokens, **one.how)
@@ -258,11 +256,14 @@ class EpisodeStream(RequestStream):
         for one, reply in events:
             if one.name not in self._open or one.is_over:
                 continue  # an earlier reply has ended it
-            turns.pop(one.name, None)
             if reply is None:
                 self._begin_episode_anew(one)
-            elif (turn := self._replied(one, reply)) is not None:
+                continue
+            turn = self._replied(one, reply)
+            if turn is not None:
                 turns[one.name] = turn
+            elif one.name not in self._open:
+                turns.pop(one.name, None)
         self._queue([*turns.values()])
         self._report_whole_groups()
 
@@ -286,8 +287,8 @@ class EpisodeStream(RequestStream):
     # Replies, which are logged and may be those of a log.
 
     def _look_at_plan(self) -> None:
-        """Ask the environments, unless --replay says what they reply. The time in which no step was taken does not
-        count against agents."""
+        """Ask the environments, unless --replay says what they reply. The time in which no step was taken
+        does not count against agents."""
         now = time.monotonic()
         self._environments.extend(now - self._served_until)
         self._served_until = now
@@ -355,8 +356,8 @@ class EpisodeStream(RequestStream):
     def load(self, answers: Sequence[Answer], files: Iterable[Path], **how: float) -> None:
         """Open whole groups of episodes as `add`, and go on where the files of `save` have left them.
 
-        An episode begins anew if it is longer than --max-context-length allows now, or if the chat template makes
-        another prompt of its messages."""
+        An episode begins anew if it is longer than --max-context-length allows now, or if the chat template
+        makes another prompt of its messages."""
         found = self._read(answers, files)
         self._missing.update(answer.group for answer in answers)
         self._look_at_plan()
@@ -364,11 +365,12 @@ class EpisodeStream(RequestStream):
         turns: list[Answer] = []
         for answer in answers:
             saved = found.get(answer.sample_id)
-            if saved is not None and saved.finish_reason is not None and self._fits(saved.answer):
+            is_usable = saved is not None and self._fits(saved.answer)
+            if is_usable and saved.finish_reason is not None:
                 self._finish(_sample_of(saved))
                 continue
             one = self._begin(answer, how)
-            if saved is not None and saved.finish_reason is None:
+            if is_usable:
                 turns += self._go_on(one, saved)
         self._queue(turns)
         self._report_whole_groups()
@@ -390,7 +392,7 @@ class EpisodeStream(RequestStream):
                 turn = self._replied(one, reply)
         if one.name not in self._open:
             return []  # a limit that is lower now has ended it
-        if saved.answer.prompt != one.prompt or len(one.prompt) > self._limits.max_context_length:
+        if saved.answer.prompt != one.prompt and not one.is_over:
             _LOG.warning(
                 "an open episode begins anew: its prompt differs now. Sample: %d", one.first.sample_id
             )

@@ -99,8 +99,8 @@ class SavedAnswer:
     over_old_cache: bool = False
     """Whether tokens may have been sampled over a KV cache of older weights (--weight-update keep)."""
     events: list[tuple[Reply | None, SavedTurn | None]] = field(default_factory=list)
-    """Of an open episode: the environment's replies and the model's answers, in their order. `answer` is then the
-    turn that is being sampled. If none is, its prompt is the conversation so far."""
+    """Of an open episode: the environment's replies and the model's answers, in their order. `answer` is then
+    the turn that is being sampled. If none is, its prompt is the conversation so far."""
     holes: tuple[tuple[int, int], ...] = ()
     """Of a finished episode: see `RolloutSample`."""
     episode: EpisodeResult | None = None

@@ -30,7 +30,7 @@ from megarl.megatron.transformer_engine import transformer_engine_problem, trans
 from megarl.role_names import actor_suffix
 from megarl.workers.actor import ActorRole
 from megarl.workers.checkpoint_writer import CheckpointWriter
-from megarl.workers.critic import CriticRole
+from megarl.workers.critic import CostCriticRole, CriticRole
 from megarl.workers.data import DataRole
 from megarl.runtime.hosting import WorkerContext
 from megarl.runtime.mailbox import world_store
@@ -235,8 +235,8 @@ def _roles_of_actor(
 
     here = {role for role, mesh in meshes.items() if dist.get_rank() in mesh.ranks}
     shared, roles = (config, meshes, store, offload_manager), {}
-    actor, reference, critic, rollout, reward = (
-        f"{kind}{suffix}" for kind in ("actor", "reference", "critic", "rollout", "reward")
+    actor, reference, critic, cost_critic, rollout, reward = (
+        f"{kind}{suffix}" for kind in ("actor", "reference", "critic", "cost_critic", "rollout", "reward")
     )
     if actor in here:
         roles[actor] = ActorRole(actor, *shared)
@@ -244,6 +244,8 @@ def _roles_of_actor(
         roles[reference] = _reference(reference, roles.get(actor), *shared)
     if critic in here:
         roles[critic] = CriticRole(critic, *shared)
+    if cost_critic in here:
+        roles[cost_critic] = CostCriticRole(cost_critic, *shared)
     for model in (f"{model.name}{suffix}" for model in reward_models(config)):
         if model in here:
             roles[model] = RewardModelRole(model, *shared)

@@ -28,7 +28,7 @@ def test_importing_and_building_them_needs_no_torch():
 def test_each_is_a_frozen_dataclass_with_defaults():
     assert (
         list(REGISTRY)
-        == "grpo rloo remax reinforce++ reinforce++-baseline opo maxrl gdpo ppo raft online-dpo distill gkd sft dpo ipo kto simpo orpo rpo "
+        == "grpo rloo remax reinforce++ reinforce++-baseline opo maxrl gdpo ppo ppo-lagrangian raft online-dpo distill gkd sft dpo ipo kto simpo orpo rpo "
         "bradley-terry".split()
     )
     for cls in REGISTRY.values():

@@ -208,6 +208,12 @@ def test_rows(findings, tmp_path):
         "no column 'response'"
         in findings("--algorithm sft", rows=[{k: v for k, v in ROW.items() if k != "response"}])[0]
     )
+    responses = tmp_path / "sft.jsonl"
+    responses.write_text(json.dumps(ROW | {"response": "2"}) + "\n")
+    assert findings(f"--sft-data {responses}") == []
+    responses.write_text(json.dumps({"prompt": "1+1 ?"}) + "\n")
+    (finding,) = findings(f"--sft-data {responses}")
+    assert finding.startswith("--sft-data: 1 of 1 row") and "no column 'response'" in finding
     (finding,) = findings("--max-prompt-length 4")
     assert (
         finding.startswith("--max-prompt-length (4): 1 of 1 row of --train-data have longer prompts: ")

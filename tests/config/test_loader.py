@@ -194,7 +194,8 @@ def random_config(rng, num_actors=1):
         "lora_target_modules": ("linear_proj", "linear_qkv"),
         "num_actors": num_actors,
         "executor": "ray",  # which --ray-address needs
-        "nnodes": rng.randint(1, 1024),
+        "nnodes": (nnodes := rng.randint(1, 1024)),
+        "elastic_min_nodes": rng.choice([None, rng.randint(1, nnodes)]),
         "nproc_per_node": rng.randint(1, 1024),
     }
     nodes = {
@@ -265,7 +266,7 @@ def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
         shared = {
             name: getattr(first.placement, name)
             for name in (
-                *("nproc_per_node", "nnodes", "executor", "ray_address", "pools"),
+                *("nproc_per_node", "nnodes", "elastic_min_nodes", "executor", "ray_address", "pools"),
                 *("offload_ahead_bytes", "call_timeout_s"),
             )
         }

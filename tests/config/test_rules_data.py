@@ -69,7 +69,7 @@ def test_a_resume_needs_a_curriculum_where_there_was_one():
     cursor = {"seed": load("").batch.seed, "shuffle": True, "measured": {}}
     (error,) = order_errors(load(""), 2, cursor)
     assert (
-        "--curriculum-2 (shuffled): the run that --load continues had a curriculum" in error
+        "--actor-2-curriculum (shuffled): the run that --load continues had a curriculum" in error
         and "Try" in error
     )
     assert [*order_errors(load("--difficulty-max 1"), 1, cursor)] == []

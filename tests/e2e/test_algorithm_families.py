@@ -33,6 +33,8 @@ JOBS = {
     "--max-response-length 128",
     "gdpo": f"--algorithm gdpo --policy-loss clip-cov {TWO_SCORES} --score-weights correct=1 short=0.5 "
     "--eval-data {data}/test.jsonl --eval-interval 2",
+    "ppo-lagrangian": "--algorithm ppo-lagrangian --cost-limit 0.5 --score-weights letters=1 cost=0 --reward-function "
+    f"{Path(__file__).parent}/cost_reward.py:letters --kl-mode reward --kl-coef 0.05",
     "raft": "--algorithm raft --raft-keep 2",
     "online-dpo": "--algorithm online-dpo --global-batch-size 16 --label-smoothing 0.1",
     "remax": "--algorithm remax --policy-loss reinforce --global-batch-size 16 --loss-aggregation seq-mean-token-sum",

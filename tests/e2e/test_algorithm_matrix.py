@@ -27,6 +27,7 @@ TURNS = {
         *("--reward-max-failed-share", "1"),
     ),
 }
+COSTS = f"{Path(__file__).with_name('cost_reward.py')}:letters"
 REASONS = ("--staleness (1)", f"--env ({ENV})")
 """Flags that a refusal names."""
 
@@ -51,6 +52,8 @@ def test_it_trains_or_says_why_not(sums_data, tmp_path, name, way: Way):
         flags += ["--global-batch-size", "16"]
     if way.turns == "one turn" and not REGISTRY[name].needs_rollout:
         flags += ["--max-response-length", "48"]
+    if REGISTRY[name].needs_cost_critic:
+        flags += ["--reward-function", COSTS, "--score-weights", "letters=1", "cost=0"]
     job = train(sums_data, tmp_path / "run", *flags)
     if way not in ways(name):
         assert job.returncode == 2 and any(reason in job.output for reason in REASONS), job.output

@@ -34,7 +34,8 @@ class EngineJob:
         self.folder, self.mark = folder / "run", f"MEGARL_TEST_JOB={folder.name}-{os.getpid()}"
         self._log = folder / "out"
         paths = ["--model", str(data / "model"), "--train-data", str(data / "train.jsonl")]
-        arguments = replace_flags([*COMMON, *paths, "--save", str(self.folder)], [*FLAGS, *flags])
+        own = replace_flags(FLAGS, list(flags))
+        arguments = replace_flags([*COMMON, *paths, "--save", str(self.folder)], own)
         with open(self._log, "w") as out:
             self.process = subprocess.Popen(
                 [python or preloaded_python(), "-m", "megarl.cli", "train", *arguments],

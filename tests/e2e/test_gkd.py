@@ -92,8 +92,10 @@ def divergence(job, student, teacher, kind=Divergence(), top_k=None, hint=None):
     return mean.item(), math.sqrt(sum(float(grad.square().sum()) for grad in grads))
 
 
-def question_of(row, questions):
-    return max((question for question in questions if question in row["prompt"]), key=len)
+def prompt_ids(tokenizer, text):
+    said = [{"role": "user", "content": text}]
+    whole = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(whole, add_special_tokens=False)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def dp2(sums_data, teacher, tmp_path_factory):
 def check_first_step(job, wanted):
     first = job.steps[0]
     mean, norm = wanted
-    assert mean > 0.01  # else the teacher would be the policy
+    assert mean > 0.001  # else the teacher would be the policy
     # fp32 against float64
     assert first["distill/divergence"] == pytest.approx(mean, rel=1e-4)
     assert first["policy/loss"] == pytest.approx(mean, rel=1e-4)
@@ -144,21 +146,18 @@ def test_other_layouts(sums_data, tmp_path, teacher, dp2, layout, flags):
 def test_only_the_teacher_reads_the_hint(sums_data, tmp_path, flags):
     """The divergence is that of the model from itself with the longer prompt, and it falls."""
     tokenizer = AutoTokenizer.from_pretrained(sums_data / "model")
-    hints = {}
+    hinted = {}
     for line in (sums_data / "train.jsonl").read_text().splitlines():
         row = json.loads(line)
-        (message,) = row["prompt"]
-        hints[message["content"]] = row["extra_info"]["answer"]
-
-    def hinted(row):
-        question = question_of(row, hints)
-        said = [{"role": "user", "content": f"{question}\n\n{hints[question]}"}]
-        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        return tokenizer.encode(text, add_special_tokens=False)
+        question, hint = row["prompt"][0]["content"], row["extra_info"]["answer"]
+        longer = prompt_ids(tokenizer, f"{question}\n\n{hint}")
+        hinted[tuple(prompt_ids(tokenizer, question))] = longer
 
     job = gkd(sums_data, tmp_path / "run", "--teacher-hint-key", "answer", *flags)
     top_k = 4 if "--teacher-top-k" in flags else None
-    mean, norm = divergence(job, *[sums_data / "model"] * 2, top_k=top_k, hint=hinted)
+    mean, norm = divergence(
+        job, *[sums_data / "model"] * 2, top_k=top_k, hint=lambda row: hinted[tuple(row["prompt_ids"])]
+    )
     first = job.steps[0]
     assert mean > 1e-4 and first["policy/loss"] == pytest.approx(mean, rel=1e-3)
     if "--lora-rank" not in flags:  # the norm is of other parameters there
@@ -172,11 +171,12 @@ def test_only_the_teacher_reads_the_hint(sums_data, tmp_path, flags):
 def test_each_source_has_its_teacher(sums_data, tmp_path, teacher, algorithm, layout):
     """Rows of source b are taught by the larger model, others by the model itself, which has nothing to teach."""
     lines = (sums_data / "train.jsonl").read_text().splitlines()
+    tokenizer = AutoTokenizer.from_pretrained(sums_data / "model")
     data, sources = tmp_path / "two.jsonl", {}
     with data.open("w") as file:
         for at, line in enumerate(lines):
             row = json.loads(line) | {"data_source": "ab"[at % 2]}
-            sources[row["prompt"][0]["content"]] = row["data_source"]
+            sources[tuple(prompt_ids(tokenizer, row["prompt"][0]["content"]))] = row["data_source"]
             file.write(f"{json.dumps(row)}\n")
     flags = ("--teacher-top-k", "4") if algorithm == "gkd" else ()
     job = train(
@@ -189,7 +189,7 @@ def test_each_source_has_its_teacher(sums_data, tmp_path, teacher, algorithm, la
     assert job.returncode == 0, job.output
     path = job.folder / "rollouts" / "step_000001.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    taught = [row for row in rows if sources[question_of(row, sources)] == "b"]
+    taught = [row for row in rows if sources[tuple(row["prompt_ids"])] == "b"]
     assert 0 < len(taught) < len(rows)
     num_tokens = sum(len(row["response_ids"]) for row in rows)
     models = [

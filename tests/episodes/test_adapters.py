@@ -109,7 +109,7 @@ def test_an_openenv_server_is_played():
         port = free.getsockname()[1]
     server = subprocess.Popen([python, SERVER, str(port)])
     try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 250
         while True:
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=1)

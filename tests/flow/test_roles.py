@@ -106,8 +106,10 @@ def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
         "teacher_hidden": "reference_2.hidden_states",
         "teacher_top_k": "reference_2.top_tokens",
         "values": "critic_2.values",
+        "cost_values": "cost_critic_2.values",
         "advantages": "actor_2.advantages",
         "returns": "actor_2.advantages",
+        "cost_returns": "actor_2.advantages",
         "correction_weights": "actor_2.advantages",
         "selected_tokens": "actor_2.advantages",
         "ce_weights": "actor_2.advantages",
@@ -123,11 +125,16 @@ def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
 def test_what_the_step_does_with_each_call():
     of_job = [cls for cls in role_classes().values() if cls.__module__ == "megarl.flow.job_roles"]
     declared = {f"{cls.kind}.{name}": m for cls in of_job for name, m in methods_of(cls).items()}
-    assert {call for call, m in declared.items() if m.commits} == {"actor.update", "critic.update"}
+    assert {call for call, m in declared.items() if m.commits} == {
+        "actor.update",
+        "critic.update",
+        "cost_critic.update",
+    }
     assert {call for call, m in declared.items() if m.reports} == {
         "rollout.sync",
         "reference.log_probs",
         "critic.update",
+        "cost_critic.update",
         "actor.log_probs",
         "actor.advantages",
         "actor.update",
@@ -146,6 +153,8 @@ def test_what_the_step_does_with_each_call():
         "reference.top_tokens": "ref_log_probs",
         "critic.values": "values",
         "critic.update": "critic_update",
+        "cost_critic.values": "values",
+        "cost_critic.update": "critic_update",
         "actor.log_probs": "log_probs",
         "actor.scores": "log_probs",
         "actor.update": "update",

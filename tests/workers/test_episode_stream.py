@@ -25,8 +25,9 @@ from megarl.episodes.episode import Limits
 from megarl.messages import decode
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.engine import Engine
-from megarl.rollout.replay_log import Admit, Commit, ReplayError, Turns, path_of, read_log
+from megarl.rollout.replay_log import Admit, Checkpoint, Commit, ReplayError, Turns, path_of, read_log
 from megarl.trainer.buffer import SampleBuffer
+from megarl.workers import episode_stream
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.episode_stream import EpisodeStream
 from megarl.workers.request_stream import Answer, SavedAnswer
@@ -86,6 +87,7 @@ class Pool:
         self.texts: dict[int, tuple[int, list[str]]] = {}
         self.due: dict[int, int] = {}
         self.num_opened = 0
+        self.stood_still = 0.0
 
     def open(self, row: Mapping[str, Any]) -> int:
         number = self.num_opened
@@ -105,7 +107,7 @@ class Pool:
         return self.of_agents
 
     def extend(self, seconds: float) -> None:
-        assert seconds >= 0
+        self.stood_still += seconds
 
     def end(self, episode: int) -> None:
         del self.texts[episode]
@@ -356,6 +358,27 @@ def test_an_episode_that_cannot_be_brought_back_begins_anew_and_is_named(tmp_pat
     assert all(line[2].startswith(why) for line in lines)
 
 
+def test_episodes_that_are_longer_than_the_context_now_begin_anew(tmp_path):
+    """Those that fit go on, and end at the lower limit."""
+    before = Job(tmp_path / "before", 3)
+    before.recorder.start(0)
+    before.stream.add(answers(3, 7, 10, 11))
+    before.step(45)
+    before.stream.save(tmp_path / "file", [3, 7, 10, 11])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    limit = sorted(len(one.answer.prompt) + len(one.answer.response) for one in saved)[4]
+    after = Job(tmp_path / "after", 4, limits=replace(LIMITS, max_context_length=limit))
+    after.inference.set_version(1)
+    after.recorder.start(1)
+    after.stream.load(answers(3, 7, 10, 11), [tmp_path / "file"])
+    after.finish()
+    assert len(after.samples) == 8
+    first_versions = {sample.versions[0] for sample in after.samples}
+    assert first_versions == {0, 1} and all(
+        len(one.prompt) + len(one.response) <= limit for one in after.samples
+    )
+
+
 def test_an_episode_whose_prompt_differs_now_begins_anew(tmp_path, caplog, monkeypatch):
     before, after = Job(tmp_path / "before", 3), Job(tmp_path / "after", 4)
     before.recorder.start(0)
@@ -372,8 +395,8 @@ def test_an_episode_whose_prompt_differs_now_begins_anew(tmp_path, caplog, monke
     assert len(caplog.messages) == 4 and all("its prompt differs now" in line for line in caplog.messages)
 
 
-def run(job: Job, evaluates: bool = True) -> list[tuple]:
-    """Admit, sample, commit and evaluate for some steps. Returns what the engine computed in each step."""
+def watch(job: Job) -> list[tuple]:
+    """Return a list that gets what the engine computes in each step."""
     computed, step = [], job.inference.step
 
     def watched() -> None:
@@ -383,8 +406,15 @@ def run(job: Job, evaluates: bool = True) -> list[tuple]:
         step()
 
     job.inference.step = watched
-    job.recorder.start(0)
-    for number in range(1, 9):
+    return computed
+
+
+def run(job: Job, steps: Sequence[int] = range(1, 9), evaluates: bool = True) -> list[tuple]:
+    """Admit, sample, commit and evaluate for some steps. Returns what the engine computed in each step."""
+    computed = watch(job)
+    if steps[0] == 1:
+        job.recorder.start(0)
+    for number in steps:
         visits = (2 * number, 2 * number + 1)
         with job.recorder.taking_effect(Admit(step=number, version=number - 1, visits=visits)):
             job.stream.add(answers(*visits))
@@ -413,6 +443,40 @@ def test_a_replay_repeats_the_replies_at_their_engine_steps_without_the_environm
         assert [(one.sample_id, one.versions, one.episode) for one in again.samples] == [
             (one.sample_id, one.versions, one.episode) for one in first.samples
         ]
+
+
+@pytest.mark.parametrize("of_agents", [False, True])
+def test_a_replay_repeats_a_run_that_was_killed_and_resumed(tmp_path, of_agents):
+    """The run goes on from the checkpoint of step 3, where agents begin anew; its replay never stops."""
+
+    def checkpoint(job: Job, path: Path) -> list[int]:
+        done = {sample.group for sample in job.samples}
+        left = [visit for visit in range(2, 8) if visit not in done]
+        with job.recorder.taking_effect(Checkpoint(step=3)):
+            job.stream.save(path, left)
+        return left
+
+    options = {"of_agents": of_agents, "max_running": 1}
+    killed = Job(tmp_path / "run", 0, **options)
+    computed = run(killed, range(1, 4), evaluates=False)
+    left, before, num_steps = checkpoint(killed, tmp_path / "file"), [*killed.samples], len(computed)
+    killed.step(7)
+    resumed = Job(tmp_path / "run", 1, **options)
+    resumed.inference.set_version(3)
+    resumed.recorder.start(3)
+    resumed.stream.load(answers(*left), [tmp_path / "file"])
+    after = run(resumed, range(4, 7), evaluates=False)
+    again = Job(tmp_path / "again", 2, replay=tmp_path / "run", **options)
+    repeated = run(again, range(1, 4), evaluates=False)
+    assert checkpoint(again, tmp_path / "other") == left
+    more = run(again, range(4, 7), evaluates=False)
+    assert repeated[:num_steps] + more == computed[:num_steps] + after
+    expected = [*before, *resumed.samples]
+    assert [(one.sample_id, one.versions, one.episode) for one in again.samples] == [
+        (one.sample_id, one.versions, one.episode) for one in expected
+    ]
+    log = path_of(tmp_path / "run", "rollout_0").read_text()
+    assert ("null" in log) == of_agents and len(left) > 1
 
 
 def test_after_the_last_record_of_a_replay_the_environments_are_brought_back(tmp_path):
@@ -447,6 +511,28 @@ def test_a_commit_between_two_replies_keeps_its_place_in_the_log(tmp_path):
     for record in records:
         version = record.version if isinstance(record, Commit) else version
         assert not isinstance(record, Turns) or record.step == version
+
+
+def test_only_the_time_between_steps_counts_as_standing_still(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(episode_stream, "time", SimpleNamespace(monotonic=lambda: now))
+    job = Job(tmp_path)
+    job.recorder.start(0)
+    step = job.inference.step
+
+    def slow() -> None:
+        nonlocal now
+        now += 5.0  # the engine serves
+        step()
+
+    job.inference.step = slow
+    now += 100.0  # before the first episode
+    job.stream.add(answers(3))
+    assert job.pool.stood_still == 100.0
+    for _ in range(4):
+        now += 7.0  # a command of the driver
+        job.stream.step()
+    assert job.pool.stood_still == 100.0 + 4 * 7.0 and now > 4 * 7.0 + 100.0
 
 
 def test_held_out_episodes_do_not_disturb_those_of_training(tmp_path):
