@@ -109,3 +109,22 @@ def test_the_branches_of_an_episode_are_trained_on_together(sums_data, tmp_path)
             assert later[:start] == first[:start] and len(later) > start
     assert step["batch/tokens"] == tokens
     assert step["mismatch/tokens"] == sum(row["response_length"] for row in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_all_branches_of_a_greedy_episode_are_scored_and_not_trained_on(sums_data, tmp_path):
+    """ReMax: one more episode per prompt, with two or more samples, of which none is trained on."""
+    command = f"{sys.executable} -S {HERE / 'branching_agent.py'}"
+    flags = ("--agent-command", command, "--algorithm", "remax", "--policy-loss", "reinforce")
+    job = train(sums_data, tmp_path / "run", "--max-turns", "5", *FLAGS[2:], *flags)
+    assert job.returncode == 0, job.output
+    (step,), rows = job.steps, rows_of(job)
+    trained, untrained = ([row for row in rows if row.get("trained", True) is one] for one in (True, False))
+    assert (len(trained), len(untrained)) == (8, 2)  # 2 prompts x (4 sampled + the greedy one)
+    assert min(row["num_branches"] for row in rows) > 1
+    assert step["untrained/samples"] == 2
+    assert step["untrained/tokens"] == sum(row["response_length"] for row in untrained)
+    assert step["mismatch/tokens"] == sum(row["response_length"] for row in trained)
+    assert step["untrained/reward_mean"] == pytest.approx(sum(row["reward"] for row in untrained) / 2)
+    assert step["reward/mean"] == pytest.approx(sum(row["reward"] for row in trained) / 8)
