@@ -3,11 +3,13 @@
 The checks are cheap and always on. Nothing else would report that a run trains on other data than it sampled.
 
     where                        invariant
-    samples from the engines     every group is complete, every response has a token, ids are unique
+    samples from the engines     every group and every episode is complete, every response has a token, ids
+                                 are unique
     versions of the weights      they never decrease within a response, and none is newer than the weights
                                  that are trained, or older than --staleness allows (if it is above 0)
     samples before sending       group and weight versions are those that the engine's rank recorded
-    plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens
+    plan of the updates          each sample is in exactly one mini-batch of an epoch, with all its tokens and
+                                 the other samples of its episode
     batch on a training rank     the tokens are those that the engine made, the mask covers the sampled ones
     scores                       each is finite, and of the response that was sampled
     rewards                      each is the weighted sum of its own sample's scores
@@ -35,7 +37,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from megarl.failures import ExplainedError
-from megarl.packing import MiniBatch, Sample, run_lengths
+from megarl.packing import MiniBatch, Sample, by_episode, run_lengths
 
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -96,11 +98,11 @@ def digest_of_reward(sample: int, group: int, reward: float | None, tokens: int)
 
 
 def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max_length: int) -> None:
-    """Raise InvariantError if a group of the step is incomplete, a sample id repeats, or a length is not
-    allowed.
+    """Raise InvariantError if a group or an episode of the step is incomplete, a sample id repeats, or a length
+    is not allowed.
 
     Args:
-        group_sizes: number of samples that each group must have. Groups may have different sizes.
+        group_sizes: number of episodes that each group must have. Groups may have different sizes.
     Raises: InvariantError naming the sample or the group."""
     ids = Counter(s.sample_id for s in samples)
     if twice := [i for i, count in ids.items() if count > 1]:
@@ -110,12 +112,20 @@ def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max
             f"sample {strange[0].sample_id} belongs to group {strange[0].group}, which is none of the "
             f"{len(group_sizes)} groups of this step"
         )
-    found = Counter(s.group for s in samples)
+    episodes = by_episode(samples)
+    found = Counter(of_one[0].group for of_one in episodes.values())
     if wrong := [group for group, size in group_sizes.items() if found[group] != size]:
         raise InvariantError(
             f"group {wrong[0]} has {found[wrong[0]]} of {group_sizes[wrong[0]]} samples, and {len(wrong)} of "
             f"{len(group_sizes)} groups have another number than they must: groups must be complete"
         )
+    for episode, of_one in episodes.items():
+        shared = {(s.num_branches, s.group, s.truncated, s.trained) for s in of_one}
+        if shared != {(len(of_one), of_one[0].group, of_one[0].truncated, of_one[0].trained)}:
+            raise InvariantError(
+                f"episode {episode} has {len(of_one)} samples here, and they say {sorted(shared)} of their number, "
+                "group, truncation and training: an episode must come whole, in one group"
+            )
     for s in samples:
         if not 1 <= s.response_length < s.length <= max_length:
             raise InvariantError(
@@ -189,14 +199,21 @@ def check_plan(mini_batches: Sequence[MiniBatch], samples: Sequence[Sample], max
             f"sample {min(wrong)} is planned {planned[min(wrong)]} times in an epoch: each sample of the "
             "step must be, once"
         )
+    episode_of, place_of = {s.sample_id: s.episode for s in samples}, {}
     for index, m in enumerate(mini_batches):
         every = [s for dp_rank in range(len(m.micro_batches)) for s in m.samples_of(dp_rank)]
         members = [s for s in every if s not in untrained]
-        if (m.num_sequences, m.num_tokens) != (len(members), sum(length_of[s] for s in members)):
+        if split := [s for s in every if place_of.setdefault(episode_of[s], index) != index]:
+            first = place_of[episode_of[split[0]]]
             raise InvariantError(
-                f"mini-batch {index} has {len(members)} samples with {sum(length_of[s] for s in members)} "
-                f"response tokens, and its loss would be divided as for {m.num_sequences} samples with "
-                f"{m.num_tokens} tokens"
+                f"episode {episode_of[split[0]]} has samples in mini-batches {first} and {index}: they must share "
+                "one, or the episode would count twice"
+            )
+        num_episodes, num_response = len({episode_of[s] for s in members}), sum(length_of[s] for s in members)
+        if (m.num_sequences, m.num_tokens) != (num_episodes, num_response):
+            raise InvariantError(
+                f"mini-batch {index} has {num_episodes} samples with {num_response} response tokens, and its loss "
+                f"would be divided as for {m.num_sequences} samples with {m.num_tokens} tokens"
             )
         for micro in (micro for of_rank in m.micro_batches for micro in of_rank if len(micro) > 1):
             if (size := sum(num_tokens[s] for s in micro)) > max_tokens:
@@ -260,17 +277,22 @@ def check_reward_digests(
     sample_ids: Sequence[int],
     group_ids: Sequence[int],
     rewards: Sequence[float | None],
-    digests: Sequence[int],
+    digests: Mapping[int, int],
     tokens: Mapping[int, int],
+    episode_of: Mapping[int, int],
 ) -> None:
     """Raise InvariantError if the driver computed a reward for other tokens than this training rank holds for
     the sample.
 
     Args:
-        digests: `digest_of_reward` of each row, made by the driver.
-        tokens: sample id -> digest of its tokens, for the samples on this rank."""
-    for sample, group, reward, digest in zip(sample_ids, group_ids, rewards, digests, strict=True):
-        if sample in tokens and digest_of_reward(sample, group, reward, tokens[sample]) != digest:
+        sample_ids, group_ids, rewards: of the episodes.
+        digests: sample id -> `digest_of_reward`, made by the driver.
+        tokens: sample id -> digest of its tokens, for the samples on this rank.
+        episode_of: sample id -> episode, for the same samples."""
+    of_episodes = dict(zip(sample_ids, zip(group_ids, rewards, strict=True), strict=True))
+    for sample, of_tokens in tokens.items():
+        group, reward = of_episodes[episode_of[sample]]
+        if digest_of_reward(sample, group, reward, of_tokens) != digests.get(sample):
             raise InvariantError(
                 f"the reward of sample {sample} ({reward}, group {group}) is not what the driver has for "
                 "this sample's tokens: it belongs to another sample"

@@ -1,9 +1,9 @@
 """Plan which rank trains on which samples, and which rank sends which sample where.
 
 The plan uses lengths and ids only, no tensors. Mini-batches (one optimizer update each) are drawn from *all*
-samples of the step, so the same seed gives the same mini-batches on every mesh. Inside a mini-batch, samples
-are spread over the data-parallel ranks by cost and packed into micro-batches of at most `max_tokens`. Every
-rank gets the same number of micro-batches, so collectives line up and nothing is dropped. A rank with fewer
+episodes of the step, so the same seed gives the same mini-batches on every mesh. An episode is one sample, or
+several if its conversation has branches, which share a mini-batch. Inside a mini-batch, samples are spread over the data-parallel ranks by cost and packed into micro-batches of at most `max_tokens`. Every rank gets
+the same number of micro-batches, so collectives line up and nothing is dropped. A rank with fewer
 samples gets empty micro-batches: a forward pass whose loss is a sum of no terms.
 
 The driver plans once per mesh. Each rank derives its own messages from the plans (`plan_route`)."""
@@ -17,6 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import pairwise
+
+_BRANCH_STRIDE = 1 << 40
+"""Difference between the ids of two samples of one episode. A run has fewer episodes."""
+MAX_BRANCHES = 1 << 12
+"""Most samples of an episode, so that ids stay below 2^53, which JSON's readers can hold."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,16 @@ class Sample:
     trained: bool = True
     """False for a sample that is scored but not trained on, such as a canary. No loss denominator counts
     it."""
+    branch: int = 0
+    """Number of the sample among those of its episode."""
+    num_branches: int = 1
+    """Number of samples of the episode. Each sampled token of an episode is a response token of exactly one of
+    them."""
+
+    @property
+    def episode(self) -> int:
+        """Id of the episode, which is that of its first sample."""
+        return self.sample_id - self.branch * _BRANCH_STRIDE
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -77,10 +92,23 @@ class MiniBatch:
     num_tokens: int
     """Number of response tokens that are trained on, on all ranks, a loss denominator."""
     num_sequences: int
-    """Number of samples that are trained on, on all ranks."""
+    """Number of episodes that are trained on, on all ranks."""
 
     def samples_of(self, dp_rank: int) -> list[int]:
         return [s for micro in self.micro_batches[dp_rank] for s in micro]
+
+
+def branch_id(episode: int, branch: int) -> int:
+    """Return the id of a sample of an episode. The first sample has the id of the episode."""
+    return episode + branch * _BRANCH_STRIDE
+
+
+def by_episode(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
+    """Return episode -> its samples, both in the order in which they come."""
+    found: dict[int, list[Sample]] = {}
+    for sample in samples:
+        found.setdefault(sample.episode, []).append(sample)
+    return found
 
 
 def run_lengths(prompt_length: int, response_length: int, holes: Sequence[tuple[int, int]]) -> list[int]:
@@ -135,7 +163,7 @@ def plan_mini_batches(
     hidden_size: int,
     seed: str | None,
 ) -> list[MiniBatch]:
-    """Return the samples of a step as mini-batches of `global_batch_size` samples (the last may be smaller),
+    """Return the samples of a step as mini-batches of `global_batch_size` episodes (the last may be smaller),
     spread over ranks and micro-batches.
 
     No data-parallel rank gets more than its fair part of a mini-batch's cost plus 1 - 1 / dp_size of the
@@ -145,13 +173,14 @@ def plan_mini_batches(
         preferred: sample id -> data-parallel rank that already has the sample. The sample stays there unless
             the load would be uneven.
         max_tokens: limit of a micro-batch. A longer sample gets a micro-batch of its own.
-        seed: shuffles the samples before the split; None keeps their order."""
-    order = list(samples)
+        seed: shuffles the episodes before the split; None keeps their order."""
+    order = list(by_episode(samples).values())
     if seed is not None:
         random.Random(seed).shuffle(order)
+    parts = [order[i : i + global_batch_size] for i in range(0, len(order), global_batch_size)]
     return [
-        _plan_one(order[i : i + global_batch_size], preferred, dp_size, max_tokens, hidden_size)
-        for i in range(0, len(order), global_batch_size)
+        _plan_one([s for of_one in part for s in of_one], preferred, dp_size, max_tokens, hidden_size)
+        for part in parts
     ]
 
 
@@ -164,7 +193,8 @@ def _plan_one(
         tuple(tuple(s.sample_id for s in micro) for micro in _split_up(bins, count)) for bins in packed
     )
     trained = [s for s in samples if s.trained]
-    return MiniBatch(micro_batches, sum(s.response_length for s in trained), len(trained))
+    num_episodes = len({s.episode for s in trained})
+    return MiniBatch(micro_batches, sum(s.response_length for s in trained), num_episodes)
 
 
 def _balance(

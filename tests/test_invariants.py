@@ -31,7 +31,7 @@ from megarl.invariants import (
     digest,
     digest_of_reward,
 )
-from megarl.packing import MiniBatch, Sample, plan_mini_batches
+from megarl.packing import MiniBatch, Sample, branch_id, plan_mini_batches
 
 VOCAB, PROMPTS, GROUP, MAX_LENGTH, MAX_TOKENS = 50, 3, 4, 20, 40
 
@@ -358,10 +358,33 @@ def test_a_reward_is_made_of_its_own_samples_scores():
             check_rewards(wrong, scores)
 
 
+def test_an_episode_comes_whole_and_is_trained_on_or_not_as_one():
+    """Episode 0 of three with two samples each is only scored."""
+    samples = [
+        Sample(branch_id(e, b), 8, 4, (0,), group=0, branch=b, num_branches=2, trained=e > 0)
+        for e in range(3)
+        for b in range(2)
+    ]
+    check_samples(samples, {0: 3}, MAX_LENGTH)
+    plan = plan_mini_batches(samples, 2, {}, 1, MAX_TOKENS, 64, None)
+    check_plan(plan, samples, MAX_TOKENS)
+    assert [(m.num_sequences, m.num_tokens) for m in plan] == [(1, 8), (1, 8)]
+    for wrong in (samples[:-1], [replace(samples[0], trained=True), *samples[1:]]):
+        with pytest.raises(InvariantError, match=r"episode \d+ has [12] samples here, .* must come whole"):
+            check_samples(wrong, {0: 3}, MAX_LENGTH)
+    parts = [samples[0], samples[2], samples[1], *samples[3:]]
+    split = [
+        one for part in (parts[:2], parts[2:]) for one in plan_mini_batches(part, 9, {}, 1, 40, 64, None)
+    ]
+    with pytest.raises(InvariantError, match=r"episode \d+ has samples in mini-batches 0 and 1"):
+        check_plan(split, samples, MAX_TOKENS)
+
+
 def test_a_reward_is_bound_to_sample_group_and_tokens():
     ids, groups, rewards, tokens = [7, 3, 9], [0, 0, 1], [1.0, None, 0.25], {7: 11, 9: 13}
-    digests = [digest_of_reward(*row) for row in zip(ids, groups, rewards, (11, 12, 13), strict=True)]
-    check_reward_digests(ids, groups, rewards, digests, tokens)
+    rows = zip(ids, groups, rewards, (11, 12, 13), strict=True)
+    digests, alone = {row[0]: digest_of_reward(*row) for row in rows}, {sample: sample for sample in ids}
+    check_reward_digests(ids, groups, rewards, digests, tokens, alone)
     for changed in (
         (ids, groups, [0.25, None, 1.0], digests, tokens),
         (ids, [0, 1, 0], rewards, digests, tokens),
@@ -369,8 +392,16 @@ def test_a_reward_is_bound_to_sample_group_and_tokens():
         ([9, 3, 7], groups, rewards, digests, tokens),
     ):
         with pytest.raises(InvariantError, match="the reward of sample [79] .* belongs to another sample"):
-            check_reward_digests(*changed)
-    check_reward_digests(ids, groups, rewards, digests, {3: 12})  # another rank's samples are not looked at
+            check_reward_digests(*changed, alone)
+    check_reward_digests(ids, groups, rewards, digests, {3: 12}, alone)  # another rank's are not looked at
+    further = branch_id(3, 1)  # a second sample of episode 3
+    digests[further] = digest_of_reward(further, 0, None, 15)
+    check_reward_digests(ids, groups, rewards, digests, {further: 15}, {further: 3})
+    for wrong in ({further: 12}, {branch_id(3, 2): 15}):
+        with pytest.raises(
+            InvariantError, match=r"the reward of sample \d+ \(None, group 0\) .* another sample"
+        ):
+            check_reward_digests(ids, groups, rewards, digests, wrong, dict.fromkeys(wrong, 3))
 
 
 def samples_of(rewards):

@@ -311,3 +311,77 @@ def test_gae_and_the_value_loss_equal_a_padded_reference(gamma, gae_lambda, aggr
     torch.testing.assert_close(
         critic.grad.double(), wanted_critic.grad, rtol=0, atol=4e-6 * float(wanted_critic.grad.abs().max())
     )
+
+
+def split(episode: Episode, rng: random.Random) -> list[Episode]:
+    """Return the samples that an episode becomes if some of its turns were branches. A further branch has the
+    beginning of the episode as context, and the last turn before it ends the sample before it."""
+    parts, start = [], 0
+    ends = [at for at in range(1, len(episode.mask)) if episode.mask[at - 1] and not episode.mask[at]]
+    for cut in [*(at for at in ends if rng.random() < 0.6), len(episode.mask)]:
+        own = [at >= start and is_sampled for at, is_sampled in enumerate(episode.mask[:cut])]
+        first, last = (sum(episode.mask[:at]) for at in (start, cut))
+        parts.append(
+            Episode(episode.tokens[:cut], own, episode.log_probs[first:last], episode.reward, episode.group)
+        )
+        start = cut
+    return parts
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_an_episode_split_into_branches_keeps_its_weight(aggregation, seed):
+    """The table knows the last token only, so the log-probs of a turn are those that it has in one conversation.
+    Then loss and gradients are those of whole episodes: the padded reference does not know that they are split."""
+    whole, rng = make_episodes(seed), random.Random(seed)
+    of_episodes = [split(episode, rng) for episode in whole]
+    parts = [(e, number, part) for e, of_one in enumerate(of_episodes) for number, part in enumerate(of_one)]
+    rng.shuffle(parts)  # an episode's samples need not be next to each other
+    assert len(parts) > len(whole)
+    samples, algorithm = [part for _, _, part in parts], GRPO(loss_aggregation=aggregation)
+    batch, (now, before) = batch_of(samples), tables(seed)
+    table = now.float().requires_grad_()
+    old = policy(before.float(), batch)
+    lengths = torch.tensor([sum(episode.mask) for episode in whole])
+    rows = torch.tensor([e for e, _, _ in parts])
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([episode.reward for episode in whole]),
+        group_ids=torch.tensor([episode.group for episode in whole]),
+        rows=rows,
+        branches=torch.tensor([number for _, number, _ in parts]),
+        response_lengths=batch.response_lengths,
+        sample_lengths=lengths,
+        kl_coef=0.0,
+        sum_over_ranks=lambda total: total,
+        old_log_probs=old,
+    )
+    columns, metrics = algorithm.compute_advantages(inputs)
+    assert metrics["reward/failed"] == 0.0 and sorted(inputs.counted_rows.tolist()) == [*range(len(whole))]
+    micro = MicroBatch.of(batch)
+    loss, _ = algorithm.loss(
+        LossInputs(
+            log_probs=policy(table, batch),
+            entropy=None,
+            old_log_probs=old,
+            rollout_log_probs=micro.column("rollout_log_probs"),
+            ref_log_probs=None,
+            advantages=columns["advantages"],
+            response_lengths=lengths[rows].repeat_interleave(batch.response_lengths),
+            num_tokens=int(lengths.sum()),
+            num_sequences=len(whole),
+            max_response_length=MAX_RESPONSE_LENGTH,
+            kl_coef=0.0,
+        )
+    )
+    loss.backward()
+    wanted_table = now.clone().requires_grad_()
+    log_probs, mask = reference_log_probs(wanted_table, whole)
+    ratio = (log_probs - reference_log_probs(before, whole)[0]).exp()
+    advantages = torch.tensor(group_advantages(whole), dtype=torch.float64)[:, None]
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    wanted = aggregated(losses, mask, aggregation)
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), abs=3e-6 * max(1, losses[mask].abs().sum().item()))
+    torch.testing.assert_close(
+        table.grad.double(), wanted_table.grad, rtol=0, atol=4e-6 * float(wanted_table.grad.abs().max())
+    )

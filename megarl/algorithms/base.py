@@ -12,12 +12,13 @@ without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
 from megarl.algorithms.lagrange import LagrangeMultiplier
+from megarl.algorithms.reference_inputs import ReferenceColumn, ReferenceInputs
 from megarl.algorithms.several_scores import StepScores
 from megarl.algorithms.turn_rewards import TurnRewards
 from megarl.algorithms.value_inputs import ScoreLossInputs, ValueLossInputs
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """Inputs of `compute_advantages`: rewards of all S samples, and columns of the N tokens of this rank's B.
+    """Inputs of `compute_advantages`: rewards of all S episodes, and columns of the N tokens of this rank's B
+    samples. An episode is one sample, or the several samples of an agent's conversation with branches, which may
+    be on different ranks.
 
     Example: samples 0 and 2 of three are here, with responses of 3 and 2 tokens; the reward of sample 1
         failed: AdvantageInputs(rewards=[1.0, nan, 0.0], group_ids=[7, 7, 7], rows=[2, 0],
@@ -42,25 +45,27 @@ class AdvantageInputs:
     """
 
     rewards: Tensor
-    """[S] fp32, the rewards of all samples of the step, the same on every rank; NaN where the reward
+    """[S] fp32, the rewards of all episodes of the step, the same on every rank; NaN where the reward
     failed."""
     group_ids: Tensor
-    """[S] int64, equal for the samples of one prompt: its visit. Visits are counted over the run, so they may
+    """[S] int64, equal for the episodes of one prompt: its visit. Visits are counted over the run, so they may
     be large."""
     rows: Tensor
-    """[B] int64, which of the S are on this rank, in the order of its tokens. Each of the S that is trained on
-    is on one data-parallel rank."""
+    """[B] int64, the episode of each sample on this rank, in the order of its tokens. Each sample that is
+    trained on is on one data-parallel rank."""
     response_lengths: Tensor
-    """[B] int64."""
+    """[B] int64, response tokens of each sample on this rank."""
     kl_coef: float
     """Factor of the KL to the reference at this step: the KL controller's."""
     sum_over_ranks: Callable[[Tensor], Tensor]
     """All-reduce over the data-parallel ranks: a collective, so an algorithm calls it equally often on every
     rank, also where B is 0. May overwrite its argument."""
     sample_lengths: Tensor | None = None
-    """[S] int64, response tokens of all samples of the step."""
+    """[S] int64, response tokens of all episodes of the step."""
     is_untrained: Tensor | None = None
-    """[S] bool, which samples are scored and not trained on; they are on no rank. None: none."""
+    """[S] bool, which episodes are scored and not trained on; they are on no rank. None: none."""
+    branches: Tensor | None = None
+    """[B] int64, number of each sample among those of its episode; None if all episodes are one sample."""
     rollout_log_probs: Tensor | None = None
     """[N] fp32, of the engine that sampled."""
     old_log_probs: Tensor | None = None
@@ -74,82 +79,41 @@ class AdvantageInputs:
     old_scores: Tensor | None = None
     """[N] fp32, of a reward model in training; N is then B."""
     mini_batches: Tensor | None = None
-    """[S] int64, number of the mini-batch that each sample is in; -1 for samples that are not trained on."""
+    """[S] int64, number of the mini-batch that each episode is in; -1 for episodes that are not trained on."""
     turns: Sequence[TurnRewards | None] | None = None
     """With --turn-rewards: the answers of each of the S episodes; None where the reward failed."""
     scores: StepScores | None = None
-    """If `takes_scores`: the single scores of the S samples."""
+    """If `takes_scores`: the single scores of the S episodes."""
+
+    @property
+    def counted_rows(self) -> Tensor:
+        """[<= B] int64, the episodes that this rank counts: each that is trained on is counted on one rank, which
+        has its first sample."""
+        return self.rows if self.branches is None else self.rows[self.branches == 0]
 
     @property
     def num_trained(self) -> int:
-        """Number of samples of the step that are trained on, whether or not their reward failed."""
+        """Number of episodes of the step that are trained on, whether or not their reward failed."""
         return len(self.rewards) - (0 if self.is_untrained is None else int(self.is_untrained.sum()))
 
     @property
     def num_scored(self) -> int:
-        """Number of samples of the step that are trained on and have a reward."""
+        """Number of episodes of the step that are trained on and have a reward."""
         is_scored = ~self.rewards.isnan()
         return int((is_scored if self.is_untrained is None else is_scored & ~self.is_untrained).sum())
 
     def spread(self, per_sample: Tensor) -> Tensor:
-        """Return [N] values for this rank's tokens, given [S] numbers per sample: each token gets the number
-        of its sample."""
+        """Return [N] values for this rank's tokens, given [S] numbers per episode: each token gets the number
+        of its episode."""
         return per_sample[self.rows].repeat_interleave(self.response_lengths)
 
     def sum_per_sample(self, per_token: Tensor) -> Tensor:
-        """Return [S] fp64 sums of [N] token values over each sample's tokens, also those on other ranks.
+        """Return [S] fp64 sums of [N] token values over each episode's tokens, also those on other ranks.
         Collective over the data-parallel ranks."""
         rows = self.rows.repeat_interleave(self.response_lengths)
         return self.sum_over_ranks(
             per_token.double().new_zeros(len(self.rewards)).index_add_(0, rows, per_token.double())
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceInputs:
-    """Inputs of `reference_advantages`: rewards, groups and columns of one step, looked up by sample id.
-
-    Example: samples 7 and 8 answer one prompt, and sample 7 is on this rank:
-        ReferenceInputs(rewards={7: 1.0, 8: 0.0}, positions={7: 0, 8: 1}, groups={7: (7, 8), 8: (7, 8)},
-        samples=[7], columns=<of sample 7>, ...)
-    """
-
-    rewards: Mapping[int, float]
-    """Sample id -> reward, of all samples of the step in the same order on every rank; NaN where the reward
-    failed."""
-    positions: Mapping[int, int]
-    """Sample id -> its position in `rewards`."""
-    groups: Mapping[int, Sequence[int]]
-    """Sample id -> the samples of its group, including itself."""
-    samples: Sequence[int]
-    """Samples on this rank."""
-    columns: Callable[[int, str], Tensor]
-    """Sample id on this rank, column -> [n] fp32, the values on its response tokens; what `advantage_reads`
-    and `advantage_writes` name."""
-    kl_coef: float
-    """Factor of the KL to the reference at this step."""
-    lengths: Mapping[int, int]
-    """Sample id -> its response tokens, of all samples of the step."""
-    untrained: frozenset[int] = frozenset()
-    """Samples that are scored and not trained on."""
-    sums: Sequence[float] = ()
-    """`reference_sums`, added up over the data-parallel ranks."""
-    turns: Mapping[int, TurnRewards | None] | None = None
-    """With --turn-rewards: sample id -> its answers; None where the reward failed."""
-    scores: StepScores | None = None
-    """If `takes_scores`: the single scores of all samples of the step, by their positions."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReferenceColumn:
-    """The expected values of one column on one sample's tokens, with the size of the rounding error to
-    allow."""
-
-    values: Sequence[float]
-    """[n], one per response token."""
-    magnitudes: Sequence[float]
-    """[n], the size of the numbers that each value is a sum of: in fp32 it may be wrong by this times the
-    rounding of a few operations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,14 +129,14 @@ class LossInputs:
     log_probs: Tensor
     """[N] fp32, of the policy now; carries the gradient."""
     response_lengths: Tensor
-    """[N] int64, response tokens of the sequence that the token belongs to."""
+    """[N] int64, response tokens of the episode that the token belongs to, in all of its samples."""
     num_tokens: int
     """Response tokens of the whole mini-batch, above 0: all micro-batches and data-parallel ranks, without
     samples whose reward failed."""
     num_sequences: int
-    """Sequences of the whole mini-batch, likewise."""
+    """Episodes of the whole mini-batch, likewise. An episode is one sample, but for agents with branches."""
     max_response_length: int
-    """The longest response that sampling allows."""
+    """Most response tokens that sampling allows an episode."""
     kl_coef: float
     """Factor of the KL to the reference at this step: the KL controller's."""
     entropy: Tensor | None = None
@@ -197,7 +161,7 @@ class LossInputs:
     behavior_weights: Tensor | None = None
     """[N] fp32; if `interpolates_old`: weight of the policy that sampled in the policy that ratios compare with."""
     sequence_ids: Tensor | None = None
-    """[N] int64, equal for the tokens of one sequence of the micro-batch; they are next to each other."""
+    """[N] int64, equal for the tokens of one sample of the micro-batch; they are next to each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -438,5 +402,5 @@ def advantage_metrics(inputs: AdvantageInputs, advantages: Tensor) -> dict[str, 
     rewards)."""
     return {
         "advantage/max_abs": advantages.abs().max().item() if len(advantages) else 0.0,
-        "reward/failed": float(inputs.rewards[inputs.rows].isnan().sum()),
+        "reward/failed": float(inputs.rewards[inputs.counted_rows].isnan().sum()),
     }

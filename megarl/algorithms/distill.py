@@ -62,7 +62,8 @@ class Distill(PolicyGradient):
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return the advantages of one sample, a token at a time."""
         old, teacher = (inputs.columns(sample, name).tolist() for name in ("old_log_probs", "ref_log_probs"))
-        has_reward = inputs.rewards[sample] == inputs.rewards[sample]  # not NaN
+        reward = inputs.rewards[inputs.episode(sample)]
+        has_reward = reward == reward  # not NaN
         bound = float("inf") if self.distill_clip is None else self.distill_clip
         values = [
             min(max(b - a, -bound), bound) if has_reward else 0.0 for a, b in zip(old, teacher, strict=True)

@@ -73,7 +73,7 @@ class GDPO(PolicyGradient):
     def reference_sums(self, inputs: ReferenceInputs) -> list[float]:
         """Return sum, sum of squares and count of the weighted sums of normalized scores of this rank's
         samples."""
-        found = [_reference_sum(inputs, sample) for sample in inputs.samples]
+        found = [_reference_sum(inputs, one) for one in inputs.samples if inputs.episode(one) == one]
         values = [value for value, _ in filter(None, found)]
         return [math.fsum(values), math.fsum(value * value for value in values), float(len(values))]
 
@@ -95,6 +95,7 @@ def _reference_sum(inputs: ReferenceInputs, sample: int) -> tuple[float, float] 
     failed."""
     assert inputs.scores is not None
     total = size = 0.0
+    sample = inputs.episode(sample)
     if math.isnan(inputs.rewards[sample]):
         return None
     members = [member for member in inputs.groups[sample] if not math.isnan(inputs.rewards[member])]

@@ -101,26 +101,29 @@ class GroupAdvantage(PolicyGradient):
         lengths = [len(inputs.columns(sample, "advantages")) for sample in inputs.samples]
         sums: list[float] = []
         for per_token in self._reference_kl_costs(inputs, inputs.samples):
-            here = dict(zip(inputs.samples, (float(part.sum()) for part in per_token.split(lengths))))
-            sums += [here.get(sample, 0.0) for sample in inputs.rewards]
+            here = dict.fromkeys(inputs.rewards, 0.0)
+            for sample, part in zip(inputs.samples, per_token.split(lengths), strict=True):
+                here[inputs.episode(sample)] += float(part.sum())
+            sums += here.values()
         return sums
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return one sample's advantage on each of its tokens, by `reference_advantage`; 0 without a valid
         peer."""
         num_tokens, count = len(inputs.columns(sample, "advantages")), len(inputs.rewards)
+        episode = inputs.episode(sample)
         sums = inputs.sums or [0.0] * 2 * count
         found: dict[int, Peer] = {}
         sizes = []
-        for member in inputs.groups[sample]:
+        for member in inputs.groups[episode]:
             at = inputs.positions[member]
             if not math.isnan(inputs.rewards[member]):
                 reward = inputs.rewards[member] - sums[at]
                 found[member] = Peer(reward, inputs.lengths[member], member not in inputs.untrained)
                 sizes.append(abs(inputs.rewards[member]) + sums[count + at])
-        if sample not in found or len(found) == 1:
+        if episode not in found or len(found) == 1:
             return {"advantages": ReferenceColumn(values=[0.0] * num_tokens, magnitudes=[0.0] * num_tokens)}
-        advantage, scale = self.reference_advantage(found[sample], list(found.values()))
+        advantage, scale = self.reference_advantage(found[episode], list(found.values()))
         # Rewards are rounded to fp32, which moves each deviation, and what it is divided by.
         magnitude = max(sizes) / scale * (1 + abs(advantage)) + abs(advantage)
         column = ReferenceColumn(values=[advantage] * num_tokens, magnitudes=[magnitude] * num_tokens)

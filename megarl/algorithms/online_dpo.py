@@ -69,6 +69,6 @@ class OnlineDPO(DPO):
         """Return the column and the metrics of `Preference`, with those of `advantage_metrics`; online_dpo/pairs counts
         the pairs of the step."""
         columns, metrics = DPO.compute_advantages(self, inputs)
-        share = len(inputs.rows) / len(inputs.rewards)
+        share = len(inputs.counted_rows) / len(inputs.rewards)
         metrics["online_dpo/pairs"] = len(self.pair_rows(inputs)[0]) * share
         return columns, metrics | advantage_metrics(inputs, columns["advantages"])

@@ -157,7 +157,7 @@ class PPO(PolicyGradient):
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return advantages and returns of one sample by GAE, computed a token at a time from its end."""
-        values, reward = inputs.columns(sample, "values").tolist(), inputs.rewards[sample]
+        values, reward = inputs.columns(sample, "values").tolist(), inputs.rewards[inputs.episode(sample)]
         n = len(values)
         if math.isnan(reward):
             nothing = [0.0] * n
@@ -176,16 +176,18 @@ class PPO(PolicyGradient):
     def _policy_reference(self, inputs: ReferenceInputs, sample: int) -> tuple[list[float], list[float]]:
         """Return one sample's advantages before whitening, and the sizes of their terms; two empty lists if
         its reward failed."""
-        if math.isnan(inputs.rewards[sample]):
+        if math.isnan(inputs.rewards[inputs.episode(sample)]):
             return [], []
-        return self._reference_gae(inputs, sample, self._policy_lambda(inputs.lengths[sample]))
+        length = len(inputs.columns(sample, "values"))
+        return self._reference_gae(inputs, sample, self._policy_lambda(length))
 
     def _reference_gae(
         self, inputs: ReferenceInputs, sample: int, gae_lambda: float
     ) -> tuple[list[float], list[float]]:
         """Return one sample's advantages by GAE, computed a token at a time from its end, and the sizes of their
         terms."""
-        values, last_reward = inputs.columns(sample, "values").tolist(), inputs.rewards[sample]
+        values = inputs.columns(sample, "values").tolist()
+        last_reward = inputs.rewards[inputs.episode(sample)]
         n, decay = len(values), self.gamma * gae_lambda
         costs = sizes = [0.0] * n
         if self.kl_mode == "reward":

@@ -93,10 +93,10 @@ class PPOLagrangian(PPO):
             parts = [exact.sum(), exact.square().sum(), exact.new_tensor(float(len(exact)))]
             advantages = whiten(advantages, is_scored, inputs.sum_over_ranks(torch.stack(parts)))
         critic = {f"cost_{name}": v for name, v in cost_metrics.items() if name.startswith("critic/")}
-        here = costs[inputs.rows].double().nansum().item()
+        here = costs[inputs.counted_rows].double().nansum().item()
         metrics |= critic | {
             MEAN_COST: here / max(inputs.num_scored, 1),
-            "cost/multiplier": factor * len(inputs.rows) / inputs.num_trained,
+            "cost/multiplier": factor * len(inputs.counted_rows) / inputs.num_trained,
         }
         columns = {"advantages": advantages, "returns": of_reward["returns"]}
         columns["cost_returns"] = of_cost["returns"]
@@ -117,14 +117,14 @@ class PPOLagrangian(PPO):
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
         if not self.whiten_advantages:
             return None
-        scored = [sample for sample in inputs.samples if not math.isnan(inputs.rewards[sample])]
+        scored = [one for one in inputs.samples if not math.isnan(inputs.rewards[inputs.episode(one)])]
         found = [v for sample in scored for v in self._references(inputs, sample)["advantages"].values]
         return [math.fsum(found), math.fsum(value * value for value in found), float(len(found))]
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return advantages and both returns of one sample, computed a token at a time from its end."""
         found = self._references(inputs, sample)
-        if self.whiten_advantages and not math.isnan(inputs.rewards[sample]):
+        if self.whiten_advantages and not math.isnan(inputs.rewards[inputs.episode(sample)]):
             mixed = found["advantages"]
             found["advantages"] = whitened_reference(mixed.values, mixed.magnitudes, inputs.sums)
         return found

@@ -129,7 +129,7 @@ class Preference(Algorithm):
         with torch.no_grad():
             metrics = {"policy/loss": loss, **self.pair_metrics(chosen, rejected)}
         # The parts of all ranks add up to the metric.
-        share = len(inputs.rows) / len(inputs.rewards)
+        share = len(inputs.counted_rows) / len(inputs.rewards)
         parts = {name: value.item() * share for name, value in metrics.items()}
         return {"advantages": inputs.spread(-slope).float()}, parts
 

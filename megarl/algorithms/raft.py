@@ -75,11 +75,11 @@ class RAFT(PolicyGradient):
         """
         _, metrics = self._reference_kl(inputs)
         is_kept = ~self.left_out(inputs)
-        here = is_kept[inputs.rows]
+        here = is_kept[inputs.counted_rows]
         count = max(int(is_kept.sum()), 1)
         metrics |= {
             "raft/kept": float(here.sum()),
-            "raft/reward": inputs.rewards[inputs.rows][here].double().sum().item() / count,
+            "raft/reward": inputs.rewards[inputs.counted_rows][here].double().sum().item() / count,
         }
         advantages = inputs.spread(is_kept.float())
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
@@ -87,11 +87,12 @@ class RAFT(PolicyGradient):
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return 1 on each token of a sample that is among the raft_keep best of its group and has at least
         raft_min_reward, else 0."""
-        mine, place = inputs.rewards[sample], inputs.positions[sample]
+        episode = inputs.episode(sample)
+        mine, place = inputs.rewards[episode], inputs.positions[episode]
         better = sum(
             inputs.rewards[other] > mine
             or (inputs.rewards[other] == mine and inputs.positions[other] < place)
-            for other in inputs.groups[sample]
+            for other in inputs.groups[episode]
         )
         is_enough = self.raft_min_reward is None or mine >= self.raft_min_reward
         value = float(not math.isnan(mine) and better < self.raft_keep and is_enough)

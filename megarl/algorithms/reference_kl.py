@@ -22,7 +22,7 @@ def reference_kl(estimator: KLEstimator, inputs: AdvantageInputs) -> tuple[Tenso
     from megarl.kernels.kl import kl_estimate
 
     kl = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, estimator)
-    metrics = {"kl/coef": inputs.kl_coef * len(inputs.rows) / inputs.num_trained}
+    metrics = {"kl/coef": inputs.kl_coef * len(inputs.counted_rows) / inputs.num_trained}
     if num_scored := inputs.num_scored:
         is_scored = inputs.spread(~inputs.rewards.isnan())
         metrics[MEASURED_KL] = kl[is_scored].double().sum().item() / num_scored

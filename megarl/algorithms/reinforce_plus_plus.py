@@ -75,15 +75,16 @@ class ReinforcePlusPlus(PolicyGradient):
 
     def _reference_returns(self, inputs: ReferenceInputs, sample: int) -> tuple[list[float], list[float]]:
         """Return one sample's returns and the sizes of their terms; two empty lists if its reward failed."""
-        rewards = [inputs.rewards[member] for member in inputs.groups[sample]]
+        episode = inputs.episode(sample)
+        rewards = [inputs.rewards[member] for member in inputs.groups[episode]]
         valid = [reward for reward in rewards if not math.isnan(reward)]
-        if math.isnan(inputs.rewards[sample]):
+        if math.isnan(inputs.rewards[episode]):
             return [], []
         num_tokens = len(inputs.columns(sample, "advantages"))
         costs = sizes = [0.0] * num_tokens
         if self.kl_mode == "reward":
             costs, sizes = (part.tolist() for part in self._reference_kl_costs(inputs, [sample]))
-        reward = self._reference_reward(inputs.rewards[sample], valid)
+        reward = self._reference_reward(inputs.rewards[episode], valid)
         size = 2 * max(map(abs, valid))
         tokens = range(num_tokens)
         return [reward - math.fsum(costs[t:]) for t in tokens], [size + math.fsum(sizes[t:]) for t in tokens]

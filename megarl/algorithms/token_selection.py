@@ -118,8 +118,10 @@ def _draws(inputs: AdvantageInputs) -> Tensor:
     order = group.argsort(stable=True)
     place = torch.empty_like(group)
     place[order] = torch.arange(len(group)) - (counts.cumsum(0) - counts)[group[order]]
-    sample = _mixed(_mixed(inputs.group_ids) + place)
-    return (_mixed(sample[inputs.rows].repeat_interleave(lengths) + position) >> 32) & 0xFFFFFFFF
+    here = _mixed(_mixed(inputs.group_ids) + place)[inputs.rows]
+    if inputs.branches is not None:
+        here = torch.where(inputs.branches == 0, here, _mixed(here + inputs.branches))
+    return (_mixed(here.repeat_interleave(lengths) + position) >> 32) & 0xFFFFFFFF
 
 
 def _mixed(values: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def transformed_loss(
         advantages=columns.advantages,
         rollout_log_probs=columns.rollout_log_probs,
         selected=inputs.selected_tokens,
-        response_mean=lambda values: response_mean(values, inputs.sequence_ids, inputs.response_lengths),
+        response_mean=lambda values: response_mean(values, inputs.sequence_ids),
     )
     transform = transform_of(flags.policy_loss)
     assert (
@@ -82,13 +82,13 @@ def transformed_loss(
     )
 
 
-def response_mean(values: Tensor, sequence_ids: Tensor, response_lengths: Tensor) -> Tensor:
-    """Return, for each of N tokens, the mean of the values over the response that the token is in. Each
-    response must be complete and contiguous."""
+def response_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Return, for each of N tokens, the mean of the values over the sample that the token is in. Each
+    sample must be complete and contiguous."""
     import torch
 
     if len(values) == 0:
         return values
     index, counts = sequence_ids.unique_consecutive(return_inverse=True, return_counts=True)[1:]
     sums = torch.segment_reduce(values.double(), "sum", lengths=counts)
-    return (sums[index] / response_lengths).to(values.dtype)
+    return (sums[index] / counts[index]).to(values.dtype)

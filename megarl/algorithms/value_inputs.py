@@ -21,7 +21,7 @@ class ValueLossInputs:
     returns: Tensor
     """[N] fp32, of `compute_advantages`."""
     response_lengths: Tensor
-    """[N] int64, response tokens of the sequence that the token belongs to."""
+    """[N] int64, as in `LossInputs`."""
     num_tokens: int
     num_sequences: int
     max_response_length: int

@@ -17,15 +17,18 @@ from megarl.config.installed import answer_parsers
 from megarl.config.roles import configs_of_actors
 from megarl.config.rules_layout import Job
 from megarl.config.schema import EpisodeConfig
+from megarl.config.verifiers_section import settings_of_verifiers
 
 _SERVED = ("openenv", *REMOTE)
 _NO_EFFECT = "has no effect without --env. Leave it out."
+_NO_BRANCHES = "has no effect with --staleness above 0, where an episode is one conversation. Leave it out."
+_NO_VERIFIERS = "has no effect without --env-verifiers. Leave it out."
 _NO_AGENT = "has no effect without --agent-command. Leave it out."
-_OF_AGENT = (
-    *("agent_timeout_s", "agent_num_processes", "agent_host"),
-    *("tool_call_parser", "reasoning_parser"),
-)
-_OF_ENV = ("env_timeout_s", "env_episodes_per_process", "env_python", "turn_rewards")
+_OF_AGENTS = ("agent_timeout_s", "agent_host", "tool_call_parser", "reasoning_parser", "max_branches")
+"""Flags of all episodes that other programs lead."""
+_OF_PROCESSES = ("env_episodes_per_process", "env_python")
+"""Flags of --env and --env-verifiers."""
+_OF_VERIFIERS = ("env_verifiers_client", "env_verifiers_config")
 
 
 def episodes(job: Job) -> Errors:
@@ -33,24 +36,41 @@ def episodes(job: Job) -> Errors:
     two cannot be combined with."""
     config = job.config
     env, agent = config.episodes.env, config.episodes.agent_command
+    verifiers = config.episodes.env_verifiers
+    if not config.episodes.has_agent:
+        yield from refuse_set(config.episodes, _NO_AGENT, *_OF_AGENTS)
     if agent is None:
-        yield from refuse_set(config.episodes, _NO_AGENT, *_OF_AGENT)
+        yield from refuse_set(config.episodes, _NO_AGENT, "agent_num_processes")
     if env is None:
-        yield from refuse_set(config.episodes, _NO_EFFECT, *_OF_ENV)
-    if env is None and agent is None:
+        yield from refuse_set(config.episodes, _NO_EFFECT, "env_timeout_s", "turn_rewards")
+    if env is None and verifiers is None:
+        yield from refuse_set(config.episodes, _NO_EFFECT, *_OF_PROCESSES)
+    if verifiers is None:
+        yield from refuse_set(config.episodes, _NO_VERIFIERS, *_OF_VERIFIERS)
+    if not config.episodes.has_turns:
         yield from refuse_set(config.sampling, _NO_EFFECT, "max_turns", "max_context_length")
         return
-    head, who = f"--agent-command ({agent})", "agent"
-    if agent is None:
-        head, who = f"--env ({' '.join(env)})", "environment"
+    if agent is not None:
+        head, who = f"--agent-command ({agent})", "agent"
+    elif verifiers is not None:
+        head, who = f"--env-verifiers ({verifiers})", "environment"
+    else:
+        head, who = f"--env ({' '.join(env or ())})", "environment"
     if not job.uses_rollout:
         yield f"{head}: has no effect, as supervised fine-tuning samples nothing. Leave it out."
         return
     if agent is not None:
         yield from (f"{head}: {rule}" for rule in _agent(agent, env))
-        yield from _parsers(config.episodes)
+    elif verifiers is not None:
+        yield from _verifiers(config.episodes, head)
     else:
         yield from environment_errors(config.episodes)
+    yield from _parsers(config.episodes)
+    if config.streaming.staleness:
+        if verifiers is not None:
+            yield f"{head}: cannot be combined with --staleness above 0 yet. Leave --staleness out."
+        elif agent is not None and config.episodes.max_branches > 1:
+            yield from refuse_set(config.episodes, _NO_BRANCHES, "max_branches")
     yield from (f"{head}: {rule}" for rule in _combinations(job, who))
     if config.episodes.turn_rewards and env is not None:
         yield from (f"--turn-rewards: {rule}" for rule in _turn_rewards(job))
@@ -128,6 +148,29 @@ def _agent(command: str, env: Sequence[str] | None) -> Iterator[str]:
         yield 'must name a program. Try "python agent.py".'
     elif shutil.which(words[0]) is None:
         yield f'there is no program {words[0]}. Try "python agent.py".'
+
+
+def _verifiers(config: EpisodeConfig, head: str) -> Iterator[str]:
+    """Yield an error per flag that --env-verifiers needs or cannot have."""
+    env = None if config.env is None else " ".join(config.env)
+    for flag, value in (("--env", env), ("--agent-command", config.agent_command)):
+        if value is not None:
+            yield f"{head}: verifiers plays the episodes, and {flag} ({value}) would too. Leave one of them out."
+    if len(config.env_python or ()) != 1:
+        yield (
+            f"{head}: needs --env-python, one Python that has verifiers and the environment. Try the bin/python of "
+            "a virtual environment in which you ran `pip install verifiers`."
+        )
+    yield from _pythons(config.env_python or (), ())
+    try:
+        settings_of_verifiers(config)
+    except ValueError as error:
+        yield f"--env-verifiers-config ({config.env_verifiers_config}): {error}."
+    if config.env_verifiers_client == "train" and config.tool_call_parser is not None:
+        yield (
+            f"--tool-call-parser ({config.tool_call_parser}): with --env-verifiers-client train verifiers parses the "
+            "answers itself. Leave it out."
+        )
 
 
 def _parsers(config: EpisodeConfig) -> Iterator[str]:
@@ -212,7 +255,7 @@ def _combinations(job: Job, who: str) -> Iterator[str]:
     config = job.config
     rules = [("--reward", config.data.reward), ("--reward-function", config.data.reward_function)]
     for flag, value in (
-        *(rules if config.episodes.env is not None else []),
+        *(rules if config.episodes.agent_command is None else []),
         ("--reward-model", " ".join(config.reward_models.reward_model) or None),
     ):
         if value is not None:

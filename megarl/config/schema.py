@@ -36,6 +36,7 @@ from megarl.config.role_sections import (
     RolloutConfig,
     SamplingConfig,
 )
+from megarl.config.verifiers_section import LedEpisodes
 
 RankCount = NewType("RankCount", int)
 """Number of ranks on a machine. A range such as `1-8` is the number of GPUs within it, 8 without a GPU."""
@@ -234,7 +235,7 @@ class DataConfig(Section):
 
 
 @section
-class EpisodeConfig(Section):
+class EpisodeConfig(LedEpisodes):
     """multi-turn episodes"""
 
     env: tuple[str, ...] | None = None
@@ -244,36 +245,30 @@ class EpisodeConfig(Section):
     env_timeout_s: Positive = 60.0
     """With --env: seconds that one call of reset or step may take; then its episode has failed."""
     env_episodes_per_process: Count = 16
-    """With --env: episodes that share one process of the environment. Their calls overlap, in threads or in
-    one event loop. 1: each episode has a process of its own."""
+    """With --env: episodes that share one process of the environment. Their calls overlap. 1: none share one."""
     env_python: tuple[str, ...] | None = None
     """With --env: the Python that runs the environment, e.g. path/to/venv/bin/python, 3.9 or later, with packages
     of its own. megarl need not be installed there. NAME=PYTHON: that of one environment. Default: megarl's."""
     turn_rewards: bool = False
-    """With --env and --algorithm grpo: the tokens of an answer are judged by the rewards from that answer on,
-    not by the sum over the episode. See docs/agents.md."""
+    """With --env and --algorithm grpo: an answer is judged by the rewards from it on, see docs/agents.md."""
     agent_command: str | None = None
     """Your own agent, e.g. "python agent.py": a process per episode that calls the model through an SDK and prints
     the reward, or --reward or --reward-function judges its last answer. See docs/agents.md."""
     agent_timeout_s: Positive = 600.0
-    """With --agent-command: seconds that the agent of an episode may take, the model's answers included; then
-    the episode has failed. Time in which the engine stands still does not count."""
-    agent_num_processes: Count = 16
-    """With --agent-command: agents per engine that run at a time. The others wait."""
-    agent_host: str = "127.0.0.1"
-    """With --agent-command: interface on which the agents' endpoint listens. It takes no request without the
-    key of an open episode, but it does not encrypt."""
+    """With --agent-command: seconds of an episode, but for those in which the engine stands still; then it fails."""
     tool_call_parser: str | None = None
     """With --agent-command: vLLM's parser that finds tool calls in answers, e.g. hermes (Qwen2.5, Qwen3),
     llama3_json or deepseek_v31. Without it requests with tools are refused."""
-    reasoning_parser: str | None = None
-    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1.
-    Without it the reasoning is part of the text."""
 
     @property
     def has_turns(self) -> bool:
         """Whether the job plays episodes of several turns."""
-        return self.env is not None or self.agent_command is not None
+        return self.env is not None or self.has_agent
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether a program of its own leads the episodes, and asks the model at an endpoint."""
+        return self.agent_command is not None or self.env_verifiers is not None
 
 
 @section

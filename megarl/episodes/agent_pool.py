@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat import Message
 from megarl.episodes.chat_requests import ChatRequest
 from megarl.episodes.env_pool import ENV_KEY
-from megarl.episodes.environments import Reply, Sampled
-from megarl.episodes.proxy import Proxy
+from megarl.episodes.environments import Reply, Request, Sampled
+from megarl.episodes.generate_requests import GenerateRequest
+from megarl.episodes.proxy import Asked, Proxy
 from megarl.runtime.signing import JOB_SECRET
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ class AgentPool:
         max_length: tokens of a conversation.
         host: interface of the endpoint.
         parser: finds reasoning and tool calls in answers. Without one they are text.
-        is_judged: whether a rule gives the rewards. The agents then need not print any."""
+        is_judged: whether a rule gives the rewards. The agents then need not print any.
+        vocab_size: token ids of requests must be below it.
+        one_at_a_time: refuse a request of an episode while another one waits."""
 
     def __init__(
         self,
@@ -65,6 +68,8 @@ class AgentPool:
         host: str = "127.0.0.1",
         parser: AnswerParser | None = None,
         is_judged: bool = False,
+        vocab_size: int = 0,
+        one_at_a_time: bool = False,
     ) -> None:
         self._parser, self._is_judged = parser, is_judged
         self._command, self._timeout_s, self._num_processes = shlex.split(command), timeout_s, num_processes
@@ -73,10 +78,12 @@ class AgentPool:
         self._num_answers: dict[int, int] = {}
         self._num_episodes = 0
         self._num_calls: dict[int, int] = {}
-        self._asked: dict[int, ChatRequest] = {}  # what the agent of an episode waits for, or has got
-        self._requests: deque[tuple[Reply, ChatRequest]] = deque()
+        self._asked: dict[tuple[int, int], Asked] = {}  # (episode, request) that an agent waits for
+        self._completions: dict[tuple[int, int], list[tuple[int, Completion]]] = {}  # those that are there
+        self._requests: deque[tuple[Reply, Asked]] = deque()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._proxy = Proxy(self._on_request, max_length, host, parser is not None and parser.takes_tools)
+        takes_tools = parser is not None and parser.takes_tools
+        self._proxy = Proxy(self._on_request, max_length, host, takes_tools, vocab_size, one_at_a_time)
 
     def __enter__(self) -> AgentPool:
         return self
@@ -101,18 +108,31 @@ class AgentPool:
         self._start()
         return episode
 
+    def is_open(self, episode: int) -> bool:
+        """Return whether an episode has begun, and not ended."""
+        return episode in self._agents
+
     def step(self, episode: int, text: str, sampled: Sampled) -> None:
-        """Send the model's answer to the agent of an episode. `replies` returns the agent's next request."""
-        if episode in self._agents:
-            self._num_answers[episode] += 1
-            self._proxy.answer(episode, self._completion(episode, text, sampled))
+        """Keep an answer of the model for the agent of an episode. Its request is answered when all answers that it
+        asks for are there. `replies` returns the agent's next request."""
+        if not self.is_open(episode):
+            return
+        self._num_answers[episode] += 1
+        where = episode, sampled.request
+        found = self._completions.setdefault(where, [])
+        found.append((sampled.turn, self._completion(episode, text, sampled)))
+        if len(found) == self._asked[where].count:
+            del self._completions[where], self._asked[where]
+            self._proxy.answer(episode, sampled.request, sorted(found, key=lambda one: one[0]))
 
     def _completion(self, episode: int, text: str, sampled: Sampled) -> Completion:
         """Return the model's answer in the form that the agent asked for, with reasoning and tool calls
         separated from the text."""
+        asked = self._asked[episode, sampled.request]
+        if isinstance(asked, GenerateRequest):
+            return Completion("", sampled.usage, token_ids=(*sampled.ids,), log_probs=(*sampled.log_probs,))
         if self._parser is None:
             return Completion(text, sampled.usage)
-        asked = self._asked[episode]
         try:
             content, reasoning, calls = self._parser.parse(
                 sampled.prompt, sampled.ids, asked.tools, asked.wants_calls
@@ -126,11 +146,13 @@ class AgentPool:
         self._num_calls[episode] = num_calls + len(calls)
         return completion_of((content, reasoning, calls), text, sampled.usage, num_calls)
 
-    def refuse(self, episode: int, code: str, message: str) -> bool:
-        """Refuse an agent's last request. The agent may go on, unless the conversation is at a limit; in both
-        cases it may print a reward."""
-        is_limit = code == "context_length_exceeded"
-        self._proxy.refuse(episode, BadRequest(message, code, "messages"), is_limit)
+    def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
+        """Refuse an agent's request. The agent may go on, unless the episode is at a limit; in both cases it may
+        print a reward."""
+        assert reply.request is not None
+        number = reply.request.number
+        del self._asked[reply.episode, number]
+        self._proxy.refuse(reply.episode, number, BadRequest(message, code, "messages"), is_final)
         return True
 
     def extend(self, seconds: float) -> None:
@@ -143,7 +165,9 @@ class AgentPool:
         self._num_answers.pop(episode, None)
         self._waiting.pop(episode, None)
         self._num_calls.pop(episode, None)
-        self._asked.pop(episode, None)
+        for waiting in (self._asked, self._completions):
+            for where in [where for where in waiting if where[0] == episode]:
+                del waiting[where]
         agent = self._agents.pop(episode, None)
         if agent is not None:
             agent.kill()
@@ -153,26 +177,36 @@ class AgentPool:
     def replies(self, timeout_s: float) -> list[Reply]:
         """Return the requests that have arrived and the agents that have ended. Waits at most `timeout_s`
         seconds."""
-        now = time.monotonic()
-        first = min((agent.deadline for agent in self._agents.values()), default=now + timeout_s)
-        patience = 0.0 if self._requests else max(0.0, min(timeout_s, first - now))
-        poll = select.poll()  # `select.select` cannot watch descriptors above 1023
-        poll.register(self._woken, select.POLLIN)
-        for agent in self._agents.values():
-            for descriptor in agent.descriptors:
-                poll.register(descriptor, select.POLLIN)
-        readable = {descriptor for descriptor, _ in poll.poll(patience * 1000)}
+        ended = self._endings(0.0 if self._requests else timeout_s)
         with contextlib.suppress(BlockingIOError):
             while os.read(self._woken, 4096):
                 pass
-        ended = [(episode, self._ending(episode, agent, readable)) for episode, agent in self._agents.items()]
         found = []
         while self._requests:  # after the look at the processes: an agent's last request comes before its end
             reply, asked = self._requests.popleft()
-            if reply.episode in self._agents:
-                self._asked[reply.episode] = asked
+            if self.is_open(reply.episode) and reply.request is not None:
+                self._asked[reply.episode, reply.request.number] = asked
                 found.append(reply)
-        return found + [reply for _, reply in ended if reply is not None]
+        return found + ended
+
+    def _endings(self, timeout_s: float) -> list[Reply]:
+        """Return the last replies of agents that have ended or are late. Waits at most so long, or until there is
+        a request."""
+        now = time.monotonic()
+        first = min((agent.deadline for agent in self._agents.values()), default=now + timeout_s)
+        readable = self._wait(
+            [descriptor for agent in self._agents.values() for descriptor in agent.descriptors],
+            max(0.0, min(timeout_s, first - now)),
+        )
+        ended = [self._ending(episode, agent, readable) for episode, agent in self._agents.items()]
+        return [reply for reply in ended if reply is not None]
+
+    def _wait(self, descriptors: Iterable[int], timeout_s: float) -> set[int]:
+        """Return which of the descriptors are readable. Waits at most so long, or until there is a request."""
+        poll = select.poll()  # `select.select` cannot watch descriptors above 1023
+        for descriptor in (self._woken, *descriptors):
+            poll.register(descriptor, select.POLLIN)
+        return {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
 
     def _start(self) -> None:
         """Start agents for waiting episodes while fewer than `num_processes` agents run."""
@@ -182,9 +216,10 @@ class AgentPool:
             key = self._proxy.open(episode)
             self._agents[episode] = _Agent(self._command, row, self._proxy.url, key, self._timeout_s)
 
-    def _on_request(self, episode: int, messages: list[Message], asked: ChatRequest) -> None:
+    def _on_request(self, episode: int, messages: list[Message], asked: Asked, request: Request) -> None:
         """Queue a request. Runs on the endpoint's thread."""
-        reply = Reply(episode, messages, max_tokens=asked.max_tokens, tools=asked.tools)
+        tools = asked.tools if isinstance(asked, ChatRequest) else []
+        reply = Reply(episode, messages, max_tokens=asked.max_tokens, tools=tools, request=request)
         self._requests.append((reply, asked))
         with contextlib.suppress(BlockingIOError):  # the pool is awake already
             os.write(self._wake, b"\0")

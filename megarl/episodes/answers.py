@@ -53,6 +53,10 @@ class Completion:
     usage: Usage
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    """The sampled ids, for a request of token ids."""
+    log_probs: tuple[float, ...] = ()
+    """Log-prob of each of them."""
 
     @property
     def message(self) -> Message:

@@ -24,6 +24,7 @@ from megarl.episodes.bad_request import (
     tool_problem,
 )
 from megarl.episodes.chat import Message
+from megarl.packing import MAX_BRANCHES
 
 MODEL = "policy"
 """Name of the model that is trained. Requests may give any name."""
@@ -109,10 +110,16 @@ class ChatRequest:
     """Whether calls are looked for in the answer."""
     is_single_call: bool = False
     """Whether only the first call is wanted."""
+    count: int = 1
+    """Number of answers."""
 
-    def repeats(self, other: ChatRequest) -> bool:
-        """Return whether this request has the same messages and tools as the other one."""
-        return self.messages == other.messages and self.tools == other.tools
+    def repeats(self, other: object) -> bool:
+        """Return whether this request has the same messages, tools and number of answers as the other one."""
+        return isinstance(other, ChatRequest) and (self.messages, self.tools, self.count) == (
+            other.messages,
+            other.tools,
+            other.count,
+        )
 
 
 def read_chat_request(data: bytes, takes_tools: bool = False) -> ChatRequest:
@@ -135,6 +142,7 @@ def read_chat_request(data: bytes, takes_tools: bool = False) -> ChatRequest:
         tools,
         wants_calls,
         body.parallel_tool_calls is False,
+        1 if body.n is None else body.n,
     )
 
 
@@ -168,13 +176,8 @@ def _tools(given: list[dict[str, Any]], takes_tools: bool, wants_calls: bool) ->
 
 def _refuse_unsupported(body: _Body) -> None:
     """Raise BadRequest for a field that asks for an unsupported feature."""
-    if body.n not in (None, 1):
-        raise BadRequest(
-            f"n ({body.n}) must be 1: an episode is one conversation, and a second answer to the same messages "
-            "would begin another. Use --num-samples-per-prompt.",
-            "unsupported_value",
-            "n",
-        )
+    if body.n is not None and not 1 <= body.n <= MAX_BRANCHES:
+        raise BadRequest(f"n ({body.n}) must be from 1 to {MAX_BRANCHES}", param="n")
     text_only = body.response_format in (None, {"type": "text"})
     fields = (
         ("functions", body.functions, "give tools, which have taken its place"),
@@ -253,33 +256,46 @@ def _text(message: _Message, where: str) -> str:
     return "".join(part.text or "" for part in message.content)
 
 
-def chat_body(completion: Completion) -> dict[str, Any]:
-    """Return an answer as the JSON object with which the API of chat completions replies."""
+def chat_body(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Return the answers to a request as the JSON object with which the API of chat completions replies."""
+    choices = [_choice(index, completion) for index, completion in enumerate(completions)]
+    return {**_head(), "object": "chat.completion", "choices": choices, "usage": _usage(completions)}
+
+
+def _choice(index: int, completion: Completion) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
     if completion.reasoning is not None:
         message |= _reasoning(completion.reasoning)
     if completion.tool_calls:
         message |= {"content": completion.text or None, "tool_calls": _calls(completion)}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(completion)}
-    return {**_head(), "object": "chat.completion", "choices": [choice], "usage": _usage(completion)}
+    finish = _finish_reason(completion)
+    return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
 
 
-def chat_events(completion: Completion, include_usage: bool) -> bytes:
-    """Return an answer as the server-sent events with which the API of chat completions streams it."""
+def chat_events(completions: Sequence[Completion], include_usage: bool) -> bytes:
+    """Return the answers to a request as the server-sent events with which the API of chat completions streams
+    them."""
     head = {**_head(), "object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = [
+        {**head, "choices": [{"index": index, "delta": delta, "finish_reason": finish}]}
+        for index, completion in enumerate(completions)
+        for delta, finish in [
+            *((delta, None) for delta in _deltas(completion)),
+            ({}, _finish_reason(completion)),
+        ]
+    ]
+    if include_usage:
+        chunks.append({**head, "choices": [], "usage": _usage(completions)})
+    lines = [json.dumps(chunk) for chunk in chunks]
+    return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
+
+
+def _deltas(completion: Completion) -> list[dict[str, Any]]:
+    """Return the parts of an answer's message in a stream."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": completion.text}]
     if completion.reasoning is not None:  # SDKs join the roles of all deltas, so there is one
         deltas = [{"role": "assistant", **_reasoning(completion.reasoning)}, {"content": completion.text}]
-    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(_calls(completion))]
-    finished = [*((delta, None) for delta in deltas), ({}, _finish_reason(completion))]
-    chunks: list[dict[str, Any]] = [
-        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
-        for delta, finish in finished
-    ]
-    if include_usage:
-        chunks.append({**head, "choices": [], "usage": _usage(completion)})
-    lines = [json.dumps(chunk) for chunk in chunks]
-    return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]).encode()
+    return deltas + [{"tool_calls": [{"index": at, **call}]} for at, call in enumerate(_calls(completion))]
 
 
 def _head() -> dict[str, Any]:
@@ -299,8 +315,9 @@ def _calls(completion: Completion) -> list[dict[str, Any]]:
     ]
 
 
-def _usage(completion: Completion) -> dict[str, int]:
-    prompt, sampled = completion.usage.num_prompt, completion.usage.num_sampled
+def _usage(completions: Sequence[Completion]) -> dict[str, int]:
+    prompt = completions[0].usage.num_prompt
+    sampled = sum(completion.usage.num_sampled for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

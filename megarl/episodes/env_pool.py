@@ -120,7 +120,7 @@ class EnvironmentPool:
         else:
             self._ask(episode, op="step", text=text)
 
-    def refuse(self, episode: int, code: str, message: str) -> bool:
+    def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
         """Return False: an environment has replied already, and gives no further reward."""
         return False
 

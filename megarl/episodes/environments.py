@@ -11,6 +11,20 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """Where an agent's request belongs in the tree of its episode's turns."""
+
+    number: int
+    """Number of the request in its episode."""
+    parent: int | None = None
+    """Number of the turn whose conversation the messages continue; None: they begin another one."""
+    count: int = 1
+    """Number of answers."""
+    token_ids: list[int] | None = None
+    """The whole prompt, if the agent sends token ids in place of messages. The ids decide what it continues."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """The reply of an environment to one call, or the reason why there is none."""
 
@@ -25,7 +39,9 @@ class Reply:
     max_tokens: int | None = None
     """Tokens of the next answer at most, if an agent wants fewer than the job allows."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Tools that an agent's first request shows to the model, in OpenAI's form."""
+    """Tools that an agent's request shows to the model, in OpenAI's form."""
+    request: Request | None = None
+    """An agent's request. None: the messages follow the last answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +62,12 @@ class Sampled:
     ids: list[int]
     is_cut: bool
     """Whether the answer ended at its limit of tokens."""
+    log_probs: list[float] = field(default_factory=list)
+    """Log-prob of each of `ids`."""
+    turn: int = 0
+    """Number of the turn in its episode."""
+    request: int = 0
+    """Number of the agent's request."""
 
     @property
     def usage(self) -> Usage:
@@ -63,9 +85,12 @@ class Environments(Protocol):
         """Send the model's answer to the environment or agent of an episode. `replies` returns the reply."""
         ...
 
-    def refuse(self, episode: int, code: str, message: str) -> bool:
-        """Refuse the last messages of an episode. Returns whether the episode may go on or still gives a
-        reward, so that a reply follows."""
+    def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
+        """Refuse the messages of a reply. Returns whether the episode may go on or still gives a reward, so that
+        another reply follows.
+
+        Args:
+            is_final: whether the episode gets no further answer."""
         ...
 
     def end(self, episode: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.episodes.chat import Message
-from megarl.episodes.session import Session
+from megarl.episodes.session import Branch, Session
 
 
 FINISH_REASONS = ("stop", "turns", "context", "env")
@@ -23,7 +23,11 @@ class Limits:
     max_response_length: int
     """Tokens of one answer, which is cut there."""
     max_context_length: int
-    """Tokens of the whole conversation."""
+    """Tokens of one conversation."""
+    max_branches: int = 1
+    """Conversations of an agent's episode, each a sample for training."""
+    is_streaming: bool = False
+    """Whether episodes go on while the actor trains (--staleness), which allows one conversation only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +43,22 @@ class EpisodeResult:
     failure: str | None
     cause: str | None
     prompt: list[Message]
-    """The environment's first messages."""
+    """The first messages of the episode."""
     turns: list[Message]
-    """All messages after them."""
+    """All messages after them, in the first conversation."""
+    answers: list[str]
+    """Text of each answer of the model, in the order in which they were given."""
     turn_rewards: list[float]
     """The environment's reward for each answer; 0 where it gave none."""
     turn_lengths: list[int]
     """Number of sampled tokens of each answer."""
+    further: list[list[Message]]
+    """Messages of each further conversation."""
 
     @property
-    def answers(self) -> list[str]:
-        """Text of each answer of the model."""
-        return [message["content"] for message in self.turns if message["role"] == "assistant"]
+    def num_branches(self) -> int:
+        """Number of conversations, each a sample for training."""
+        return 1 + len(self.further)
 
 
 @dataclass(eq=False, slots=True)
@@ -60,15 +68,15 @@ class Episode:
     row: Mapping[str, Any]
     """Row of the data set, as the environment gets it."""
     session: Session | None = None
-    """Tokens of the conversation. None before the first messages, and if there never were any."""
+    """Tokens of the conversations. None before the first messages, and if there never were any."""
     reward: float | None = 0.0
     """Sum of the rewards that the environment has given so far; None if the episode has failed."""
     turn_rewards: list[float | None] = field(default_factory=list)
     """The environment's reward for each answer that it has replied to; None where it gave none."""
     finish: str = ""
     """Why the episode ended: "stop" (the environment), "turns" or "context" (a limit), "env" (a failure)."""
-    truncated: bool = False
-    """Whether an answer was cut at a limit, or a limit ended the episode."""
+    has_cut_answer: bool = False
+    """Whether an answer was cut at a limit."""
     failure: str | None = None
     cause: str | None = None
     """Cause of the failure, one of `env_messages.CAUSES`."""
@@ -78,22 +86,37 @@ class Episode:
         return self.session is not None and self.session.num_answers > 0
 
     @property
+    def truncated(self) -> bool:
+        """Whether an answer was cut at a limit, or a limit ended the episode."""
+        return self.has_cut_answer or self.finish in ("turns", "context")
+
+    @property
     def result(self) -> EpisodeResult:
         """The record of the ended episode."""
-        session = self.session
-        messages = session.messages if session is not None else []
-        first = session.num_first if session is not None else 0
+        session, branches = self.session, self.branches
+        asked = session.turns[0].messages if session is not None and session.turns else []
+        prompt, turns = asked, []
+        if branches:
+            first = branches[0].messages
+            prompt, turns = first[: branches[0].num_first], first[branches[0].num_first :]
         return EpisodeResult(
             self.reward,
             session.num_answers if session is not None else 0,
             self.finish,
             self.failure,
             self.cause,
-            messages[:first],
-            messages[first:],
+            prompt,
+            turns,
+            session.answers if session is not None else [],
             [reward or 0.0 for reward in self.turn_rewards],
             session.answer_lengths if session is not None else [],
+            [branch.messages for branch in branches[1:]],
         )
+
+    @property
+    def branches(self) -> list[Branch]:
+        """The samples of the episode; [] without an answer."""
+        return self.session.branches() if self.session is not None else []
 
     def fail(self, cause: str, failure: str) -> None:
         """End the episode without a reward."""

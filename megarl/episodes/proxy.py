@@ -1,13 +1,15 @@
-"""Serve OpenAI's chat completions and responses and Anthropic's messages to agents. Each episode has a key of its own, which ends with the episode.
+"""Serve OpenAI's chat completions and responses, Anthropic's messages and vLLM's token ids to agents. Each episode has
+a key of its own, which ends with the episode.
 
     proxy = Proxy(on_request)
-    key = proxy.open(episode)            # requests with this key belong to the episode
-    on_request(episode, messages, asked) is called on the server's thread
-    proxy.answer(episode, completion)    # the reply to the request
-    proxy.close(episode)                 # the key is refused from now on
+    key = proxy.open(episode)                     # requests with this key belong to the episode
+    on_request(episode, messages, asked, request) is called on the server's thread
+    proxy.answer(episode, request, completions)   # the reply to the request
+    proxy.close(episode)                          # the key is refused from now on
 
-An episode is one conversation: each request repeats it and adds messages. Only the new messages are handed
-on. An equal request that an SDK sends again gets the first request's answer."""
+Each request repeats a conversation of its episode and adds messages. Only the new messages are handed on, with the
+turn that they continue. A request that continues none begins another conversation. An equal request that an SDK
+sends again gets the first request's answer."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from megarl.episodes.answers import Completion
+from megarl.episodes.answers import Completion, Tool
 from megarl.episodes.anthropic_requests import (
     error_body,
     messages_body,
@@ -30,7 +32,9 @@ from megarl.episodes.anthropic_requests import (
 )
 from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat import Message
+from megarl.episodes.environments import Request
 from megarl.episodes.chat_requests import MODEL, ChatRequest, chat_body, chat_events, read_chat_request
+from megarl.episodes.generate_requests import GenerateRequest, generate_body, read_generate_request
 from megarl.episodes.responses_requests import read_responses_request, responses_body, responses_events
 
 _KEY_BYTES = 24
@@ -38,23 +42,47 @@ _LARGEST_BODY = 16 << 20
 _START_S = 30.0
 _MESSAGES = "/v1/messages"
 _RETRY_COUNT = "x-stainless-retry-count"
+_LONGEST_COUNT = 6
 _LOG = logging.getLogger(__name__)
 
-OnRequest = Callable[[int, list[Message], ChatRequest], None]
+Asked = ChatRequest | GenerateRequest
+OnRequest = Callable[[int, list[Message], Asked, Request], None]
 
 
 @dataclass(eq=False, slots=True)
-class _Conversation:
-    """The messages of one episode so far."""
+class _Asked:
+    """A request that was handed on."""
+
+    number: int
+    asked: Asked
+    answer: asyncio.Future[list[Completion]]
+    is_delivered: bool = False
+    """Whether the client was there when its answer was sent."""
+    num_retries: int = 0
+    """The highest count of retries with which its client has asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """A turn that later requests may continue."""
+
+    turn: int
+    messages: list[Message]
+    """The conversation, with the model's answer at its end."""
+    tools: list[Tool]
+
+
+@dataclass(eq=False, slots=True)
+class _Conversations:
+    """The requests of one episode, and the turns that they were answered by."""
 
     episode: int
-    messages: list[Message] = field(default_factory=list)
-    """The conversation with the model's last answer at its end. [] before the first one."""
-    asked: ChatRequest | None = None
-    """The last request that was handed on."""
-    answered: ChatRequest | None = None
-    """The last request that was answered."""
-    answer: asyncio.Future[Completion] | None = None
+    requests: list[_Asked] = field(default_factory=list)
+    turns: list[_Answered] = field(default_factory=list)
+    continued: set[int] = field(default_factory=set)
+    """Numbers of the turns that a request has continued."""
+    num_requests: int = 0
+    """Number of requests that were handed on, with those that were refused then."""
     limit: BadRequest | None = None
     """Why every further request is refused."""
 
@@ -63,17 +91,27 @@ class Proxy:
     """An HTTP server, on a thread of its own, that agents call as the endpoint of a model.
 
     Args:
-        on_request: called on that thread with the episode, its new messages, and the whole request.
+        on_request: called on that thread with the episode, the new messages, the whole request, and its place
+            among the episode's turns.
         max_length: tokens of a conversation, as /v1/models reports them.
         takes_tools: whether the job finds tool calls in answers.
-        host: interface on which it listens; the loopback interface by default."""
+        host: interface on which it listens; the loopback interface by default.
+        vocab_size: token ids of requests must be below it.
+        one_at_a_time: refuse a request of an episode while another one waits."""
 
     def __init__(
-        self, on_request: OnRequest, max_length: int, host: str = "127.0.0.1", takes_tools: bool = False
+        self,
+        on_request: OnRequest,
+        max_length: int,
+        host: str = "127.0.0.1",
+        takes_tools: bool = False,
+        vocab_size: int = 0,
+        one_at_a_time: bool = False,
     ) -> None:
         self._on_request, self._max_length, self._host = on_request, max_length, host
+        self._vocab_size, self._one_at_a_time = vocab_size, one_at_a_time
         self._takes_tools = takes_tools
-        self._conversations: dict[str, _Conversation] = {}
+        self._conversations: dict[str, _Conversations] = {}
         self._key_of: dict[int, str] = {}
         self._loop = asyncio.new_event_loop()
         self._started, self._error, self.port = threading.Event(), None, 0
@@ -91,24 +129,28 @@ class Proxy:
         """Start to accept the requests of an episode, and return the API key that its agent must send."""
         key = "megarl-" + secrets.token_urlsafe(_KEY_BYTES)
         self._key_of[episode] = key
-        self._conversations[key] = _Conversation(episode)
+        self._conversations[key] = _Conversations(episode)
         return key
 
-    def answer(self, episode: int, completion: Completion) -> None:
-        """Reply to the waiting request of an episode with the model's answer."""
-        self._in_loop(self._answer, self._conversations[self._key_of[episode]], completion)
-
-    def refuse(self, episode: int, error: BadRequest, is_final: bool) -> None:
-        """Reply to the waiting request of an episode with an error.
+    def answer(self, episode: int, request: int, completions: Sequence[tuple[int, Completion]]) -> None:
+        """Reply to a waiting request of an episode with the model's answers.
 
         Args:
-            is_final: refuse all further ones too."""
-        self._in_loop(self._refuse, self._conversations[self._key_of[episode]], error, is_final)
+            completions: number of the turn and completion, for each answer that the request asks for."""
+        self._in_loop(self._answer, self._conversations[self._key_of[episode]], request, completions)
+
+    def refuse(self, episode: int, request: int, error: BadRequest, is_final: bool) -> None:
+        """Reply to a waiting request of an episode with an error.
+
+        Args:
+            is_final: refuse all later ones too."""
+        self._in_loop(self._refuse, self._conversations[self._key_of[episode]], request, error, is_final)
 
     def close(self, episode: int) -> None:
-        """Refuse the requests of an episode from now on, and the request that waits."""
-        conversation = self._conversations.pop(self._key_of.pop(episode))
-        self._in_loop(self._refuse, conversation, BadRequest("the episode has ended", "episode_ended"), True)
+        """Refuse the requests of an episode from now on, and those that wait."""
+        conversations = self._conversations.pop(self._key_of.pop(episode))
+        ended = BadRequest("the episode has ended", "episode_ended")
+        self._in_loop(self._refuse, conversations, None, ended, True)
 
     def stop(self) -> None:
         """Close all connections, and end the thread."""
@@ -127,6 +169,7 @@ class Proxy:
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/responses", self._responses),
                 web.post(_MESSAGES, self._messages),
+                web.post("/inference/v1/generate", self._generate),
                 web.get("/v1/models", self._models),
             ]
         )
@@ -147,7 +190,7 @@ class Proxy:
             loop.close()
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._conversation(request)
+        self._of_key(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}
         model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's
         pages = {"has_more": False, "first_id": MODEL, "last_id": MODEL}
@@ -155,33 +198,38 @@ class Proxy:
         return web.json_response({"object": "list", "data": data, **pages})
 
     async def _chat(self, request: web.Request) -> web.Response:
-        conversation = self._conversation(request)
+        conversations = self._of_key(request)
         asked = read_chat_request(await request.read(), self._takes_tools)
-        completion = await self._ask(conversation, asked, _is_retry(request))
+        completions = await self._ask(conversations, asked, request)
         if not asked.stream:
-            return web.json_response(chat_body(completion))
-        events = chat_events(completion, asked.include_usage)
+            return web.json_response(chat_body(completions))
+        events = chat_events(completions, asked.include_usage)
         return web.Response(body=events, content_type="text/event-stream")
 
     async def _responses(self, request: web.Request) -> web.Response:
-        conversation = self._conversation(request)
+        conversations = self._of_key(request)
         asked = read_responses_request(await request.read(), self._takes_tools)
-        completion = await self._ask(conversation, asked, _is_retry(request))
+        (completion,) = await self._ask(conversations, asked, request)
         if not asked.stream:
             return web.json_response(responses_body(completion))
         return web.Response(body=responses_events(completion), content_type="text/event-stream")
 
     async def _messages(self, request: web.Request) -> web.Response:
-        conversation = self._conversation(request)
+        conversations = self._of_key(request)
         asked = read_messages_request(await request.read(), self._takes_tools)
-        completion = await self._ask(conversation, asked, _is_retry(request))
+        (completion,) = await self._ask(conversations, asked, request)
         if not asked.stream:
             return web.json_response(messages_body(completion))
         return web.Response(body=messages_events(completion), content_type="text/event-stream")
 
-    def _conversation(self, request: web.Request) -> _Conversation:
-        """Return the conversation that belongs to a request's API key. Raises: BadRequest (401) for an
-        unknown key."""
+    async def _generate(self, request: web.Request) -> web.Response:
+        conversations = self._of_key(request)
+        asked = read_generate_request(await request.read(), self._vocab_size)
+        return web.json_response(generate_body(await self._ask(conversations, asked, request)))
+
+    def _of_key(self, request: web.Request) -> _Conversations:
+        """Return the conversations that belong to a request's API key. Raises: BadRequest (401) for an unknown
+        key."""
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
         found = self._conversations.get(key)
@@ -189,75 +237,95 @@ class Proxy:
             raise BadRequest("no open episode has this API key", "invalid_api_key", status=401)
         return found
 
-    async def _ask(self, conversation: _Conversation, asked: ChatRequest, is_retry: bool) -> Completion:
-        """Hand a request on, and wait for its answer. Raises: BadRequest if it is refused."""
-        if conversation.limit is not None:
-            raise conversation.limit
-        before = conversation.asked
-        if before is not None and conversation.answer is not None and asked.repeats(before):
-            if is_retry:
-                return await asyncio.shield(conversation.answer)
-            raise BadRequest(
-                "these messages were answered before: an episode is one conversation, so they are not answered "
-                "a second time. Use --num-samples-per-prompt for more answers.",
-                "branch_not_supported",
-                "messages",
-            )
-        if conversation.answer is not None and not conversation.answer.done():
-            raise BadRequest("another request of this episode is being answered", "request_in_progress")
-        if conversation.answered is not None and asked.tools != conversation.answered.tools:
-            raise BadRequest(
-                "tools is not what it was in this episode's last request: the prompt shows the tools, and an "
-                "episode is one conversation. Send the same tools each time, with tool_choice none where "
-                "no call is wanted.",
-                "branch_not_supported",
-                "tools",
-            )
-        new = _new_messages(conversation.messages, asked.messages)
-        conversation.asked, conversation.answer = asked, self._loop.create_future()
-        self._on_request(conversation.episode, new, asked)
-        return await asyncio.shield(conversation.answer)
+    async def _ask(self, conversations: _Conversations, asked: Asked, http: web.Request) -> list[Completion]:
+        """Hand a request on, and wait for its answers. Raises: BadRequest if it is refused."""
+        if conversations.limit is not None:
+            raise conversations.limit
+        num_retries = _num_retries(http)
+        before = _asked_before(conversations.requests, asked, num_retries) if num_retries else None
+        if before is None:
+            if self._one_at_a_time and not all(one.answer.done() for one in conversations.requests):
+                raise BadRequest("another request of this episode is being answered", "request_in_progress")
+            before = _Asked(conversations.num_requests, asked, self._loop.create_future())
+            conversations.requests.append(before)
+            conversations.num_requests += 1
+            new, request = _placed(conversations, before.number, asked)
+            self._on_request(conversations.episode, new, asked, request)
+        before.num_retries = max(before.num_retries, num_retries)
+        found = await asyncio.shield(before.answer)
+        before.is_delivered = before.is_delivered or (
+            http.transport is not None and not http.transport.is_closing()
+        )
+        return found
 
     @staticmethod
-    def _answer(conversation: _Conversation, completion: Completion) -> None:
-        if conversation.answer is None or conversation.answer.done():  # the episode has ended meanwhile
+    def _answer(
+        conversations: _Conversations, request: int, completions: Sequence[tuple[int, Completion]]
+    ) -> None:
+        of_number = (one for one in conversations.requests if one.number == request)
+        found = next(of_number, None)
+        if found is None or found.answer.done():  # the episode has ended meanwhile
             return
-        assert conversation.asked is not None
-        conversation.messages = [*conversation.asked.messages, completion.message]
-        conversation.answered = conversation.asked
-        conversation.answer.set_result(completion)
+        for turn, completion in completions if isinstance(found.asked, ChatRequest) else ():
+            messages = [*found.asked.messages, completion.message]
+            conversations.turns.append(_Answered(turn, messages, found.asked.tools))
+        found.answer.set_result([completion for _, completion in completions])
 
     @staticmethod
-    def _refuse(conversation: _Conversation, error: BadRequest, is_final: bool) -> None:
+    def _refuse(
+        conversations: _Conversations, request: int | None, error: BadRequest, is_final: bool
+    ) -> None:
         if is_final:
-            conversation.limit = error
-        waiting, conversation.asked, conversation.answer = conversation.answer, None, None
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(error)
-            waiting.exception()  # nobody may wait any more: the client may have gone
+            conversations.limit = error
+        for waiting in [one for one in conversations.requests if request in (None, one.number)]:
+            conversations.requests.remove(waiting)
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+                waiting.answer.exception()  # nobody may wait any more: the client may have gone
 
 
-def _is_retry(request: web.Request) -> bool:
-    """Return whether an SDK says that it has sent this request before."""
+def _asked_before(requests: Sequence[_Asked], asked: Asked, num_retries: int) -> _Asked | None:
+    """Return the request that an SDK sends once more; None if there is no equal one.
+
+    Several equal requests may be open. Their clients' retries are given to one each, if possible."""
+    equal = [one for one in requests if asked.repeats(one.asked)]
+    lost = [one for one in equal if not one.is_delivered and one.num_retries < num_retries]
+    return lost[0] if lost else equal[-1] if equal else None
+
+
+def _num_retries(request: web.Request) -> int:
+    """Return how often an SDK has sent this request before."""
     count = request.headers.get(_RETRY_COUNT, "0")
-    if not (count.isascii() and count.isdigit()):
+    if not (count.isascii() and count.isdigit() and len(count) <= _LONGEST_COUNT):
         raise BadRequest(f"the header {_RETRY_COUNT} is not a number: {count[:80]!r}", param=_RETRY_COUNT)
-    return count.strip("0") != ""
+    return int(count)
 
 
-def _new_messages(before: Sequence[Message], asked: Sequence[Message]) -> list[Message]:
-    """Return the messages that a request adds. Raises: BadRequest unless it begins with the conversation."""
-    for index, message in enumerate(before):
-        if index >= len(asked) or not _is_same(message, asked[index]):
-            raise BadRequest(
-                f"messages[{index}] is not what it was in this episode's last request and answer: an episode is "
-                "one conversation, so messages can be added but not changed, and no other conversation begun",
-                "branch_not_supported",
-                f"messages[{index}]",
-            )
-    if len(asked) == len(before):
-        raise BadRequest("the request adds no message", param="messages")
-    return [*asked[len(before) :]]
+def _placed(conversations: _Conversations, number: int, asked: Asked) -> tuple[list[Message], Request]:
+    """Return the new messages of a request, and its place among the episode's turns."""
+    if isinstance(asked, GenerateRequest):
+        return [], Request(number, count=asked.count, token_ids=asked.token_ids)
+    parent = _continued(conversations, asked)
+    if parent is None:
+        return asked.messages, Request(number, count=asked.count)
+    conversations.continued.add(parent.turn)
+    return asked.messages[len(parent.messages) :], Request(number, parent.turn, asked.count)
+
+
+def _continued(conversations: _Conversations, asked: ChatRequest) -> _Answered | None:
+    """Return the turn with the longest conversation that a request repeats and adds messages to; None if the
+    request begins another conversation. A prompt shows the tools, so other tools are another conversation.
+
+    Of turns with equal conversations the latest is meant, or one that no request has continued yet."""
+    fitting = [
+        turn
+        for turn in conversations.turns
+        if len(turn.messages) < len(asked.messages)
+        and turn.tools == asked.tools
+        and all(map(_is_same, turn.messages, asked.messages))
+    ]
+    is_new = conversations.continued.isdisjoint
+    return max(fitting, key=lambda turn: (len(turn.messages), is_new({turn.turn}), turn.turn), default=None)
 
 
 def _is_same(one: Message, other: Message) -> bool:

@@ -65,9 +65,11 @@ class RepeatableEnvironments:
         if calls.in_pool is not None and (self._of_agents or calls.num_repeated == len(calls.texts)):
             self._pool.step(calls.in_pool, text, sampled)
 
-    def refuse(self, episode: int, code: str, message: str) -> bool:
-        in_pool = self._calls[episode].in_pool
-        return self._of_agents if in_pool is None else self._pool.refuse(in_pool, code, message)
+    def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
+        in_pool = self._calls[reply.episode].in_pool
+        if in_pool is None:
+            return self._of_agents
+        return self._pool.refuse(replace(reply, episode=in_pool), code, message, is_final)
 
     def end(self, episode: int) -> None:
         self._stop(self._calls.pop(episode))

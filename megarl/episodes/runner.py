@@ -11,7 +11,7 @@ from typing import Protocol
 from megarl.episodes.chat import Chat
 from megarl.episodes.environments import Environments, Reply, Sampled
 from megarl.episodes.episode import Episode, Limits
-from megarl.episodes.session import Session
+from megarl.episodes.session import Session, TurnRecord
 from megarl.runtime.abort import ABORT
 
 _LOOK_S = 0.2  # interval between two looks for an abort
@@ -26,6 +26,8 @@ class Turn:
     """Index of the episode among those that are played."""
     prompt: list[int]
     max_tokens: int
+    number: int = 0
+    """Number of the turn in its episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Answer:
     versions: list[int]
     is_cut: bool
     """Whether the answer ended at its `max_tokens`."""
+    number: int = 0
+    """Number of the turn in its episode."""
 
 
 class TurnEngine(Protocol):
@@ -123,31 +127,37 @@ class Play:
         if episode is None:  # its agent has ended meanwhile
             return
         assert episode.session is not None
-        sampled = Sampled(episode.session.prompt, answer.token_ids, answer.is_cut)
-        text = episode.session.answer(answer.token_ids, answer.log_probs, answer.versions)
-        episode.truncated = episode.truncated or answer.is_cut
+        turn, log_probs = episode.session.turns[answer.number], answer.log_probs
+        sampled = Sampled(turn.prompt, answer.token_ids, answer.is_cut, log_probs, turn.number, turn.request)
+        text = episode.session.answer(turn, answer.token_ids, log_probs, answer.versions)
+        episode.has_cut_answer = episode.has_cut_answer or answer.is_cut
         self._environments.step(self._number_of[answer.index], text, sampled)
 
     def _after(self, reply: Reply) -> Iterable[Turn]:
-        """Return the turn that follows a reply; none if the episode has ended or the reply is refused."""
+        """Return the turns that follow a reply; none if the episode has ended or the reply is refused."""
         index = self._index_of[reply.episode]
         episode = self._episodes[index]
         if reply.failure is not None:
             episode.fail(reply.cause or "raised", reply.failure)
-        elif not self._continue(episode, reply):
+            turns: list[TurnRecord] | None = []
+        else:
+            turns = self._continue(episode, reply)
+        if turns is None:
             return ()
         if episode.finish:
             self.end(index)
             return ()
-        session = episode.session
-        assert session is not None
-        room = min(self._limits.max_context_length - len(session), self._limits.max_response_length)
-        return [Turn(index, session.prompt, min(room, reply.max_tokens or room))]
+        limits = self._limits
+        rooms = [min(limits.max_context_length - len(t.prompt), limits.max_response_length) for t in turns]
+        return [
+            Turn(index, turn.prompt, min(room, reply.max_tokens or room), turn.number)
+            for turn, room in zip(turns, rooms, strict=True)
+        ]
 
-    def _continue(self, episode: Episode, reply: Reply) -> bool:
+    def _continue(self, episode: Episode, reply: Reply) -> list[TurnRecord] | None:
         """Add a reply to its episode, and note why the episode has ended, if it has.
 
-        Returns: False if the reply is refused and another one follows."""
+        Returns: the turns to be answered; None if the reply is refused and another one follows."""
         assert episode.reward is not None
         episode.reward += reply.reward or 0.0
         if episode.has_answers:
@@ -155,38 +165,56 @@ class Play:
             episode.turn_rewards[answered - 1 :] = [reply.reward]  # a refused reply is replaced by the next
         if reply.done:
             episode.finish = episode.finish or "stop"
-            return True
-        if episode.has_answers and episode.session.num_answers >= self._limits.max_turns:
-            episode.finish, episode.truncated = "turns", True
-            why = f"the episode has had --max-turns ({self._limits.max_turns}) answers"
-            return not self._environments.refuse(reply.episode, "context_length_exceeded", why)
+            return []
+        asked = 0 if episode.session is None else len(episode.session.turns)
+        count, limit = 1 if reply.request is None else reply.request.count, self._limits.max_turns
+        if asked + count > limit:
+            why = f"the episode has had {asked} answers, and --max-turns is {limit}"
+            return self._limited(episode, reply, "turns", why, is_final=asked >= limit)
         return self._append(episode, reply)
 
-    def _append(self, episode: Episode, reply: Reply) -> bool:
-        """Append a reply's messages. Returns: False if they are refused and another reply follows."""
+    def _limited(
+        self, episode: Episode, reply: Reply, limit: str, why: str, is_final: bool
+    ) -> list[TurnRecord] | None:
+        """End an episode at a limit, or refuse the request of an agent, which may go on. Returns as `_continue`
+        does."""
+        episode.finish = limit
+        return None if self._environments.refuse(reply, "context_length_exceeded", why, is_final) else []
+
+    def _append(self, episode: Episode, reply: Reply) -> list[TurnRecord] | None:
+        """Open the turns that a reply asks for. Returns as `_continue` does."""
+        if episode.session is None:
+            episode.session = Session(self._chat)
+        session = episode.session
         try:
-            if episode.session is None:
-                episode.session = Session(self._chat, reply.messages, reply.tools)
-            else:
-                episode.session.append(reply.messages)
+            turns = _open(session, reply)
         except ValueError as error:
-            if self._environments.refuse(reply.episode, "invalid_value", str(error)):
-                return False
+            if self._environments.refuse(reply, "invalid_value", str(error)):
+                return None
             episode.fail("refused", str(error))
-            return True
-        limit, length = self._limits.max_context_length, len(episode.session)
-        if length < limit:
-            return True
-        if episode.has_answers:
-            episode.finish, episode.truncated = "context", True
+            return []
+        limit, length, is_first = self._limits.max_context_length, len(turns[0].prompt), not session.turns
+        if reply.request is None:
+            session.add(turns)
+        if length >= limit and is_first:
+            episode.fail(
+                "refused",
+                f"the first messages have {length} tokens, and --max-context-length ({limit}) leaves no token for "
+                "an answer",
+            )
+            return []
+        if length >= limit:
             why = f"the messages have {length} tokens, and --max-context-length is {limit}"
-            return not self._environments.refuse(reply.episode, "context_length_exceeded", why)
-        episode.fail(
-            "refused",
-            f"the first messages have {length} tokens, and --max-context-length ({limit}) leaves no token for "
-            "an answer",
-        )
-        return True
+            return self._limited(episode, reply, "context", why, is_final=False)
+        if reply.request is not None:
+            num_branches = session.num_branches_with(turns)
+            if num_branches > (most := self._limits.max_branches):
+                code, why = _too_many(num_branches, most, self._limits.is_streaming)
+                self._environments.refuse(reply, code, why)
+                return None
+            session.add(turns)
+            episode.finish = ""  # an agent that was refused has found another way
+        return turns
 
     def is_open(self, index: int) -> bool:
         return index in self._episodes
@@ -196,3 +224,32 @@ class Play:
         number = self._number_of.pop(index)
         del self._index_of[number], self._episodes[index]
         self._environments.end(number)
+
+
+def _too_many(num_branches: int, most: int, is_streaming: bool) -> tuple[str, str]:
+    """Return code and message of the refusal of a conversation."""
+    if is_streaming:
+        return "branch_not_supported", (
+            "these messages do not continue the episode's conversation, or ask for more than one answer: with "
+            "--staleness an episode is one conversation. Repeat all of its messages and tools, and add some."
+        )
+    return "too_many_branches", (
+        f"the episode would have {num_branches} conversations with these answers, and --max-branches is {most}. "
+        "Continue one of the others: repeat its messages and add some."
+    )
+
+
+def _open(session: Session, reply: Reply) -> list[TurnRecord]:
+    """Return the turns that a reply asks for. Raises: ValueError if the chat template refuses its messages."""
+    request = reply.request
+    if request is None:
+        parent = session.answered[-1] if session.answered else None
+        return session.open(reply.messages, parent, reply.tools)
+    if request.token_ids is not None:
+        turns = session.open_ids(request.token_ids, request.count)
+    else:
+        parent = None if request.parent is None else session.turns[request.parent]
+        turns = session.open(reply.messages, parent, reply.tools, request.count)
+    for turn in turns:
+        turn.request = request.number
+    return turns

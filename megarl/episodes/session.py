@@ -1,89 +1,215 @@
-"""Record one conversation with the model in token ids, to which ids are only appended.
+"""Record the conversations of one episode in token ids, as a tree of turns to which turns are only added.
 
-    session = Session(chat, messages)
-    session.prompt                              what the engine gets
-    session.answer(ids, log_probs, versions)    what it sampled
-    session.append(messages)                    what the environment replied
-    session.prompt                              the same ids, the sampled ids, and the ids of the reply
+    session = Session(chat)
+    turn = session.open(messages)                       turn.prompt is what the engine gets
+    session.answer(turn, ids, log_probs, versions)      what it sampled
+    turn = session.open(reply, parent=turn)             the same ids, the sampled ids, and the ids of the reply
+    session.branches()                                  what is trained on
 
-The next prompt begins with the last prompt and the sampled ids, whatever the chat template would make of
-their text. So the tokens that are trained on are those that were sampled."""
+The prompt of a turn begins with its parent's prompt and sampled ids, whatever the chat template would make of
+their text. So the tokens that are trained on are those that were sampled.
+
+A conversation that only grows is one branch. Two answers to one prompt, messages that were edited, and a further
+agent with a prompt of its own make further branches, each a sample for training. A sampled token is trained on in
+the first branch that has it, and is context in the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from megarl.episodes.chat import Chat, Message
 
 
-class Session:
-    """The tokens of one conversation, with the log-prob and version of every sampled one.
+@dataclass(eq=False, slots=True)
+class TurnRecord:
+    """One answer of the model, or one that it is asked for, and what came before it."""
 
-    Args:
-        tools: tools that the chat template shows to the model, in OpenAI's form.
-    Raises: ValueError if the chat template refuses the first messages."""
-
-    def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Message] = ()) -> None:
-        self._chat, self._tools = chat, tools
-        self.messages: list[Message] = [*messages]
-        """The conversation as messages."""
-        self.num_first = len(self.messages)
-        """Number of messages of the first prompt."""
-        self.first_prompt = chat.encode(self.messages, tools)
-        """Ids of the first prompt."""
-        self.response: list[int] = []
-        """All ids after the first prompt, up to the last sampled one."""
-        self.holes: list[tuple[int, int]] = []
-        """(start, end) in `response` of the ids that were not sampled."""
-        self.log_probs: list[float] = []
-        """Log-prob of each sampled id."""
-        self.versions: list[int] = []
-        """Version of the weights that sampled each id."""
-        self.answer_lengths: list[int] = []
-        """Number of sampled ids of each answer."""
-        self._appended: list[int] = []  # ids since the last sampled one
+    number: int
+    """Number of the turn in its session, in the order in which answers were asked for."""
+    parent: TurnRecord | None
+    """The turn whose conversation this one continues. None for the first turn of a conversation."""
+    added: list[int]
+    """Ids between the last sampled id of the parent and the answer; all ids before it without a parent."""
+    prompt: list[int]
+    """All ids before the answer."""
+    messages: list[Message]
+    """Messages between the parent's answer and this one; once there is one, the answer too."""
+    tools: Sequence[Message] = ()
+    request: int = 0
+    """Number of the agent's request that asked for the answer."""
+    sampled: list[int] = field(default_factory=list)
+    """Ids of the answer; [] while it is sampled."""
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Version of the weights that sampled each id."""
 
     @property
-    def prompt(self) -> list[int]:
-        """Token ids of the next prompt: the whole conversation so far."""
-        return [*self.first_prompt, *self.response, *self._appended]
+    def path(self) -> list[TurnRecord]:
+        """The turns of the conversation up to this one."""
+        found = [self]
+        while (parent := found[-1].parent) is not None:
+            found.append(parent)
+        return found[::-1]
+
+    @property
+    def conversation(self) -> list[Message]:
+        """All messages up to this turn's."""
+        return [message for turn in self.path for message in turn.messages]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One conversation of a session as a sample for training."""
+
+    prompt: list[int]
+    """Ids before the first one that is trained on."""
+    response: list[int]
+    """All ids after the prompt, up to the last sampled one."""
+    holes: list[tuple[int, int]]
+    """(start, end) in `response` of the ids that are not trained on."""
+    log_probs: list[float]
+    """Log-prob of each id that is trained on."""
+    versions: list[int]
+    """Version of the weights that sampled each of them."""
+    messages: list[Message]
+    """The conversation, with messages behind the last answer that were not answered."""
+    num_first: int
+    """Number of messages before the first answer."""
+
+
+class Session:
+    """The turns of one episode."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self.turns: list[TurnRecord] = []
+        """All turns, in the order in which they were asked for."""
+        self.answered: list[TurnRecord] = []
+        """Turns with an answer, in the order of the answers."""
 
     @property
     def num_answers(self) -> int:
-        return len(self.answer_lengths)
+        return len(self.answered)
 
-    def __len__(self) -> int:
-        """Return the number of token ids of the next prompt."""
-        return len(self.first_prompt) + len(self.response) + len(self._appended)
+    @property
+    def answers(self) -> list[str]:
+        """Text of each answer."""
+        return [turn.messages[-1]["content"] for turn in self.answered]
 
-    def answer(self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]) -> str:
-        """Record an answer of the model, and return its text.
+    @property
+    def answer_lengths(self) -> list[int]:
+        """Number of sampled ids of each answer."""
+        return [len(turn.sampled) for turn in self.answered]
 
-        Raises: ValueError for an answer without ids, or with other numbers of log-probs or versions."""
+    def open(
+        self,
+        messages: Sequence[Message],
+        parent: TurnRecord | None = None,
+        tools: Sequence[Message] = (),
+        count: int = 1,
+    ) -> list[TurnRecord]:
+        """Return new turns that are not in the session yet, for `count` answers to the same messages.
+
+        Args:
+            messages: those of a new conversation, or those that follow the parent's answer.
+            parent: a turn with an answer.
+            tools: tools that the chat template shows to the model, in OpenAI's form.
+        Raises: ValueError if the chat template refuses the messages."""
+        if parent is None:
+            added = prompt = self._chat.encode(messages, tools)
+        else:
+            added = self._chat.suffix(parent.conversation, messages, parent.sampled[-1], tools)
+            prompt = [*parent.prompt, *parent.sampled, *added]
+        return self._turns(count, parent, added, prompt, messages, tools)
+
+    def open_ids(self, prompt: Sequence[int], count: int = 1) -> list[TurnRecord]:
+        """Return new turns for a prompt of token ids. They continue the turn whose prompt and answer are the
+        longest beginning of it, if there is one."""
+        parent, length = None, 0
+        for turn in self.answered:
+            end = len(turn.prompt) + len(turn.sampled)
+            if length < end < len(prompt) and [*prompt[:end]] == turn.prompt + turn.sampled:
+                parent, length = turn, end
+        added = [*prompt[length:]]
+        shown = {"role": "tokens", "content": self._chat.decode(added)}  # for people; no template renders it
+        return self._turns(count, parent, added, [*prompt], [shown], ())
+
+    def _turns(
+        self,
+        count: int,
+        parent: TurnRecord | None,
+        added: list[int],
+        prompt: list[int],
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+    ) -> list[TurnRecord]:
+        first = len(self.turns)
+        return [TurnRecord(first + n, parent, added, prompt, [*messages], tools) for n in range(count)]
+
+    def add(self, turns: Sequence[TurnRecord]) -> None:
+        """Add the turns that `open` has returned."""
+        self.turns += turns
+
+    def num_branches_with(self, turns: Sequence[TurnRecord] = ()) -> int:
+        """Return the number of branches when all turns, and these new ones, have their answers."""
+        everything = [*self.turns, *turns]
+        return len(everything) - len({id(turn.parent) for turn in everything if turn.parent is not None})
+
+    def answer(
+        self, turn: TurnRecord, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]
+    ) -> str:
+        """Record the model's answer to a turn, and return its text.
+
+        Raises: ValueError for an answer without ids, or with other numbers of log-probs or versions, and for a
+        turn that has one."""
         if not len(ids) == len(log_probs) == len(versions) > 0:
             raise ValueError(
                 f"an answer has {len(ids)} ids, {len(log_probs)} log-probs and {len(versions)} versions: "
                 "there must be as many of each, and at least one"
             )
-        if self._appended:
-            start = len(self.response)
-            self.response += self._appended
-            self.holes.append((start, len(self.response)))
-            self._appended = []
-        self.response += ids
-        self.log_probs += log_probs
-        self.versions += versions
-        self.answer_lengths.append(len(ids))
+        if turn.sampled:
+            raise ValueError(f"turn {turn.number} has an answer")
+        turn.sampled, turn.log_probs, turn.versions = [*ids], [*log_probs], [*versions]
         text = self._chat.decode(ids)
-        self.messages.append({"role": "assistant", "content": text})
+        turn.messages.append({"role": "assistant", "content": text})
+        self.answered.append(turn)
         return text
 
-    def append(self, messages: Sequence[Message]) -> None:
-        """Append the environment's messages, and the header of the next answer.
+    def branches(self) -> list[Branch]:
+        """Return one sample per conversation that no other one continues. The first one is what became of the first
+        turn, by the first requests that continued it."""
+        parents = {id(turn.parent) for turn in self.answered}
+        leaves = [turn for turn in self.turns if turn.sampled and id(turn) not in parents]
+        leaves.sort(key=lambda leaf: [turn.number for turn in leaf.path])
+        trained: set[int] = set()
+        rest = {id(turn.parent): turn.messages for turn in self.turns if not turn.sampled}
+        return [_branch(leaf, trained, rest.get(id(leaf), [])) for leaf in leaves]
 
-        Raises: ValueError if there is no answer before them, or the chat template refuses the messages."""
-        if not self.num_answers or self._appended:
-            raise ValueError("messages can be appended once after each answer of the model")
-        appended = self._chat.suffix(self.messages, messages, self.response[-1], self._tools)
-        self._appended = appended
-        self.messages += messages
+
+def _branch(leaf: TurnRecord, trained: set[int], rest: Sequence[Message]) -> Branch:
+    """Return the sample that ends with a turn.
+
+    Args:
+        rest: messages after it that were not answered.
+        trained: ids of the objects of the turns that earlier samples train on. The sample's own are added."""
+    path = leaf.path
+    first = next(at for at, turn in enumerate(path) if id(turn) not in trained)
+    response: list[int] = []
+    holes: list[tuple[int, int]] = []
+    for at, turn in enumerate(path[first:]):
+        if at:  # the turns after the first new one are new, too: a turn is trained on after its parent
+            holes.append((len(response), len(response) + len(turn.added)))
+            response += turn.added
+        response += turn.sampled
+        trained.add(id(turn))
+    own = path[first:]
+    return Branch(
+        path[first].prompt,
+        response,
+        [hole for hole in holes if hole[0] < hole[1]],
+        [value for turn in own for value in turn.log_probs],
+        [version for turn in own for version in turn.versions],
+        [*leaf.conversation, *rest],
+        len(path[0].messages) - 1,
+    )

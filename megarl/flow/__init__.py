@@ -6,6 +6,7 @@ drawn, and which calls may be issued next. `trainer/scheduler.py` runs the flow.
 no torch."""
 
 from megarl.flow.flow import Flow, SymbolicRole, background, dataflow, symbolic_roles
+from megarl.flow.handles import Roles
 from megarl.flow.job_roles import (
     Actor,
     CheckpointedRole,
@@ -18,7 +19,6 @@ from megarl.flow.job_roles import (
     Reference,
     Reward,
     RewardModel,
-    Roles,
     Rollout,
     RunFolderReader,
     ServiceRole,

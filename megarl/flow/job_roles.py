@@ -5,10 +5,10 @@ To add a role kind, declare it here, and write its implementation in megarl/work
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.flow.role import Caller, Role, method, role_class
+from megarl.flow.role import Role, method
 from megarl.packing import MiniBatch, Sample
 
 Metrics = dict[str, float]
@@ -326,7 +326,7 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
         group_ids: list[int],
         rewards: list[float | None],
         kl_coef: float,
-        digests: list[int] | None = None,
+        digests: dict[int, int] | None = None,
         turn_rewards: list[list[float]] | None = None,
         turn_lengths: list[list[int]] | None = None,
         scores: dict[str, list[float | None]] | None = None,
@@ -367,8 +367,7 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
     @method(optional=True)
     def load_sft_rows(self) -> list[tuple[int, int]] | None:
-        """Tokenize the rows of --sft-data, and return (length, response length) of every row, from the first
-        rank only."""
+        """Tokenize the rows of --sft-data. Return (length, response length) of each, from the first rank only."""
 
     @method()
     def send_weights(self, version: int) -> None:
@@ -381,11 +380,8 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
     @method(optional=True)
     def load_dataset(self) -> list[list[tuple[int, int, float | None]]] | None:
-        """Tokenize the training rows of an algorithm that samples nothing, and return the sizes of the samples
-        that each row is, from the first rank only.
-
-        Returns: for every row, (length, response length, reward or None) of each of its samples, from the
-            mesh's first rank."""
+        """Tokenize the training rows of an algorithm that samples nothing, and return, for every row, (length,
+        response length, reward or None) of each of its samples, from the mesh's first rank only."""
 
     @method(optional=True)
     def digest_rows(self) -> str:
@@ -402,9 +398,7 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
 
 class Data(RandomState, RunFolderReader, kind="data"):
-    """Moves samples and their columns between ranks, to those that train on them.
-
-    It is on every rank of a job that samples."""
+    """Moves samples and their columns to the ranks that train on them. Is on every rank of a job that samples."""
 
     @method(reports=True)
     def distribute(
@@ -442,36 +436,3 @@ class Profiler(Role, kind="profiler"):
         Args:
             folder: folder of the files.
             name: beginning of the files' names, before the rank."""
-
-
-class Roles:
-    """Handles on the roles of a job, by name: `roles.actor`, `roles.critic_2`."""
-
-    actor: Actor
-    critic: Critic
-    cost_critic: CostCritic
-    reference: Reference
-    rollout: Rollout
-    reward: Reward
-    reward_model: RewardModel
-    data: Data
-
-    def __init__(self, caller: Caller, names: Iterable[str]) -> None:
-        self._handles = {name: role_class(name)(caller, name) for name in names}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._handles:
-            raise AttributeError(f"role ({name}): this job has {', '.join(self._handles)}.")
-        return self._handles[name]
-
-    def __getitem__(self, name: str) -> Any:
-        return self._handles[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._handles
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._handles)
-
-    def __dir__(self) -> Iterable[str]:
-        return list(self)

@@ -181,7 +181,7 @@ class _Speaker:
                 _write("reward", f"{reward:g}")
         self._num_rewards = len(self._episode.turn_rewards)
         session = self._episode.session
-        messages = session.messages if session is not None else []
+        messages = session.turns[-1].conversation if session is not None else []
         for message in messages[self._num_messages :]:
             if message["role"] != "assistant":  # answers are shown while they are sampled
                 _write(message["role"], str(message.get("content", "")))

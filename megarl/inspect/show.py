@@ -53,6 +53,8 @@ _SHOWN_ELSEWHERE = {
     "response_ids",
     "turns",
     "num_turns",
+    "num_branches",
+    "branches",
     "holes",
     "cause",
 }
@@ -333,6 +335,9 @@ def _sample_lines(title: str, sample: Sample, num_equal: int, columns: int) -> I
     yield from block("prompt", _text(sample.get("prompt", "")), columns)
     if sample.get("turns"):
         yield from block(f"{sample.get('num_turns', '?')} turns", _text(sample["turns"]), columns)
+        further = sample.get("branches")
+        for number, branch in enumerate(further if isinstance(further, list) else [], 2):
+            yield from block(f"branch {number}", _text(branch.get("turns", "")), columns)
     else:
         yield from block("response", str(sample.get("response", "")), columns)
     if sample.get("ground_truth") is not None:

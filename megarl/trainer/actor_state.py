@@ -111,7 +111,7 @@ class ActorState:
         if self.multiplier is not None and MEAN_COST in metrics:
             self.multiplier.update(metrics[MEAN_COST])
         if MEASURED_KL in metrics:
-            num_scored = sum(batch.rewards[one.sample_id] is not None for one in batch.trained_samples)
+            num_scored = sum(batch.rewards[one.sample_id] is not None for one in batch.trained_episodes)
             self.kl.update(metrics[MEASURED_KL], num_scored)
 
     def note_useless_rewards(self, batch: RolloutBatch) -> str | None:
@@ -185,7 +185,7 @@ class ActorState:
         """Return the arguments of `Actor.update` with the next rows of --sft-data; () without."""
         if self.sft is None:
             return ()
-        num_updates = -(-len(batch.trained_samples) // self.config.batch.global_batch_size)
+        num_updates = -(-len(batch.trained_episodes) // self.config.batch.global_batch_size)
         return self.sft.next(num_updates, dp, self.shape.hidden_size)
 
     def give_rows(self, rows: Sequence[int]) -> None:

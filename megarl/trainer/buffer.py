@@ -79,7 +79,7 @@ class SampleBuffer:
 
         Args:
             visits: visit -> row of the training data.
-            num_samples: samples of each prompt, or visit -> samples where groups differ in size.
+            num_samples: episodes of each prompt, or visit -> episodes where groups differ in size.
             version: number of training steps done.
         Raises: SampleBufferError for a visit that is already in the buffer, and for more prompts than there
             are free slots if `staleness` is not 0."""
@@ -123,7 +123,7 @@ class SampleBuffer:
         unfinished: Counter[int | None] = Counter()
         for group in self._groups.values():
             engine = group.engine if group.is_issued else kept.get(group.visit)
-            unfinished[engine] += group.num_samples - len(group.samples)
+            unfinished[engine] += group.num_samples - group.num_finished
         loads = [unfinished[engine] if engine in live else None for engine in range(num_engines)]
         new = [group for group in waiting if group.visit not in kept]
         size = max((group.num_samples for group in new), default=1)
@@ -154,7 +154,8 @@ class SampleBuffer:
                 )
             if sample.sample_id in group.samples:
                 raise SampleBufferError(f"sample {sample.sample_id} was sampled more than once")
-            if group.is_finished:
+            is_full = len(group.samples) >= group.num_samples and group.num_finished == group.num_samples
+            if group.is_finished or is_full and sample.branch == 0:
                 raise SampleBufferError(
                     f"sample {sample.sample_id} is one more than the {group.num_samples} of visit {group.visit}"
                 )
@@ -191,7 +192,7 @@ class SampleBuffer:
         if chosen is None:
             group = self.due(step)[0]
             raise SampleBufferError(
-                f"{group.num_samples - len(group.samples)} of {group.num_samples} samples of visit "
+                f"{group.num_samples - group.num_finished} of {group.num_samples} samples of visit "
                 f"{group.visit} are missing: groups must be complete"
             )
         for group in chosen:

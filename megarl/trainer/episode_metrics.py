@@ -25,9 +25,14 @@ def metrics_of_episodes(batch: RolloutBatch) -> dict[str, float]:
     turns = [record["num_turns"] for record in records]
     causes = Counter(record["cause"] for record in records if "cause" in record)
     ends = Counter(record["finish_reason"] for record in records)
+    branches = [record["num_branches"] for record in records if "num_branches" in record]
+    of_branches = (
+        {"branches/mean": sum(branches) / len(branches), "branches/max": max(branches)} if branches else {}
+    )
     return {
         "turns/mean": sum(turns) / len(turns),
         "turns/max": max(turns),
+        **of_branches,
         **{f"finish/{reason}": ends[reason] / len(records) for reason in FINISH_REASONS},
         **{f"reward/failed_{cause}": float(count) for cause, count in sorted(causes.items())},
         **_of_groups(_grouped(batch, records)),

@@ -11,7 +11,7 @@ from megarl.config.rules_training import NO_EVAL_DATA
 from megarl.config.schema import TrainConfig
 from megarl.flow import Reward, Rollout
 from megarl.flow.job_roles import Record
-from megarl.packing import Sample
+from megarl.packing import Sample, by_episode
 from megarl.role_names import with_suffix
 from megarl.runtime.executor import Executor
 from megarl.trainer.episode_metrics import by_environment, readable
@@ -56,14 +56,15 @@ def answer_rows(
         route_rows: see `RouteRows`; the default is for engines that all stay.
     Raises: RewardsFailed if more rewards failed than --reward-max-failed-share allows."""
     generated = _generate(rollout, sources, greedy, route_rows)
-    sampled = {sample.sample_id: sample for of_rank in generated for sample in of_rank}
+    sampled = by_episode(sample for of_rank in generated for sample in of_rank)
     scored = reward.score("eval", sorted(sampled), num_logged=num_logged).result()
     num_samples = 1 if greedy else config.run.eval_num_samples
     samples, records = [], []
     in_order = sorted((record for of_rank in scored for record in of_rank), key=lambda one: one["sample_id"])
     for record in in_order:
         row, index = divmod(record["sample_id"], num_samples)
-        sample = sampled[record["sample_id"]]
+        of_episode = sampled[record["sample_id"]]
+        is_truncated = of_episode[0].truncated
         samples.append(
             EvalSample(
                 row,
@@ -71,12 +72,12 @@ def answer_rows(
                 sources[row],
                 record["reward"],
                 record.get("answer"),
-                sample.response_length,
-                sample.truncated,
+                sum(sample.response_length for sample in of_episode),
+                is_truncated,
                 record.get("failure"),
             )
         )
-        reason = "length" if sample.truncated else "stop"
+        reason = "length" if is_truncated else "stop"
         reason = record.get("finish_reason", reason)  # of an episode
         records.append(record | {"row": row, "data_source": sources[row], "finish_reason": reason})
     _check_failed(samples, config.data.reward_max_failed_share)

@@ -1,4 +1,6 @@
-"""Describe a group: one use of a prompt, and the driver's records of its samples."""
+"""Describe a group: one use of a prompt, and the driver's records of its samples.
+
+An episode of several turns may have several samples, see `Sample.num_branches`. A group counts its episodes."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class Group:
     row: int
     """Row of the training data."""
     num_samples: int
-    """Number of samples of the finished group."""
+    """Number of episodes of the finished group."""
     version: int
     """Number of training steps that were done when the prompt was admitted."""
     engine: int | None = None
@@ -32,8 +34,16 @@ class Group:
     """Finished samples by sample id."""
 
     @property
+    def num_finished(self) -> int:
+        """Number of episodes that have begun to arrive. An engine reports all samples of an episode together."""
+        return sum(sample.branch == 0 for sample in self.samples.values())
+
+    @property
     def is_finished(self) -> bool:
-        return len(self.samples) == self.num_samples
+        if len(self.samples) < self.num_samples:  # cheap, and true most of the time
+            return False
+        expected = sum(sample.num_branches for sample in self.samples.values() if sample.branch == 0)
+        return self.num_finished == self.num_samples and len(self.samples) == expected
 
     def record(self) -> dict[str, Any]:
         """Return the group as values that JSON can represent, without its samples."""

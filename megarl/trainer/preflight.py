@@ -95,7 +95,7 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
         of_flag = {flag: dataset for dataset, flag in datasets if dataset}
         probe_environments(config.episodes, first_rows(environments(config.episodes), of_flag))
     elif (
-        (config.episodes.agent_command is None or rule_judges_agents(config))
+        (not config.episodes.has_agent or rule_judges_agents(config))
         and algorithm_of(config).needs_rollout
         and uses_rule_reward(config)
     ):

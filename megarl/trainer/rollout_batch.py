@@ -9,7 +9,7 @@ from typing import Any
 from megarl.flow.job_roles import Metrics, Record
 from megarl.futures import Future
 from megarl.invariants import digest_of_reward
-from megarl.packing import Sample
+from megarl.packing import Sample, by_episode
 from megarl.role_names import kind_and_suffix
 from megarl.trainer.groups import Group
 
@@ -20,7 +20,8 @@ class RolloutBatch:
     ranks.
 
     A sample has an id that is unique in the run, and a group. The group is the visit of the sample's prompt;
-    see `DataCursor` for visits.
+    see `DataCursor` for visits. An agent's episode may have several samples. It counts as one: `sample_ids`, rewards
+    and all dicts by sample id have one entry per episode, under the id of its first sample.
 
     Example: subtract a small penalty for length from each reward, before the advantages are computed:
         for sample, length in batch.response_lengths.items():
@@ -31,7 +32,7 @@ class RolloutBatch:
     visits: dict[int, int]
     """Visit of each prompt -> its row of the data set, in order."""
     samples: list[Sample] = field(default_factory=list)
-    """Samples sorted by sample id. Groups may have different numbers of samples."""
+    """All samples, sorted by sample id. Groups may have different numbers of samples."""
     records: dict[str, dict[int, Record]] = field(default_factory=dict)
     """Scoring role -> sample id -> the role's record of the sample."""
     rewards: dict[int, float | None] = field(default_factory=dict)
@@ -58,34 +59,45 @@ class RolloutBatch:
         return [sample for sample in self.samples if sample.trained]
 
     @property
+    def trained_episodes(self) -> list[Sample]:
+        """The first sample of each episode that is trained on."""
+        return [sample for sample in self.trained_samples if sample.branch == 0]
+
+    @property
     def rows(self) -> list[int]:
         """Row of the data set of each prompt. A row appears twice if it is visited twice."""
         return list(self.visits.values())
 
     @property
+    def episodes(self) -> dict[int, list[Sample]]:
+        """Id of each episode -> its samples."""
+        return by_episode(self.samples)
+
+    @property
     def sample_ids(self) -> list[int]:
-        return [s.sample_id for s in self.samples]
+        return [s.sample_id for s in self.samples if s.branch == 0]
 
     @property
     def group_ids(self) -> list[int]:
         """Group of each sample, in the order of sample_ids. Samples have the same group if they answer the
         same use of a prompt."""
-        return [s.group for s in self.samples]
+        return [s.group for s in self.samples if s.branch == 0]
 
     @property
     def row_of(self) -> dict[int, int]:
         """Row of the data set of each sample's prompt, by sample id."""
-        return {s.sample_id: self.visits[s.group] for s in self.samples}
+        return {s.sample_id: self.visits[s.group] for s in self.samples if s.branch == 0}
 
     @property
-    def reward_digests(self) -> list[int] | None:
-        """One hash per sample over its id, group, reward and tokens, in the order of sample_ids; None if some
-        tokens have no digest."""
-        digests = []
+    def reward_digests(self) -> dict[int, int] | None:
+        """Id of each of `samples` -> hash over its id, group, reward and tokens; None if some tokens have no
+        digest."""
+        digests = {}
         for s in self.samples:
             if s.digest is None:
                 return None
-            digests.append(digest_of_reward(s.sample_id, s.group, self.rewards[s.sample_id], s.digest))
+            reward = self.rewards[s.episode]
+            digests[s.sample_id] = digest_of_reward(s.sample_id, s.group, reward, s.digest)
         return digests
 
     @property
@@ -133,7 +145,7 @@ class RolloutBatch:
         """Row of each prompt -> mean reward of its responses that are trained on. Failed rewards do not count; a
         prompt without any is left out."""
         found: dict[int, list[float]] = {}
-        for sample in self.trained_samples:
+        for sample in self.trained_episodes:
             if (reward := self.rewards.get(sample.sample_id)) is not None:
                 found.setdefault(self.visits[sample.group], []).append(reward)
         return {row: sum(rewards) / len(rewards) for row, rewards in found.items()}
@@ -144,13 +156,14 @@ class RolloutBatch:
         Failed rewards do not count."""
         first: dict[int, float] = {}
         differ: set[int] = set()
-        answers = self.turns[0] if self.turns else [()] * len(self.samples)
-        for sample, of_answers in zip(self.samples, answers, strict=True):
-            reward = self.rewards[sample.sample_id]
+        sample_ids = self.sample_ids
+        answers = self.turns[0] if self.turns else [()] * len(sample_ids)
+        for sample, group, of_answers in zip(sample_ids, self.group_ids, answers, strict=True):
+            reward = self.rewards[sample]
             if reward is None:
                 continue
-            if first.setdefault(sample.group, reward) != reward or any(of_answers[:-1]):
-                differ.add(sample.group)
+            if first.setdefault(group, reward) != reward or any(of_answers[:-1]):
+                differ.add(group)
         return differ
 
     @property
@@ -163,12 +176,12 @@ class RolloutBatch:
     @property
     def lengths(self) -> dict[int, int]:
         """Number of prompt and response tokens, by sample id."""
-        return {s.sample_id: s.length for s in self.samples}
+        return {episode: sum(s.length for s in of_one) for episode, of_one in self.episodes.items()}
 
     @property
     def response_lengths(self) -> dict[int, int]:
         """Number of response tokens, by sample id."""
-        return {s.sample_id: s.response_length for s in self.samples}
+        return {episode: sum(s.response_length for s in of_one) for episode, of_one in self.episodes.items()}
 
     def score_of(self, role: str, sample: int) -> float | None:
         """Return the unweighted score that a role gave a sample, or None if the role failed."""
@@ -179,7 +192,7 @@ class RolloutBatch:
         scored = [r for r in self.rewards.values() if r is not None]
         mean = f", mean reward {sum(scored) / len(scored):.3f}" if scored else ""
         return (
-            f"RolloutBatch(step {self.step}, {len(self.samples)} samples, "
+            f"RolloutBatch(step {self.step}, {len(self.sample_ids)} samples, "
             f"{sum(s.length for s in self.samples)} tokens{mean})"
         )
 

@@ -28,7 +28,7 @@ def take_scores(
         weight_of: role -> weight of its score, for all scoring roles of this job.
     Raises: InvariantError for a score of another sample."""
     records = [record for rank in per_rank for record in rank]
-    check_scores(role, records, batch.samples)
+    check_scores(role, records, [sample for sample in batch.samples if sample.branch == 0])
     batch.records[role] = {
         record["sample_id"]: {key: value for key, value in record.items() if key != "digest"}
         for record in records

@@ -8,7 +8,6 @@ from megarl.futures import Future
 from megarl.flow import Metrics
 from megarl.flow.role import time_metric
 from megarl.metrics import combine
-from megarl.packing import Sample
 from megarl.role_names import kind_and_suffix
 from megarl.trainer.episode_metrics import metrics_of_episodes
 from megarl.trainer.rollout_batch import RolloutBatch
@@ -79,9 +78,13 @@ def _metrics_of_samples(
         return {}
     metrics: dict[str, float] = {}
     if batch.samples:
-        trained = batch.trained_samples
-        lengths = [sample.response_length for sample in trained]
-        only_scored = {sample.sample_id: sample for sample in batch.samples if not sample.trained}
+        trained, of_episodes = batch.trained_episodes, batch.response_lengths
+        lengths = [of_episodes[sample.sample_id] for sample in trained]
+        only_scored = {
+            episode: of_episodes[episode]
+            for episode, samples in batch.episodes.items()
+            if not samples[0].trained
+        }
         rewards = [r for sample, r in batch.rewards.items() if r is not None and sample not in only_scored]
         metrics = {
             "reward/mean": sum(rewards) / max(len(rewards), 1),
@@ -109,14 +112,17 @@ def _metrics_of_samples(
     return metrics | {"batch/tokens": num_tokens, "sync/version": batch.step}
 
 
-def _metrics_of_untrained(batch: RolloutBatch, samples: Mapping[int, Sample]) -> dict[str, float]:
-    """Return number, tokens and mean reward of the samples that are scored and not trained on; {} without."""
-    if not samples:
+def _metrics_of_untrained(batch: RolloutBatch, lengths: Mapping[int, int]) -> dict[str, float]:
+    """Return number, tokens and mean reward of the samples that are scored and not trained on; {} without.
+
+    Args:
+        lengths: sample id -> its response tokens."""
+    if not lengths:
         return {}
-    rewards = [reward for sample in samples if (reward := batch.rewards.get(sample)) is not None]
+    rewards = [reward for sample in lengths if (reward := batch.rewards.get(sample)) is not None]
     return {
-        "untrained/samples": float(len(samples)),
-        "untrained/tokens": float(sum(sample.response_length for sample in samples.values())),
+        "untrained/samples": float(len(lengths)),
+        "untrained/tokens": float(sum(lengths.values())),
         "untrained/reward_mean": sum(rewards) / max(len(rewards), 1),
     }
 

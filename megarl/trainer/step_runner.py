@@ -250,7 +250,7 @@ class StepRunner:
         if called is Reward.score:
             return "train", batch.sample_ids
         if called in _READS_ROWS or called is Reference.log_probs and teacher_folders(actor.algorithm):
-            return (batch.row_of,)
+            return ({sample.sample_id: batch.visits[sample.group] for sample in batch.samples},)
         if called is Actor.receive_rows:
             size = len(batch.samples), self.meshes["actor"].dp
             return batch.visits, plan_rows(batch.samples, *size, actor.config, actor.shape.hidden_size)
@@ -387,7 +387,7 @@ class StepRunner:
             if self.log.is_replaying(self.batches.step):
                 batch.transfers.append(Rollout(self.executor, rollout).catch_up())
         batch.take(groups)
-        self._trained[f"train{actor.suffix}"] = batch.sample_ids
+        self._trained[f"train{actor.suffix}"] = [sample.sample_id for sample in batch.samples]
         sizes = {group.visit: group.num_samples for group in groups}
         check_samples(batch.samples, sizes, actor.config.sampling.max_length)
         if staleness := actor.config.streaming.staleness:

@@ -216,10 +216,7 @@ class ActorRole(PolicyRole):
     def _num_current(self, version: int) -> int:
         """Return the number of tokens, on all ranks together, on whose log-probs trainer and engine must
         agree (`_is_current`)."""
-        counts = (
-            (sample.tokens_of(version), sample.response_length)
-            for sample in self.store.layouts[self.shard_key].planned
-        )
+        counts = ((sample.tokens_of(version), sample.response_length) for sample in self.layout.planned)
         return sum(count for count, length in counts if self._recomputes or count == length)
 
     def worst_tokens(self, count: int) -> list[dict[str, int | float]]:
@@ -248,7 +245,7 @@ class ActorRole(PolicyRole):
         group_ids: list[int],
         rewards: list[float | None],
         kl_coef: float,
-        digests: list[int] | None = None,
+        digests: dict[int, int] | None = None,
         turn_rewards: list[list[float]] | None = None,
         turn_lengths: list[list[int]] | None = None,
         scores: dict[str, list[float | None]] | None = None,
@@ -256,16 +253,14 @@ class ActorRole(PolicyRole):
         multiplier: float | None = None,
     ) -> dict[str, float]:
         """Write the column advantages and, with a critic, returns, which the algorithm computes from the
-        rewards. Returns metrics.
-
-        These are advantages, and returns if there is a critic. Both are NaN on the tokens of a sample whose
-        reward failed.
+        rewards. Both are NaN on the tokens of a sample whose reward failed. Returns metrics.
 
         Args:
-            sample_ids, group_ids, rewards: of all samples of the step, so that group statistics do not depend
-                on the split. Groups may have any sizes. None is a reward that failed.
+            sample_ids, group_ids, rewards: of all episodes of the step, each by the id of its first sample, so
+                that group statistics do not depend on the split. Groups may have any sizes. None is a reward that
+                failed.
             kl_coef: coefficient of the KL penalty in this step.
-            digests: `digest_of_reward` of each sample; None leaves the rewards unchecked.
+            digests: sample id -> `digest_of_reward`; None leaves the rewards unchecked.
             turn_rewards, turn_lengths: with --turn-rewards reward and sampled tokens of each answer.
             scores, score_weights: if the algorithm takes scores, name -> score of each sample, and weight.
             multiplier: factor of the cost, if the algorithm has one.
@@ -282,14 +277,16 @@ class ActorRole(PolicyRole):
         shard = self.shard
         batch, tokens = shard.batch, shard.digests["tokens"]
         if digests is not None:
-            check_reward_digests(sample_ids, group_ids, rewards, digests, tokens)
-        samples = [self.store.layouts[self.shard_key].samples[sample] for sample in sample_ids]
-        given, rewards = rewards, shaped(self.algorithm, samples, rewards, self.config.sampling)
+            check_reward_digests(sample_ids, group_ids, rewards, digests, tokens, self.layout.episode_of)
+        samples = [self.layout.samples[sample] for sample in sample_ids]
+        lengths = [self.layout.episode_lengths[sample] for sample in sample_ids]
+        given, rewards = rewards, shaped(self.algorithm, lengths, rewards, self.config.sampling)
         turns = None
         if turn_rewards is not None:
-            lengths = [sample.response_length for sample in samples]
             turns = turn_rewards_of(sample_ids, given, lengths, turn_rewards, turn_lengths)
-        inputs = advantage_inputs(shard, samples, group_ids, rewards, kl_coef, turns, self._sum_over_replicas)
+        inputs = advantage_inputs(
+            shard, self.layout, sample_ids, group_ids, rewards, kl_coef, turns, self._sum_over_replicas
+        )
         if self.algorithm.takes_scores:
             of_names = scores or {}, score_weights or {}
             single = scores_of_step(sample_ids, group_ids, given, *of_names, multiplier)
@@ -300,26 +297,27 @@ class ActorRole(PolicyRole):
         columns, metrics = columns | corrections | selected, metrics | of_corrections | of_selection
         for name, values in columns.items():
             shard.set_column(name, batch.scatter(values))
-            check_column(batch, name, may_be_nan=name == "returns")
+            check_column(batch, name, may_be_nan=name in ("returns", "cost_returns"))
         check_advantages(
             self.algorithm,
             batch,
             {s: float("nan") if r is None else r for s, r in zip(sample_ids, rewards, strict=True)},
             dict(zip(sample_ids, group_ids, strict=True)),
             kl_coef,
-            {sample.sample_id: sample.response_length for sample in samples},
+            dict(zip(sample_ids, lengths, strict=True)),
             f"{self.config.batch.seed}/{self.rank}/{sorted(tokens.values())}",
             self._sum_over_replicas,
             None if turns is None else dict(zip(sample_ids, turns, strict=True)),
             inputs.scores,
             frozenset(sample.sample_id for sample in samples if not sample.trained),
+            {s: e for s in batch.sample_ids.tolist() if (e := self.layout.episode_of[s]) != s},
         )
         filtered, left_out = excluded(self.algorithm, inputs, samples, rewards)
         self._write_loss_columns(inputs, given, left_out)
         if any(left_out):  # NaN marks a token on every mesh as excluded from training
             is_excluded = batch.spread(torch.tensor(left_out)[inputs.rows]).bool()
             shard.set_column("advantages", batch.advantages.masked_fill(is_excluded, math.nan))
-        metrics |= shaping_metrics(given, rewards, filtered, inputs.rows.tolist())
+        metrics |= shaping_metrics(given, rewards, filtered, inputs.counted_rows.tolist())
         return metrics if self.model.reports else {}
 
     def _write_loss_columns(

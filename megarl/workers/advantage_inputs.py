@@ -11,8 +11,7 @@ from megarl.algorithms.base import AdvantageInputs
 from megarl.algorithms.turn_rewards import TurnRewards
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.flow.job_roles import Actor
-from megarl.packing import Sample
-from megarl.workers.store import BatchShard
+from megarl.workers.store import BatchLayout, BatchShard
 
 ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COMPUTED_COLUMNS)
 """Token columns that an algorithm may compute advantages from."""
@@ -20,7 +19,8 @@ ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COM
 
 def advantage_inputs(
     shard: BatchShard,
-    samples: Sequence[Sample],
+    layout: BatchLayout,
+    sample_ids: Sequence[int],
     group_ids: Sequence[int],
     rewards: Sequence[float | None],
     kl_coef: float,
@@ -31,9 +31,12 @@ def advantage_inputs(
 
     Args:
         shard: the rank's samples.
-        samples: records of all samples of the step; `group_ids` and `rewards` in the same order."""
-    batch, row_of = shard.batch, {sample.sample_id: row for row, sample in enumerate(samples)}
-    untrained = [not sample.trained for sample in samples]
+        layout: records of all samples of the step.
+        sample_ids: all episodes of the step, by their first samples; `group_ids` and `rewards` in the same order."""
+    batch, row_of = shard.batch, {sample: row for row, sample in enumerate(sample_ids)}
+    here = [layout.samples[sample] for sample in batch.sample_ids.tolist()]
+    untrained = [not layout.samples[sample].trained for sample in sample_ids]
+    branches = torch.tensor([sample.branch for sample in here], dtype=torch.int64)
     number_of = {
         sample: number
         for number, mini_batch in enumerate(shard.mini_batches)
@@ -44,13 +47,14 @@ def advantage_inputs(
         rewards=torch.tensor([math.nan if r is None else r for r in rewards]),
         group_ids=torch.tensor(group_ids),
         # A rank without samples would otherwise get a float tensor.
-        rows=torch.tensor([row_of[s] for s in batch.sample_ids.tolist()], dtype=torch.int64),
+        rows=torch.tensor([row_of[sample.episode] for sample in here], dtype=torch.int64),
+        branches=branches if layout.has_branches else None,
         response_lengths=batch.response_lengths,
         kl_coef=kl_coef,
         sum_over_ranks=sum_over_ranks,
-        sample_lengths=torch.tensor([sample.response_length for sample in samples]),
+        sample_lengths=torch.tensor([layout.episode_lengths[sample] for sample in sample_ids]),
         is_untrained=torch.tensor(untrained) if any(untrained) else None,
-        mini_batches=torch.tensor([number_of.get(sample.sample_id, -1) for sample in samples]),
+        mini_batches=torch.tensor([number_of.get(sample, -1) for sample in sample_ids]),
         turns=turns,
         **{
             name: column[batch.response_mask]

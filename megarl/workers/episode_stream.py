@@ -31,7 +31,7 @@ from megarl.rollout.requests import Request
 from megarl.invariants import digest
 from megarl.runtime.abort import ABORT, Aborted
 from megarl.workers.engine_recorder import EngineRecorder
-from megarl.workers.episodes import EpisodeSampler, episode_sample
+from megarl.workers.episodes import EpisodeSampler, episode_samples
 from megarl.workers.request_stream import GREEDY, Answer, RequestStream, SavedAnswer, SavedTurn
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 
@@ -72,7 +72,9 @@ class _Open:
     def prompt(self) -> list[int]:
         """Ids of the conversation so far."""
         session = self.episode.session
-        return self.first.prompt if self.is_over or session is None else session.prompt
+        if self.is_over or session is None or not session.turns:
+            return self.first.prompt
+        return [*session.turns[-1].prompt, *session.turns[-1].sampled]
 
 
 class EpisodeStream(RequestStream):
@@ -201,7 +203,12 @@ class EpisodeStream(RequestStream):
 
     def _answered(self, one: _Open, turn: SavedTurn) -> None:
         one.events.append((None, turn))
-        self._play.answered(TurnAnswer(one.index, turn.ids, turn.log_probs, turn.versions, turn.is_cut))
+        session = one.episode.session
+        assert session is not None
+        number = session.turns[-1].number  # --staleness allows one conversation
+        self._play.answered(
+            TurnAnswer(one.index, turn.ids, turn.log_probs, turn.versions, turn.is_cut, number)
+        )
 
     # Episodes.
 
@@ -226,7 +233,7 @@ class EpisodeStream(RequestStream):
         Args:
             single: the token of an episode without an answer."""
         self._drop(one)
-        sample = episode_sample(one.first, one.episode, single)
+        (sample,) = episode_samples(one.first, one.episode, single)  # --staleness allows one conversation
         if one.first.purpose == "train":
             self._finish(sample)
         else:

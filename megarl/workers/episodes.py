@@ -9,6 +9,7 @@ from megarl.config.environments import environments
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import rule_judges_agents
 from megarl.config.schema import TrainConfig
+from megarl.config.verifiers_section import settings_of_verifiers
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer_base import Tokenizer
 from megarl.episodes.answers import AnswerParser
@@ -17,7 +18,9 @@ from megarl.episodes.env_pool import EnvironmentPool
 from megarl.episodes.environments import Environments
 from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.runner import Answer, Turn, play
+from megarl.episodes.session import Branch
 from megarl.invariants import digest
+from megarl.packing import branch_id
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.requests import Request
 from megarl.workers.request_stream import GREEDY
@@ -46,9 +49,30 @@ def _parser(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) 
     return VllmAnswerParser(tools, reasoning, hugging_face, stop_ids)
 
 
-def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> Environments:
-    """Return the pool that runs the environments of --env or the agents of --agent-command."""
+def _environments(
+    config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int], vocab_size: int
+) -> Environments:
+    """Return the pool that runs the environments of --env or --env-verifiers, or the agents of --agent-command."""
     episodes = config.episodes
+    if episodes.env_verifiers is not None:
+        from megarl.episodes.verifiers_pool import Verifiers, VerifiersPool  # imports aiohttp, as below
+
+        assert episodes.env_python is not None
+        return VerifiersPool(
+            Verifiers(
+                episodes.env_verifiers,
+                episodes.env_python[0],
+                episodes.env_verifiers_client,
+                config.model.tokenizer_model or config.model.model,
+                settings_of_verifiers(episodes),
+            ),
+            episodes.agent_timeout_s,
+            episodes.env_episodes_per_process,
+            config.sampling.max_length,
+            episodes.agent_host,
+            _parser(config, tokenizer, stop_ids),
+            vocab_size,
+        )
     if episodes.agent_command is not None:
         from megarl.episodes.agent_pool import AgentPool  # imports aiohttp, which other jobs need not have
 
@@ -60,6 +84,8 @@ def _environments(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[
             episodes.agent_host,
             _parser(config, tokenizer, stop_ids),
             is_judged=rule_judges_agents(config),
+            vocab_size=vocab_size,
+            one_at_a_time=config.streaming.staleness > 0,
         )
     limits = episodes.env_timeout_s, episodes.env_episodes_per_process
     return EnvironmentPool(environments(episodes), *limits)
@@ -73,9 +99,18 @@ class EpisodeSampler:
         self._tokenizer, self._engine = tokenizer, engine
         stop_ids = (*shape.eos_token_ids, tokenizer.eos_token_id, *sampling.stop_token_ids)
         self.chat = Chat(tokenizer, stop_ids)
-        self.limits = Limits(sampling.max_turns, sampling.max_response_length, sampling.max_length)
-        self.environments = _environments(config, tokenizer, stop_ids)
-        self.of_agents = config.episodes.agent_command is not None
+        is_single = (
+            config.streaming.staleness > 0
+        )  # a checkpoint and --replay know one conversation per episode
+        self.limits = Limits(
+            sampling.max_turns,
+            sampling.max_response_length,
+            sampling.max_length,
+            1 if is_single else config.episodes.max_branches,
+            is_single,
+        )
+        self.environments = _environments(config, tokenizer, stop_ids, shape.vocab_size)
+        self.of_agents = config.episodes.has_agent
 
     def close(self) -> None:
         self.environments.close()
@@ -83,7 +118,7 @@ class EpisodeSampler:
     def sample(
         self, answers: Sequence[FirstTurn], dataset: PromptDataset, **how: float
     ) -> list[RolloutSample]:
-        """Play one episode per first turn, and return one sample per episode, in this order.
+        """Play one episode per first turn, and return the samples of the episodes, in this order.
 
         The first answer of an episode draws by the episode's key, every later one by a key of its own, see
         `AnswerKeys`.
@@ -96,8 +131,9 @@ class EpisodeSampler:
         play(episodes, engine, self.environments, self.chat, self.limits)
         without = self._answer_once(engine, answers, episodes)
         return [
-            episode_sample(first, episode, _single(without.get(index)))
+            sample
             for index, (first, episode) in enumerate(zip(answers, episodes, strict=True))
+            for sample in episode_samples(first, episode, _single(without.get(index)))
         ]
 
     def _answer_once(
@@ -122,33 +158,34 @@ def _single(answer: Answer | None) -> SavedTurn | None:
     return SavedTurn(answer.token_ids, answer.log_probs, answer.versions, answer.is_cut)
 
 
-def episode_sample(first: FirstTurn, episode: Episode, single: SavedTurn | None) -> RolloutSample:
-    """Return an ended episode as a sample to train on.
+def episode_samples(first: FirstTurn, episode: Episode, single: SavedTurn | None) -> list[RolloutSample]:
+    """Return an ended episode as samples to train on, one per branch of its conversation.
 
     Args:
         single: the token that was sampled for an episode without an answer of its own."""
+    branches = episode.branches
     if single is not None:
-        prompt, response, holes = first.prompt, single.ids, ()
-        log_probs, versions = single.log_probs, single.versions
-    else:
-        session = episode.session
-        assert session is not None
-        prompt, response, holes = session.first_prompt, session.response, tuple(session.holes)
-        log_probs, versions = session.log_probs, session.versions
-    return RolloutSample(
-        first.sample_id,
-        first.row,
-        group=first.group,
-        versions=versions,
-        prompt=prompt,
-        response=response,
-        log_probs=log_probs,
-        truncated=episode.truncated,
-        digest=digest(prompt, response, holes),
-        holes=holes,
-        trained=not first.greedy,
-        episode=episode.result,
-    )
+        sampled = single.ids, [], single.log_probs, single.versions
+        branches = [Branch(first.prompt, *sampled, messages=[], num_first=0)]
+    return [
+        RolloutSample(
+            branch_id(first.sample_id, number),
+            first.row,
+            group=first.group,
+            versions=branch.versions,
+            prompt=branch.prompt,
+            response=branch.response,
+            log_probs=branch.log_probs,
+            truncated=episode.truncated,
+            digest=digest(branch.prompt, branch.response, branch.holes),
+            holes=tuple(branch.holes),
+            trained=not first.greedy,
+            episode=episode.result if number == 0 else None,
+            branch=number,
+            num_branches=len(branches),
+        )
+        for number, branch in enumerate(branches)
+    ]
 
 
 class _Turns:
@@ -157,14 +194,14 @@ class _Turns:
     def __init__(self, engine: Engine, answers: Sequence[FirstTurn], how: dict[str, float]) -> None:
         self._engine, self._answers, self._how = engine, answers, how
         self._keys = [AnswerKeys(answer.key) for answer in answers]
-        self._asked: dict[str, int] = {}  # request id -> index of the episode
+        self._asked: dict[str, Turn] = {}  # by request id
 
     def add(self, turns: Sequence[Turn]) -> None:
         requests = []
         for turn in turns:
             first = self._answers[turn.index]
-            name = f"episode/{first.sample_id}/{len(turn.prompt)}"
-            self._asked[name] = turn.index
+            name = f"episode/{first.sample_id}/{turn.number}"
+            self._asked[name] = turn
             key = self._keys[turn.index].next(turn.prompt)
             how = self._how | GREEDY if first.greedy else self._how
             requests.append(Request(name, turn.prompt, key, max_tokens=turn.max_tokens, **how))
@@ -178,13 +215,9 @@ class _Turns:
         self._engine.step()
 
     def take(self) -> list[Answer]:
-        return [
-            Answer(
-                self._asked.pop(output.id),
-                output.token_ids,
-                output.log_probs,
-                output.versions,
-                output.finish_reason == "length",
-            )
-            for output in self._engine.take()
-        ]
+        found = []
+        for output in self._engine.take():
+            turn, is_cut = self._asked.pop(output.id), output.finish_reason == "length"
+            sampled = output.token_ids, output.log_probs, output.versions
+            found.append(Answer(turn.index, *sampled, is_cut, turn.number))
+        return found

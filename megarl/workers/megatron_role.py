@@ -33,7 +33,7 @@ from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.hosted_role import HostedRole
 from megarl.workers.objective import Objective
 from megarl.workers.offload_manager import needs
-from megarl.workers.store import BatchShard
+from megarl.workers.store import BatchLayout, BatchShard
 from megarl.workers.updates import Updates
 
 if TYPE_CHECKING:
@@ -142,6 +142,11 @@ class MegatronRole(HostedRole):
 
         Raises: MissingSampleError if some of its samples were released."""
         return self.store.batch(self.shard_key)
+
+    @property
+    def layout(self) -> BatchLayout:
+        """Records of all samples of the step, and the rank of each."""
+        return self.store.layouts[self.shard_key]
 
     def micro_batches(
         self, mini_batches: list[MiniBatch], shard: BatchShard | None = None
@@ -254,7 +259,7 @@ class MegatronRole(HostedRole):
         def loss(micro: MicroBatch, rows: slice, **outputs: torch.Tensor | None):
             device = outputs[objective.output].device
             fields = {name: micro.column(column) for name, column in objective.columns.items()}
-            fields["response_lengths"] = micro.response_length_of_token
+            fields["response_lengths"] = self._episode_length_of_token(micro)
             fields["sequence_ids"] = micro.batch.sample_of_token[micro.response_positions]
             if check is not None:
                 fields["rows"] = torch.arange(len(micro.response_positions))
@@ -274,6 +279,15 @@ class MegatronRole(HostedRole):
             return getattr(self.algorithm, objective.loss)(inputs)
 
         return loss
+
+    def _episode_length_of_token(self, micro: MicroBatch) -> torch.Tensor:
+        """Return [N] int64: for each response token the number of response tokens of its episode."""
+        layout = self.store.layouts.get(self.shard_key)
+        if layout is None or not layout.has_branches:
+            return micro.response_length_of_token
+        ids = micro.batch.sample_ids.tolist()
+        lengths = torch.tensor([layout.episode_lengths[layout.episode_of[s]] for s in ids], dtype=torch.int64)
+        return lengths[micro.batch.sample_of_token[micro.response_positions]]
 
     def check_inputs(
         self,
@@ -304,13 +318,17 @@ class MegatronRole(HostedRole):
 
         Raises: InvariantError if the ranks hold another number of tokens than planned."""
         mini_batches, batch = self.shard.mini_batches, self.shard.batch
-        # Per mini-batch: response tokens, response tokens with a target, samples with a target.
+        # Per mini-batch: response tokens, response tokens with a target, episodes with a target.
         counts = torch.zeros(len(mini_batches), 3, dtype=torch.int64)
         if self.model.reports:
             column = getattr(batch, self.objective.target)
             scored = batch.response_mask if column is None else batch.response_mask & ~column.isnan()
             of_sample = batch.tokens_per_sample(scored)
-            rows = torch.stack([batch.response_lengths, of_sample, of_sample > 0], 1)
+            is_counted = of_sample > 0  # all samples of an episode have a target, or none has
+            layout = self.store.layouts.get(self.shard_key)
+            if layout is not None and layout.has_branches:
+                is_counted &= torch.tensor([layout.episode_of[s] == s for s in batch.sample_ids.tolist()])
+            rows = torch.stack([batch.response_lengths, of_sample, is_counted], 1)
             dp_rank = self.model.groups.dp.rank()
             for index, part in enumerate(rows.split([len(m.samples_of(dp_rank)) for m in mini_batches])):
                 counts[index] = part.sum(0)

@@ -42,6 +42,7 @@ def check_advantages(
     turns: Mapping[int, TurnRewards | None] | None = None,
     scores: StepScores | None = None,
     untrained: frozenset[int] = frozenset(),
+    episode_of: Mapping[int, int] | None = None,
 ) -> None:
     """Recompute advantages of some samples on this rank, and raise InvariantError if the stored columns
     differ by more than rounding.
@@ -56,6 +57,7 @@ def check_advantages(
         turns: with --turn-rewards sample id -> its answers; None where the reward failed.
         scores: if the algorithm takes scores, those of all samples, in the order of `rewards`.
         untrained: samples that are scored and not trained on.
+        episode_of: further samples of episodes on this rank -> the episode, under which the mappings have it.
     Raises: InvariantError with sample, expected and found value."""
     groups: dict[int, list[int]] = {}
     for sample, group in group_of.items():
@@ -80,11 +82,12 @@ def check_advantages(
         turns=turns,
         scores=scores,
         untrained=untrained,
+        episode_of=episode_of or {},
     )
     if (sums := algorithm.reference_sums(inputs)) is not None:
         inputs = replace(inputs, sums=sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist())
     num_left = NUM_TOKENS
-    for samples in _draw(groups, group_of, here, seed):
+    for samples in _draw({s: group_of[inputs.episode(s)] for s in here}, seed):
         if num_left <= 0:
             return
         for sample in samples:
@@ -92,17 +95,21 @@ def check_advantages(
             if expected is None:
                 return
             for name, reference in expected.items():
-                num_left -= _compare(sample, name, reference, column(sample, name).tolist(), rewards[sample])
+                reward = rewards[inputs.episode(sample)]
+                num_left -= _compare(sample, name, reference, column(sample, name).tolist(), reward)
 
 
-def _draw(
-    groups: Mapping[int, Sequence[int]], group_of: Mapping[int, int], here: Sequence[int], seed: str
-) -> list[list[int]]:
-    """Return the ids of the samples on this rank as one list per group, the groups in a random order."""
-    mine = set(here)
-    order = sorted({group_of[sample] for sample in here})
+def _draw(group_of: Mapping[int, int], seed: str) -> list[list[int]]:
+    """Return the ids of the samples on this rank as one list per group, the groups in a random order.
+
+    Args:
+        group_of: sample on this rank -> its group."""
+    samples_of: dict[int, list[int]] = {}
+    for sample, group in sorted(group_of.items()):
+        samples_of.setdefault(group, []).append(sample)
+    order = sorted(samples_of)
     random.Random(seed).shuffle(order)
-    return [[sample for sample in groups[group] if sample in mine] for group in order]
+    return [samples_of[group] for group in order]
 
 
 def _compare(

@@ -15,6 +15,7 @@ from megarl.data.prompts import Prompt, PromptDataset
 from megarl.episodes.episode import EpisodeResult
 from megarl.flow.job_roles import Record, Reward
 from megarl.invariants import InvariantError, digest
+from megarl.packing import branch_id
 from megarl.rewards.background import BackgroundPool
 from megarl.rewards.base import RewardSample
 from megarl.rewards.pool import RewardPool, Verdict
@@ -61,7 +62,7 @@ class RewardRole(HostedRole):
         in the order of `sample_ids`; its other ranks return [].
 
         Args:
-            sample_ids: samples of all engines.
+            sample_ids: samples of all engines; of an episode the first one.
             num_logged: number of samples of the step, counted from its first, whose records carry their texts
                 for the rollouts/ files. Default: --num-rollouts-to-log. In training the first sample of
                 this engine whose reward failed has them too, unless the number is 0.
@@ -97,6 +98,8 @@ class RewardRole(HostedRole):
                 record |= _of_episode(rollout.episode)
                 if self._is_named:
                     record["env"] = dataset[rollout.row].data_source
+                if self.config.episodes.has_agent:
+                    record["num_branches"] = rollout.num_branches
                 if self.config.episodes.turn_rewards:
                     record["turn_rewards"] = rollout.episode.turn_rewards
                     record["turn_lengths"] = rollout.episode.turn_lengths
@@ -105,7 +108,9 @@ class RewardRole(HostedRole):
             is_first_failure = verdict.failure is not None and not has_failed
             has_failed = has_failed or is_first_failure
             if rollout.sample_id in logged or purpose == "train" and limit and is_first_failure:
-                record |= _logged(rollout, text, dataset[rollout.row])
+                further = [branch_id(rollout.sample_id, number) for number in range(1, rollout.num_branches)]
+                branches = self.store.rollouts(source, further)
+                record |= _logged(rollout, text, dataset[rollout.row], branches)
             records.append(record)
         return records
 
@@ -180,21 +185,36 @@ def _reward_samples(
     return samples
 
 
-def _logged(rollout: RolloutSample, text: str, prompt: Prompt) -> dict[str, object]:
+def _logged(
+    rollout: RolloutSample, text: str, prompt: Prompt, further: Sequence[RolloutSample]
+) -> dict[str, object]:
     """Return texts, token ids and lengths of a sample, which are added to its record for the rollouts/
-    files."""
+    files.
+
+    Args:
+        further: the other samples of its episode."""
     shown = {"prompt": prompt.messages, "response": text}
     if rollout.episode is not None:
         first = rollout.episode.prompt or prompt.messages  # none if the environment has failed at once
         shown = {"prompt": first, "response": text, "turns": rollout.episode.turns}
         shown["turn_rewards"] = rollout.episode.turn_rewards
         shown["holes"] = [list(hole) for hole in rollout.holes]
+        if further:
+            shown["branches"] = [
+                {
+                    "turns": messages,
+                    "prompt_ids": one.prompt,
+                    "response_ids": one.response,
+                    "holes": [list(hole) for hole in one.holes],
+                }
+                for one, messages in zip(further, rollout.episode.further, strict=True)
+            ]
     return {
         "row": rollout.row,
         **shown,
         "ground_truth": prompt.ground_truth,
-        "response_length": rollout.num_sampled,
-        "rollout_log_prob": sum(rollout.log_probs),
+        "response_length": sum(one.num_sampled for one in (rollout, *further)),
+        "rollout_log_prob": sum(log_prob for one in (rollout, *further) for log_prob in one.log_probs),
         "prompt_ids": rollout.prompt,
         "response_ids": rollout.response,
     }

@@ -11,15 +11,19 @@ from megarl.packing import Sample
 
 def shaped(
     algorithm: Algorithm,
-    samples: Sequence[Sample],
+    lengths: Sequence[int],
     rewards: Sequence[float | None],
     sampling: SamplingConfig,
 ) -> list[float | None]:
-    """Return the rewards of the samples that advantages are computed from. None is a reward that failed."""
+    """Return the rewards that advantages are computed from. None is a reward that failed.
+
+    Args:
+        lengths: response tokens of each episode.
+        rewards: of the episodes, as they were given."""
     longest = sampling.max_response_length
     return [
-        None if reward is None else algorithm.shaped_reward(reward, sample.response_length, longest)
-        for sample, reward in zip(samples, rewards, strict=True)
+        None if reward is None else algorithm.shaped_reward(reward, length, longest)
+        for length, reward in zip(lengths, rewards, strict=True)
     ]
 
 
@@ -29,8 +33,11 @@ def excluded(
     samples: Sequence[Sample],
     rewards: Sequence[float | None],
 ) -> tuple[list[bool], list[bool]]:
-    """Return, for each sample of the step, whether the policy's loss leaves it out because its reward failed or its
-    response was cut, and whether it does for any reason."""
+    """Return, for each episode of the step, whether the policy's loss leaves it out because its reward failed or its
+    response was cut, and whether it does for any reason.
+
+    Args:
+        samples: the first sample of each episode."""
     filtered = [
         reward is None or algorithm.is_left_out(sample.truncated)
         for sample, reward in zip(samples, rewards, strict=True)
@@ -53,7 +60,7 @@ def shaping_metrics(
     Args:
         given, rewards: before and after shaping, of all samples of the step.
         left_out: whether the loss leaves out the sample, also because its reward failed.
-        rows: which samples are on this rank."""
+        rows: which samples this rank counts."""
     scored = [row for row, reward in enumerate(given) if reward is not None]
     penalties = {row: (given[row] - rewards[row]) / len(scored) for row in scored}
     filtered = {row: left_out[row] for row in scored}

@@ -33,14 +33,16 @@ def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> RowSample:
         return RowSample(prompt, [*ids, tokenizer.eos_token_id])
     messages = [*row.messages, {"role": "assistant", "content": row.response}]
     turns = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
-    session = Session(chat, messages[: turns[0]])
-    for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        (ids,) = tokenizer.encode_responses([messages[turn]["content"]])
+    session, parent, start = Session(chat), None, 0
+    for at in turns:
+        (turn,) = session.open(messages[start:at], parent)
+        session.add([turn])
+        (ids,) = tokenizer.encode_responses([messages[at]["content"]])
         ids = [*ids, tokenizer.eos_token_id]
-        session.answer(ids, [0.0] * len(ids), [0] * len(ids))
-        if following is not None:
-            session.append(messages[turn + 1 : following])
-    return RowSample(session.first_prompt, session.response, holes=tuple(session.holes))
+        session.answer(turn, ids, [0.0] * len(ids), [0] * len(ids))
+        parent, start = turn, at + 1
+    (branch,) = session.branches()
+    return RowSample(branch.prompt, branch.response, holes=tuple(branch.holes))
 
 
 @implements(Actor)

@@ -25,7 +25,7 @@ from megarl.batch import Batch, MicroBatch
 from megarl.batch_invariants import Digests, check_digests, digests_of
 from megarl.episodes.episode import EpisodeResult
 from megarl.invariants import InvariantError
-from megarl.packing import MiniBatch, Sample
+from megarl.packing import MiniBatch, Sample, by_episode
 
 
 class MissingSampleError(LookupError):
@@ -60,7 +60,11 @@ class RolloutSample:
     trained: bool = True
     """False for a sample that is scored but not trained on."""
     episode: EpisodeResult | None = None
-    """Reward and messages of the episode with --env; else None."""
+    """Reward and messages of the episode, with its first sample; None in single-turn sampling."""
+    branch: int = 0
+    """Number of the sample among those of its episode."""
+    num_branches: int = 1
+    """Number of samples of the episode."""
 
     @property
     def num_sampled(self) -> int:
@@ -100,6 +104,8 @@ class RolloutSample:
             self.version,
             self.version_runs,
             self.trained,
+            branch=self.branch,
+            num_branches=self.num_branches,
         )
 
 
@@ -229,6 +235,22 @@ class BatchLayout:
         """Number of tokens of each sample."""
         return {sample.sample_id: sample.length for sample in self.samples.values()}
 
+    @cached_property
+    def episode_of(self) -> dict[int, int]:
+        """Episode of each sample."""
+        return {sample.sample_id: sample.episode for sample in self.samples.values()}
+
+    @cached_property
+    def has_branches(self) -> bool:
+        """Whether an episode has several samples."""
+        return any(sample.branch for sample in self.samples.values())
+
+    @cached_property
+    def episode_lengths(self) -> dict[int, int]:
+        """Number of response tokens of each episode, in all of its samples."""
+        episodes = by_episode(self.samples.values())
+        return {episode: sum(s.response_length for s in of_one) for episode, of_one in episodes.items()}
+
 
 Block = TypeVar("Block", bound=PackedSamples)
 
@@ -323,7 +345,7 @@ class SampleStore:
             if sample.sample_id not in table:
                 continue
             made = table.block(sample.sample_id).rollouts[sample.sample_id]
-            for name in ("group", "version", "version_runs", "digest"):
+            for name in ("group", "version", "version_runs", "digest", "branch", "num_branches"):
                 if getattr(made, name) != getattr(sample, name):
                     raise InvariantError(
                         f"{name} of sample {sample.sample_id} is {getattr(made, name)} where it was sampled, and "

@@ -79,3 +79,52 @@ def test_an_agent_gives_the_tokens_advantages_and_loss_of_the_environment(
     assert {name: one[name] for name in names} == {name: other[name] for name in names}
     assert max(one["mismatch/max_abs"], other["mismatch/max_abs"]) < 5e-5
     assert one["reward/failed"] == 0 and one["turns/max"] > 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_the_branches_of_an_episode_are_trained_on_together(sums_data, tmp_path):
+    """A whole job: the log-prob gate holds on every branch, and its invariants find each token once."""
+    command = f"{sys.executable} -S {HERE / 'branching_agent.py'}"
+    flags = ("--agent-command", command, "--loss-aggregation", "seq-mean-token-mean")
+    job = train(sums_data, tmp_path / "run", "--max-turns", "5", *FLAGS[2:], *flags)
+    assert job.returncode == 0, job.output
+    (step,), rows = job.steps, rows_of(job)
+    branches = [row["num_branches"] for row in rows]
+    assert {2, 4} == set(branches) == {1 + len(row["branches"]) for row in rows}
+    assert step["branches/mean"] == pytest.approx(sum(branches) / len(rows)) and step["branches/max"] == 4
+    assert step["mismatch/max_abs"] < 5e-5 and step["reward/failed"] == 0
+    tokens = 0
+    for row in rows:
+        samples = [row, *row["branches"]]
+        sampled = [
+            len(one["response_ids"]) - sum(end - start for start, end in one["holes"]) for one in samples
+        ]
+        assert sum(sampled) == row["response_length"] and min(sampled) > 0
+        tokens += sum(len(one["prompt_ids"] + one["response_ids"]) for one in samples)
+        assert [turn["role"] for turn in row["turns"]] == ["assistant", "user", "assistant"]
+        if row["num_branches"] == 4:  # the first answer is context in the branch that goes on from it
+            first, later = row["prompt_ids"] + row["response_ids"], row["branches"][0]["prompt_ids"]
+            start = len(row["prompt_ids"]) + row["holes"][0][0]
+            assert later[:start] == first[:start] and len(later) > start
+    assert step["batch/tokens"] == tokens
+    assert step["mismatch/tokens"] == sum(row["response_length"] for row in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_all_branches_of_a_greedy_episode_are_scored_and_not_trained_on(sums_data, tmp_path):
+    """ReMax: one more episode per prompt, with two or more samples, of which none is trained on."""
+    command = f"{sys.executable} -S {HERE / 'branching_agent.py'}"
+    flags = ("--agent-command", command, "--algorithm", "remax", "--policy-loss", "reinforce")
+    job = train(sums_data, tmp_path / "run", "--max-turns", "5", *FLAGS[2:], *flags)
+    assert job.returncode == 0, job.output
+    (step,), rows = job.steps, rows_of(job)
+    trained, untrained = ([row for row in rows if row.get("trained", True) is one] for one in (True, False))
+    assert (len(trained), len(untrained)) == (8, 2)  # 2 prompts x (4 sampled + the greedy one)
+    assert min(row["num_branches"] for row in rows) > 1
+    assert step["untrained/samples"] == 2
+    assert step["untrained/tokens"] == sum(row["response_length"] for row in untrained)
+    assert step["mismatch/tokens"] == sum(row["response_length"] for row in trained)
+    assert step["untrained/reward_mean"] == pytest.approx(sum(row["reward"] for row in untrained) / 2)
+    assert step["reward/mean"] == pytest.approx(sum(row["reward"] for row in trained) / 8)

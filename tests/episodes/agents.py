@@ -4,25 +4,57 @@ take a second to import."""
 import json
 import os
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 
 
-def ask(messages, **how):
+def ask_all(messages, **how):
+    """The texts of all answers to one request."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps({"model": "policy", "messages": messages, **how}).encode(),
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
     )
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as reply:
-        return json.load(reply)["choices"][0]["message"]["content"]
+        return [choice["message"]["content"] for choice in json.load(reply)["choices"]]
+
+
+def ask(messages, **how):
+    return ask_all(messages, **how)[0]
+
+
+def branching(messages):
+    """Ten answers: two to one request, a continuation of each, the first request twice more, an edited past, and
+    a sub-agent of two turns, whose requests wait at the same time as another one."""
+    both = ask_all(messages, n=2)
+    for text in both:
+        ask([*messages, {"role": "assistant", "content": text}, {"role": "tool", "content": "on"}])
+    for _ in range(2):
+        ask(messages)
+    ask([*messages, {"role": "assistant", "content": "edited"}, {"role": "tool", "content": "on"}])
+    other = [{"role": "system", "content": "sub-agent"}, *messages]
+    waiting = threading.Thread(target=ask, args=([{"role": "user", "content": "aside"}],))
+    waiting.start()
+    ask([*other, {"role": "assistant", "content": ask(other)}, {"role": "tool", "content": "on"}])
+    waiting.join()
 
 
 def main(row):
     what, messages = row["what"], [{"role": "user", "content": f"start {row['what']}"}]
     if what == "silent":
         return print(1.0)
+    if what == "branches":
+        try:
+            branching(messages)
+        except urllib.error.HTTPError as error:
+            refused = json.load(error)["error"]
+            print(refused)
+            ask([*messages, {"role": "assistant", "content": "two"}, {"role": "tool", "content": "still"}])
+            is_expected = (error.code, refused["code"]) == (400, row.get("code", "too_many_branches"))
+            return print(-1.0 if is_expected and row.get("says", "") in refused["message"] else "wrong")
+        return print(0.5)
     if what == "child":  # a grandchild that outlives the agent, and holds its stdout
         os.system("sleep 60 &")
     for turn in range(3 if what != "endless" else 100):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,39 @@ def test_agents_play_episodes_and_their_failures_cost_only_themselves(monkeypatc
         assert after.prompt[: len(before.prompt + engine.text)] == [*before.prompt, *engine.text]
 
 
+def test_an_agent_may_branch_off_and_begin_other_conversations():
+    """Each answer is trained on once, after what the agent has sent before it."""
+    (episode,), engine = run({"what": "branches"}, limits=Limits(10, 8, 1000, max_branches=8))
+    assert (episode.failure, episode.reward, episode.finish) == (None, 0.5, "stop")
+    prompts = {turn.number: turn.prompt for turn in engine.asked}
+    parents = [None if t.parent is None else t.parent.number for t in episode.session.turns]
+    asked_twice = [number for number, prompt in prompts.items() if prompt == prompts[0]]
+    assert (len(prompts), asked_twice) == (10, [0, 1, 4, 5])
+    assert parents[:7] == [None, None, 1, 0, None, None, None]
+    assert [parent for parent in parents[7:] if parent is not None] in ([7], [8])  # "aside" comes any time
+    branches, result = episode.branches, episode.result
+    assert len(branches) == result.num_branches == 7 and result.num_turns == 10
+    trained = [branch.prompt for branch in branches]
+    assert sum(len(branch.log_probs) for branch in branches) == 10 * len(engine.text)
+    assert trained[:4] == [prompts[0]] * 4 and sum(bool(branch.holes) for branch in branches) == 3
+    assert [one[-1]["content"] for one in result.further] == ["two"] * 6
+    assert result.turns[-1]["content"] == "two" and result.prompt[0]["content"] == "start branches"
+
+
+def test_beyond_max_branches_a_request_is_refused_and_the_agent_may_go_on():
+    (episode,), engine = run({"what": "branches"}, limits=Limits(10, 8, 1000, max_branches=3))
+    assert (episode.failure, episode.reward, len(engine.asked)) == (None, -1.0, 6)
+    assert len(episode.branches) == 3 and not episode.truncated
+    (single,), _ = run({"what": "branches"}, limits=LIMITS)
+    assert (single.reward, single.result.num_turns) == (-1.0, 1)  # n = 2 is refused, and one answer is not
+
+
+def test_while_the_actor_trains_an_episode_is_one_conversation():
+    row = {"what": "branches", "code": "branch_not_supported", "says": "with --staleness"}
+    (episode,), _ = run(row, limits=replace(LIMITS, is_streaming=True), one_at_a_time=True)
+    assert (episode.failure, episode.reward, len(episode.branches)) == (None, -1.0, 1)
+
+
 def test_an_agent_that_a_rule_judges_need_not_print_a_reward():
     (wordless, dead), _ = run({"what": "no reward"}, {"what": "exit"}, is_judged=True)
     result = wordless.result
@@ -95,7 +129,7 @@ def test_at_a_limit_the_agent_is_refused_and_keeps_its_reward():
     assert (turns.finish, turns.reward, turns.result.num_turns) == ("turns", 0.5, 2) and turns.truncated
     assert turns.result.turn_rewards == [0.0, 0.5]
     (context,), engine = run({"what": "endless"}, limits=Limits(10, 8, 60))
-    assert context.finish == "context" and context.truncated and len(context.session.response) < 60
+    assert context.finish == "context" and context.truncated and len(context.branches[0].response) < 60
     assert context.reward == 0.25 * context.result.num_turns
     (full,), engine = run({"what": "plain"}, limits=Limits(10, 8, 5))
     assert (full.cause, full.reward) == ("refused", None) and not engine.asked

@@ -222,11 +222,6 @@ REFUSED = {
     ),
     "no JSON": (b"{", "the body is not JSON"),
     "depth": (b"[" * 100_000, "the request is not"),
-    "another conversation": (
-        ask([{"role": "user", "content": "ho"}]),
-        "branch_not_supported: messages[0] is not",
-    ),
-    "a second draw": (ask(HI), "branch_not_supported: these messages were answered before"),
 }
 
 
@@ -248,7 +243,7 @@ def test_requests_are_refused_by_name(server):
 def test_the_sdk_raises_what_it_raises_for_its_own_server(server, monkeypatch):
     client = client_of(server, monkeypatch)
     server.delay_s = None
-    server.proxy.refuse(0, BadRequest("full", "context_length_exceeded"), is_final=True)
+    server.proxy.refuse(0, 0, BadRequest("full", "context_length_exceeded"), is_final=True)
     with pytest.raises(anthropic.BadRequestError, match="context_length_exceeded: full"):
         client.messages.create(model="m", messages=HI, max_tokens=7)
     with pytest.raises(anthropic.AuthenticationError):

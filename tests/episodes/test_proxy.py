@@ -4,7 +4,6 @@ pytest tests/episodes/test_proxy.py"""
 
 from __future__ import annotations
 
-import copy
 import http.client
 import json
 import random
@@ -19,6 +18,7 @@ from megarl.episodes.answers import Completion
 from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.environments import Usage
 from megarl.episodes.proxy import Proxy
+from tests.episodes.mutations import mutated
 
 HI = [{"role": "user", "content": "hi"}]
 USAGE = Usage(num_prompt=5, num_sampled=2, is_cut=False)
@@ -29,21 +29,31 @@ class Answering:
 
     takes_tools = False
 
-    def __init__(self) -> None:
+    def __init__(self, one_at_a_time: bool = False) -> None:
         self.requests: list[tuple[int, list, int | None]] = []
+        self.places: list[tuple[int | None, int]] = []  # parent and number of answers of each request
+        self.num_turns = 0
         self.delay_s: float | None = 0.0  # None: no answer
-        self.proxy = Proxy(self._on_request, max_length=64, takes_tools=self.takes_tools)
+        self.proxy = Proxy(
+            self._on_request, max_length=64, takes_tools=self.takes_tools, one_at_a_time=one_at_a_time
+        )
         self.key = self.proxy.open(0)
 
-    def _on_request(self, episode, messages, asked):
+    def _on_request(self, episode, messages, asked, request):
         self.requests.append((episode, messages, asked.max_tokens))
-        completion = Completion(f" é{len(messages)} ", USAGE)
+        self.places.append((request.parent, request.count))
+        first, self.num_turns = self.num_turns, self.num_turns + request.count
+        text = f" é{len(messages)} "
+        completions = [
+            (first + n, Completion(text + f"{n}" * (request.count > 1), USAGE)) for n in range(request.count)
+        ]
         if self.delay_s is None:
             return
+        reply = episode, request.number, completions
         if self.delay_s:
-            threading.Timer(self.delay_s, self.proxy.answer, (episode, completion)).start()
+            threading.Timer(self.delay_s, self.proxy.answer, reply).start()
         else:
-            self.proxy.answer(episode, completion)
+            self.proxy.answer(*reply)
 
     def post(self, body: object, key: str | None = None, **headers: str) -> tuple[int, dict]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -66,6 +76,20 @@ def server() -> Iterator[Answering]:
 
 def ask(messages, **how) -> dict:
     return {"model": "m", "messages": messages, **how}
+
+
+def test_one_at_a_time_a_request_beside_one_that_waits_is_refused():
+    server, found = Answering(one_at_a_time=True), []
+    server.delay_s = 1.0
+    first = threading.Thread(target=lambda: found.append(server.post(ask(HI))[0]))
+    first.start()
+    while not server.requests:
+        time.sleep(0.01)
+    status, reply = server.post(ask([{"role": "user", "content": "aside"}]))
+    assert (status, reply["error"]["code"]) == (400, "request_in_progress")
+    first.join()
+    assert found == [200] and server.post(ask(HI))[0] == 200  # none waits any more
+    server.proxy.stop()
 
 
 def test_the_sdk_talks_streams_and_retries(server, monkeypatch):
@@ -95,6 +119,7 @@ def test_the_sdk_talks_streams_and_retries(server, monkeypatch):
         (0, [{"role": "tool", "content": "a", "tool_call_id": "1"}], None),
         (0, [*HI, {"role": "user", "content": "bc"}], None),
     ]
+    assert server.places == [(None, 1), (0, 1), (1, 1)]
 
 
 def test_a_key_is_good_for_its_open_episode_only(server):
@@ -114,11 +139,9 @@ def test_a_key_is_good_for_its_open_episode_only(server):
 
 RETRY = {"x-stainless-retry-count": "1"}
 REFUSED = {
-    "a second draw": (ask(HI), {}, "answered before"),
-    "n": (ask(HI, n=2), {}, "n (2) must be 1"),
-    "another conversation": (ask([{"role": "user", "content": "ho"}]), {}, "messages[0] is not what it was"),
+    "n": (ask(HI, n=0), {}, "n (0) must be from 1 to 4096"),
+    "a larger n": (ask(HI, n=4097), {}, "n (4097) must be from 1 to 4096"),
     "nothing new": (ask([*HI, {"role": "assistant", "content": "é1"}]), {}, "is the assistant's"),
-    "an edited answer": (ask([*HI, {"role": "assistant", "content": "x"}, *HI]), {}, "messages[1] is not"),
     "tools": (ask(HI, tools=[{}]), {}, "tools[0].type must be function"),
     "tools without a parser": (
         ask(HI, tools=[{"type": "function", "function": {"name": "add"}}]),
@@ -137,6 +160,7 @@ REFUSED = {
     "depth": (b"[" * 100_000, {}, "the request is not"),
     "a depth inside": (b'{"tool_choice":' + b"[" * 100_000, {}, "the body is not JSON"),
     "no number": (ask(HI), {"x-stainless-retry-count": "x"}, "is not a number"),
+    "a long number": (ask(HI), {"x-stainless-retry-count": "9" * 5000}, "is not a number"),
     "a long body": (b" " * ((16 << 20) + 1), {}, "the body is longer than"),
 }
 
@@ -149,58 +173,86 @@ def test_requests_are_refused_by_name(server):
         assert wanted in reply["error"]["message"] and reply["error"]["type"] == "invalid_request_error", name
     assert server.post(ask(HI), **RETRY)[1]["choices"][0]["message"]["content"] == " é1 "
     assert len(server.requests) == 1
-    server.proxy.refuse(0, BadRequest("full", "context_length_exceeded"), is_final=True)
+    server.delay_s = None
+    full = threading.Timer(
+        0.2, server.proxy.refuse, (0, 1, BadRequest("full", "context_length_exceeded"), True)
+    )
+    full.start()
+    assert server.post(ask(HI))[1]["error"]["message"] == "full"
     status, reply = server.post(ask(HI))
     assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def said(text: str, *more: dict) -> list[dict]:
+    return [*HI, {"role": "assistant", "content": text}, *more]
+
+
+def test_every_request_continues_the_longest_conversation_that_it_repeats(server):
+    """The numbers of the turns are those that the server gives its answers, from 0 on."""
+    tool = {"type": "function", "function": {"name": "add"}}
+    ho, more = {"role": "user", "content": "ho"}, {"role": "user", "content": "more"}
+    for body, place, new in (
+        (ask(HI), (None, 1), HI),  # 0
+        (ask(said("é1", ho)), (0, 1), [ho]),  # 1
+        (ask(HI), (None, 1), HI),  # 2: the same once more is a second draw
+        (ask(said("é1", ho, {"role": "assistant", "content": "é1"}, more), n=2), (1, 2), [more]),  # 3, 4
+        (ask(said("é1", more)), (2, 1), [more]),  # both answers to HI have this text: the later one counts
+        (ask(said("edited", ho)), (None, 1), said("edited", ho)),
+        (ask([ho, *said("é1", more)]), (None, 1), [ho, *said("é1", more)]),
+        (ask(said("é1", ho), tools=[tool], tool_choice="none"), (None, 1), said("é1", ho)),
+        (ask(said("é1", ho), tools=[]), (2, 1), [ho]),
+    ):
+        status, reply = server.post(body)
+        assert status == 200, reply
+        assert (server.places[-1], server.requests[-1][1]) == (place, new), body
+    assert [one["message"]["content"] for one in server.post(ask(HI, n=3))[1]["choices"]] == [
+        *(" é1 0", " é1 1", " é1 2")
+    ]
+
+
+def test_answers_to_one_request_are_streamed_side_by_side(server, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    client = openai.OpenAI(base_url=server.proxy.url, api_key=server.key, max_retries=0)
+    texts, ends = {}, {}
+    for chunk in client.chat.completions.create(model="m", messages=HI, n=3, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+        ends[choice.index] = choice.finish_reason
+    assert texts == {0: " é1 0", 1: " é1 1", 2: " é1 2"} and ends == dict.fromkeys(range(3), "stop")
+
+
+def test_requests_of_one_episode_wait_side_by_side_and_retries_get_one_each(server):
+    """Two equal requests whose clients lost patience, and another one. No retry asks for a new answer."""
+    server.delay_s, found = 0.8, []
+    for body in (ask(HI), ask(HI), ask([{"role": "user", "content": "ho"}])):
+        connection = http.client.HTTPConnection("127.0.0.1", server.proxy.port, timeout=20)
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {server.key}"}
+        )
+        found.append(connection)
+        time.sleep(0.05)
+    for connection in found[:2]:
+        connection.close()
+    time.sleep(0.1)
+    texts = []
+    threads = [
+        threading.Thread(target=lambda: texts.append(server.post(ask(HI), **RETRY)[0])) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    assert found[2].getresponse().status == 200
+    for thread in threads:
+        thread.join()
+    found[2].close()
+    (conversations,) = server.proxy._conversations.values()
+    assert texts == [200, 200] and len(server.requests) == 3
+    assert [one.num_retries for one in conversations.requests] == [1, 1, 0]
 
 
 VALID = ask(
     [{"role": "system", "content": "s"}, *HI, {"role": "user", "content": [{"type": "text", "text": "é"}]}],
     **{"max_tokens": 3, "stream": False, "n": 1, "temperature": 0.5, "stop": None, "tools": None},
 )
-
-
-def mutated(rng: random.Random, valid: dict = VALID) -> bytes:
-    """Return a valid request after one to three mutations of its values, or of its bytes."""
-    body = copy.deepcopy(valid)
-    odd = (
-        None,
-        True,
-        -1,
-        0,
-        2**70,
-        1e308,
-        "",
-        "\0",
-        "x" * 5000,
-        [],
-        {},
-        [[]],
-        [None],
-        {"a": {}},
-        "assistant",
-    )
-    for _ in range(rng.randint(1, 3)):
-        node = body
-        while True:
-            keys = [*node] if isinstance(node, dict) else [*range(len(node))]
-            if not keys:
-                break
-            key = rng.choice(keys)
-            if isinstance(node[key], dict | list) and rng.random() < 0.7:
-                node = node[key]
-                continue
-            if rng.random() < 0.2:
-                del node[key]
-            else:
-                node[key] = copy.deepcopy(rng.choice(odd))
-            break
-    data = bytearray(json.dumps(body).encode())
-    if rng.random() < 0.4:
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(data))
-            data[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
-    return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +263,7 @@ def test_mutated_requests_are_answered_or_refused_with_a_reason(server, count):
     rng, statuses = random.Random(0), set()
     assert server.post(ask(HI))[0] == 200
     for episode in range(1, count):
-        status, reply = server.post(mutated(rng), server.proxy.open(episode))
+        status, reply = server.post(mutated(rng, VALID), server.proxy.open(episode))
         statuses.add(status)
         if status == 200:
             assert b"data: [DONE]" in reply if isinstance(reply, bytes) else reply["choices"]

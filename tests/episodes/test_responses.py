@@ -165,8 +165,6 @@ REFUSED = {
     ),
     "tools without a parser": (ask("hi", tools=TOOLS), "this job finds no tool calls in answers"),
     "no JSON": (b"{", "the body is not JSON"),
-    "another conversation": (ask("ho"), "messages[0] is not what it was"),
-    "a second draw": (ask("hi"), "these messages were answered before"),
 }
 
 

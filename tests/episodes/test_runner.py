@@ -43,7 +43,7 @@ class Scripted:
         turn = self.turns.pop()
         ids = (self.text * turn.max_tokens)[: self.num_tokens or len(self.text)][: turn.max_tokens]
         ends = ids[-1] == self.text[-1] and len(ids) < turn.max_tokens
-        self.done.append(Answer(turn.index, ids, [-0.5] * len(ids), [7] * len(ids), not ends))
+        self.done.append(Answer(turn.index, ids, [-0.5] * len(ids), [7] * len(ids), not ends, turn.number))
 
     def take(self):
         done, self.done = self.done, []
@@ -78,8 +78,9 @@ def test_an_episode_is_its_turns_and_the_sum_of_its_rewards():
         for before, after in zip(turns, turns[1:], strict=False):
             assert after.prompt[: len(before.prompt + engine.text)] == [*before.prompt, *engine.text]
         num_sampled = 3 * len(engine.text)
-        assert episode.session.log_probs == [-0.5] * num_sampled
-        assert episode.session.versions == [7] * num_sampled
+        (branch,) = episode.branches
+        assert branch.log_probs == [-0.5] * num_sampled
+        assert branch.versions == [7] * num_sampled
 
 
 def test_limits_end_an_episode_after_its_environment_has_seen_the_answer():
@@ -94,7 +95,9 @@ def test_limits_end_an_episode_after_its_environment_has_seen_the_answer():
     assert engine.asked[2].max_tokens == 1
     (full,), engine = run("plain", limits=Limits(10, 8, lengths[2]))
     assert (full.finish, full.reward, full.truncated) == ("context", 0.25, True) and len(engine.asked) == 2
-    assert len(full.session.prompt) >= lengths[2] > len(full.session.first_prompt + full.session.response)
+    (branch,) = full.branches
+    assert len(full.session.turns[-1].prompt) >= lengths[2] > len(branch.prompt + branch.response)
+    assert full.result.turns[-1]["role"] == "tool"  # what did not fit is logged
     (short,), engine = run("plain", limits=Limits(10, 1, 1000))
     assert (short.finish, short.truncated, short.result.num_turns) == ("stop", True, 3)
 

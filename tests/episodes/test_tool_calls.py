@@ -88,7 +88,9 @@ class Writing:
             is_cut = len(ids) > 1 and rng.random() < 0.1
             ids = ids[: rng.randrange(1, len(ids))] if is_cut else ids
             self.sampled.setdefault(turn.index, []).append((turn.prompt, ids))
-            done.append(Answer(turn.index, ids, [-float(i) for i in ids], [3] * len(ids), is_cut))
+            done.append(
+                Answer(turn.index, ids, [-float(i) for i in ids], [3] * len(ids), is_cut, turn.number)
+            )
         self.turns = []
         return done
 
@@ -104,7 +106,8 @@ class Watched(AgentPool):
         found = super().replies(timeout_s)
         for reply in found:
             if reply.messages:
-                self.requests.setdefault(reply.episode, []).append(self._asked[reply.episode].messages)
+                asked = self._asked[reply.episode, reply.request.number]
+                self.requests.setdefault(reply.episode, []).append(asked.messages)
         return found
 
 
@@ -121,15 +124,15 @@ def test_trained_ids_are_the_sampled_ones_where_rendering_again_would_change_the
     num_turns, num_broken = 0, 0
     for index, episode in enumerate(episodes):
         assert episode.failure is None, episode.failure
-        session, sampled = episode.session, engine.sampled[index]
+        (branch,), sampled = episode.branches, engine.sampled[index]
         first = hugging_face(name).apply_chat_template(
-            session.messages[:1], tools=TOOLS, add_generation_prompt=True, tokenize=False
+            branch.messages[:1], tools=TOOLS, add_generation_prompt=True, tokenize=False
         )
-        assert session.first_prompt == made.encode_response(first)
-        holes = {at for start, end in session.holes for at in range(start, end)}
-        trained = [token for at, token in enumerate(session.response) if at not in holes]
+        assert branch.prompt == made.encode_response(first)
+        holes = {at for start, end in branch.holes for at in range(start, end)}
+        trained = [token for at, token in enumerate(branch.response) if at not in holes]
         assert trained == [token for _, ids in sampled for token in ids]
-        assert session.log_probs == [-float(token) for token in trained]
+        assert branch.log_probs == [-float(token) for token in trained]
         for (prompt, ids), (later, _), messages in zip(
             sampled[:-1], sampled[1:], agents.requests[index][1:], strict=True
         ):
@@ -207,11 +210,12 @@ class Calling(Answering):
 
     takes_tools = True
 
-    def _on_request(self, episode, messages, asked):
+    def _on_request(self, episode, messages, asked, request):
         self.requests.append((episode, messages, asked))
         calls = (ToolCall("call00000", "add", '{"a": 1}'), ToolCall("call00001", "find", '{"b": "é"}'))
         first = Completion("", USAGE, "I think", calls)
-        self.proxy.answer(episode, first if len(self.requests) % 2 else Completion("done", USAGE))
+        completion = first if len(self.requests) % 2 else Completion("done", USAGE)
+        self.proxy.answer(episode, request.number, [(request.number, completion)])
 
 
 @pytest.fixture
@@ -270,8 +274,6 @@ REFUSED = {
     "no name": (ask(HI, tools=edited(name="")), "tools[0] must have a name"),
     "a name twice": (ask(HI, tools=[*TOOLS, *TOOLS]), "tools[2] must have a name that no other"),
     "a depth": (ask(HI, tools=edited(parameters=DEEP)), "tools[0] is nested deeper than 64"),
-    "other tools": (ask([*HI, *HI], tools=edited()), "tools is not what it was"),
-    "no tools": (ask([*HI, *HI]), "tools is not what it was"),
     "no object": (
         ask(spoken(function={"name": "x", "arguments": "[]"}), tools=TOOLS),
         "must be a JSON object",
@@ -284,7 +286,6 @@ REFUSED = {
         ask(spoken(function={"name": "x", "arguments": r'{"a": "\ud800"}'}), tools=TOOLS),
         "must be a JSON object",
     ),
-    "another call": (ask(spoken(), tools=TOOLS), "messages[1] is not what it was"),
     "a user's call": (ask([{**HI[0], "tool_calls": [CALL]}], tools=TOOLS), "of the assistant only"),
 }
 

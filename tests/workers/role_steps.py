@@ -73,9 +73,12 @@ class Step:
     Args:
         roles: of this rank, by name.
         rows: see `make_rows`.
-        seed: of the mini-batches."""
+        seed: of the mini-batches.
+        max_tokens: of a micro-batch."""
 
-    def __init__(self, roles: dict, meshes: dict, rows: list[dict], seed: int) -> None:
+    def __init__(
+        self, roles: dict, meshes: dict, rows: list[dict], seed: int, max_tokens: int = MAX_TOKENS
+    ) -> None:
         self.roles, self.meshes, self.rows = roles, meshes, rows
         made = [
             RolloutSample(
@@ -86,7 +89,10 @@ class Step:
                 r["prompt"],
                 r["response"],
                 r["rollout"],
-                digest=digest(r["prompt"], r["response"]),
+                digest=digest(r["prompt"], r["response"], r.get("holes", ())),
+                holes=r.get("holes", ()),
+                branch=r.get("branch", 0),
+                num_branches=r.get("num_branches", 1),
             )
             for r in rows
         ]
@@ -96,7 +102,7 @@ class Step:
         rollouts.add(RolloutBlock([r for r in made if r.sample_id % WORLD_SIZE == dist.get_rank()]))
         self.key_of = shard_keys(meshes)
         for key in dict.fromkeys(self.key_of[role] for role in ("actor", "critic") if role in meshes):
-            plan = plan_mini_batches(samples, MINI_BATCH, {}, meshes[key].dp, MAX_TOKENS, 64, seed=str(seed))
+            plan = plan_mini_batches(samples, MINI_BATCH, {}, meshes[key].dp, max_tokens, 64, seed=str(seed))
             roles["data"].distribute(key, samples, plan)
             self.plan = plan
             self.mini_batch_of = {
@@ -115,16 +121,15 @@ class Step:
 
     def prepare(self) -> dict[str, float]:
         """Everything before the updates."""
-        ids, rewards = [r["sample"] for r in self.rows], [r["reward"] for r in self.rows]
+        rows = [row for row in self.rows if not row.get("branch")]  # one per episode
+        ids, rewards = [r["sample"] for r in rows], [r["reward"] for r in rows]
         self.call("actor", "log_probs")
         if "reference" in self.meshes:
             self.call("reference", "log_probs")
         if "critic" in self.meshes:
             self.call("critic", "values")
             self.exchange("values", "critic", "actor")
-        metrics = self.call(
-            "actor", "advantages", ids, [r["group"] for r in self.rows], rewards, self.kl_coef
-        )
+        metrics = self.call("actor", "advantages", ids, [r["group"] for r in rows], rewards, self.kl_coef)
         if "critic" in self.meshes:
             self.exchange("returns", "actor", "critic")
         return metrics

@@ -20,7 +20,7 @@ import pytest
 
 from megarl.config.schema import EpisodeConfig, StreamingConfig
 from megarl.episodes.chat import Chat
-from megarl.episodes.environments import Reply, Sampled
+from megarl.episodes.environments import Reply, Request, Sampled
 from megarl.episodes.episode import Limits
 from megarl.messages import decode
 from megarl.rollout.draws import AnswerKeys
@@ -36,7 +36,7 @@ from tests.workers.small_engine import STOP_TOKEN, SmallEngine, config, whole_re
 
 GROUP_SIZE = 2
 LONGEST = 6  # tokens of an answer; without this limit most have more
-LIMITS = Limits(max_turns=10, max_response_length=LONGEST, max_context_length=400)
+LIMITS = Limits(max_turns=10, max_response_length=LONGEST, max_context_length=400, is_streaming=True)
 FAILS = 5  # row % 7 of episodes whose environment fails at once
 
 
@@ -78,10 +78,12 @@ class Pool:
 
     Args:
         rng: chooses the delays.
-        salt: changes what they reply."""
+        salt: changes what they reply.
+        of_agents: whether they are agents, of which some first ask for a second conversation, and are refused."""
 
-    def __init__(self, rng: random.Random, salt: str = "") -> None:
-        self.rng, self.salt = rng, salt
+    def __init__(self, rng: random.Random, salt: str = "", of_agents: bool = False) -> None:
+        self.rng, self.salt, self.of_agents = rng, salt, of_agents
+        self.refused: set[tuple[int, int]] = set()
         self.texts: dict[int, tuple[int, list[str]]] = {}
         self.due: dict[int, int] = {}
         self.num_opened = 0
@@ -98,8 +100,11 @@ class Pool:
         self.texts[episode][1].append(text)
         self.due[episode] = self.rng.choice([0, 1, 2, 30])
 
-    def refuse(self, episode: int, code: str, message: str) -> bool:
-        return False
+    def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
+        if self.of_agents:
+            assert code == "branch_not_supported" and "--staleness" in message and not is_final
+            self.due[reply.episode] = self.rng.choice([0, 1, 2])
+        return self.of_agents
 
     def extend(self, seconds: float) -> None:
         self.stood_still += seconds
@@ -112,9 +117,21 @@ class Pool:
         ready = [number for number, looks in self.due.items() if looks == 0]
         self.due = {number: looks - 1 for number, looks in self.due.items() if looks}
         row_and_texts = [(number, *self.texts[number]) for number in ready]
+        if self.of_agents:
+            return [self.request(number, row, texts) for number, row, texts in row_and_texts]
         return [
             replace(reply_of(row, texts, self.salt), episode=number) for number, row, texts in row_and_texts
         ]
+
+    def request(self, number: int, row: int, texts: Sequence[str]) -> Reply:
+        reply, asked = replace(reply_of(row, texts, self.salt), episode=number), (number, len(texts))
+        if reply.done or reply.failure is not None:
+            return reply
+        if texts and row % 2 and asked not in self.refused:
+            self.refused.add(asked)
+            other = [{"role": "user", "content": "sub-agent"}]
+            return replace(reply, messages=other, reward=0.0, request=Request(100 + len(texts)))
+        return replace(reply, request=Request(len(texts), len(texts) - 1 if texts else None))
 
     def close(self) -> None:
         pass
@@ -144,7 +161,7 @@ class Job:
         self.engine.inference = self.inference = SmallEngine(max_running)
         self.table: SampleTable = SampleTable("train")
         self.samples: list[RolloutSample] = []
-        self.pool = Pool(self.rng, salt)
+        self.pool = Pool(self.rng, salt, of_agents)
         sampler = SimpleNamespace(environments=self.pool, chat=CHAT, limits=limits, of_agents=of_agents)
         self.stream = EpisodeStream(
             self.engine, self.table, self.samples.extend, sampler, lambda answer: {"row": answer.row}
@@ -411,12 +428,15 @@ def run(job: Job, steps: Sequence[int] = range(1, 9), evaluates: bool = True) ->
     return computed
 
 
-def test_a_replay_repeats_the_replies_at_their_engine_steps_without_the_environments(tmp_path):
-    first = Job(tmp_path / "run", 0)
+@pytest.mark.parametrize("of_agents", [False, True])
+def test_a_replay_repeats_the_replies_at_their_engine_steps_without_the_environments(tmp_path, of_agents):
+    """Also those of agents, with the requests that were refused."""
+    first = Job(tmp_path / "run", 0, of_agents=of_agents)
     computed = run(first)
+    assert bool(first.pool.refused) == of_agents
     assert run(Job(tmp_path / "free", 1)) != computed
     for seed in range(3):
-        again = Job(tmp_path / f"{seed}", seed + 5, replay=tmp_path / "run", salt="never asked")
+        again = Job(tmp_path / f"{seed}", seed + 5, tmp_path / "run", of_agents=of_agents, salt="never asked")
         assert run(again) == computed
         assert again.pool.num_opened == 0
         assert read_log(tmp_path / f"{seed}", "rollout_0") == read_log(tmp_path / "run", "rollout_0")

@@ -26,7 +26,9 @@ def test_the_penalty_is_that_of_the_paper(cls, penalty):
     algorithm = cls(overlong_buffer=40, overlong_penalty=penalty)
     samples = [Sample(i, 200, length) for i, length in enumerate(LENGTHS)]
     rewards = [1.0, 0.5, None, -1.0, 0.0, 1.0]
-    found = shaped(algorithm, samples, rewards, SimpleNamespace(max_response_length=100))
+    found = shaped(
+        algorithm, [s.response_length for s in samples], rewards, SimpleNamespace(max_response_length=100)
+    )
     wanted = [None if r is None else r + penalty * dapo(n, 100, 40) for r, n in zip(rewards, LENGTHS)]
     assert found == pytest.approx(wanted) and found[0] == 1.0 and found[5] == 1.0 - penalty
     parts = [shaping_metrics(rewards, found, [False] * 6, rows) for rows in ([5, 1, 2], [0, 4, 3], [])]

@@ -1,0 +1,50 @@
+"""Make requests that are nearly right, for tests of what reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+
+def mutated(rng: random.Random, valid: dict) -> bytes:
+    """Return a valid request after one to three mutations of its values, or of its bytes."""
+    body = copy.deepcopy(valid)
+    odd = (
+        None,
+        True,
+        -1,
+        0,
+        2**70,
+        1e308,
+        "",
+        "\0",
+        "x" * 5000,
+        [],
+        {},
+        [[]],
+        [None],
+        {"a": {}},
+        "assistant",
+    )
+    for _ in range(rng.randint(1, 3)):
+        node = body
+        while True:
+            keys = [*node] if isinstance(node, dict) else [*range(len(node))]
+            if not keys:
+                break
+            key = rng.choice(keys)
+            if isinstance(node[key], dict | list) and rng.random() < 0.7:
+                node = node[key]
+                continue
+            if rng.random() < 0.2:
+                del node[key]
+            else:
+                node[key] = copy.deepcopy(rng.choice(odd))
+            break
+    data = bytearray(json.dumps(body).encode())
+    if rng.random() < 0.4:
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
+    return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
