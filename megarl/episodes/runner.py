@@ -91,8 +91,8 @@ class _Play:
     def _take_replies(self) -> None:
         """Queue the turns whose environments have replied. Waits if the engine has nothing to do.
 
-        Replies that arrive while others become turns are taken too, so that no seat is free for a step while an
-        episode is ready."""
+        Replies that arrive while others become turns are taken too, so that no seat is free for a step while
+        an episode is ready."""
         patience = 0.0 if self._engine.has_unfinished() else _LOOK_S
         for _ in range(_MOST_LOOKS):
             replies = self._environments.replies(patience)
