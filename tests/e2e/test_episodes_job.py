@@ -156,18 +156,13 @@ def test_several_environments_train_and_are_evaluated_each(sums_data, tmp_path):
     assert bad.returncode == 2 and "no environment's name: 'upper' (12)" in bad.output, bad.output
 
 
-THOUSAND = ("--num-prompts", "125", "--num-samples-per-prompt", "8", "--global-batch-size", "1000")
-
-
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("more", [(), (*THOUSAND, "--env-episodes-per-process", "125")], ids=["16", "1000"])
-def test_sigterm_ends_a_job_whose_episodes_wait_for_tools(more, sums_data, tmp_path):
+def test_sigterm_ends_a_job_whose_episodes_wait_for_tools(sums_data, tmp_path):
     """The driver saves the last completed step, and no process is left, an environment's neither."""
     slow, mark = tmp_path / "slow", f"MEGARL_TEST_JOB={tmp_path}"
     arguments = [*COMMON, *("--model", sums_data / "model", "--train-data", sums_data / "train.jsonl")]
     arguments += ["--save", tmp_path / "run"]
-    flags = ["--env", ENV.replace("LowerCase", "Waiting"), "--train-iters", "500", *more]
+    flags = ["--env", ENV.replace("LowerCase", "Waiting"), "--train-iters", "500"]
     environment = dict([mark.split("=")], MEGARL_TEST_SLOW=str(slow), PYTHONSAFEPATH="1")
     with open(tmp_path / "out", "w") as out:
         job = subprocess.Popen(
@@ -178,7 +173,7 @@ def test_sigterm_ends_a_job_whose_episodes_wait_for_tools(more, sums_data, tmp_p
             start_new_session=True,
         )
     try:
-        wait_until(lambda: "step=2/" in (tmp_path / "out").read_text() or job.poll() is not None, 600)
+        wait_until(lambda: "step=2/" in (tmp_path / "out").read_text() or job.poll() is not None, 200)
         slow.touch()
         time.sleep(3)
         started = time.monotonic()
