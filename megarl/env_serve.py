@@ -3,9 +3,9 @@
     MEGARL_ENV_KEY=$KEY megarl env-serve my_env.py:Env --host 0.0.0.0 --port 8100
     MEGARL_ENV_KEY=$KEY megarl train @job.args --env http://that-host:8100
 
-Every request needs the key in MEGARL_ENV_KEY; without one the command makes one and prints it. Nothing is encrypted:
-put a proxy with TLS in front where others can listen, and give jobs its https:// address. The environments run in
-processes of their own, with your rights. SIGTERM or Ctrl-C ends them all."""
+Every request needs the key in MEGARL_ENV_KEY; without one the command makes one and prints it. Nothing is
+encrypted: put a proxy with TLS in front where others can listen, and give jobs its https:// address. The
+environments run in processes of their own, with your rights. SIGTERM or Ctrl-C ends them all."""
 
 from __future__ import annotations
 

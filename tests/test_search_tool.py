@@ -40,7 +40,8 @@ def corpus(tmp_path) -> Path:
 
 
 def reference(query: str, k1: float = 1.5, b: float = 0.75) -> dict[int, float]:
-    """Scores of the documents that have a word of the query: Robertson's weights with Lucene's idf, which is positive.
+    """Scores of the documents that have a word of the query: Robertson's weights with Lucene's idf, which is
+    positive.
 
     Lucene leaves out the constant factor k1 + 1, which changes no order."""
     documents = _words([f"number {number} {text}" for number, text in enumerate(TEXTS)])

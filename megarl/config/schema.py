@@ -239,16 +239,16 @@ class EpisodeConfig(LedEpisodes):
     """multi-turn episodes"""
 
     env: tuple[str, ...] | None = None
-    """Your own environment, path/to/file.py:Class, with reset(row) -> messages and step(text) -> messages, reward,
-    done; or reasoning-gym:TASK, skyrl-gym:NAME, openenv:URL, or the http:// address of megarl env-serve. It gives
+    """Your own environment, path/to/file.py:Class, with reset(row) -> messages, step(text) -> messages, reward,
+    done; or reasoning-gym:TASK, skyrl-gym:NAME, openenv:URL, http://HOST:PORT of megarl env-serve. It gives
     the rewards, in place of --reward. Several: NAME=VALUE ...; a row has the one of its data_source."""
     env_timeout_s: Positive = 60.0
     """With --env: seconds that one call of reset or step may take; then its episode has failed."""
     env_episodes_per_process: Count = 16
     """With --env: episodes that share one process of the environment. Their calls overlap. 1: none share one."""
     env_python: tuple[str, ...] | None = None
-    """With --env: the Python that runs the environment, e.g. path/to/venv/bin/python, 3.9 or later, with packages
-    of its own. megarl need not be installed there. NAME=PYTHON: that of one environment. Default: megarl's."""
+    """With --env: the Python that runs the environment, 3.9 or later, e.g. venv/bin/python, with packages of
+    its own. megarl need not be installed there. NAME=PYTHON: that of one environment. Default: megarl's."""
     turn_rewards: bool = False
     """With --env and --algorithm grpo: an answer is judged by the rewards from it on, see docs/agents.md."""
     agent_command: str | None = None

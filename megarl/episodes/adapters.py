@@ -1,7 +1,8 @@
 """Play environments of other libraries by name: --env reasoning-gym:TASK, skyrl-gym:NAME or openenv:URL.
 
-http:// and https:// are servers of `megarl env-serve` (remote_env.py). The library is imported in the environment's process only, from the Python that --env-python names. Of megarl this
-module imports nothing at first, and no package but the library."""
+http:// and https:// are servers of `megarl env-serve` (remote_env.py). The library is imported in the
+environment's process only, from the Python that --env-python names. Of megarl this module imports nothing at
+first, and no package but the library."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def _unknown(kind: str, name: str, known: list[str]) -> ValueError:
 class ReasoningGym:
     """One question of a task of reasoning-gym, which judges the answer.
 
-    The row's `extra_info` has `index`, `seed` and `size` of the task's data set, and its other parameters as `config`;
-    `examples/reasoning_gym_rows.py` writes such rows."""
+    The row's `extra_info` has `index`, `seed` and `size` of the task's data set, and its other parameters as
+    `config`; `examples/reasoning_gym_rows.py` writes such rows."""
 
     @classmethod
     def of(cls, task: str) -> Callable[[], ReasoningGym]:
@@ -72,8 +73,8 @@ def _reasoning_gym(task: str, seed: int, size: int, config: str) -> Any:
 class SkyRLGym:
     """An environment that is registered in SkyRL-Gym.
 
-    It gets the row's columns, and those of `extra_info` beside them, as SkyRL gives them. Its configuration is
-    `extra_info.env_config`."""
+    It gets the row's columns, and those of `extra_info` beside them, as SkyRL gives them. Its configuration
+    is `extra_info.env_config`."""
 
     @classmethod
     def of(cls, name: str) -> Callable[[], SkyRLGym]:
@@ -108,8 +109,9 @@ class SkyRLGym:
 class OpenEnv:
     """An environment that OpenEnv serves at a URL.
 
-    The model's answer is the action: the text if the action has one field, else a JSON object. The first observation
-    follows the row's prompt. `extra_info.reset` has the arguments of its reset, such as `seed`."""
+    The model's answer is the action: the text if the action has one field, else a JSON object. The first
+    observation follows the row's prompt. `extra_info.reset` has the arguments of its reset, such as
+    `seed`."""
 
     @classmethod
     def of(cls, url: str) -> Callable[[], OpenEnv]:

@@ -94,7 +94,8 @@ class EnvironmentPool:
             while not process.is_ready:
                 self.replies(1.0)
                 if process not in self._processes:
-                    raise ValueError(f"--env ({spec}): its process has ended before it was loaded")
+                    why = f"its process has ended, or has not loaded it within {_START_S:g} s"
+                    raise ValueError(f"--env ({spec}): {why}. stderr may say more")
 
     def open(self, row: Mapping[str, Any]) -> int:
         """Start an episode on a row of the data set, and return its number. A reply with the first messages

@@ -1,8 +1,8 @@
 """Serve environments over HTTP to jobs on other hosts: `megarl env-serve`.
 
-A request is a line of env_messages.py as the body of POST /call, and the response is the reply to it. The episode's
-name is the client's, and its calls are numbered, so a request that is sent again because its connection was lost
-gets the reply of the first one."""
+A request is a line of env_messages.py as the body of POST /call, and the response is the reply to it. The
+episode's name is the client's, and its calls are numbered, so a request that is sent again because its
+connection was lost gets the reply of the first one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Play an environment that `megarl env-serve` serves on another host: --env http://HOST:PORT.
 
-It runs in an environment process of the job, so deadlines and failures are those of any environment. A request
-whose connection is lost is sent again, and the server does not run it twice."""
+It runs in an environment process of the job, so deadlines and failures are those of any environment. A
+request whose connection is lost is sent again, and the server does not run it twice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class RemoteEnv:
 
     @classmethod
     def of(cls, scheme: str, address: str) -> Callable[[], RemoteEnv]:
-        """Return what makes an episode. Raises: ValueError if the server does not answer, or refuses the key."""
+        """Return what makes an episode. Raises: ValueError if the server does not answer, or refuses the
+        key."""
         url = f"{scheme}:{address}".rstrip("/")
         request = urllib.request.Request(f"{url}/health", headers=_headers())
         try:

@@ -24,8 +24,8 @@ class McpTools:
         await mcp.call("add", {"a": 1, "b": 2})                 # "3", or "error: ..."
         await mcp.close()
 
-    A wrong call is the model's mistake, so it is told. A server that cannot be reached raises, so that the episode
-    fails and is masked."""
+    A wrong call is the model's mistake, so it is told. A server that cannot be reached raises, so that the
+    episode fails and is masked."""
 
     def __init__(self) -> None:
         self.tools: list[dict[str, Any]] = []

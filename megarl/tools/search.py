@@ -1,7 +1,7 @@
 """Search a local corpus by BM25, with the package bm25s: `pip install "megarl[tools]"`.
 
-The index is built once, into a folder beside the corpus, and mapped into memory: the processes of an environment
-share its pages. The texts stay in the corpus's file."""
+The index is built once, into a folder beside the corpus, and mapped into memory: the processes of an
+environment share its pages. The texts stay in the corpus's file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _FORM = "1"  # changes when an index of an earlier megarl must be built anew
 class Search:
     """BM25 over the rows of a *.jsonl file: `Search("corpus.jsonl")("capital of France", k=3)`.
 
-    A row has `text` (or `contents`), and maybe `title`, which is searched too. Scores are Lucene's, with k1 = 1.5 and
-    b = 0.75; English stop words are left out. Make one per process, at the module's top.
+    A row has `text` (or `contents`), and maybe `title`, which is searched too. Scores are Lucene's, with k1 =
+    1.5 and b = 0.75; English stop words are left out. Make one per process, at the module's top.
 
     Args:
         corpus: path of the file.
@@ -44,8 +44,8 @@ class Search:
         return len(self._starts)
 
     def find(self, query: str, k: int = 3) -> list[tuple[float, dict[str, Any]]]:
-        """Return the k documents with the highest scores, best first, each with its score. Documents that have no
-        word of the query are left out."""
+        """Return the k documents with the highest scores, best first, each with its score. Documents that
+        have no word of the query are left out."""
         words = _words([query])[0]
         if not words:
             return []

@@ -1,4 +1,5 @@
-"""Compute the metrics of multi-turn episodes: turns, ends, failures and groups, of all and of each environment.
+"""Compute the metrics of multi-turn episodes: turns, ends, failures and groups, of all and of each
+environment.
 
 An episode that has failed has no reward. It counts as a failure, never as a wrong answer."""
 
@@ -41,8 +42,8 @@ def metrics_of_episodes(batch: RolloutBatch) -> dict[str, float]:
 
 
 def by_environment(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return name of the environment, fit for the key of a metric -> its records, in the order of the names; {} if
-    environments have no names."""
+    """Return name of the environment, fit for the key of a metric -> its records, in the order of the names;
+    {} if environments have no names."""
     found: dict[str, list[Record]] = {}
     for record in records:
         if "env" in record:

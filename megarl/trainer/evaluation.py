@@ -130,7 +130,8 @@ def metrics_of(sampled: HeldOut, greedy: HeldOut, num_samples: int) -> dict[str,
 
 
 def _metrics_of_environments(records: Sequence[Record]) -> dict[str, float]:
-    """Return the turns of held-out episodes, and the turns and failures of each environment; {} without episodes."""
+    """Return the turns of held-out episodes, and the turns and failures of each environment; {} without
+    episodes."""
     turns = [record["num_turns"] for record in records if "num_turns" in record]
     metrics = {"eval/turns": sum(turns) / len(turns)} if turns else {}
     for name, own in by_environment(records).items():

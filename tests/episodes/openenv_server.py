@@ -1,4 +1,5 @@
-"""An OpenEnv server for tests: counts characters. python openenv_server.py PORT, in a Python with openenv-core."""
+"""An OpenEnv server for tests: counts characters. python openenv_server.py PORT, in a Python with
+openenv-core."""
 
 import sys
 

@@ -186,7 +186,8 @@ class Arriving:
 
 
 def test_replies_that_arrive_while_others_become_turns_get_a_seat_in_the_same_step():
-    """The engine has all three first turns before its first step, though the replies came one after another."""
+    """The engine has all three first turns before its first step, though the replies came one after
+    another."""
     made = tokenizer(NAME)
     before_step: list[int] = []
 
