@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.algorithms.base import algorithm_of
 from megarl.checks.model_notes import lost_characters, lost_note
 from megarl.config.environments import environments
 from megarl.config.errors import ConfigError, Errors
@@ -19,6 +20,7 @@ from megarl.config.schema import TrainConfig
 from megarl.data.columns import Needs, parse_row
 from megarl.data.encoder import PromptEncoder
 from megarl.data.env_rows import rows_errors
+from megarl.data.hints import hint_errors
 from megarl.data.prompts import PromptDataset
 from megarl.data.quick_tokenizer import load_quickly
 from megarl.data.readers import UnreadableFile, read_rows
@@ -46,6 +48,7 @@ def preview(config: TrainConfig) -> Preview:
     Missing files are not reported here, because the rules of the configuration report them."""
     seen = Preview()
     datasets = _datasets(config, seen.errors)
+    seen.errors += hint_errors(datasets.get("--train-data"), algorithm_of(config).teacher_hint_key)
     tokenizer = _tokenizer(config, seen)
     for flag, dataset in datasets.items():
         if flag != "--sft-data":

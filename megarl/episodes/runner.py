@@ -15,6 +15,7 @@ from megarl.episodes.session import Session, TurnRecord
 from megarl.runtime.abort import ABORT
 
 _LOOK_S = 0.2  # interval between two looks for an abort
+_MOST_LOOKS = 16  # between two steps: an agent that is refused may ask again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +64,29 @@ def play(
         for index, episode in enumerate(episodes):
             playing.open(index, episode)
         while playing.num_open or engine.has_unfinished():  # an agent may end before its answer
-            # the wait is short, so that an abort is seen
-            replies = environments.replies(0.0 if engine.has_unfinished() else _LOOK_S)
-            ABORT.check()
-            engine.add(playing.turns_after(replies))
+            _take_replies(playing, engine, environments)
             if engine.has_unfinished():
                 engine.step()
                 for answer in engine.take():
                     playing.answered(answer)
     finally:
         playing.close()
+
+
+def _take_replies(playing: Play, engine: TurnEngine, environments: Environments) -> None:
+    """Queue the turns whose environments have replied. Waits shortly if the engine has nothing to do, so that an
+    abort is seen.
+
+    Replies that arrive while others become turns are taken too, so that no seat is free for a step while an
+    episode is ready."""
+    patience = 0.0 if engine.has_unfinished() else _LOOK_S
+    for _ in range(_MOST_LOOKS):
+        replies = environments.replies(patience)
+        ABORT.check()
+        engine.add(playing.turns_after(replies))
+        if not replies:
+            break
+        patience = 0.0
 
 
 class Play:

@@ -135,7 +135,8 @@ class Relay:
 
     def _is_over(self) -> bool:
         if self._end_at is None:
-            return not self._children and not self._has_work()
+            is_idle = not self._children and not (self._upstream and self._upstream.unsent)
+            return is_idle and not self._has_work()
         return time.monotonic() > self._end_at or not any(child.unsent for child in self._children)
 
     def _end_soon(self) -> None:

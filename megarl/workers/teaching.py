@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ import torch
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
-from megarl.data.columns import Prompt
 from megarl.data.encoder import PromptEncoder
+from megarl.data.hints import hinted_rows
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.invariants import InvariantError
@@ -33,35 +32,16 @@ Passes = Callable[[PolicyRole, list[MicroBatch]], "list[torch.Tensor] | None"]
 stage."""
 
 
-def with_hint(row: Prompt, key: str) -> Prompt:
-    """Return the row with a prompt that ends with the text `key` of its extra_info, after a blank line.
-
-    Raises: ValueError if the row has no such text."""
-    hint = row.extra_info.get(key)
-    if not isinstance(hint, str) or not hint:
-        raise ValueError(f"extra_info.{key} is {hint!r}, wanted a string that is not empty")
-    if isinstance(row.messages, str):
-        return replace(row, messages=f"{row.messages}\n\n{hint}")
-    *before, last = row.messages
-    return replace(row, messages=(*before, last | {"content": f"{last['content']}\n\n{hint}"}))
-
-
 class HintedPrompts:
     """The prompts that the teacher reads, as token ids."""
 
     def __init__(self, config: TrainConfig, key: str) -> None:
         """Read and encode all training rows. Raises ValueError for a row without a hint, and for one that is too long
         for the teacher."""
-        rows, data, flag = [], config.data, f"--teacher-hint-key ({key})"
-        dataset = PromptDataset.load(data.train_data, prompt_key=data.prompt_key)
-        for row, prompt in enumerate(dataset):
-            try:
-                rows.append(with_hint(prompt, key))
-            except ValueError as error:
-                where = dataset.places([row])[0]
-                raise ValueError(f"{flag}: {where} of --train-data: {error}.") from error
+        data, flag = config.data, f"--teacher-hint-key ({key})"
+        rows = hinted_rows(PromptDataset.load(data.train_data, prompt_key=data.prompt_key), key)
         tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
-        self._encoder = PromptEncoder(tokenizer, PromptDataset(rows))
+        self._encoder = PromptEncoder(tokenizer, rows)
         longest = max(len(ids) for ids in self._encoder.prompts(range(len(rows))))
         limit = ModelShape.load(config.model.reference_folder).max_position_embeddings
         wanted = longest + config.max_sampled_length

@@ -2,6 +2,8 @@
 
 pytest tests/algorithms/test_gkd.py"""
 
+import json
+
 import pytest
 import torch
 
@@ -10,7 +12,9 @@ from megarl.batch import Batch
 from megarl.config.errors import FieldErrors
 from megarl.data.columns import Prompt
 from megarl.kernels.divergence import Divergence
-from megarl.workers.teaching import HintedPrompts, with_hint
+from megarl.data.hints import hint_errors, with_hint
+from megarl.data.prompts import PromptDataset
+from megarl.workers.teaching import HintedPrompts
 
 GKD = REGISTRY["gkd"]
 LENGTHS = [3, 1, 4]
@@ -72,6 +76,15 @@ def test_a_hint_ends_the_prompt():
     for extra_info in ({}, {"a": ""}, {"a": 4}):
         with pytest.raises(ValueError, match="extra_info.a is .* wanted a string that is not empty"):
             with_hint(Prompt(messages="2+2", extra_info=extra_info), "a")
+
+
+def test_a_row_without_a_hint_is_named(tmp_path):
+    rows = [{"prompt": "1+1", "extra_info": {"a": "2"}}, {"prompt": "2+2", "extra_info": {"b": "4"}}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (error,) = hint_errors(PromptDataset.load(file), "a")
+    assert error.startswith("--teacher-hint-key (a): ") and "rows.jsonl:2 of --train-data" in error
+    assert [*hint_errors(PromptDataset.load(file), None)] == [] == [*hint_errors(None, "a")]
 
 
 def test_the_teacher_reads_another_prompt_and_the_same_response():

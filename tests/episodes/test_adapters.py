@@ -37,7 +37,8 @@ def python_of(package: str) -> str:
 
 def play(spec: EnvSpec, row: dict, *answers: str) -> list:
     """Return the first messages, and the replies to the answers."""
-    with EnvironmentPool([spec], 60.0, 4) as pool:
+    with EnvironmentPool([spec], 120.0, 4) as pool:
+        pool.load()  # imports of these libraries take long
         episode = pool.open(row)
         replies = [wait_for(pool, 1)[episode]]
         for answer in answers:

@@ -12,6 +12,7 @@ import pytest
 from megarl.config.environments import EnvSpec
 from megarl.episodes.chat import Chat
 from megarl.episodes.env_pool import EnvironmentPool
+from megarl.episodes.environments import Reply
 from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.runner import Answer, Turn, play
 from megarl.runtime.abort import ABORT, Aborted
@@ -159,3 +160,41 @@ def run_until_abort(engine: Scripted) -> None:
     made = tokenizer(NAME)
     with EnvironmentPool([EnvSpec(None, f"{ENVS}:Env")], 20.0, 4) as environments:
         play([Episode({"what": "hang"})], engine, environments, Chat(made, [made.eos_token_id]), LIMITS)
+
+
+class Arriving:
+    """Environments whose replies arrive in given portions, which no process could be made to do."""
+
+    def __init__(self, *portions: list[int]) -> None:
+        self._portions, self._num = [*portions], 0
+
+    def open(self, row):
+        self._num += 1
+        return self._num - 1
+
+    def step(self, episode, text, sampled):
+        self._portions.append([episode])
+
+    def replies(self, timeout_s):
+        first = self._portions.pop(0) if self._portions else []
+        return [Reply(one, [{"role": "user", "content": "?"}]) for one in first]
+
+    def end(self, episode): ...
+
+    def refuse(self, episode, code, message):
+        return False
+
+
+def test_replies_that_arrive_while_others_become_turns_get_a_seat_in_the_same_step():
+    """The engine has all three first turns before its first step, though the replies came one after another."""
+    made = tokenizer(NAME)
+    before_step: list[int] = []
+
+    class Watched(Scripted):
+        def step(self):
+            before_step.append(len(self.turns))
+            super().step()
+
+    episodes, limits = [Episode({}) for _ in range(3)], Limits(1, 8, 1000)
+    play(episodes, Watched(), Arriving([0], [1], [2]), Chat(made, [made.eos_token_id]), limits)
+    assert before_step[0] == 3 and all(episode.finish == "turns" for episode in episodes)

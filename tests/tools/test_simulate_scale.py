@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "simulate_scale.py"
 
 
-def run(*arguments: str, timeout: float = 280.0) -> dict:
+def run(*arguments: str, timeout: float = 1500.0) -> dict:
     command = [sys.executable, "-P", str(SCRIPT), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
@@ -19,7 +19,7 @@ def run(*arguments: str, timeout: float = 280.0) -> dict:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3000)
 def test_what_the_driver_sends_does_not_grow_with_the_nodes_below_its_children():
     """16 nodes are the driver's children; the 17th and 18th hang below them."""
     small, large = (run("--nodes", n, "--samples", "576", "--length", "1024") for n in ("16", "18"))
