@@ -197,6 +197,7 @@ def random_config(rng, num_actors=1):
         "nnodes": (nnodes := rng.randint(1, 1024)),
         "elastic_min_nodes": rng.choice([None, rng.randint(1, nnodes)]),
         "nproc_per_node": rng.randint(1, 1024),
+        "max_branches": rng.randint(1, 4096),
     }
     nodes = {
         name: cls(
