@@ -82,7 +82,7 @@ def test_an_agent_gives_the_tokens_advantages_and_loss_of_the_environment(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_branches_of_an_episode_are_trained_on_together(sums_data, tmp_path):
     """A whole job: the log-prob gate holds on every branch, and its invariants find each token once."""
     command = f"{sys.executable} -S {HERE / 'branching_agent.py'}"
