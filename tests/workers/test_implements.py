@@ -20,7 +20,7 @@ from megarl.workers.implements import IMPLEMENTATIONS, implements
 
 def test_every_declared_method_is_implemented():
     of_job = {role for role in role_classes().values() if role.__module__ == "megarl.flow.job_roles"}
-    assert {*IMPLEMENTATIONS.values()} == of_job and len(of_job) == 8
+    assert {*IMPLEMENTATIONS.values()} == of_job and len(of_job) == 9
     for role in of_job:
         classes = [cls for cls, implemented in IMPLEMENTATIONS.items() if implemented is role]
         for name, declared in methods_of(role).items():
