@@ -20,6 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from megarl.algorithms import GRPO
 from megarl.config.hf_config import FAMILIES
 from megarl.config.schema import (
     BatchConfig,
@@ -162,7 +163,7 @@ def make_folder(folder: Path, name: str, with_tokenizer: bool = False) -> Path:
 
 def job(folder: Path, *, sampling: dict | None = None, alias: bool = False, **rollout) -> TrainConfig:
     return TrainConfig(
-        algorithm=None,
+        algorithm=GRPO(),
         model=ModelConfig(model=str(folder)),
         batch=BatchConfig(train_iters=1),
         data=DataConfig(train_data=("unused.jsonl",)),

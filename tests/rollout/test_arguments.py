@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algorithms import GRPO
 from megarl.config.hf_config import ModelShape
 from megarl.config.installed import engine_args
 from megarl.config.schema import (
@@ -67,7 +68,7 @@ def job(
     bf16: bool = False, tokenizer: str | None = None, sampling: dict | None = None, **rollout
 ) -> TrainConfig:
     return TrainConfig(
-        algorithm=None,
+        algorithm=GRPO(),
         model=ModelConfig(model="folder", bf16=bf16, tokenizer_model=tokenizer),
         batch=BatchConfig(train_iters=1, seed=5),
         data=DataConfig(train_data=("unused.jsonl",)),
