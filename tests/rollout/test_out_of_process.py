@@ -4,8 +4,8 @@ processes, with real vLLM.
     pytest tests/rollout/test_out_of_process.py
 
 run_out_of_process.py runs once with a tied Qwen2 and vLLM TP=1, and with planted faults; once with an untied
-Qwen3 and vLLM TP=2, and ends by a crash. Log-probs in fp32 agree to 1e-5; a wrong weight shows as 0.1 or
-more."""
+Qwen3 and vLLM TP=2, and ends by a crash. Log-probs in fp32 agree to 2e-5: which requests share a batch moves
+them, and 1.001e-5 was seen. A wrong weight shows as 0.1 or more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from megarl.rollout.environment import sweep_shared_memory
 from tests.launch import preloaded_python
 
-FP32_LIMIT = 1e-5
+FP32_LIMIT = 2e-5
 TIMEOUT_S = 120  # 25 s each on two free cores
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
