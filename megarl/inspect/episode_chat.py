@@ -199,7 +199,7 @@ class _Speaker:
         sys.stdout.write("assistant".ljust(_NAME_WIDTH) + " ")
         made = answer(turn.prompt, self._tokenizer, self._model, turn.max_tokens)
         nothing = [0] * len(made.ids)
-        self._answers.append(Answer(turn.index, made.ids, nothing, nothing, made.is_cut))
+        self._answers.append(Answer(turn.index, made.ids, nothing, nothing, made.is_cut, turn.number))
 
     def take(self) -> list[Answer]:
         answers, self._answers = self._answers, []

@@ -181,7 +181,7 @@ class Arriving:
 
     def end(self, episode): ...
 
-    def refuse(self, episode, code, message):
+    def refuse(self, reply, code, message, is_final=False):
         return False
 
 

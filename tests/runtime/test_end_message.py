@@ -10,8 +10,7 @@ from megarl.failures import ExplainedError
 from megarl.runtime.end_message import EndNotes, driver_error_text, failure_text
 from megarl.runtime.executor import RemoteError
 from megarl.runtime.inline_executor import InlineExecutor
-from megarl.runtime.messages import Failure, decode_report, encode
-from megarl.runtime.messages import Reply
+from megarl.runtime.messages import Failure, Reply, read_report, signed_report
 
 
 class TooManySpoons(ExplainedError, ValueError):
@@ -35,7 +34,7 @@ def raised(error: Exception) -> Exception:
 def of_rank(error: Exception) -> RemoteError:
     """Return what the driver raises for an error of rank 1, which crosses the store as a message."""
     failure = Failure.of(raised(error), "actor", "update", "step 3")
-    return RemoteError(1, decode_report(encode(Reply(0, 1, failure=failure))).failure)
+    return RemoteError(1, read_report(signed_report(Reply(0, 1, failure=failure))).failure)
 
 
 def test_an_explained_error_says_where_to_read_on_and_keeps_its_traceback_in_a_file(executor, tmp_path):

@@ -42,6 +42,11 @@ CASES = [
     Case("tools/check_cuda.py", "--help", says="without nvcc it says so"),
     Case("tools/code_size.py", "", says=r"this tree: \d+ tokens in \d+ files"),
     Case("tools/compare_metrics.py", "compare OUT OUT", code=1, says="holds no metrics.jsonl"),
+    Case(
+        f"{BENCH}/bench_episodes.py",
+        "--model MODEL --data DATA/train.jsonl --episodes 4 --seats 2 --repeats 1 --json OUT/bench.json",
+        says="episodes",
+    ),
     Case("tools/draw_docstrings.py", "--count 3", says=r"(?m)^megarl/\S+\.py: \w+: "),
     Case("tools/mutants.py", "--number 3 --list", says=r"(?m)^\+\+\+ (megarl|triton_kernels)/\S+\.py"),
     Case("tools/gpu_session.sh", "OUT '' tests", says=r"tests +exit +0 .* skipped"),
@@ -152,6 +157,7 @@ ELSEWHERE = {
     f"{BENCH}/learning_curves.py": "tests/tools/test_learning_curves.py",
     f"{BENCH}/permuted_reward.py": "tests/tools/test_learning_curves.py",
     f"{BENCH}/preference_learning.py": "tests/e2e/test_preference_jobs.py",
+    "examples/reasoning_gym_rows.py": "tests/episodes/test_adapters.py",
     "examples/retry_loop.py": "tests/e2e/test_python_api.py",
     **{
         f"tools/data/{name}.py": "tests/tools/test_data_scripts.py"
