@@ -71,7 +71,8 @@ RUN = {
     "inline": lambda folder: run_in_process(inline),
     "threads": lambda folder: run_in_process(threads),
     "own_processes": lambda folder: run_job(folder, [sys.executable, "-P", "-m"], 0),
-    "ray": lambda folder: run_job(folder, [sys.executable, "-P", "-m"], 0, "ray"),
+    # Ray gives its workers a nice value of 15, which starves them beside other tests.
+    "ray": lambda folder: run_job(folder, [sys.executable, "-P", "-m"], 0, "ray", RAY_worker_niceness="0"),
     "torchrun": lambda folder: run_job(folder, [*TORCHRUN, "-m"], 1),
     "two_nodes": run_on_two_nodes,
 }
