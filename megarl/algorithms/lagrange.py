@@ -10,6 +10,8 @@ import math
 
 MEAN_COST = "cost/mean"
 """The metric of `compute_advantages` to update with: the mean cost of the step's responses."""
+_SMALLEST_LOG = -700.0
+"""Logarithm of the smallest multiplier. A multiplier of 0 could never rise again."""
 
 
 class LagrangeMultiplier:
@@ -19,15 +21,16 @@ class LagrangeMultiplier:
         start: value of the first step, above 0.
         lr: how fast it follows; 0 keeps it.
         limit: the mean cost of a response that is allowed.
-        largest: bound of the value; None is none."""
+        largest: bound of the value, at least `start`. The steps of the multiplier grow with the multiplier, so that
+            without a bound it is infinite a few steps after it has become large."""
 
-    def __init__(self, start: float, lr: float, limit: float, largest: float | None) -> None:
+    def __init__(self, start: float, lr: float, limit: float, largest: float) -> None:
         self.value, self.lr, self.limit, self.largest = start, lr, limit, largest
 
     def update(self, mean_cost: float) -> None:
         """Raise the multiplier after a step whose cost was above the limit, and lower it after one below."""
-        self.value *= math.exp(self.lr * self.value * (mean_cost - self.limit))
-        self.value = min(self.value, math.inf if self.largest is None else self.largest)
+        log = math.log(self.value) + self.lr * self.value * (mean_cost - self.limit)
+        self.value = math.exp(max(log, _SMALLEST_LOG)) if log < math.log(self.largest) else self.largest
 
     def state_dict(self) -> dict[str, float]:
         """Return the value, for a checkpoint."""
@@ -35,4 +38,4 @@ class LagrangeMultiplier:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from a checkpoint; a new bound holds at once."""
-        self.value = min(state["value"], math.inf if self.largest is None else self.largest)
+        self.value = min(state["value"], self.largest)

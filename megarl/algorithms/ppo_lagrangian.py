@@ -14,6 +14,7 @@ cost, and there is no pretraining term.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -51,8 +52,16 @@ class PPOLagrangian(PPO):
     lagrange_lr: NonNegative = 0.1
     """How fast the multiplier follows the cost: its logarithm moves by this times the multiplier times what the mean
     cost of the step is above --cost-limit."""
-    lagrange_max: Positive | None = None
-    """Bound of the multiplier. Default: none."""
+    lagrange_max: Positive = 5.0
+    """Bound of the multiplier, at least --lagrange-init."""
+
+    def step_errors(self, num_samples: int) -> Iterable[str]:
+        yield from PPO.step_errors(self, num_samples)
+        if self.lagrange_init > self.lagrange_max:
+            yield (
+                f"--lagrange-init ({self.lagrange_init:g}): must be at most --lagrange-max "
+                f"({self.lagrange_max:g}). Try --lagrange-max {2 * self.lagrange_init:g}."
+            )
 
     def build_multiplier(self) -> LagrangeMultiplier:
         return LagrangeMultiplier(self.lagrange_init, self.lagrange_lr, self.cost_limit, self.lagrange_max)

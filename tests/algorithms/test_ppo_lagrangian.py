@@ -164,6 +164,22 @@ def test_the_multiplier_moves_by_its_own_size():
     assert multiplier.value == 4.0
 
 
+@pytest.mark.parametrize("cost", [1e9, -1e9])
+def test_a_multiplier_that_is_far_out_comes_back(cost):
+    """Neither a cost far above the limit nor one far below it leaves a multiplier that cannot move."""
+    multiplier = LagrangeMultiplier(start=1.0, lr=1e300, limit=0.0, largest=4.0)
+    multiplier.update(cost)
+    first = multiplier.value
+    assert 0 < first <= 4
+    multiplier.update(-cost)
+    assert multiplier.value != first
+
+
+def test_a_first_multiplier_above_the_bound_is_refused():
+    (error,) = Lagrangian(lagrange_init=8.0).step_errors(16)
+    assert error == "--lagrange-init (8): must be at most --lagrange-max (5). Try --lagrange-max 16."
+
+
 def test_a_missing_cost_is_named():
     inputs = inputs_of([0])
     with pytest.raises(

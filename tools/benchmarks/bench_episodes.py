@@ -179,7 +179,7 @@ def main() -> None:
     shape, dataset = ModelShape.load(config.model.model), PromptDataset.load(arguments.data)
     engine = engine_of(config, shape)
     sampler = EpisodeSampler(config, shape, load_tokenizer(config.model.model, "--model"), engine)
-    watched = Watched(engine, sampler._environments, arguments.seats)
+    watched = Watched(engine, sampler.environments, arguments.seats)
     sampler._engine = watched
     results = []
     measure(config, sampler, watched, dataset, 0.0, min(arguments.episodes, 64))  # warms up
