@@ -1,5 +1,4 @@
-"""Train the quickstart's warm-up model with every method of `megarl algorithms` that samples, and show what
-each learns.
+"""Train the quickstart's warm-up model with every method of `megarl algorithms` that samples, and show what each learns.
 
     python tools/benchmarks/learning_curves.py --quickstart runs/quickstart --out runs/curves
     python tools/benchmarks/learning_curves.py --only grpo,rloo --seeds 0
@@ -8,7 +7,7 @@ The control of a method is the same run with rewards of chance (permuted_reward.
 or, for an algorithm that does not compare the samples of a group, drawn for each response. A
 finished run is kept in cells/ of the folder, so the script can be stopped at any time and goes on when it is
 started again. After each run it writes table.md and curves.svg. The folder of the quickstart needs its data
-and sft_mixed/hf. Methods that learn from pairs are in preference_learning.py."""
+and sft_mixed/hf, and grpo/hf for the methods with a teacher. Methods that learn from pairs are in preference_learning.py."""
 
 from __future__ import annotations
 
@@ -41,13 +40,16 @@ RECIPE = HERE.parents[1] / "configs" / "quickstart_grpo.args"
 ONE_UPDATE = "--global-batch-size 128"
 _METRICS = ("eval/reward", "eval/reward_greedy")
 _SHOWN = "eval/reward_greedy"
+_TEACHER = "grpo/hf"
 _COLORS = ("#2f81f7", "#db6d28", "#2da44e", "#8957e5")
 
 
 class Method(NamedTuple):
     name: str
     flags: str
-    """As the table shows them."""
+    """As the table shows them. {quickstart} stands for the folder of the quickstart."""
+    has_control: bool = True
+    """Whether there is a control. Methods that have another teacher than the reward have none."""
 
     @property
     def key(self) -> str:
@@ -67,9 +69,18 @@ class Cell(NamedTuple):
         return f"{self.method.key}{'_control' if self.is_control else ''}_{self.seed}"
 
 
+COMPOSITIONS = [
+    Method("SFT mixed in", "--sft-data {quickstart}/data/sft_worked.jsonl --sft-coef 0.1", False),
+    Method("curriculum", "--difficulty-min 0 --difficulty-max 1 --curriculum easy-first"),
+    Method("log-probs of the engine", "--old-log-probs engine"),
+    Method("distill", f"--algorithm distill --reference-model {{quickstart}}/{_TEACHER}", False),
+    Method("gkd", f"--algorithm gkd --reference-model {{quickstart}}/{_TEACHER}", False),
+]
+
+
 def methods() -> list[Method]:
-    """Return the papers of `megarl algorithms`, the algorithms with their defaults, and the ratio transforms
-    that no paper has."""
+    """Return the papers of `megarl algorithms`, the algorithms with their defaults, the ratio transforms that no
+    paper has, and what else an algorithm learns from: right answers, a teacher, an order of the rows."""
     found = [Method(recipe.name, recipe.flags) for recipe in RECIPES]
     found += [Method(f"{name}, defaults", f"--algorithm {name}") for name in REGISTRY]
     papers = " ".join(method.flags for method in found).split()
@@ -79,8 +90,13 @@ def methods() -> list[Method]:
         if loss not in papers and loss != "ppo"
     ]
     kinds = {name: cls() for name, cls in REGISTRY.items()}
-    trained = {name for name, kind in kinds.items() if kind.needs_rollout and not kind.is_taught}
-    return [Method(m.name, fitted(m.flags)) for m in found if algorithm_of(m.flags) in trained]
+    trained = {
+        name
+        for name, kind in kinds.items()
+        if kind.needs_rollout and not kind.is_taught and not kind.needs_cost_critic
+    }
+    found = [Method(m.name, fitted(m.flags)) for m in found if algorithm_of(m.flags) in trained]
+    return found + COMPOSITIONS
 
 
 def algorithm_of(flags: str) -> str:
@@ -126,7 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         Cell(every[name], seed, is_control)
         for seed in arguments.seeds
         for name in names
-        for is_control in ((False,) if arguments.without_controls else (False, True))
+        for is_control in (False, True)
+        if not is_control or (every[name].has_control and not arguments.without_controls)
     ]
     for cell in cells:
         if cell.name not in finished(arguments.out):
@@ -144,7 +161,8 @@ def run(cell: Cell, quickstart: Path, out: Path, seconds: float) -> None:
     folder, rewards = out / "runs" / cell.name, out / "rewards" / cell.name
     for stale in (folder, rewards):
         shutil.rmtree(stale, ignore_errors=True)
-    words: list[object] = [f"@{RECIPE}", *shlex.split(cell.method.flags), "--seed", cell.seed]
+    flags = shlex.split(cell.method.flags.format(quickstart=quickstart))
+    words: list[object] = [f"@{RECIPE}", *flags, "--seed", cell.seed]
     data = quickstart / "data"
     words += ["--model", quickstart / "sft_mixed" / "hf", "--train-data", data / "train.jsonl"]
     words += ["--eval-data", data / "test.jsonl", "--save", folder, "--nproc-per-node", 1]
@@ -193,8 +211,11 @@ def table(every: Iterable[Method], seeds: Sequence[int], done: dict[str, list[di
         for seed in seeds:
             rows = done.get(Cell(method, seed, is_control=False).name)
             ends.append(f"{rows[0][_SHOWN]:.3f}, {rows[-1][_SHOWN]:.3f}" if rows else "not run")
-        gains = [gain(method, seeds, done, is_control) for is_control in (False, True)]
-        gains.append(gain(method, seeds, done, True, _METRICS[0]))
+        gains = [gain(method, seeds, done, is_control=False), "none", "none"]
+        if method.has_control:
+            gains[1:] = [
+                gain(method, seeds, done, is_control=True, metric=one) for one in (_SHOWN, _METRICS[0])
+            ]
         lines.append(f"| {' | '.join([method.name, f'`{method.flags}`', *ends, *gains])} |")
     return "\n".join(lines) + "\n"
 
