@@ -1,5 +1,5 @@
-"""Group reward-decoupled normalization policy optimization (arXiv:2601.05242, eq. 4 to 6): several scores of a
-response are normalized one by one within the prompt's group, and only then added.
+"""Group reward-decoupled normalization policy optimization (arXiv:2601.05242, eq. 4 to 6): several scores of
+a response are normalized one by one within the prompt's group, and only then added.
 
     A_k = (score k - its group mean) / (its group std + 1e-4)
     A   = sum of weight_k A_k
@@ -91,8 +91,8 @@ class GDPO(PolicyGradient):
 
 
 def _reference_sum(inputs: ReferenceInputs, sample: int) -> tuple[float, float] | None:
-    """Return the weighted sum of one sample's normalized scores, and the size of its terms; None if its reward
-    failed."""
+    """Return the weighted sum of one sample's normalized scores, and the size of its terms; None if its
+    reward failed."""
     assert inputs.scores is not None
     total = size = 0.0
     sample = inputs.episode(sample)

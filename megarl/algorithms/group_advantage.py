@@ -65,8 +65,8 @@ class GroupAdvantage(PolicyGradient):
         raise NotImplementedError
 
     def step_advantages(self, inputs: AdvantageInputs, rewards: Tensor) -> Tensor:
-        """Return the [S] fp32 advantages as `sample_advantages` does, for an algorithm that reads more than its
-        arguments.
+        """Return the [S] fp32 advantages as `sample_advantages` does, for an algorithm that reads more than
+        its arguments.
 
         Args:
             rewards: [S] fp32, less the KL with kl_mode reward."""

@@ -1,5 +1,5 @@
-"""Online DPO (arXiv:2402.04792): the policy samples several responses to a prompt, and the best and the worst of them by
-their rewards, of a judge for instance, are a pair for DPO.
+"""Online DPO (arXiv:2402.04792): the policy samples several responses to a prompt, and the best and the worst
+of them by their rewards, of a judge for instance, are a pair for DPO.
 
     loss = mean over the prompts of DPO's loss of (best, worst)
 
@@ -43,8 +43,8 @@ class OnlineDPO(DPO):
         return Algorithm.flow(self, roles)
 
     def pair_rows(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        """Return the samples with the largest and with the smallest reward of each group where these differ; of equal
-        ones the first."""
+        """Return the samples with the largest and with the smallest reward of each group where these differ;
+        of equal ones the first."""
         import torch
 
         group = inputs.group_ids.unique(return_inverse=True)[1]
@@ -66,8 +66,8 @@ class OnlineDPO(DPO):
         return ~torch.isin(torch.arange(len(inputs.rewards)), torch.cat(self.pair_rows(inputs)))
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the column and the metrics of `Preference`, with those of `advantage_metrics`; online_dpo/pairs counts
-        the pairs of the step."""
+        """Return the column and the metrics of `Preference`, with those of `advantage_metrics`;
+        online_dpo/pairs counts the pairs of the step."""
         columns, metrics = DPO.compute_advantages(self, inputs)
         share = len(inputs.counted_rows) / len(inputs.rewards)
         metrics["online_dpo/pairs"] = len(self.pair_rows(inputs)[0]) * share

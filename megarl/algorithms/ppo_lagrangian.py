@@ -1,14 +1,14 @@
-"""PPO-Lagrangian, the reinforcement learning of Safe RLHF (arXiv:2310.12773): raise the reward while the mean cost of
-a response stays below a limit.
+"""PPO-Lagrangian, the reinforcement learning of Safe RLHF (arXiv:2310.12773): raise the reward while the mean
+cost of a response stays below a limit.
 
     A = (A_reward - lambda A_cost) / (1 + lambda)            ln lambda += lagrange_lr lambda (mean cost - cost_limit)
 
-A_reward and A_cost are PPO's advantages of two critics, which learn the returns of rewards and of costs; A is whitened
-as PPO's. The cost is a score that the reward function returns by name; its weight in the reward must be 0. After
-each step the driver moves the multiplier lambda by the mean cost of the step.
+A_reward and A_cost are PPO's advantages of two critics, which learn the returns of rewards and of costs; A is
+whitened as PPO's. The cost is a score that the reward function returns by name; its weight in the reward must
+be 0. After each step the driver moves the multiplier lambda by the mean cost of the step.
 
-Not as in the paper: a KL in the reward (--kl-mode reward) is taken off the reward alone, not half of it added to the
-cost, and there is no pretraining term.
+Not as in the paper: a KL in the reward (--kl-mode reward) is taken off the reward alone, not half of it added
+to the cost, and there is no pretraining term.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class PPOLagrangian(PPO):
     lagrange_init: Positive = 1.0
     """Multiplier of the cost in the first step."""
     lagrange_lr: NonNegative = 0.1
-    """How fast the multiplier follows the cost: its logarithm moves by this times the multiplier times what the mean
-    cost of the step is above --cost-limit."""
+    """How fast the multiplier follows the cost: its logarithm moves by this times the multiplier times what
+    the mean cost of the step is above --cost-limit."""
     lagrange_max: Positive | None = None
     """Bound of the multiplier. Default: none."""
 
@@ -71,11 +71,11 @@ class PPOLagrangian(PPO):
         return PPO(**flags | {"whiten_advantages": False} | changes)
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the columns advantages, returns and cost_returns, and this rank's part of the metrics, with up to
-        three sums over ranks.
+        """Return the columns advantages, returns and cost_returns, and this rank's part of the metrics, with
+        up to three sums over ranks.
 
-        Metrics: those of PPO; cost/mean and cost/multiplier; cost_critic/value_mean, cost_critic/return_mean and
-        cost_critic/explained_variance."""
+        Metrics: those of PPO; cost/mean and cost/multiplier; cost_critic/value_mean, cost_critic/return_mean
+        and cost_critic/explained_variance."""
         import torch
 
         from megarl.kernels.gae import whiten

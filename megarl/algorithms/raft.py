@@ -1,11 +1,11 @@
-"""Reward-ranked fine-tuning (RAFT, arXiv:2304.06767), also called rejection sampling or best-of-n: in every step the
-responses of a prompt with the largest rewards are kept, and the policy is fine-tuned on them.
+"""Reward-ranked fine-tuning (RAFT, arXiv:2304.06767), also called rejection sampling or best-of-n: in every
+step the responses of a prompt with the largest rewards are kept, and the policy is fine-tuned on them.
 
     loss = - sum of log pi over the tokens of kept responses / their number          (--loss-aggregation token-mean)
 
-The other responses are neither in the loss nor in what it is divided by. A step samples with the current weights, so the
-paper's stages are steps: its stage of several updates on one set of kept responses is --global-batch-size or
---num-epochs. There is no ratio: a kept response is right whoever sampled it.
+The other responses are neither in the loss nor in what it is divided by. A step samples with the current
+weights, so the paper's stages are steps: its stage of several updates on one set of kept responses is
+--global-batch-size or --num-epochs. There is no ratio: a kept response is right whoever sampled it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RAFT(PolicyGradient):
         return ~is_kept
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return advantages of 1 for the tokens of kept responses, and 0 for others, which `left_out` takes out of
-        the loss.
+        """Return advantages of 1 for the tokens of kept responses, and 0 for others, which `left_out` takes
+        out of the loss.
 
         Metrics: raft/kept, the number of kept responses; raft/reward, their mean reward; those of
         `advantage_metrics`, and with a reference kl/per_response and kl/coef.

@@ -1,4 +1,5 @@
-"""Define the inputs and results of the slow references of advantages, see `Algorithm.reference_advantages`."""
+"""Define the inputs and results of the slow references of advantages, see
+`Algorithm.reference_advantages`."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class ValueLossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreLossInputs:
-    """What the loss of a reward model in training reads: one number per sample of one micro-batch on one rank,
-    B of them. Counts are as in `LossInputs`."""
+    """What the loss of a reward model in training reads: one number per sample of one micro-batch on one
+    rank, B of them. Counts are as in `LossInputs`."""
 
     scores: Tensor
     """[B] fp32, of the model now, at each sample's last token; carries the gradient."""

@@ -69,8 +69,8 @@ class SftConfig(Section):
     """Files whose responses are learnt by cross-entropy in the same updates as the sampled ones, with rows as
     --algorithm sft reads them (prompt and response, or messages). Default: none. Not run on a GPU yet."""
     sft_coef: Positive = 0.1
-    """Factor of the mean cross-entropy over the response tokens of --sft-data in an update. The policy's loss has
-    its own denominator."""
+    """Factor of the mean cross-entropy over the response tokens of --sft-data in an update. The policy's loss
+    has its own denominator."""
     sft_batch_size: Count = 16
     """Rows of --sft-data in each optimizer update, over all ranks."""
 
@@ -80,11 +80,11 @@ class CurriculumConfig(Section):
     """order of the prompts by measured difficulty"""
 
     curriculum: Literal["shuffled", "easy-first", "hard-first"] = "shuffled"
-    """Order of the rows of a pass over --train-data. easy-first and hard-first: by the mean reward of each row's
-    last responses, the highest or the lowest first, from the second pass on."""
+    """Order of the rows of a pass over --train-data. easy-first and hard-first: by the mean reward of each
+    row's last responses, the highest or the lowest first, from the second pass on."""
     difficulty_min: float | None = None
-    """A row whose last responses had a mean reward of at most this is too hard, and rests for --difficulty-rest
-    passes, e.g. 0. Default: none."""
+    """A row whose last responses had a mean reward of at most this is too hard, and rests for
+    --difficulty-rest passes, e.g. 0. Default: none."""
     difficulty_max: float | None = None
     """A row whose last responses had a mean reward of at least this is too easy, and rests likewise, e.g. 1.
     Default: none."""

@@ -1,4 +1,5 @@
-"""Define the section of the configuration tree about episodes of several turns, with an environment or an agent.
+"""Define the section of the configuration tree about episodes of several turns, with an environment or an
+agent.
 
 Each field is one flag, see schema.py."""
 
@@ -16,43 +17,47 @@ class EpisodeConfig(Section):
     """multi-turn episodes"""
 
     env: tuple[str, ...] | None = None
-    """Your own environment, path/to/file.py:Class, with reset(row) -> messages, step(text) -> messages, reward,
-    done; or reasoning-gym:TASK, skyrl-gym:NAME, openenv:URL, http://HOST:PORT of megarl env-serve. It gives
-    the rewards, in place of --reward. Several: NAME=VALUE ...; a row has the one of its data_source."""
+    """Your own environment, path/to/file.py:Class, with reset(row) -> messages, step(text) -> messages,
+    reward, done; or reasoning-gym:TASK, skyrl-gym:NAME, openenv:URL, http://HOST:PORT of megarl env-serve. It
+    gives the rewards, in place of --reward. Several: NAME=VALUE ...; a row has the one of its data_source."""
     env_timeout_s: Positive = 60.0
     """With --env: seconds that one call of reset or step may take; then its episode has failed."""
     env_episodes_per_process: Count = 16
-    """With --env: episodes that share one process of the environment. Their calls overlap. 1: none share one."""
+    """With --env: episodes that share one process of the environment. Their calls overlap. 1: none share
+    one."""
     env_python: tuple[str, ...] | None = None
     """With --env: the Python that runs the environment, 3.9 or later, e.g. venv/bin/python, with packages of
     its own. megarl need not be installed there. NAME=PYTHON: that of one environment. Default: megarl's."""
     turn_rewards: bool = False
     """With --env and --algorithm grpo: an answer is judged by the rewards from it on, see docs/agents.md."""
     agent_command: str | None = None
-    """Your own agent, e.g. "python agent.py": a process per episode that calls the model through an SDK and prints
-    the reward, or --reward or --reward-function judges its last answer. See docs/agents.md."""
+    """Your own agent, e.g. "python agent.py": a process per episode that calls the model through an SDK and
+    prints the reward, or --reward or --reward-function judges its last answer. See docs/agents.md."""
     agent_timeout_s: Positive = 600.0
-    """With --agent-command: seconds of an episode, but for those in which the engine stands still; then it fails."""
+    """With --agent-command: seconds of an episode, but for those in which the engine stands still; then it
+    fails."""
     tool_call_parser: str | None = None
     """With --agent-command: vLLM's parser that finds tool calls in answers, e.g. hermes (Qwen2.5, Qwen3),
     llama3_json or deepseek_v31. Without it requests with tools are refused."""
     env_verifiers: str | None = None
-    """An environment of the package verifiers, by its id, with --env-python as the Python that has both. verifiers
-    leads the rollouts and scores them, in place of --env and --reward. See docs/agents.md."""
+    """An environment of the package verifiers, by its id, with --env-python as the Python that has both.
+    verifiers leads the rollouts and scores them, in place of --env and --reward. See docs/agents.md."""
     env_verifiers_client: Literal["eval", "train"] = "eval"
-    """With --env-verifiers: verifiers' client. eval sends messages, train the token ids that its renderers make."""
+    """With --env-verifiers: verifiers' client. eval sends messages, train the token ids that its renderers
+    make."""
     env_verifiers_config: str | None = None
-    """With --env-verifiers: a JSON file with fields of verifiers' EnvConfig, e.g. {"agent": {"max_turns": 4}}. By
-    default agents run in processes of the machine."""
+    """With --env-verifiers: a JSON file with fields of verifiers' EnvConfig, e.g.
+    {"agent": {"max_turns": 4}}. By default agents run in processes of the machine."""
     reasoning_parser: str | None = None
-    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1."""
+    """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or
+    deepseek_r1."""
     agent_num_processes: Count = 16
     """With --agent-command: agents per engine that run at a time. The others wait."""
     agent_host: str = "127.0.0.1"
     """With --agent-command: interface of the agents' endpoint, which asks for a key and does not encrypt."""
     max_branches: Annotated[int, at_least(1), at_most(4096)] = 16
-    """With --agent-command and --env-verifiers: conversations of an episode, each a sample for training. Further ones
-    are refused. With --staleness above 0 there is one."""
+    """With --agent-command and --env-verifiers: conversations of an episode, each a sample for training.
+    Further ones are refused. With --staleness above 0 there is one."""
 
     @property
     def has_turns(self) -> bool:

@@ -37,15 +37,15 @@ class PlacementConfig(Section):
     e.g. 1-8, takes as many of them as there are GPUs, and the most on a machine without. Under torchrun,
     torchrun's own count holds."""
     nnodes: Annotated[int, at_least(1), at_most(1024)] = 1
-    """Nodes of the job, each with --nproc-per-node ranks. With --executor ray they are taken from the cluster.
-    Without it, start torchrun on every node; torchrun's own count then holds."""
+    """Nodes of the job, each with --nproc-per-node ranks. With --executor ray they are taken from the
+    cluster. Without it, start torchrun on every node; torchrun's own count then holds."""
     elastic_min_nodes: Annotated[int, at_least(1), at_most(1024)] | None = None
     """For --executor ray: without room for --nnodes nodes an attempt runs on as many as there is room for and
     the layout fits, at least this many. Batches and the order of samples stay. Default: --nnodes."""
     executor: str = "torchrun"
-    """torchrun: a driver process and one worker per rank. ray: the same on the nodes of a Ray cluster, or of a
-    Ray that is started on this machine; needs the package ray. inline: everything in one process, for pdb. A
-    program can register others."""
+    """torchrun: a driver process and one worker per rank. ray: the same on the nodes of a Ray cluster, or of
+    a Ray that is started on this machine; needs the package ray. inline: everything in one process, for pdb.
+    A program can register others."""
     ray_address: str | None = None
     """For --executor ray: host:port of the cluster's head, or auto on one of its nodes. Default: RAY_ADDRESS
     of the environment, which `ray job submit` sets; without it a Ray is started on this machine."""
@@ -123,8 +123,8 @@ class RunConfig(Section):
     log_name: str | None = None
     """Name of the run in Weights & Biases and MLflow. Default: the name of --save's folder."""
     num_rollouts_to_log: Annotated[int, at_least(-1)] = 32
-    """Samples per step, from the first, written to rollouts/step_*.jsonl and to --log-with; -1 is all, 0 none.
-    The samples of a prompt follow one another, so 32 are four prompts where each has 8."""
+    """Samples per step, from the first, written to rollouts/step_*.jsonl and to --log-with; -1 is all, 0
+    none. The samples of a prompt follow one another, so 32 are four prompts where each has 8."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do with an update whose loss or gradient is not finite: the job ends, or the update is left
     out, on all ranks alike, and counted (policy/updates_skipped, critic/updates_skipped); more than 10 in a

@@ -44,8 +44,8 @@ class ModelConfig(Section):
     model, whose value head starts at zero, or a sequence classifier with one label, whose `score` it takes
     over. Default: --model."""
     reference_model: str | None = None
-    """Folder of the Hugging Face language model that is the reference, with the actor's tokenizer: the teacher
-    of --algorithm distill, or what a KL is measured to. Default: --model."""
+    """Folder of the Hugging Face language model that is the reference, with the actor's tokenizer: the
+    teacher of --algorithm distill, or what a KL is measured to. Default: --model."""
     reference_update_interval: Count | None = None
     """Steps between two updates of the reference with the actor's weights, so that a KL is measured to a
     recent policy. Default: never."""
@@ -123,9 +123,9 @@ class StreamingConfig(Section):
     """With --staleness: tokens that one response gets from one version of the weights, at most. It goes on
     after the next weight sync, or at once if the next step needs it. Default: no limit."""
     min_engines: Count | None = None
-    """With --staleness and engines in processes of their own: number of engines that each actor needs. As long
-    as that many are left, the prompts of an engine that ends or hangs go to the others. Default: all engines,
-    so that the job ends with the first one. Not run on a GPU yet."""
+    """With --staleness and engines in processes of their own: number of engines that each actor needs. As
+    long as that many are left, the prompts of an engine that ends or hangs go to the others. Default: all
+    engines, so that the job ends with the first one. Not run on a GPU yet."""
 
 
 @section

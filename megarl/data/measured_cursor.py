@@ -1,4 +1,5 @@
-"""Decide which rows come next by the rewards that their last responses got: a curriculum and a difficulty filter.
+"""Decide which rows come next by the rewards that their last responses got: a curriculum and a difficulty
+filter.
 
 cursor = MeasuredCursor(4, 0, False, order="easy-first", low=0.0, high=0.9, rest=1)
 cursor.next_rows(4)                                    [0, 1, 2, 3]      nothing is measured in the first pass
@@ -18,16 +19,16 @@ ORDERS = ("shuffled", "easy-first", "hard-first")
 
 
 class MeasuredCursor(DataCursor):
-    """Walks over a data set pass after pass, as `DataCursor`. At the beginning of a pass it looks at the rates, which
-    are the mean rewards of each row's last visit.
+    """Walks over a data set pass after pass, as `DataCursor`. At the beginning of a pass it looks at the
+    rates, which are the mean rewards of each row's last visit.
 
-    A row whose rate is at most `low`, or at least `high`, rests for `rest` passes, and is then visited and measured
-    again. All other rows are in every pass once, also those without a rate. If every row rests, none does. So a row
-    is visited at least once in `rest` + 1 passes.
+    A row whose rate is at most `low`, or at least `high`, rests for `rest` passes, and is then visited and
+    measured again. All other rows are in every pass once, also those without a rate. If every row rests, none
+    does. So a row is visited at least once in `rest` + 1 passes.
 
     Args:
-        order: of the rows of a pass: shuffled, or by their rates, the highest or the lowest first. Equal rates keep
-            the order of `shuffle`; rows without a rate come last.
+        order: of the rows of a pass: shuffled, or by their rates, the highest or the lowest first. Equal
+            rates keep the order of `shuffle`; rows without a rate come last.
         low, high: None is no limit."""
 
     def __init__(
@@ -105,10 +106,11 @@ class MeasuredCursor(DataCursor):
         return super().state() | {"measured": measured}
 
     def restored(self, state: dict[str, Any]) -> MeasuredCursor:
-        """Return a cursor of this data set and these limits that continues where `state()` was taken. The pass goes on
-        as it was begun; other limits hold from the next pass.
+        """Return a cursor of this data set and these limits that continues where `state()` was taken. The
+        pass goes on as it was begun; other limits hold from the next pass.
 
-        Raises: ValueError if the size of the data set has changed, or if the state is that of files with weights."""
+        Raises: ValueError if the size of the data set has changed, or if the state is that of files with
+            weights."""
         plain = super().restored({key: value for key, value in state.items() if key != "measured"})
         cursor = MeasuredCursor(
             self.num_rows,

@@ -3,9 +3,10 @@
     outputs of the teacher's pass         last_hidden, top_tokens: functions of its last hidden states
     Teaching.teacher                      what the policy's chunks of logits are compared with
 
-A whole distribution takes 2 H bytes per token (bf16): the teacher's hidden state. Its product with the teacher's output
-layer, of which each tensor-parallel rank of the policy holds the rows of its own columns, is the teacher's logits. So
-the two models may be split differently. Of the k most likely tokens only ids and log-probs are moved."""
+A whole distribution takes 2 H bytes per token (bf16): the teacher's hidden state. Its product with the
+teacher's output layer, of which each tensor-parallel rank of the policy holds the rows of its own columns, is
+the teacher's logits. So the two models may be split differently. Of the k most likely tokens only ids and
+log-probs are moved."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def last_hidden(inputs: HeadInputs) -> torch.Tensor:
 
 
 def top_tokens(inputs: HeadInputs, k: int, vocab_size: int) -> torch.Tensor:
-    """Return the ids and then the log-probs of the k most likely of the first `vocab_size` tokens, [n, 2 k] fp32.
+    """Return the ids and then the log-probs of the k most likely of the first `vocab_size` tokens, [n, 2 k]
+    fp32.
 
     Ids below 2^24 are exact in fp32."""
     ids, log_probs = teacher_top_k(

@@ -1,7 +1,7 @@
 """Exchange signed messages with the driver over a TCP connection: the end of a rank or of a relay.
 
-A message is a frame: eight bytes of length, then the data. Who connects first answers a challenge with the job's
-secret. Imports no torch."""
+A message is a frame: eight bytes of length, then the data. Who connects first answers a challenge with the
+job's secret. Imports no torch."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@
       |-- ...         up to relay 15
       `-- rank 0 ...  in a job on one node the ranks are the driver's children
 
-Every rank gets the same stream of commands, so the driver sends a command once per child, and a relay passes bytes
-on as they come. What the driver sends and keeps therefore does not grow with the number of ranks. Reports go
-up as whole frames. No rank's interpreter passes anything on, so a rank that is stopped, or holds Python's
-lock, delays no other. Imports no torch.
+Every rank gets the same stream of commands, so the driver sends a command once per child, and a relay passes
+bytes on as they come. What the driver sends and keeps therefore does not grow with the number of ranks.
+Reports go up as whole frames. No rank's interpreter passes anything on, so a rank that is stopped, or holds
+Python's lock, delays no other. Imports no torch.
 
-Connections that do not sign in with the job's secret are closed. Whoever writes a message signs it, and whoever
-reads it checks the signature; relays do not look into it."""
+Connections that do not sign in with the job's secret are closed. Whoever writes a message signs it, and
+whoever reads it checks the signature; relays do not look into it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ class Answer:
     purpose: str = "train"
     """Name of the data set of the row: "train", or "eval" for a held-out episode."""
     greedy: bool = False
-    """Whether the tokens are drawn at temperature 0, whatever those of other answers are, and not trained on."""
+    """Whether the tokens are drawn at temperature 0, whatever those of other answers are, and not trained
+    on."""
 
     def after(self, output: Output | Response) -> Answer:
         """Return the answer, extended by the tokens of an output that continues it."""
@@ -364,7 +365,8 @@ class RequestStream:
 
 
 def _length(saved: SavedAnswer) -> tuple[bool, int, int]:
-    """Return a key that is larger the further an answer has got. Several engines may have saved the answer."""
+    """Return a key that is larger the further an answer has got. Several engines may have saved the
+    answer."""
     return saved.finish_reason is not None, len(saved.events), len(saved.answer.response)
 
 

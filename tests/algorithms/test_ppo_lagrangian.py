@@ -1,4 +1,5 @@
-"""PPO-Lagrangian's advantages, returns and multiplier against the paper's formulas (arXiv:2310.12773) in float64.
+"""PPO-Lagrangian's advantages, returns and multiplier against the paper's formulas (arXiv:2310.12773) in
+float64.
 
     pytest tests/algorithms/test_ppo_lagrangian.py
 

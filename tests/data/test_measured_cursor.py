@@ -1,5 +1,5 @@
-"""The walk by measured rewards: which rows rest, in which order the others come, that none is lost, and that it
-resumes exactly.
+"""The walk by measured rewards: which rows rest, in which order the others come, that none is lost, and that
+it resumes exactly.
 
     pytest tests/data/test_measured_cursor.py"""
 

@@ -1,5 +1,6 @@
-"""Whole jobs that learn from a teacher's whole distribution: the divergence is that of transformers in float64, in every
-layout, over the whole vocabulary, over its most likely tokens, and with a hint that only the teacher sees.
+"""Whole jobs that learn from a teacher's whole distribution: the divergence is that of transformers in
+float64, in every layout, over the whole vocabulary, over its most likely tokens, and with a hint that only
+the teacher sees.
 
 pytest tests/e2e/test_gkd.py                  one layout
 pytest tests/e2e/test_gkd.py -m nightly       others, hints, what is learnt"""
@@ -65,8 +66,8 @@ def gkd(sums_data, folder, *flags):
 
 
 def divergence(job, student, teacher, kind=Divergence(), top_k=None, hint=None):
-    """Mean over the sampled tokens of the first step, and the norm of its gradient by the student's weights, by
-    transformers in float64."""
+    """Mean over the sampled tokens of the first step, and the norm of its gradient by the student's weights,
+    by transformers in float64."""
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, teacher)]
     vocab_size = models[0].config.vocab_size
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -169,7 +170,8 @@ def test_only_the_teacher_reads_the_hint(sums_data, tmp_path, flags):
 @pytest.mark.parametrize("layout", ["dp2", "pp2", "reference_on_rank_1"])
 @pytest.mark.parametrize("algorithm", ["distill", "gkd"])
 def test_each_source_has_its_teacher(sums_data, tmp_path, teacher, algorithm, layout):
-    """Rows of source b are taught by the larger model, others by the model itself, which has nothing to teach."""
+    """Rows of source b are taught by the larger model, others by the model itself, which has nothing to
+    teach."""
     lines = (sums_data / "train.jsonl").read_text().splitlines()
     tokenizer = AutoTokenizer.from_pretrained(sums_data / "model")
     data, sources = tmp_path / "two.jsonl", {}
@@ -216,8 +218,8 @@ def test_each_source_has_its_teacher(sums_data, tmp_path, teacher, algorithm, la
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("flags", ["", "--teacher-top-k 8"])
 def test_a_student_comes_near_a_teacher_that_was_trained(tmp_path, flags):
-    """From the quickstart's warm-up: at least 0.9 of the accuracy of the model that GRPO has made of it, and 0.2 more
-    than before."""
+    """From the quickstart's warm-up: at least 0.9 of the accuracy of the model that GRPO has made of it, and
+    0.2 more than before."""
     succeed(ROOT / "tools" / "quickstart.py", "--out", tmp_path / "quickstart", timeout=900)
     quickstart = tmp_path / "quickstart"
     words = (

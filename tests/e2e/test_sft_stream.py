@@ -31,8 +31,8 @@ def whole(sums_data, tmp_path_factory) -> Job:
 
 
 def test_alone_it_is_fine_tuning(whole, sums_data, tmp_path):
-    """The same rows in the same order, with the same optimizer: to fp32's rounding, as other micro-batches are
-    beside them. Both take 16 rows a step."""
+    """The same rows in the same order, with the same optimizer: to fp32's rounding, as other micro-batches
+    are beside them. Both take 16 rows a step."""
     flags = f"--algorithm sft {ROWS} --train-data {sums_data}/sft_worked.jsonl --train-iters 4"
     job = train(sums_data, tmp_path / "sft", *flags.split())
     assert job.returncode == 0, job.output
@@ -52,7 +52,8 @@ def test_it_goes_on_with_the_next_rows(whole, sums_data, tmp_path):
 
 
 def test_two_streams_at_once(sums_data, tmp_path):
-    """With rewards both are learnt from: the loss of the rows falls, and its factor scales its gradient only."""
+    """With rewards both are learnt from: the loss of the rows falls, and its factor scales its gradient
+    only."""
     flags = "--sft-data {data}/sft_worked.jsonl --num-epochs 2 --pipeline-model-parallel-size 2"
     job = run(sums_data, tmp_path / "both", flags)
     assert job.steps[-1]["sft/loss"] < job.steps[0]["sft/loss"]

@@ -56,7 +56,8 @@ chmod 0711 /tmp
 slurmd -D -N node$NODE
 exit $?
 """
-"""The shell stays, as the first process of the node: it collects orphans, which slurmd waits for at the end of a job."""
+"""The shell stays, as the first process of the node: it collects orphans, which slurmd waits for at the end
+of a job."""
 
 
 def why_not() -> str | None:

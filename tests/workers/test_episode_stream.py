@@ -79,7 +79,8 @@ class Pool:
     Args:
         rng: chooses the delays.
         salt: changes what they reply.
-        of_agents: whether they are agents, of which some first ask for a second conversation, and are refused."""
+        of_agents: whether they are agents, of which some first ask for a second conversation, and are
+            refused."""
 
     def __init__(self, rng: random.Random, salt: str = "", of_agents: bool = False) -> None:
         self.rng, self.salt, self.of_agents = rng, salt, of_agents
