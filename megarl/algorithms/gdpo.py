@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.algorithms.whitening import whitened_reference
+from megarl.algorithms.whitening import sums_for_whitening, whitened_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,8 +74,7 @@ class GDPO(PolicyGradient):
         """Return sum, sum of squares and count of the weighted sums of normalized scores of this rank's
         samples."""
         found = [_reference_sum(inputs, one) for one in inputs.samples if inputs.episode(one) == one]
-        values = [value for value, _ in filter(None, found)]
-        return [math.fsum(values), math.fsum(value * value for value in values), float(len(values))]
+        return sums_for_whitening(value for value, _ in filter(None, found))
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return one sample's advantage on each of its tokens; 0 if its reward failed."""

@@ -25,9 +25,21 @@ class LagrangeMultiplier:
         self.value, self.lr, self.limit, self.largest = start, lr, limit, largest
 
     def update(self, mean_cost: float) -> None:
-        """Raise the multiplier after a step whose cost was above the limit, and lower it after one below."""
-        self.value *= math.exp(self.lr * self.value * (mean_cost - self.limit))
-        self.value = min(self.value, math.inf if self.largest is None else self.largest)
+        """Raise the multiplier after a step whose cost was above the limit, and lower it after one below.
+
+        Raises: ValueError for a multiplier that is no finite number any more."""
+        before = self.value
+        try:
+            self.value *= math.exp(self.lr * self.value * (mean_cost - self.limit))
+        except OverflowError:
+            self.value = math.inf
+        if self.largest is not None:
+            self.value = min(self.value, self.largest)
+        if not math.isfinite(self.value):
+            raise ValueError(
+                f"--lagrange-lr ({self.lr:g}): a mean cost of {mean_cost:g}, with --cost-limit {self.limit:g}, moves "
+                f"the multiplier from {before:g} beyond all numbers. Lower it, or try --lagrange-max 10."
+            )
 
     def state_dict(self) -> dict[str, float]:
         """Return the value, for a checkpoint."""

@@ -35,7 +35,7 @@ from megarl.algorithms.base import (
     advantage_metrics,
 )
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.algorithms.whitening import whitened_reference
+from megarl.algorithms.whitening import sums_for_whitening, whitened_reference
 from megarl.config.errors import Fraction, Natural, Positive
 
 if TYPE_CHECKING:
@@ -142,10 +142,8 @@ class PPO(PolicyGradient):
         if not self.whiten_advantages:
             return None
         if self._is_decoupled:
-            found = [
-                value for sample in inputs.samples for value in self._policy_reference(inputs, sample)[0]
-            ]
-            return [math.fsum(found), math.fsum(value * value for value in found), float(len(found))]
+            of_samples = (self._policy_reference(inputs, sample)[0] for sample in inputs.samples)
+            return sums_for_whitening(value for advantages in of_samples for value in advantages)
         import torch
 
         empty = [torch.zeros(0)]

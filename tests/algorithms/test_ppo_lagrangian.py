@@ -7,6 +7,7 @@ Bound: 4e-6 relative to the largest number, as for PPO's whitening."""
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -171,3 +172,34 @@ def test_a_missing_cost_is_named():
         ValueError, match=r"--cost-score \(harm\): the scores of the reward are correct, cost"
     ):
         Lagrangian(cost_score="harm").compute_advantages(inputs)
+
+
+def test_a_response_without_the_cost_is_no_response_without_cost():
+    """Groups may have scores of different names, and a score that is missing must not count as 0."""
+    scores = StepScores(
+        {"correct": REWARDS, "cost": [0.2, math.nan, math.nan, 0.0, 0.7]},
+        {"correct": 1.0, "cost": 0.0},
+        FACTOR,
+    )
+    with pytest.raises(ValueError, match=r"--cost-score \(cost\): .* are correct, for 1 of 5 responses"):
+        algorithm(True).compute_advantages(replace(inputs_of(list(range(5))), scores=scores))
+
+
+def test_a_step_without_rewards_measures_no_cost():
+    """The multiplier stays: its owner moves it by a metric that is there."""
+    nothing = [math.nan] * 5
+    scores = StepScores({"correct": nothing, "cost": nothing}, {"correct": 1.0, "cost": 0.0}, FACTOR)
+    inputs = replace(inputs_of(list(range(5))), rewards=torch.tensor(nothing), scores=scores)
+    columns, metrics = algorithm(True).compute_advantages(inputs)
+    assert (columns["advantages"] == 0).all() and "cost/mean" not in metrics
+    assert metrics["cost/multiplier"] == pytest.approx(FACTOR)
+
+
+@pytest.mark.parametrize("cost", [1e6, math.nan])
+def test_a_multiplier_beyond_all_numbers_is_named(cost):
+    multiplier = LagrangeMultiplier(start=2.0, lr=0.1, limit=0.5, largest=None)
+    with pytest.raises(ValueError, match=r"--lagrange-lr \(0.1\): .* from 2 .* --lagrange-max"):
+        multiplier.update(cost)
+    bounded = LagrangeMultiplier(start=2.0, lr=0.1, limit=0.5, largest=4.0)
+    bounded.update(1e6)
+    assert bounded.value == 4.0
