@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
+from megarl.algorithms.group_advantage import places_in_groups
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.config.errors import Count
 
@@ -52,16 +53,8 @@ class RAFT(PolicyGradient):
 
     def left_out(self, inputs: AdvantageInputs) -> Tensor:
         """Return [S] bool, true for the samples of the step that are not kept."""
-        import torch
-
         rewards = inputs.rewards.double()
-        group = inputs.group_ids.unique(return_inverse=True)[1]
-        best_first = rewards.nan_to_num(nan=-math.inf).neg().argsort(stable=True)
-        order = best_first[group[best_first].argsort(stable=True)]
-        counts = torch.bincount(group)
-        rank = torch.empty_like(group)
-        rank[order] = torch.arange(len(group)) - (counts.cumsum(0) - counts)[group[order]]
-        is_kept = (rank < self.raft_keep) & ~rewards.isnan()
+        is_kept = (places_in_groups(rewards, inputs.group_ids) < self.raft_keep) & ~rewards.isnan()
         if self.raft_min_reward is not None:
             is_kept &= rewards >= self.raft_min_reward
         return ~is_kept
