@@ -15,8 +15,6 @@ from typing import Any
 
 from megarl.data.cursor import DataCursor
 
-ORDERS = ("shuffled", "easy-first", "hard-first")
-
 
 class MeasuredCursor(DataCursor):
     """Walks over a data set pass after pass, as `DataCursor`. At the beginning of a pass it looks at the
@@ -81,20 +79,6 @@ class MeasuredCursor(DataCursor):
         sign = -1.0 if self.order == "easy-first" else 1.0
         unknown = float("inf")
         return sorted(order, key=lambda row: sign * self._rates[row] if row in self._rates else unknown)
-
-    def next_rows(self, n: int) -> list[int]:
-        """Return the next `n` row indices. They may span passes."""
-        if n < 0:
-            raise ValueError(f"n ({n}) must not be negative.")
-        rows: list[int] = []
-        while len(rows) < n:
-            if self._offset == len(self._order):
-                self._pass, self._offset = self._pass + 1, 0
-                self._order = self._order_of_pass()
-            taken = self._order[self._offset : self._offset + n - len(rows)]
-            self._offset += len(taken)
-            rows += taken
-        return rows
 
     def state(self) -> dict[str, Any]:
         """Return the position and the rates as values that JSON can hold, for `restored`."""
