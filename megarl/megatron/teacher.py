@@ -25,7 +25,7 @@ from megarl.reshard.hf_folder import read_folder
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What the last stage of a model knows before its output layer: [n, H] hidden states, this rank's weight
+    """Inputs of a model's output layer on its last stage: [n, H] hidden states, this rank's weight
     [V_tp, H], [n] targets."""
 
     hidden: torch.Tensor
@@ -76,11 +76,16 @@ def teacher_head(
 
 @dataclass(frozen=True)
 class Teaching:
-    """What a policy learns from a teacher: a divergence, and the teacher's output layer if it is needed."""
+    """The divergence from a teacher that a policy learns from, and the teacher's output layer if it is
+    needed."""
 
     divergence: Divergence
     weight: torch.Tensor | None
     """[V_tp, H_teacher]; None if the teacher's most likely tokens are known."""
+
+    def has_read(self, part: MicroBatch) -> bool:
+        """Return whether the teacher has read the samples of a micro-batch. It reads no rows of --sft-data."""
+        return getattr(part.batch, "teacher_top_k" if self.weight is None else "teacher_hidden") is not None
 
     def teacher(self, part: MicroBatch, inputs: HeadInputs, vocab_size: int) -> Teacher:
         """Return the teacher at the response tokens of a micro-batch."""
