@@ -325,6 +325,24 @@ def test_a_checkpoint_brings_the_environments_back_and_goes_on(tmp_path, seed):
     )
 
 
+def test_a_checkpoint_knows_which_episodes_are_only_scored(tmp_path):
+    """As ReMax's greedy answers: a finished one of a checkpoint must not be trained on."""
+    asked = [replace(answer, greedy=answer.sample_id % 2 == 1) for answer in answers(*range(6))]
+    before, after = Job(tmp_path / "before"), Job(tmp_path / "after", 1)
+    for job in (before, after):
+        job.recorder.start(0)
+    before.stream.add(asked)
+    before.step(40)
+    before.stream.save(tmp_path / "file", range(6))
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    assert {one.answer.greedy for one in saved if one.finish_reason is not None} == {False, True}
+    after.stream.load(asked, [tmp_path / "file"])
+    after.finish()
+    assert {sample.sample_id: sample.trained for sample in after.samples} == {
+        answer.sample_id: not answer.greedy for answer in asked
+    }
+
+
 @pytest.mark.parametrize("of_agents", [False, True])
 def test_an_episode_that_cannot_be_brought_back_begins_anew_and_is_named(tmp_path, caplog, of_agents):
     visits = [1, 2, 3, 6, 7, 10]
