@@ -15,7 +15,7 @@ from megarl.runtime.node_watch import read_bytes
 
 ACCEPTED, REFUSED, CHALLENGE_BYTES = b"+", b"-", 16
 CHILD, REPORTER = b"child", b"reporter"
-"""What a connection is for: a CHILD gets all commands; a REPORTER only reports."""
+"""Purposes of a connection: a CHILD gets all commands, a REPORTER only reports."""
 CHUNK = 1 << 18
 _LENGTH = struct.Struct("<Q")
 _CONNECTED_S = 60.0
