@@ -90,7 +90,7 @@ def divergence_ref(
 
 
 class Teacher(Protocol):
-    """What the student is compared with, for the N rows of one call."""
+    """The teacher with which the student is compared, for the N rows of one call."""
 
     def compare(
         self, rows: slice, softmax: Softmax, group: dist.ProcessGroup | None

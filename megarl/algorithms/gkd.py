@@ -36,8 +36,9 @@ class GKD(Algorithm):
     advantage_formula: ClassVar[str] = "none: the loss is the divergence of the policy from the teacher"
 
     divergence: Literal["reverse-kl", "forward-kl", "jsd"] = "reverse-kl"
-    """What is minimised at each token. reverse-kl: KL(policy, teacher), which keeps to what the teacher would
-    write; forward-kl: KL(teacher, policy), which covers all of it; jsd: between them, by --jsd-beta."""
+    """Divergence that is minimised at each token. reverse-kl: KL(policy, teacher), which keeps to what the
+    teacher would write; forward-kl: KL(teacher, policy), which covers all of it; jsd: between them, by
+    --jsd-beta."""
     jsd_beta: Annotated[float, above(0), below(1)] = 0.5
     """For --divergence jsd: weight of the teacher in the mixture that both are compared with. Near 0 it is
     like forward-kl, near 1 like reverse-kl."""

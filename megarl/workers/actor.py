@@ -94,7 +94,7 @@ class ActorRole(PolicyRole):
     """Mesh of the engines, if none is on this rank."""
     sender: WeightSync | None = None
     teaching: Teaching | None = None
-    """What the policy learns from a teacher at each token."""
+    """The teacher that the policy is compared with at each token; None without."""
 
     def setup(self, is_trained: bool = True) -> None:
         """Build the model and load its weights, with an optimizer if the model `is_trained`. Collective over
