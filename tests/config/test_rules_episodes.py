@@ -42,49 +42,49 @@ RULES = {
         VERIFIERS,
         "--env-verifiers (my-env): needs --env-python, one Python that has verifiers and the environment. Try the "
         "bin/python of a virtual environment in which you ran `pip install verifiers`.",
-        f"{VERIFIERS} --env-python python",
+        f"{VERIFIERS} --env-python python3",
     ),
     "verifiers while the actor trains": (
-        f"{VERIFIERS} --env-python python --staleness 1",
+        f"{VERIFIERS} --env-python python3 --staleness 1",
         "--env-verifiers (my-env): cannot be combined with --staleness above 0 yet. Leave --staleness out.",
-        f"{VERIFIERS} --env-python python",
+        f"{VERIFIERS} --env-python python3",
     ),
     "verifiers and an environment": (
-        f"{VERIFIERS} --env-python python {IS}",
+        f"{VERIFIERS} --env-python python3 {IS}",
         "--env-verifiers (my-env): verifiers plays the episodes, and --env (env.py:Env) would too. Leave one of them out.",
-        f"{VERIFIERS} --env-python python",
+        f"{VERIFIERS} --env-python python3",
     ),
     "verifiers and a rule": (
-        f"{VERIFIERS} --env-python python --reward auto",
+        f"{VERIFIERS} --env-python python3 --reward auto",
         "--env-verifiers (my-env): the environment gives the rewards, and --reward (auto) would too. Leave one of them "
         "out.",
-        f"{VERIFIERS} --env-python python",
+        f"{VERIFIERS} --env-python python3",
     ),
     "settings that are no JSON": (
-        f"{VERIFIERS} --env-python python --env-verifiers-config env.py",
+        f"{VERIFIERS} --env-python python3 --env-verifiers-config env.py",
         "--env-verifiers-config (env.py): cannot be read as JSON: Expecting value: line 1 column 1 (char 0).",
-        f"{VERIFIERS} --env-python python",
+        f"{VERIFIERS} --env-python python3",
     ),
     "two parsers": (
-        f"{VERIFIERS} --env-python python --env-verifiers-client train --tool-call-parser hermes",
+        f"{VERIFIERS} --env-python python3 --env-verifiers-client train --tool-call-parser hermes",
         "--tool-call-parser (hermes): with --env-verifiers-client train verifiers parses the answers itself. Leave it out.",
-        f"{VERIFIERS} --env-python python --env-verifiers-client train",
+        f"{VERIFIERS} --env-python python3 --env-verifiers-client train",
     ),
     "a client without verifiers": (
         "--env-verifiers-client train",
         "--env-verifiers-client (train): has no effect without --env-verifiers. Leave it out.",
-        f"{VERIFIERS} --env-python python --env-verifiers-client train",
+        f"{VERIFIERS} --env-python python3 --env-verifiers-client train",
     ),
     "branches without an agent": (
         "--max-branches 3",
         "--max-branches (3): has no effect without --agent-command. Leave it out.",
-        "--max-branches 3 --agent-command python --max-context-length 200",
+        "--max-branches 3 --agent-command python3 --max-context-length 200",
     ),
     "branches of asynchronous episodes": (
-        "--max-branches 3 --staleness 1 --agent-command python --max-context-length 200",
+        "--max-branches 3 --staleness 1 --agent-command python3 --max-context-length 200",
         "--max-branches (3): has no effect with --staleness above 0, where an episode is one conversation. Leave it "
         "out.",
-        "--max-branches 1 --staleness 1 --agent-command python --max-context-length 200",
+        "--max-branches 1 --staleness 1 --agent-command python3 --max-context-length 200",
     ),
     "turns without an environment": (
         "--max-turns 3",
