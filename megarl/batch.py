@@ -186,8 +186,8 @@ def column_dtype(name: str) -> torch.dtype:
 
 
 def check_column_names(names: Iterable[str]) -> None:
-    """Raise ValueError unless each name is that of a column with one number per token, such as "values", or of a
-    teacher's column."""
+    """Raise ValueError unless each name is that of a column with one number per token, such as "values", or
+    of a teacher's column."""
     for name in names:
         if name not in (*TOKEN_COLUMNS, *WIDE_COLUMNS):
             raise ValueError(f"column ({name!r}) must be one of {', '.join(TOKEN_COLUMNS)}.")

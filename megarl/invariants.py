@@ -98,8 +98,8 @@ def digest_of_reward(sample: int, group: int, reward: float | None, tokens: int)
 
 
 def check_samples(samples: Sequence[Sample], group_sizes: Mapping[int, int], max_length: int) -> None:
-    """Raise InvariantError if a group or an episode of the step is incomplete, a sample id repeats, or a length
-    is not allowed.
+    """Raise InvariantError if a group or an episode of the step is incomplete, a sample id repeats, or a
+    length is not allowed.
 
     Args:
         group_sizes: number of episodes that each group must have. Groups may have different sizes.

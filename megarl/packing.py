@@ -2,9 +2,10 @@
 
 The plan uses lengths and ids only, no tensors. Mini-batches (one optimizer update each) are drawn from *all*
 episodes of the step, so the same seed gives the same mini-batches on every mesh. An episode is one sample, or
-several if its conversation has branches, which share a mini-batch. Inside a mini-batch, samples are spread over the data-parallel ranks by cost and packed into micro-batches of at most `max_tokens`. Every rank gets
-the same number of micro-batches, so collectives line up and nothing is dropped. A rank with fewer
-samples gets empty micro-batches: a forward pass whose loss is a sum of no terms.
+several if its conversation has branches, which share a mini-batch. Inside a mini-batch, samples are spread
+over the data-parallel ranks by cost and packed into micro-batches of at most `max_tokens`. Every rank gets
+the same number of micro-batches, so collectives line up and nothing is dropped. A rank with fewer samples
+gets empty micro-batches: a forward pass whose loss is a sum of no terms.
 
 The driver plans once per mesh. Each rank derives its own messages from the plans (`plan_route`)."""
 
@@ -59,8 +60,8 @@ class Sample:
     branch: int = 0
     """Number of the sample among those of its episode."""
     num_branches: int = 1
-    """Number of samples of the episode. Each sampled token of an episode is a response token of exactly one of
-    them."""
+    """Number of samples of the episode. Each sampled token of an episode is a response token of exactly one
+    of them."""
 
     @property
     def episode(self) -> int:

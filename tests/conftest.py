@@ -101,8 +101,13 @@ if os.environ.get("MEGARL_KERNELS") == "interpret" or not HAS_GPU:
 def sums_paths(tmp_path_factory) -> dict[str, str]:
     """Path by name of the quickstart's data and its untrained model, written once. No test changes them."""
     from sums.files import make_sums
+    from tests.shared import made_once
 
-    return make_sums(tmp_path_factory.mktemp("sums"), seed=0)
+    return made_once(
+        tmp_path_factory,
+        "sums",
+        lambda folder: {name: str(path) for name, path in make_sums(folder, seed=0).items()},
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,11 @@
-"""Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING count.
+"""Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING
+count.
 
-    cli -> new, evaluate, env_serve -> evaluation -> inspect -> train, convert, doctor, translate -> trainer -> workers, checks, tools ->
-    megatron, rollout, data, rewards, episodes -> checkpoint -> algorithms, reshard -> batch_invariants -> batch, invariants, loggers, gate_limits ->
-    config, flow, runtime, collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures,
-    frameworks, ranges -> failures
+    cli -> new, evaluate, env_serve -> evaluation -> inspect -> train, convert, doctor, translate -> trainer
+    -> workers, checks, tools -> megatron, rollout, data, rewards, episodes -> checkpoint -> algorithms,
+    reshard -> batch_invariants -> batch, invariants, loggers, gate_limits -> config, flow, runtime,
+    collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures, frameworks, ranges ->
+    failures
 
 Rooms on one floor do not import each other. Megatron-Core is known in one room, vLLM in another, Ray in a
 third.

@@ -331,8 +331,9 @@ def split(episode: Episode, rng: random.Random) -> list[Episode]:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("seed", range(3))
 def test_an_episode_split_into_branches_keeps_its_weight(aggregation, seed):
-    """The table knows the last token only, so the log-probs of a turn are those that it has in one conversation.
-    Then loss and gradients are those of whole episodes: the padded reference does not know that they are split."""
+    """Loss and gradients of branches are those of the whole episodes. The reference pads the episodes and
+    knows no branches. The policy of this test depends on the last token alone, so that a turn has the same
+    log-probs in every conversation."""
     whole, rng = make_episodes(seed), random.Random(seed)
     of_episodes = [split(episode, rng) for episode in whole]
     parts = [(e, number, part) for e, of_one in enumerate(of_episodes) for number, part in enumerate(of_one)]

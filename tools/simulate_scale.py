@@ -9,9 +9,10 @@ stand-in  the ranks: processes without torch, forked from one. They take every c
           answer with records and metrics of the size that real roles send. They compute and wait for nothing
 modelled  how long the roles would take on real devices: HARDWARE, fixed before anything was measured
 
-The job is PPO of a 70B with a critic of another layout, on nodes of eight ranks: every step has two plans, one for
-each mesh, and columns that move between them. The driver's seconds are CPU seconds of its process, with all
-threads, so they do not depend on how busy this machine is. Times from a command to its last answer do."""
+The job is PPO of a 70B with a critic of another layout, on nodes of eight ranks: every step has two plans,
+one for each mesh, and columns that move between them. The driver's seconds are CPU seconds of its process,
+with all threads, so they do not depend on how busy this machine is. Times from a command to its last answer
+do."""
 
 from __future__ import annotations
 
@@ -251,7 +252,8 @@ def job_of(options: argparse.Namespace, folder: Path) -> tuple[Any, dict[str, An
 
 @contextlib.contextmanager
 def nodes_of(config: Any, options: argparse.Namespace) -> Iterator[tuple[Any, list[list[int]]]]:
-    """Start the light processes, and give the executor that reaches them, with the process ids of each node."""
+    """Start the light processes, and give the executor that reaches them, with the process ids of each
+    node."""
     from megarl.config.mesh import hosting_ranks
     from megarl.runtime.job_store import job_store
     from megarl.runtime.mailbox import connect
@@ -399,8 +401,8 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def extrapolate(files: Sequence[str]) -> dict[str, Any]:
-    """Return what jobs of other sizes would take, from results of several sizes: a + b ranks + c samples, fitted
-    by least squares."""
+    """Return what jobs of other sizes would take, from results of several sizes: a + b ranks + c samples,
+    fitted by least squares."""
     import numpy as np
 
     results = [json.loads(Path(file).read_text()) for file in files]

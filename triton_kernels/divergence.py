@@ -16,12 +16,14 @@ There are two ways to know the teacher:
 
     TeacherHead   its hidden states, and this rank's rows of its output layer: exact, over the whole vocabulary
     TeacherTopK   ids and log-probs of its k most likely tokens: exact over k + 1 outcomes, the last of which stands
-                  for all other tokens. It is at most the exact divergence, as merging outcomes loses information.
+                  for all other tokens. It is at most the exact divergence, as merging outcomes loses
+                  information.
 
 A teacher may know more tokens than the student. Its probabilities are over the student's vocabulary.
 
-These are PyTorch operations on blocks of rows of a chunk of logits, on every device. Ranks add up two numbers per
-token; beside the logits of the student's chunk there are those of the teacher's, whose memory takes the gradient."""
+These are PyTorch operations on blocks of rows of a chunk of logits, on every device. Ranks add up two numbers
+per token; beside the logits of the student's chunk there are those of the teacher's, whose memory takes the
+gradient."""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def divergence_ref(
     top_k: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Specification for tests: return the [N] divergences of unsplit logits [N, V] in `dtype`, for autograd."""
+    """Specification for tests: return the [N] divergences of unsplit logits [N, V] in `dtype`, for
+    autograd."""
     p, q = (
         torch.softmax(x[:, :vocab_size].to(dtype) / temperature, dim=-1) for x in (logits, teacher_logits)
     )
@@ -87,12 +90,13 @@ def divergence_ref(
 
 
 class Teacher(Protocol):
-    """What the student is compared with, for the N rows of one call."""
+    """The teacher with which the student is compared, for the N rows of one call."""
 
     def compare(
         self, rows: slice, softmax: Softmax, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the divergences [C] of a chunk of rows, and their gradient by the student's logits [C, V_tp].
+        """Return the divergences [C] of a chunk of rows, and their gradient by the student's logits [C,
+        V_tp].
 
         `softmax` is the student's. A collective of `group`."""
 
@@ -193,8 +197,8 @@ class TeacherTopK:
 
 
 def _scatter(part: Tensor, columns: Tensor, values: Tensor, is_local: Tensor) -> Tensor:
-    """Return `part` with `values` at `columns`, but where not `is_local`, in which case a column may be one that
-    another value is for."""
+    """Return `part` with `values` at `columns`, but where not `is_local`, in which case a column may be one
+    that another value is for."""
     padded = torch.cat([part, part.new_zeros(len(part), 1)], 1)
     return padded.scatter_(1, columns.where(is_local, part.shape[1]), values)[:, :-1]
 
@@ -217,8 +221,8 @@ def teacher_top_k(
     group: dist.ProcessGroup | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return ids [N, k] int64 and log-probs [N, k] fp32 of the k most likely of the first `vocab_size` tokens of each
-    row, most likely first. A collective of `group`; the arguments are those of `linear_log_probs`."""
+    """Return ids [N, k] int64 and log-probs [N, k] fp32 of the k most likely of the first `vocab_size` tokens
+    of each row, most likely first. A collective of `group`; the arguments are those of `linear_log_probs`."""
     head = LinearHead(hidden, weight, targets, vocab_size, group, temperature)
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     ids, log_probs = [targets.new_zeros(0, k)], [head.hidden.new_zeros(0, k, dtype=head.dtype)]

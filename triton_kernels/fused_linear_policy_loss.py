@@ -16,9 +16,9 @@ g = h = 0 (masked, clipped, of groups without an advantage) are left out of the 
 up to two thirds.
 
 Memory: a buffer of logits for one chunk (see linear_head.py), dhidden, and dweight in fp32 unless it goes
-into `main_grad`; with a teacher also its logits of a chunk. Plain PyTorch holds five [N, V_tp] tensors. The gradient in the forward pass is Liger's
-fused_linear_cross_entropy (arXiv:2410.10989); that of a loss over tokens, with entropy and the vocabulary
-split over ranks, is ours.
+into `main_grad`; with a teacher also its logits of a chunk. Plain PyTorch holds five [N, V_tp] tensors. The
+gradient in the forward pass is Liger's fused_linear_cross_entropy (arXiv:2410.10989); that of a loss over
+tokens, with entropy and the vocabulary split over ranks, is ours.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ _MUST_USE = {
 
 
 def aot_case_of(tiles: Tiles, entropy: bool, capabilities: tuple[int, ...]) -> AotCase:
-    """Return the `AotCase` of the kernel with these tiles."""
+    """Return the `AotCase` by which the kernel is compiled ahead of time with these tile sizes."""
     constants = {"BM": tiles.BM, "BN": tiles.BN, "BK": tiles.BK, "GROUP_M": _GROUP_M, "NUM_PROGRAMS": 132}
     outputs = 3 if entropy else 2
     return aot_case(

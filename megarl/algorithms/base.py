@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
     """Inputs of `compute_advantages`: rewards of all S episodes, and columns of the N tokens of this rank's B
-    samples. An episode is one sample, or the several samples of an agent's conversation with branches, which may
-    be on different ranks.
+    samples. An episode is one sample, or the several samples of an agent's conversation with branches, which
+    may be on different ranks.
 
     Example: samples 0 and 2 of three are here, with responses of 3 and 2 tokens; the reward of sample 1
         failed: AdvantageInputs(rewards=[1.0, nan, 0.0], group_ids=[7, 7, 7], rows=[2, 0],
@@ -48,8 +48,8 @@ class AdvantageInputs:
     """[S] fp32, the rewards of all episodes of the step, the same on every rank; NaN where the reward
     failed."""
     group_ids: Tensor
-    """[S] int64, equal for the episodes of one prompt: its visit. Visits are counted over the run, so they may
-    be large."""
+    """[S] int64, equal for the episodes of one prompt: its visit. Visits are counted over the run, so they
+    may be large."""
     rows: Tensor
     """[B] int64, the episode of each sample on this rank, in the order of its tokens. Each sample that is
     trained on is on one data-parallel rank."""
@@ -79,7 +79,8 @@ class AdvantageInputs:
     old_scores: Tensor | None = None
     """[N] fp32, of a reward model in training; N is then B."""
     mini_batches: Tensor | None = None
-    """[S] int64, number of the mini-batch that each episode is in; -1 for episodes that are not trained on."""
+    """[S] int64, number of the mini-batch that each episode is in; -1 for episodes that are not trained
+    on."""
     turns: Sequence[TurnRewards | None] | None = None
     """With --turn-rewards: the answers of each of the S episodes; None where the reward failed."""
     scores: StepScores | None = None
@@ -87,8 +88,8 @@ class AdvantageInputs:
 
     @property
     def counted_rows(self) -> Tensor:
-        """[<= B] int64, the episodes that this rank counts: each that is trained on is counted on one rank, which
-        has its first sample."""
+        """[<= B] int64, the episodes that this rank counts: each that is trained on is counted on one rank,
+        which has its first sample."""
         return self.rows if self.branches is None else self.rows[self.branches == 0]
 
     @property
@@ -159,7 +160,8 @@ class LossInputs:
     ce_weights: Tensor | None = None
     """[N] fp32, of `cross_entropy_weights`."""
     behavior_weights: Tensor | None = None
-    """[N] fp32; if `interpolates_old`: weight of the policy that sampled in the policy that ratios compare with."""
+    """[N] fp32; if `interpolates_old`: weight of the policy that sampled in the policy that ratios compare
+    with."""
     sequence_ids: Tensor | None = None
     """[N] int64, equal for the tokens of one sample of the micro-batch; they are next to each other."""
 
@@ -192,15 +194,16 @@ class Algorithm(Section):
     takes_engine_log_probs: ClassVar[bool] = False
     """The engine's log-probs stand for those of the policy before the step, and no pass computes them."""
     teacher_column: ClassVar[str | None] = None
-    """Column with the reference's distribution, if the loss compares with it: teacher_hidden or teacher_top_k."""
+    """Column with the reference's distribution, if the loss compares with it: teacher_hidden or
+    teacher_top_k."""
     teacher_top_k: ClassVar[int | None] = None
     teacher_hint_key: ClassVar[str | None] = None
     """Text of a row's extra_info that ends the reference's prompt."""
     precompute_ref_log_probs: ClassVar[bool] = False
     """Without a rollout: the reference scores all rows before training, and is then removed from memory."""
     interpolates_old: ClassVar[bool] = False
-    """The policy that ratios compare with lies between the one that sampled and the one that is trained, and no
-    pass computes it."""
+    """The policy that ratios compare with lies between the one that sampled and the one that is trained, and
+    no pass computes it."""
     trains_scores: ClassVar[bool] = False
     """The trained model is a reward model: it has a score head, and learns from `score_loss`."""
     early_stop_kl: ClassVar[float | None] = None
@@ -284,8 +287,8 @@ class Algorithm(Section):
         return FixedKLController(0.0)
 
     def build_multiplier(self) -> LagrangeMultiplier | None:
-        """Return the multiplier of a new run, if costs are held below a limit. Its owner passes `value` on with the
-        scores, and updates it with the metric MEAN_COST after each step."""
+        """Return the multiplier of a new run, if costs are held below a limit. Its owner passes `value` on
+        with the scores, and updates it with the metric MEAN_COST after each step."""
         return None
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -325,8 +328,8 @@ class Algorithm(Section):
     def select_tokens(
         self, inputs: AdvantageInputs, advantages: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the column selected_tokens, [N] fp32, if the loss reads it, and this rank's part of the metrics.
-        Collective over the data-parallel ranks.
+        """Return the column selected_tokens, [N] fp32, if the loss reads it, and this rank's part of the
+        metrics. Collective over the data-parallel ranks.
 
         Args:
             advantages: [N] fp32, of `compute_advantages`."""

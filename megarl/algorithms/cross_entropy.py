@@ -9,5 +9,6 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(log_probs: Tensor, num_tokens: int) -> Tensor:
-    """Return this part's share of the mean negative log-prob over `num_tokens` tokens of the whole mini-batch."""
+    """Return this part's share of the mean negative log-prob over `num_tokens` tokens of the whole
+    mini-batch."""
     return -log_probs.sum() / num_tokens

@@ -1,12 +1,12 @@
-"""On-policy distillation (arXiv:2306.13649): the policy samples, and learns from each token's log-probability under a
-teacher, which is the reference (--reference-model).
+"""On-policy distillation (arXiv:2306.13649): the policy samples, and learns from each token's log-probability
+under a teacher, which is the reference (--reference-model).
 
     A(t) = log teacher(t) - log pi_old(t)
 
-On average over tokens that the policy samples, -A is the KL of the policy to the teacher, and the policy gradient of A
-is minus that KL's gradient by the distribution of token t: the reverse KL, judged by sampled tokens, with no credit
-for later ones (discount 0, as in arXiv:2306.08543's single-step part). No reward is learned from; rewards are
-measured, and a sample whose reward failed is left out.
+On average over tokens that the policy samples, -A is the KL of the policy to the teacher, and the policy
+gradient of A is minus that KL's gradient by the distribution of token t: the reverse KL, judged by sampled
+tokens, with no credit for later ones (discount 0, as in arXiv:2306.08543's single-step part). No reward is
+learned from; rewards are measured, and a sample whose reward failed is left out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Distill(PolicyGradient):
     advantage_formula: ClassVar[str] = "log teacher - log pi, of each sampled token"
 
     teachers: Annotated[tuple[str, ...], Rule(are_teachers, TEACHERS_RULE)] = ()
-    """Further teachers, data_source=folder each: rows of this source are taught by this model, and all others by
-    --reference-model. Default: none."""
+    """Further teachers, data_source=folder each: rows of this source are taught by this model, and all others
+    by --reference-model. Default: none."""
     distill_clip: Positive | None = None
     """Bound of a token's advantage in nats, e.g. 10. Default: none."""
 
@@ -47,8 +47,8 @@ class Distill(PolicyGradient):
         return True
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the column advantages, and metrics: distill/kl, the mean of log pi - log teacher over the step's
-        sampled tokens with a reward; advantage/max_abs and reward/failed."""
+        """Return the column advantages, and metrics: distill/kl, the mean of log pi - log teacher over the
+        step's sampled tokens with a reward; advantage/max_abs and reward/failed."""
         gap = inputs.ref_log_probs - inputs.old_log_probs
         is_scored = ~inputs.rewards.isnan()
         num_tokens = int(inputs.sample_lengths[is_scored].sum())

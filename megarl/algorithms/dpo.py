@@ -1,8 +1,8 @@
 """Direct preference optimization (arXiv:2305.18290): the policy's log-ratio to the reference, times beta, is
 an implicit reward, and preferences follow the Bradley-Terry model of these rewards.
 
-With label smoothing it is conservative DPO: that share of the labels is believed to be wrong. With `nll_coef` it is
-the loss of iterative reasoning preference optimization (arXiv:2404.19733), `rpo_alpha` in TRL.
+With label smoothing it is conservative DPO: that share of the labels is believed to be wrong. With `nll_coef`
+it is the loss of iterative reasoning preference optimization (arXiv:2404.19733), `rpo_alpha` in TRL.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Group reward-decoupled normalization policy optimization (arXiv:2601.05242, eq. 4 to 6): several scores of a
-response are normalized one by one within the prompt's group, and only then added.
+"""Group reward-decoupled normalization policy optimization (arXiv:2601.05242, eq. 4 to 6): several scores of
+a response are normalized one by one within the prompt's group, and only then added.
 
     A_k = (score k - its group mean) / (its group std + 1e-4)
     A   = sum of weight_k A_k
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.algorithms.whitening import whitened_reference
+from megarl.algorithms.whitening import sums_for_whitening, whitened_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,8 +74,7 @@ class GDPO(PolicyGradient):
         """Return sum, sum of squares and count of the weighted sums of normalized scores of this rank's
         samples."""
         found = [_reference_sum(inputs, one) for one in inputs.samples if inputs.episode(one) == one]
-        values = [value for value, _ in filter(None, found)]
-        return [math.fsum(values), math.fsum(value * value for value in values), float(len(values))]
+        return sums_for_whitening(value for value, _ in filter(None, found))
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return one sample's advantage on each of its tokens; 0 if its reward failed."""
@@ -91,8 +90,8 @@ class GDPO(PolicyGradient):
 
 
 def _reference_sum(inputs: ReferenceInputs, sample: int) -> tuple[float, float] | None:
-    """Return the weighted sum of one sample's normalized scores, and the size of its terms; None if its reward
-    failed."""
+    """Return the weighted sum of one sample's normalized scores, and the size of its terms; None if its
+    reward failed."""
     assert inputs.scores is not None
     total = size = 0.0
     sample = inputs.episode(sample)

@@ -1,11 +1,11 @@
-"""Generalized knowledge distillation on policy (arXiv:2306.13649): the policy samples, and learns at each sampled token
-from the teacher's whole distribution, not from the one token that was drawn.
+"""Generalized knowledge distillation on policy (arXiv:2306.13649): the policy samples, and learns at each
+sampled token from the teacher's whole distribution, not from the one token that was drawn.
 
     loss = mean over tokens of D(policy, teacher)        D: reverse KL, forward KL, or a Jensen-Shannon divergence
 
-The divergence is exact over the vocabulary, or over the teacher's k most likely tokens and one outcome that stands for
-the others. It has a gradient of its own, so there are no advantages, no ratio and no corrections: what sampled the
-tokens only chooses where the two are compared. Rewards are measured and not learned from.
+The divergence is exact over the vocabulary, or over the teacher's k most likely tokens and one outcome that
+stands for the others. It has a gradient of its own, so there are no advantages, no ratio and no corrections:
+what sampled the tokens only chooses where the two are compared. Rewards are measured and not learned from.
 
 The teacher is the reference: another model, or the policy's own model, whose prompt is extended by a hint
 (arXiv:2601.19897 and kin).
@@ -36,20 +36,21 @@ class GKD(Algorithm):
     advantage_formula: ClassVar[str] = "none: the loss is the divergence of the policy from the teacher"
 
     divergence: Literal["reverse-kl", "forward-kl", "jsd"] = "reverse-kl"
-    """What is minimised at each token. reverse-kl: KL(policy, teacher), which keeps to what the teacher would
-    write; forward-kl: KL(teacher, policy), which covers all of it; jsd: between them, by --jsd-beta."""
+    """Divergence that is minimised at each token. reverse-kl: KL(policy, teacher), which keeps to what the
+    teacher would write; forward-kl: KL(teacher, policy), which covers all of it; jsd: between them, by
+    --jsd-beta."""
     jsd_beta: Annotated[float, above(0), below(1)] = 0.5
-    """For --divergence jsd: weight of the teacher in the mixture that both are compared with. Near 0 it is like
-    forward-kl, near 1 like reverse-kl."""
+    """For --divergence jsd: weight of the teacher in the mixture that both are compared with. Near 0 it is
+    like forward-kl, near 1 like reverse-kl."""
     teacher_top_k: Count | None = None
-    """Compare over the teacher's so many most likely tokens and one outcome for all others: 8 bytes of each are
-    moved per token, not the teacher's hidden state. Default: the whole vocabulary."""
+    """Compare over the teacher's so many most likely tokens and one outcome for all others: 8 bytes of each
+    are moved per token, not the teacher's hidden state. Default: the whole vocabulary."""
     teachers: Annotated[tuple[str, ...], Rule(are_teachers, TEACHERS_RULE)] = ()
-    """Further teachers, data_source=folder each: rows of this source are taught by this model, and all others by
-    --reference-model. Default: none."""
+    """Further teachers, data_source=folder each: rows of this source are taught by this model, and all others
+    by --reference-model. Default: none."""
     teacher_hint_key: str | None = None
-    """Self-distillation: the teacher's prompt ends with this text of the row's extra_info, e.g. a solution, which the
-    policy does not see. Default: none."""
+    """Self-distillation: the teacher's prompt ends with this text of the row's extra_info, e.g. a solution,
+    which the policy does not see. Default: none."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
         "token-mean"
     )

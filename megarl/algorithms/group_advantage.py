@@ -51,6 +51,20 @@ class GroupStatistics(NamedTuple):
         return per_sample.new_zeros(len(per_sample)).index_add(0, self.group, per_sample)[self.group]
 
 
+def places_in_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Return [S] int64, the place of each sample in its group by its reward, from 0 for the largest. Of equal
+    rewards the first sample comes first, and failed rewards (NaN) come last."""
+    import torch
+
+    group = group_ids.unique(return_inverse=True)[1]
+    best_first = rewards.double().nan_to_num(nan=-math.inf).neg().argsort(stable=True)
+    order = best_first[group[best_first].argsort(stable=True)]
+    counts = torch.bincount(group)
+    places = torch.empty_like(group)
+    places[order] = torch.arange(len(group)) - (counts.cumsum(0) - counts)[group[order]]
+    return places
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupAdvantage(PolicyGradient):
     """one advantage per response, from its group's rewards"""
@@ -65,8 +79,8 @@ class GroupAdvantage(PolicyGradient):
         raise NotImplementedError
 
     def step_advantages(self, inputs: AdvantageInputs, rewards: Tensor) -> Tensor:
-        """Return the [S] fp32 advantages as `sample_advantages` does, for an algorithm that reads more than its
-        arguments.
+        """Return the [S] fp32 advantages as `sample_advantages` does, for an algorithm that reads more than
+        its arguments.
 
         Args:
             rewards: [S] fp32, less the KL with kl_mode reward."""

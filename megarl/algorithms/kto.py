@@ -1,8 +1,8 @@
-"""Kahneman-Tversky optimization (arXiv:2402.01306, eq. 8): each answer is desirable or not, without a pair, and its
-implicit reward is judged against the KL of the policy to the reference.
+"""Kahneman-Tversky optimization (arXiv:2402.01306, eq. 8): each answer is desirable or not, without a pair,
+and its implicit reward is judged against the KL of the policy to the reference.
 
-The KL is estimated from answers to other prompts, as in the paper: the mean log-ratio over the step, on all ranks, at
-least 0. It carries no gradient. The mismatched answers pass through the update too, with weight 0.
+The KL is estimated from answers to other prompts, as in the paper: the mean log-ratio over the step, on all
+ranks, at least 0. It carries no gradient. The mismatched answers pass through the update too, with weight 0.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class KTO(ReferencePreference):
     beta: Positive = 0.1
     """How strongly the policy is held at the reference: factor of the log-ratio in the implicit reward."""
     desirable_weight: Positive = 1.0
-    """Weight of the loss of desirable answers. With unequal numbers of both kinds choose weights that make up for
-    it."""
+    """Weight of the loss of desirable answers. With unequal numbers of both kinds choose weights that make up
+    for it."""
     undesirable_weight: Positive = 1.0
     """Weight of the loss of undesirable answers."""
 

@@ -86,9 +86,9 @@ WAYS = tuple(Way(turns, staleness) for turns in ("one turn", "several turns") fo
 
 def ways(name: str) -> tuple[Way, ...]:
     """Return the ways in which an algorithm trains. `megarl check` refuses the others with the reason."""
-    if not REGISTRY[name].needs_rollout:  # rows of the data set, in one turn
-        return (Way("one turn", 0),)
-    return tuple(way for way in WAYS if way != Way("several turns", 1))
+    return (
+        WAYS if REGISTRY[name].needs_rollout else (Way("one turn", 0),)
+    )  # else rows of the data set, in one turn
 
 
 class Table(NamedTuple):

@@ -1,5 +1,5 @@
-"""Online DPO (arXiv:2402.04792): the policy samples several responses to a prompt, and the best and the worst of them by
-their rewards, of a judge for instance, are a pair for DPO.
+"""Online DPO (arXiv:2402.04792): the policy samples several responses to a prompt. The best and the worst of
+them by their rewards, for instance those of a judge, are a pair for DPO.
 
     loss = mean over the prompts of DPO's loss of (best, worst)
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, advantage_metrics
 from megarl.algorithms.dpo import DPO
+from megarl.algorithms.group_advantage import places_in_groups
 from megarl.flow import Flow
 
 if TYPE_CHECKING:
@@ -43,18 +44,12 @@ class OnlineDPO(DPO):
         return Algorithm.flow(self, roles)
 
     def pair_rows(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        """Return the samples with the largest and with the smallest reward of each group where these differ; of equal
-        ones the first."""
-        import torch
-
-        group = inputs.group_ids.unique(return_inverse=True)[1]
+        """Return the samples with the largest and with the smallest reward of each group where these differ;
+        of equal ones the first."""
         sides = []
-        for sign in (1.0, -1.0):
-            keys = (sign * inputs.rewards.double()).nan_to_num(nan=-torch.inf)
-            best_first = keys.neg().argsort(stable=True)
-            best_first = best_first[group[best_first].argsort(stable=True)]
-            counts = torch.bincount(group)
-            sides.append(best_first[counts.cumsum(0) - counts])
+        for rewards in (inputs.rewards, -inputs.rewards):
+            (first,) = (places_in_groups(rewards, inputs.group_ids) == 0).nonzero(as_tuple=True)
+            sides.append(first[inputs.group_ids[first].argsort()])
         best, worst = sides
         differs = inputs.rewards[best] > inputs.rewards[worst]  # false for NaN
         return best[differs], worst[differs]
@@ -66,8 +61,8 @@ class OnlineDPO(DPO):
         return ~torch.isin(torch.arange(len(inputs.rewards)), torch.cat(self.pair_rows(inputs)))
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the column and the metrics of `Preference`, with those of `advantage_metrics`; online_dpo/pairs counts
-        the pairs of the step."""
+        """Return the column and the metrics of `Preference`, with those of `advantage_metrics`;
+        online_dpo/pairs counts the pairs of the step."""
         columns, metrics = DPO.compute_advantages(self, inputs)
         share = len(inputs.counted_rows) / len(inputs.rewards)
         metrics["online_dpo/pairs"] = len(self.pair_rows(inputs)[0]) * share

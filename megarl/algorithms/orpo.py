@@ -1,8 +1,8 @@
-"""Odds ratio preference optimization (arXiv:2403.07691): cross-entropy on the chosen answer, and beta times the
-log-loss of the odds ratio of both answers. There is no reference.
+"""Odds ratio preference optimization (arXiv:2403.07691): cross-entropy on the chosen answer, and beta times
+the log-loss of the odds ratio of both answers. There is no reference.
 
-The probability of an answer is that of its mean log-prob per token. The cross-entropy is a mean over an answer's
-tokens, then over the pairs.
+The probability of an answer is that of its mean log-prob per token. The cross-entropy is a mean over an
+answer's tokens, then over the pairs.
 """
 
 from __future__ import annotations

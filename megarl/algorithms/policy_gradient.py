@@ -31,15 +31,15 @@ class PolicyGradient(Algorithm):
 
     policy_loss: str = "ppo"
     """How the ratio of a token's probabilities, now and before the step, enters its loss: ppo, cispo,
-    reinforce, sapo, dppo-tv, dppo-kl, clip-cov, kl-cov, gspo, gspo-token or gmpo, which `megarl algorithms` lists with their
-    papers, or path/to/file.py:function, a function of your own. ppo: a clipped token has no gradient. cispo:
-    the clip only bounds the ratio that weighs a token's gradient. reinforce: no ratio."""
+    reinforce, sapo, dppo-tv, dppo-kl, clip-cov, kl-cov, gspo, gspo-token or gmpo, which `megarl algorithms`
+    lists with their papers, or path/to/file.py:function, a function of your own. ppo: a clipped token has no
+    gradient. cispo: the clip only bounds the ratio that weighs a token's gradient. reinforce: no ratio."""
     clip_eps_low: Fraction | None = None
-    """The policy ratio is clipped at 1 - this (gmpo: its log at -this). Default: ppo, cispo, clip-cov 0.2, gspo,
-    gspo-token 3e-4, gmpo 0.4."""
+    """The policy ratio is clipped at 1 - this (gmpo: its log at -this). Default: ppo, cispo, clip-cov 0.2,
+    gspo, gspo-token 3e-4, gmpo 0.4."""
     clip_eps_high: NonNegative | None = None
-    """The policy ratio is clipped at 1 + this (gmpo: its log at this). Default: ppo, cispo, clip-cov 0.2, gspo,
-    gspo-token 4e-4, gmpo 0.4."""
+    """The policy ratio is clipped at 1 + this (gmpo: its log at this). Default: ppo, cispo, clip-cov 0.2,
+    gspo, gspo-token 4e-4, gmpo 0.4."""
     clip_ratio_c: Annotated[float, above(1)] | None = None
     """Dual clip of ppo: bound of the ratio where the advantage is negative, above 1, e.g. 3. Default:
     none."""
@@ -62,9 +62,10 @@ class PolicyGradient(Algorithm):
     cov_kl_coef: Positive | None = None
     """For --policy-loss kl-cov: factor of |log pi - log pi_old| of a selected token. Default: 1."""
     old_log_probs: Literal["trainer", "engine", "interpolated"] = "trainer"
-    """Log-probs to which the ratio compares the current ones. trainer: a forward pass before the updates computes
-    them. engine: the engine's, which saves the pass; the log-prob gate then judges a step's first mini-batch in
-    its update. interpolated: with --staleness, between these by the age of the weights (A-3PO), without a pass."""
+    """Log-probs to which the ratio compares the current ones. trainer: a forward pass before the updates
+    computes them. engine: the engine's, which saves the pass; the log-prob gate then judges a step's first
+    mini-batch in its update. interpolated: with --staleness, between these by the age of the weights (A-3PO),
+    without a pass."""
     loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
         "token-mean"
     )
@@ -109,8 +110,8 @@ class PolicyGradient(Algorithm):
     Default: none."""
 
     positive_nll_coef: NonNegative = 0.0
-    """Factor of the mean negative log-prob of the tokens of right answers, which is added to the policy's loss
-    (VAPO: 0.1)."""
+    """Factor of the mean negative log-prob of the tokens of right answers, which is added to the policy's
+    loss (VAPO: 0.1)."""
     positive_nll_above: float = 0.0
     """For --positive-nll-coef: an answer is right if its reward is above this."""
     early_stop_kl: Positive | None = None

@@ -35,7 +35,7 @@ from megarl.algorithms.base import (
     advantage_metrics,
 )
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.algorithms.whitening import whitened_reference
+from megarl.algorithms.whitening import sums_for_whitening, whitened_reference
 from megarl.config.errors import Fraction, Natural, Positive
 
 if TYPE_CHECKING:
@@ -56,11 +56,12 @@ class PPO(PolicyGradient):
     """Decay of generalized advantage estimation per token: 1 trusts rewards alone, 0 the critic's next value
     alone."""
     critic_gae_lambda: Fraction | None = None
-    """The decay of the returns that the critic learns, where the policy's is another (VC-PPO, VAPO: 1). Default:
-    --gae-lambda."""
+    """The decay of the returns that the critic learns, where the policy's is another (VC-PPO, VAPO: 1).
+    Default: --gae-lambda."""
     gae_lambda_alpha: Positive | None = None
-    """The policy's decay is 1 - 1 / (this x tokens of the response), so that the rewards of long responses reach their
-    beginnings (VAPO: 0.05). At least 0; in place of --gae-lambda, which stays the critic's. Default: none."""
+    """The policy's decay is 1 - 1 / (this x tokens of the response), so that the rewards of long responses
+    reach their beginnings (VAPO: 0.05). At least 0; in place of --gae-lambda, which stays the critic's.
+    Default: none."""
     whiten_advantages: bool = True
     """Give the advantages of each step mean 0 and variance 1 over all tokens."""
     value_clip_eps: Positive | None = 0.2
@@ -141,10 +142,8 @@ class PPO(PolicyGradient):
         if not self.whiten_advantages:
             return None
         if self._is_decoupled:
-            found = [
-                value for sample in inputs.samples for value in self._policy_reference(inputs, sample)[0]
-            ]
-            return [math.fsum(found), math.fsum(value * value for value in found), float(len(found))]
+            of_samples = (self._policy_reference(inputs, sample)[0] for sample in inputs.samples)
+            return sums_for_whitening(value for advantages in of_samples for value in advantages)
         import torch
 
         empty = [torch.zeros(0)]
@@ -184,8 +183,8 @@ class PPO(PolicyGradient):
     def _reference_gae(
         self, inputs: ReferenceInputs, sample: int, gae_lambda: float
     ) -> tuple[list[float], list[float]]:
-        """Return one sample's advantages by GAE, computed a token at a time from its end, and the sizes of their
-        terms."""
+        """Return one sample's advantages by GAE, computed a token at a time from its end, and the sizes of
+        their terms."""
         values = inputs.columns(sample, "values").tolist()
         last_reward = inputs.rewards[inputs.episode(sample)]
         n, decay = len(values), self.gamma * gae_lambda

@@ -1,14 +1,14 @@
-"""PPO-Lagrangian, the reinforcement learning of Safe RLHF (arXiv:2310.12773): raise the reward while the mean cost of
-a response stays below a limit.
+"""PPO-Lagrangian, the reinforcement learning of Safe RLHF (arXiv:2310.12773): raise the reward while the mean
+cost of a response stays below a limit.
 
-    A = (A_reward - lambda A_cost) / (1 + lambda)            ln lambda += lagrange_lr lambda (mean cost - cost_limit)
+    A = (A_reward - lambda A_cost) / (1 + lambda)
 
-A_reward and A_cost are PPO's advantages of two critics, which learn the returns of rewards and of costs; A is whitened
-as PPO's. The cost is a score that the reward function returns by name; its weight in the reward must be 0. After
-each step the driver moves the multiplier lambda by the mean cost of the step.
+A_reward and A_cost are PPO's advantages of two critics, which learn the returns of rewards and of costs; A is
+whitened as PPO's. The cost is a score that the reward function returns by name; its weight in the reward must
+be 0. After each step the driver moves the multiplier lambda by the mean cost of the step (lagrange.py).
 
-Not as in the paper: a KL in the reward (--kl-mode reward) is taken off the reward alone, not half of it added to the
-cost, and there is no pretraining term.
+Not as in the paper: a KL in the reward (--kl-mode reward) is taken off the reward alone, not half of it added
+to the cost, and there is no pretraining term.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
-from megarl.algorithms.lagrange import MEAN_COST, LagrangeMultiplier
+from megarl.algorithms.lagrange import MEAN_COST, LagrangeMultiplier, PIDMultiplier
 from megarl.algorithms.ppo import PPO
-from megarl.algorithms.several_scores import StepScores
-from megarl.algorithms.whitening import whitened_reference
+from megarl.algorithms.whitening import sums_for_whitening, whitened, whitened_reference
 from megarl.config.errors import NonNegative, Positive
 
 if TYPE_CHECKING:
@@ -50,10 +49,19 @@ class PPOLagrangian(PPO):
     lagrange_init: Positive = 1.0
     """Multiplier of the cost in the first step."""
     lagrange_lr: NonNegative = 0.1
-    """How fast the multiplier follows the cost: its logarithm moves by this times the multiplier times what the mean
-    cost of the step is above --cost-limit."""
+    """Speed at which the multiplier follows the cost: what the cost of a step above --cost-limit is multiplied with."""
     lagrange_max: Positive = 5.0
     """Bound of the multiplier, at least --lagrange-init."""
+    lagrange_update: Literal["exponential", "pid"] = "exponential"
+    """How the multiplier follows the cost.
+
+    exponential: its logarithm moves by --lagrange-lr times the multiplier times what the cost is above the limit.
+    pid: the sum of an integral, which moves by --lagrange-lr times what the cost is above the limit, of this excess
+        times --lagrange-kp, and of the growth of the cost times --lagrange-kd."""
+    lagrange_kp: NonNegative = 0.0
+    """Gain of what the mean cost of a step is above --cost-limit. With --lagrange-update pid."""
+    lagrange_kd: NonNegative = 0.0
+    """Gain of the growth of the mean cost from one step to the next. With --lagrange-update pid."""
 
     def step_errors(self, num_samples: int) -> Iterable[str]:
         yield from PPO.step_errors(self, num_samples)
@@ -62,9 +70,16 @@ class PPOLagrangian(PPO):
                 f"--lagrange-init ({self.lagrange_init:g}): must be at most --lagrange-max "
                 f"({self.lagrange_max:g}). Try --lagrange-max {2 * self.lagrange_init:g}."
             )
+        for name in ("lagrange_kp", "lagrange_kd"):
+            if getattr(self, name) and self.lagrange_update != "pid":
+                flag = f"--{name.replace('_', '-')} ({getattr(self, name):g})"
+                yield f"{flag}: has no effect without --lagrange-update pid. Give both, or leave it out."
 
     def build_multiplier(self) -> LagrangeMultiplier:
-        return LagrangeMultiplier(self.lagrange_init, self.lagrange_lr, self.cost_limit, self.lagrange_max)
+        common = (self.lagrange_init, self.lagrange_lr, self.cost_limit, self.lagrange_max)
+        if self.lagrange_update == "pid":
+            return PIDMultiplier(*common, kp=self.lagrange_kp, kd=self.lagrange_kd)
+        return LagrangeMultiplier(*common)
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
@@ -80,55 +95,35 @@ class PPOLagrangian(PPO):
         return PPO(**flags | {"whiten_advantages": False} | changes)
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the columns advantages, returns and cost_returns, and this rank's part of the metrics, with up to
-        three sums over ranks.
+        """Return the columns advantages, returns and cost_returns, and this rank's part of the metrics, with
+        up to three sums over ranks.
 
-        Metrics: those of PPO; cost/mean and cost/multiplier; cost_critic/value_mean, cost_critic/return_mean and
-        cost_critic/explained_variance."""
+        Metrics: those of PPO; cost/multiplier, and cost/mean if a response has a reward;
+        cost_critic/value_mean, cost_critic/return_mean and cost_critic/explained_variance."""
         import torch
 
-        from megarl.kernels.gae import whiten
-
-        costs = torch.tensor(self._costs(inputs.scores), dtype=torch.float32)
-        of_reward, metrics = self._part().compute_advantages(inputs)
-        cost_inputs = replace(inputs, rewards=costs, values=inputs.cost_values)
-        of_cost, cost_metrics = self._part(**_NO_KL).compute_advantages(cost_inputs)
         assert inputs.scores is not None
-        factor = inputs.scores.multiplier
+        factor, here = inputs.scores.multiplier, inputs.counted_rows
+        costs = torch.tensor(inputs.scores.required(self.cost_score, "--cost-score"), dtype=torch.float32)
+        of_reward, metrics = self._part().compute_advantages(inputs)
+        as_rewards = replace(inputs, rewards=costs, values=inputs.cost_values)
+        of_cost, cost_metrics = self._part(**_NO_KL).compute_advantages(as_rewards)
         advantages = (of_reward["advantages"] - factor * of_cost["advantages"]) / (1 + factor)
         if self.whiten_advantages:
-            is_scored = inputs.spread(~inputs.rewards.isnan())
-            exact = advantages[is_scored].double()
-            parts = [exact.sum(), exact.square().sum(), exact.new_tensor(float(len(exact)))]
-            advantages = whiten(advantages, is_scored, inputs.sum_over_ranks(torch.stack(parts)))
-        critic = {f"cost_{name}": v for name, v in cost_metrics.items() if name.startswith("critic/")}
-        here = costs[inputs.counted_rows].double().nansum().item()
-        metrics |= critic | {
-            MEAN_COST: here / max(inputs.num_scored, 1),
-            "cost/multiplier": factor * len(inputs.counted_rows) / inputs.num_trained,
-        }
-        columns = {"advantages": advantages, "returns": of_reward["returns"]}
-        columns["cost_returns"] = of_cost["returns"]
+            advantages = whitened(inputs, advantages)
+        metrics |= {f"cost_{name}": v for name, v in cost_metrics.items() if name.startswith("critic/")}
+        metrics["cost/multiplier"] = factor * len(here) / inputs.num_trained
+        if inputs.num_scored:
+            metrics[MEAN_COST] = costs[here].double().nansum().item() / inputs.num_scored
+        columns = of_reward | {"advantages": advantages, "cost_returns": of_cost["returns"]}
         return columns, metrics | advantage_metrics(inputs, advantages)
-
-    def _costs(self, scores: StepScores | None) -> list[float]:
-        """Return the cost of each sample of the step; NaN where its reward failed.
-
-        Raises: ValueError if the reward function returns no score of that name."""
-        if scores is None or self.cost_score not in scores.of:
-            known = ", ".join(scores.of) if scores else "none"
-            raise ValueError(
-                f"--cost-score ({self.cost_score}): the scores of the reward are {known}. Let --reward-function return "
-                f"{{'scores': {{..., '{self.cost_score}': ...}}}}, or name another."
-            )
-        return list(scores.of[self.cost_score])
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
         if not self.whiten_advantages:
             return None
         scored = [one for one in inputs.samples if not math.isnan(inputs.rewards[inputs.episode(one)])]
-        found = [v for sample in scored for v in self._references(inputs, sample)["advantages"].values]
-        return [math.fsum(found), math.fsum(value * value for value in found), float(len(found))]
+        of_samples = (self._references(inputs, one)["advantages"].values for one in scored)
+        return sums_for_whitening(value for values in of_samples for value in values)
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return advantages and both returns of one sample, computed a token at a time from its end."""
@@ -140,18 +135,12 @@ class PPOLagrangian(PPO):
 
     def _references(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return the columns of one sample before whitening."""
-        costs = dict(zip(inputs.rewards, self._costs(inputs.scores), strict=True))
-        of_costs = replace(
-            inputs, rewards=costs, columns=lambda one, name: inputs.columns(one, _OF_COST.get(name, name))
-        )
-        found = self._part().reference_advantages(inputs, sample)
-        of_cost = self._part(**_NO_KL).reference_advantages(of_costs, sample)
         assert inputs.scores is not None
-        factor = inputs.scores.multiplier
-
-        def mixed(name: str, sign: float) -> list[float]:
-            pairs = zip(getattr(found["advantages"], name), getattr(of_cost["advantages"], name), strict=True)
-            return [(one + sign * factor * other) / (1 + factor) for one, other in pairs]
-
-        advantages = ReferenceColumn(values=mixed("values", -1), magnitudes=mixed("magnitudes", 1))
-        return found | {"advantages": advantages, "cost_returns": of_cost["returns"]}
+        factor, episode = inputs.scores.multiplier, inputs.episode(sample)
+        cost = inputs.scores.of[self.cost_score][inputs.positions[episode]]
+        columns = lambda one, name: inputs.columns(one, _OF_COST.get(name, name))
+        as_rewards = replace(inputs, rewards={episode: cost}, columns=columns)
+        found = self._part().reference_advantages(inputs, sample)
+        of_cost = self._part(**_NO_KL).reference_advantages(as_rewards, sample)
+        mixed = found["advantages"].plus(of_cost["advantages"], -factor).times(1 / (1 + factor))
+        return found | {"advantages": mixed, "cost_returns": of_cost["returns"]}

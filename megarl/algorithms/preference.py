@@ -5,9 +5,9 @@ before the update, and its derivative by the two sums is the negative advantage 
 
     d loss / d log pi(token) = d loss / d (sum of its answer's log-probs)
 
-The update then has the loss - sum of advantage x log-prob, a sum over tokens, whose gradient is that of the pair
-loss. So the two answers of a pair may be in any micro-batches, on any data-parallel ranks, and split over any
-context-parallel ranks. A step makes one update.
+The update then has the loss - sum of advantage x log-prob, a sum over tokens, whose gradient is that of the
+pair loss. So the two answers of a pair may be in any micro-batches, on any data-parallel ranks, and split
+over any context-parallel ranks. A step makes one update.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Answers(NamedTuple):
     lengths: Tensor
     """Number of the answer's tokens, including end-of-sequence."""
     scores: Tensor
-    """Score of the answer in the data; 1 for chosen and 0 for rejected answers without scores, and for labels."""
+    """Score of the answer in the data; 1 for chosen and 0 for rejected answers without scores, and for
+    labels."""
 
     @property
     def log_ratios(self) -> Tensor:
@@ -84,8 +85,8 @@ class Preference(Algorithm):
         }
 
     def flow(self, roles: Iterable[str]) -> Flow:
-        """Return the flow of a step: rows of the data become pairs of samples, policy and reference score them,
-        and the actor makes one update."""
+        """Return the flow of a step: rows of the data become pairs of samples, policy and reference score
+        them, and the actor makes one update."""
         actor, reference = symbolic_roles("actor reference", present=roles)
         return (
             actor.receive_rows()
@@ -96,7 +97,8 @@ class Preference(Algorithm):
         )
 
     def pair_rows(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        """Return the [P] samples that are the chosen answers of pairs, and the [P] that are the rejected ones."""
+        """Return the [P] samples that are the chosen answers of pairs, and the [P] that are the rejected
+        ones."""
         import torch
 
         groups = inputs.group_ids.view(-1, 2)
@@ -105,11 +107,12 @@ class Preference(Algorithm):
         return rows[0::2], rows[1::2]
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the column advantages, the negative derivative of the mean pair loss by each token's log-prob.
+        """Return the column advantages, the negative derivative of the mean pair loss by each token's
+        log-prob.
 
-        Metrics, means over the pairs, if there are any: policy/loss, rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies (share of pairs
-        whose chosen answer has the larger implicit reward), logps/chosen and logps/rejected (sums over an
-        answer).
+        Metrics, means over the pairs, if there are any: policy/loss, rewards/chosen, rewards/rejected,
+        rewards/margins, rewards/accuracies (share of pairs whose chosen answer has the larger implicit
+        reward), logps/chosen and logps/rejected (sums over an answer).
         """
         import torch
 
@@ -147,8 +150,8 @@ class ReferencePreference(Preference):
     """learning from pairs, beside a reference"""
 
     precompute_ref_log_probs: bool = False
-    """Compute the reference's log-probs of all rows before training, into ref_log_probs/ of the run folder. Then no
-    reference is in memory while the policy trains, and a resumed run reads them."""
+    """Compute the reference's log-probs of all rows before training, into ref_log_probs/ of the run folder.
+    Then no reference is in memory while the policy trains, and a resumed run reads them."""
 
     @property
     def needs_reference(self) -> bool:

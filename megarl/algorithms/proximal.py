@@ -1,16 +1,17 @@
 """The proximal policy of decoupled PPO without a pass of its own (A-3PO, arXiv:2512.06547).
 
-Decoupled PPO (AReaL, arXiv:2505.24298) clips the ratio to a proximal policy, and weighs a token by the ratio of the
-proximal policy to the one that sampled:
+Decoupled PPO (AReaL, arXiv:2505.24298) clips the ratio to a proximal policy, and weighs a token by the ratio
+of the proximal policy to the one that sampled:
 
     min(pi_prox / mu, C) max(-A pi / pi_prox, -A clip(pi / pi_prox, 1 - low, 1 + high))
 
-By default pi_prox is the policy before the step, by a forward pass, and --tis-clip is C. Here it is interpolated:
+By default pi_prox is the policy before the step, by a forward pass, and --tis-clip is C. Here it is
+interpolated:
 
     log pi_prox = w log mu + (1 - w) log pi without gradient        w = 1 / max(age, 1)
 
-The age of a token is the number of versions between the weights that sampled it and those before the step. Tokens of
-the newest weights are compared with the engine's log-probs."""
+The age of a token is the number of versions between the weights that sampled it and those before the step.
+Tokens of the newest weights are compared with the engine's log-probs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Reward-ranked fine-tuning (RAFT, arXiv:2304.06767), also called rejection sampling or best-of-n: in every step the
-responses of a prompt with the largest rewards are kept, and the policy is fine-tuned on them.
+"""Reward-ranked fine-tuning (RAFT, arXiv:2304.06767), also called rejection sampling or best-of-n: in every
+step the responses of a prompt with the largest rewards are kept, and the policy is fine-tuned on them.
 
     loss = - sum of log pi over the tokens of kept responses / their number          (--loss-aggregation token-mean)
 
-The other responses are neither in the loss nor in what it is divided by. A step samples with the current weights, so the
-paper's stages are steps: its stage of several updates on one set of kept responses is --global-batch-size or
---num-epochs. There is no ratio: a kept response is right whoever sampled it.
+The other responses are neither in the loss nor in what it is divided by. A step samples with the current
+weights, so the paper's stages are steps: its stage of several updates on one set of kept responses is
+--global-batch-size or --num-epochs. There is no ratio: a kept response is right whoever sampled it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
+from megarl.algorithms.group_advantage import places_in_groups
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.config.errors import Count
 
@@ -52,23 +53,15 @@ class RAFT(PolicyGradient):
 
     def left_out(self, inputs: AdvantageInputs) -> Tensor:
         """Return [S] bool, true for the samples of the step that are not kept."""
-        import torch
-
         rewards = inputs.rewards.double()
-        group = inputs.group_ids.unique(return_inverse=True)[1]
-        best_first = rewards.nan_to_num(nan=-math.inf).neg().argsort(stable=True)
-        order = best_first[group[best_first].argsort(stable=True)]
-        counts = torch.bincount(group)
-        rank = torch.empty_like(group)
-        rank[order] = torch.arange(len(group)) - (counts.cumsum(0) - counts)[group[order]]
-        is_kept = (rank < self.raft_keep) & ~rewards.isnan()
+        is_kept = (places_in_groups(rewards, inputs.group_ids) < self.raft_keep) & ~rewards.isnan()
         if self.raft_min_reward is not None:
             is_kept &= rewards >= self.raft_min_reward
         return ~is_kept
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return advantages of 1 for the tokens of kept responses, and 0 for others, which `left_out` takes out of
-        the loss.
+        """Return advantages of 1 for the tokens of kept responses, and 0 for others, which `left_out` takes
+        out of the loss.
 
         Metrics: raft/kept, the number of kept responses; raft/reward, their mean reward; those of
         `advantage_metrics`, and with a reference kl/per_response and kl/coef.

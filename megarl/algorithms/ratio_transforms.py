@@ -16,9 +16,9 @@ there is one:
     kl-cov      -A ratio, and coef |d| more at the tokens that it selects
     gmpo        -A exp(mean of clip(d, -low, high)), the clip only where it lowers A times the ratio
 
-All but clip-cov have the gradient -A of log pi where pi = pi_old = mu. ppo and cispo are one kernel with everything that
-is added to them (policy_loss.py); of the others autograd has the gradient. A function gets tensors [N] and
-needs no import of torch.
+All but clip-cov have the gradient -A of log pi where pi = pi_old = mu. ppo and cispo are one kernel with
+everything that is added to them (policy_loss.py); of the others autograd has the gradient. A function gets
+tensors [N] and needs no import of torch.
 """
 
 from __future__ import annotations

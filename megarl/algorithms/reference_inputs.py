@@ -1,4 +1,5 @@
-"""Define the inputs and results of the slow references of advantages, see `Algorithm.reference_advantages`."""
+"""Define the inputs and results of the slow references of advantages, see
+`Algorithm.reference_advantages`."""
 
 from __future__ import annotations
 
@@ -65,3 +66,18 @@ class ReferenceColumn:
     magnitudes: Sequence[float]
     """[n], the size of the numbers that each value is a sum of: in fp32 it may be wrong by this times the
     rounding of a few operations."""
+
+    def times(self, factor: float) -> ReferenceColumn:
+        """Return the column multiplied by a number."""
+        return ReferenceColumn(
+            values=[factor * value for value in self.values],
+            magnitudes=[abs(factor) * size for size in self.magnitudes],
+        )
+
+    def plus(self, other: ReferenceColumn, factor: float = 1.0) -> ReferenceColumn:
+        """Return this column plus `factor` times another one of the same sample."""
+        added = other.times(factor)
+        return ReferenceColumn(
+            values=[sum(pair) for pair in zip(self.values, added.values, strict=True)],
+            magnitudes=[sum(pair) for pair in zip(self.magnitudes, added.magnitudes, strict=True)],
+        )

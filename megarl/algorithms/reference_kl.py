@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def reference_kl(estimator: KLEstimator, inputs: AdvantageInputs) -> tuple[Tensor, dict[str, float]]:
     """Return the [N] KL estimate of each token to the reference, and this rank's part of its metrics.
 
-    Metrics: kl/per_response, the mean over the step's trained samples with a reward of a response's sum, if there
-        is such a sample; kl/coef."""
+    Metrics: kl/per_response, the mean over the step's trained samples with a reward of a response's sum, if
+        there is such a sample; kl/coef."""
     from megarl.kernels.kl import kl_estimate
 
     kl = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, estimator)

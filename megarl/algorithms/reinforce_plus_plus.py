@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.algorithms.whitening import whitened_reference
+from megarl.algorithms.whitening import sums_for_whitening, whitened_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,8 +62,8 @@ class ReinforcePlusPlus(PolicyGradient):
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float]:
         """Return sum, sum of squares and count of this rank's returns."""
-        returns = [value for sample in inputs.samples for value in self._reference_returns(inputs, sample)[0]]
-        return [math.fsum(returns), math.fsum(value * value for value in returns), float(len(returns))]
+        of_samples = (self._reference_returns(inputs, sample)[0] for sample in inputs.samples)
+        return sums_for_whitening(value for returns in of_samples for value in returns)
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return one sample's whitened returns, added up from its last token."""

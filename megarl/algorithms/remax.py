@@ -3,12 +3,12 @@
     A(y) = r(y) - r(greedy answer)
 
 The greedy answer is one more response per prompt. It is scored, and neither trained on nor compared with the
-trainer's log-probs, as it is drawn at another temperature. If its reward failed, the prompt has no baseline, and
-its responses are left out of the loss.
+trainer's log-probs, as it is drawn at another temperature. If its reward failed, the prompt has no baseline,
+and its responses are left out of the loss.
 
-As in the paper: `--policy-loss reinforce --num-samples-per-prompt 1 --loss-aggregation seq-mean-token-sum`, with one
-update per step. With --kl-mode reward the KL is taken off the rewards of the sampled responses; the greedy answer's
-reward stays as it was given.
+As in the paper: `--policy-loss reinforce --num-samples-per-prompt 1 --loss-aggregation seq-mean-token-sum`,
+with one update per step. With --kl-mode reward the KL is taken off the rewards of the sampled responses; the
+greedy answer's reward stays as it was given.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 the implicit rewards towards eta times the difference of the scores in the data. The loss is the KL between
 the two Bernoulli distributions.
 
-DPO only knows which answer is better; here an answer that is a little better is pushed a little. What TRL calls
-RPO (`rpo_alpha`) is `--algorithm dpo --nll-coef`.
+DPO only knows which answer is better; here an answer that is a little better is pushed a little. What TRL
+calls RPO (`rpo_alpha`) is `--algorithm dpo --nll-coef`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,25 @@ class StepScores:
     multiplier: float = 0.0
     """Factor of the cost in this step, for an algorithm with a `LagrangeMultiplier`."""
 
+    def required(self, name: str, flag: str) -> Sequence[float]:
+        """Return the score of this name of each sample; NaN where its reward failed.
+
+        Args:
+            flag: names the score, for the error.
+        Raises: ValueError if the reward of a sample has no such score."""
+        of_samples = zip(*self.of.values(), strict=True)
+        failed = [all(map(math.isnan, scores)) for scores in of_samples]
+        found = self.of.get(name, [math.nan] * len(failed))
+        lacking = [at for at, lost in enumerate(failed) if not lost and math.isnan(found[at])]
+        if lacking:
+            known = [one for one, scores in self.of.items() if not math.isnan(scores[lacking[0]])]
+            raise ValueError(
+                f"{flag} ({name}): the scores of the reward are {', '.join(known)}, for {len(lacking)} of "
+                f"{len(failed)} responses. Let --reward-function return "
+                f"{{'scores': {{..., '{name}': ...}}}} for every response, or name another score."
+            )
+        return found
+
 
 def scores_of_step(
     sample_ids: Sequence[int],

@@ -1,5 +1,5 @@
-"""Simple preference optimization (arXiv:2405.14734): the mean log-prob of an answer's tokens, times beta, is its
-reward, and the chosen one must be ahead by a margin. There is no reference.
+"""Simple preference optimization (arXiv:2405.14734): the mean log-prob of an answer's tokens, times beta, is
+its reward, and the chosen one must be ahead by a margin. There is no reference.
 
 The paper's ranges are beta 2 to 2.5 (10 for strong models) and a margin of 0.3 to 1.6.
 """

@@ -6,9 +6,9 @@
     kl-cov     the --cov-share N tokens with the largest cov
     clip-cov   --cov-share N tokens at random, of those with --cov-low < cov < --cov-high
 
-at least one token each. The log-probs are those of before the step, so the selection is a column that is computed once,
-over the step's tokens on all ranks, whatever their split. A token's random number is a hash of its sample and position:
-it does not depend on the split either, and a resumed run draws the same.
+at least one token each. The log-probs are those of before the step, so the selection is a column that is
+computed once, over the step's tokens on all ranks, whatever their split. A token's random number is a hash of
+its sample and position: it does not depend on the split either, and a resumed run draws the same.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ def drawn_within_bounds(flags: SelectionFlags, cov: Tensor, draws: Tensor) -> tu
 
 
 Choose = Callable[[SelectionFlags, "Tensor", "Tensor"], tuple["Tensor", "Tensor"]]
-"""(flags, [N] covariances, [N] random numbers below 2^32) -> ([N] bool, eligible; [N] int64 keys, as 64 bits without a
+"""(flags, [N] covariances, [N] random numbers below 2^32) -> ([N] bool, eligible; [N] int64 keys, as 64 bits
+without a
 sign: of the eligible tokens those with the largest are taken)."""
 
 
 def select_tokens(
     flags: SelectionFlags, choose: Choose, inputs: AdvantageInputs, advantages: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the column selected_tokens, 1 or 0 for each of this rank's tokens, and this rank's part of the metrics.
-    Five sums over ranks, of 65,536 numbers at most.
+    """Return the column selected_tokens, 1 or 0 for each of this rank's tokens, and this rank's part of the
+    metrics. Five sums over ranks, of 65,536 numbers at most.
 
     Metrics: covariance/mean, and covariance/selected, the number of tokens.
     """
@@ -81,8 +82,8 @@ def select_tokens(
 
 
 def take_largest(keys: Tensor, count: int, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return [n] bool: whether each key of this rank is among the `count` largest of all ranks. Equal keys are taken
-    together, so there may be more; of 64 bits with 32 random ones that is rare.
+    """Return [n] bool: whether each key of this rank is among the `count` largest of all ranks. Equal keys
+    are taken together, so there may be more; of 64 bits with 32 random ones that is rare.
 
     Args:
         keys: [n] int64, whose 64 bits are compared without a sign."""

@@ -26,7 +26,8 @@ def load_user_advantage(name: str) -> AdvantageFunction:
     The function gets the samples of the whole step, on every rank the same: rewards [S] fp32, NaN where the
     reward failed; group_ids [S] int64, equal for samples of one prompt; lengths [S] int64, response tokens.
     It returns [S] advantages. That of a failed sample is set to 0.
-    Raises: ValueError if there is no such file or function, the file fails, or the function cannot be called so.
+    Raises: ValueError if there is no such file or function, the file fails, or the function cannot be called
+        so.
     """
     path, _, own_name = name.rpartition(":")
     if not is_in_file(name) or not os.path.isfile(path):

@@ -1,4 +1,4 @@
-"""Define what the losses of critics and of reward models in training read."""
+"""Define the inputs of the losses of critics and of reward models in training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueLossInputs:
-    """What the critic's loss reads: columns of the N response tokens of one micro-batch on one rank. Counts
+    """Inputs of the critic's loss: columns of the N response tokens of one micro-batch on one rank. Counts
     and samples are as in `LossInputs`."""
 
     values: Tensor
@@ -31,8 +31,8 @@ class ValueLossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreLossInputs:
-    """What the loss of a reward model in training reads: one number per sample of one micro-batch on one rank,
-    B of them. Counts are as in `LossInputs`."""
+    """Inputs of the loss of a reward model in training: one number per sample of one micro-batch on one
+    rank, B of them. Counts are as in `LossInputs`."""
 
     scores: Tensor
     """[B] fp32, of the model now, at each sample's last token; carries the gradient."""

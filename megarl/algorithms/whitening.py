@@ -1,11 +1,36 @@
-"""Whiten advantages in plain Python, as the reference that a step's advantages are compared with."""
+"""Whiten advantages over a step: as tensors, and in plain Python as the reference that these are compared
+with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from megarl.algorithms.base import ReferenceColumn
+from megarl.algorithms.base import AdvantageInputs, ReferenceColumn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def whitened(inputs: AdvantageInputs, values: Tensor) -> Tensor:
+    """Return [N] values of this rank's tokens, whitened over all tokens of the step; 0 where the reward
+    failed. Needs one sum over ranks."""
+    import torch
+
+    from megarl.kernels.gae import whiten
+
+    is_scored = inputs.spread(~inputs.rewards.isnan())
+    exact = values[is_scored].double()
+    stats = torch.stack([exact.sum(), exact.square().sum(), exact.new_tensor(float(len(exact)))])
+    return whiten(values, is_scored, inputs.sum_over_ranks(stats))
+
+
+def sums_for_whitening(values: Iterable[float]) -> list[float]:
+    """Return sum, sum of squares and count of a rank's values, which `whitened_reference` needs added up over
+    all ranks."""
+    found = [*values]
+    return [math.fsum(found), math.fsum(value * value for value in found), float(len(found))]
 
 
 def whitened_reference(

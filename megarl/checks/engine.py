@@ -20,8 +20,8 @@ _OTHER = {"--model": ", or try --rollout-backend transformers"}
 
 
 def engine_errors(config: TrainConfig, world_size: int, machine: Machine) -> Errors:
-    """Yield an error per model that vLLM's attention has no kernel for here, and one if the KV cache cannot be
-    released here.
+    """Yield an error per model that vLLM's attention has no kernel for here, and one if the KV cache cannot
+    be released here.
 
     The configuration must have no other errors."""
     environ = os.environ if machine.is_this else {}
@@ -50,7 +50,8 @@ def engine_errors(config: TrainConfig, world_size: int, machine: Machine) -> Err
 
 
 def _latents_on_gpu(config: TrainConfig) -> Errors:
-    """Yield an error per property of multi-head latent attention that vLLM's attention on GPUs lacks kernels for.
+    """Yield an error per property of multi-head latent attention that vLLM's attention on GPUs lacks kernels
+    for.
 
     Every latent attention backend of vLLM 0.32 on CUDA takes float16 and bfloat16 only
     (`supported_dtypes` in vllm/v1/attention/backends/mla/)."""

@@ -35,7 +35,8 @@ _NO_PROMPTS = ("data_source", "ability", "answer", "response", "solution")
 
 @dataclass
 class Preview:
-    """The errors of one actor's data, a summary of the data for people, and notes on what may be a mistake."""
+    """The errors of one actor's data, a summary of the data for people, and notes on what may be a
+    mistake."""
 
     errors: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)

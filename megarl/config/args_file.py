@@ -77,7 +77,8 @@ class Occurrence:
         self.number, self.base = number_and_base(self.name)
 
     def error(self, text: str) -> str:
-        """Return the text of an error about the flag, such as "--lr (abc): must be a number. [run.args:3]"."""
+        """Return the text of an error about the flag, such as "--lr (abc): must be a number.
+        [run.args:3]"."""
         return f"{self}: {text} [{self.place}]"
 
     @property

@@ -27,7 +27,7 @@ class EnvSpec:
     name: str | None
     """`data_source` of its rows; None for the environment of all rows."""
     target: str
-    """What is played: path/to/file.py:Class, or SCHEME:NAME."""
+    """The class of the environment, path/to/file.py:Class, or SCHEME:NAME."""
     python: str | None = None
     """Interpreter of its processes; None for this one."""
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from megarl.config.args_file import Word
 from megarl.config.errors import Errors, field_types
 from megarl.config.installed import visible_gpus
+from megarl.config.run_sections import RankCount
 from megarl.config.schema import (
     CheckpointConfig,
     LoRAConfig,
     OptimizerConfig,
     ParallelConfig,
     ProfileConfig,
-    RankCount,
     RunConfig,
     StreamingConfig,
     TrainConfig,

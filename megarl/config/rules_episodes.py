@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.config.environments import REMOTE, EnvSpec, environments, names, split_name
+from megarl.config.episode_sections import settings_of_verifiers
 from megarl.config.errors import Errors
 from megarl.config.flags import algorithm_name, refuse_set
 from megarl.config.installed import answer_parsers
 from megarl.config.roles import configs_of_actors
 from megarl.config.rules_layout import Job
 from megarl.config.schema import EpisodeConfig
-from megarl.config.verifiers_section import settings_of_verifiers
 
 _SERVED = ("openenv", *REMOTE)
 _NO_EFFECT = "has no effect without --env. Leave it out."

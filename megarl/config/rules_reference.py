@@ -1,5 +1,5 @@
-"""Check --reference-model and --reference-update-interval: what the reference is, if not always the model that
-training starts from."""
+"""Check --reference-model and --reference-update-interval: what the reference is, if not always the model
+that training starts from."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ def is_in_file(name: str) -> bool:
 
 @functools.cache
 def load_user_algorithm(name: str) -> type:
-    """Run the user's file and return the algorithm class that it defines. A later call returns the same class.
+    """Run the user's file and return the algorithm class that it defines. A later call returns the same
+    class.
 
     The class gets `name` as its name, so that resolved.args names the file.
     Raises: ValueError if there is no such file or class, the file fails, or the class is no algorithm."""

@@ -13,8 +13,8 @@ from megarl.files.checkpoints import file_digest
 
 
 def user_files(config: TrainConfig) -> dict[str, dict[str, str]]:
-    """Return flag -> the path and SHA-256 of the user's file that it names, for all actors. A flag of a further
-    actor is followed by the actor's suffix. A file that cannot be read is left out."""
+    """Return flag -> the path and SHA-256 of the user's file that it names, for all actors. A flag of a
+    further actor is followed by the actor's suffix. A file that cannot be read is left out."""
     found = {}
     for suffix, of_actor in configs_of_actors(config).items():
         values = {
@@ -37,7 +37,8 @@ def changed_files(config: TrainConfig, saved: Mapping[str, Mapping[str, str]]) -
     """Return a note for each of the user's files that is not the one with which a checkpoint was made.
 
     Args:
-        saved: `user_files` of the checkpoint's job. A file that only one of the two jobs has is not compared."""
+        saved: `user_files` of the checkpoint's job. A file that only one of the two jobs has is not
+            compared."""
     now = user_files(config)
     return [
         f"--{flag} ({now[flag]['path']}): the file has changed since the checkpoint was made, so the run goes on with "

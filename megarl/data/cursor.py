@@ -36,7 +36,7 @@ class DataCursor:
             raise ValueError(f"n ({n}) must not be negative.")
         rows: list[int] = []
         while len(rows) < n:
-            if self._offset == self.num_rows:
+            if self._offset == len(self._order):
                 self._pass, self._offset = self._pass + 1, 0
                 self._order = self._order_of_pass()
             taken = self._order[self._offset : self._offset + n - len(rows)]

@@ -23,7 +23,8 @@ def with_hint(row: Prompt, key: str) -> Prompt:
 
 
 def hinted_rows(dataset: PromptDataset, key: str) -> PromptDataset:
-    """Return the rows of --train-data with their hints. Raises ValueError naming the first row without one."""
+    """Return the rows of --train-data with their hints. Raises ValueError naming the first row without
+    one."""
     rows = []
     for row, prompt in enumerate(dataset):
         try:

@@ -1,4 +1,5 @@
-"""Decide which rows come next by the rewards that their last responses got: a curriculum and a difficulty filter.
+"""Decide which rows come next by the rewards that their last responses got: a curriculum and a difficulty
+filter.
 
 cursor = MeasuredCursor(4, 0, False, order="easy-first", low=0.0, high=0.9, rest=1)
 cursor.next_rows(4)                                    [0, 1, 2, 3]      nothing is measured in the first pass
@@ -14,20 +15,18 @@ from typing import Any
 
 from megarl.data.cursor import DataCursor
 
-ORDERS = ("shuffled", "easy-first", "hard-first")
-
 
 class MeasuredCursor(DataCursor):
-    """Walks over a data set pass after pass, as `DataCursor`. At the beginning of a pass it looks at the rates, which
-    are the mean rewards of each row's last visit.
+    """Walks over a data set pass after pass, as `DataCursor`. At the beginning of a pass it looks at the
+    rates, which are the mean rewards of each row's last visit.
 
-    A row whose rate is at most `low`, or at least `high`, rests for `rest` passes, and is then visited and measured
-    again. All other rows are in every pass once, also those without a rate. If every row rests, none does. So a row
-    is visited at least once in `rest` + 1 passes.
+    A row whose rate is at most `low`, or at least `high`, rests for `rest` passes, and is then visited and
+    measured again. All other rows are in every pass once, also those without a rate. If every row rests, none
+    does. So a row is visited at least once in `rest` + 1 passes.
 
     Args:
-        order: of the rows of a pass: shuffled, or by their rates, the highest or the lowest first. Equal rates keep
-            the order of `shuffle`; rows without a rate come last.
+        order: of the rows of a pass: shuffled, or by their rates, the highest or the lowest first. Equal
+            rates keep the order of `shuffle`; rows without a rate come last.
         low, high: None is no limit."""
 
     def __init__(
@@ -81,20 +80,6 @@ class MeasuredCursor(DataCursor):
         unknown = float("inf")
         return sorted(order, key=lambda row: sign * self._rates[row] if row in self._rates else unknown)
 
-    def next_rows(self, n: int) -> list[int]:
-        """Return the next `n` row indices. They may span passes."""
-        if n < 0:
-            raise ValueError(f"n ({n}) must not be negative.")
-        rows: list[int] = []
-        while len(rows) < n:
-            if self._offset == len(self._order):
-                self._pass, self._offset = self._pass + 1, 0
-                self._order = self._order_of_pass()
-            taken = self._order[self._offset : self._offset + n - len(rows)]
-            self._offset += len(taken)
-            rows += taken
-        return rows
-
     def state(self) -> dict[str, Any]:
         """Return the position and the rates as values that JSON can hold, for `restored`."""
         measured = {
@@ -105,10 +90,11 @@ class MeasuredCursor(DataCursor):
         return super().state() | {"measured": measured}
 
     def restored(self, state: dict[str, Any]) -> MeasuredCursor:
-        """Return a cursor of this data set and these limits that continues where `state()` was taken. The pass goes on
-        as it was begun; other limits hold from the next pass.
+        """Return a cursor of this data set and these limits that continues where `state()` was taken. The
+        pass goes on as it was begun; other limits hold from the next pass.
 
-        Raises: ValueError if the size of the data set has changed, or if the state is that of files with weights."""
+        Raises: ValueError if the size of the data set has changed, or if the state is that of files with
+            weights."""
         plain = super().restored({key: value for key, value in state.items() if key != "measured"})
         cursor = MeasuredCursor(
             self.num_rows,

@@ -12,9 +12,9 @@ class MixtureCursor(DataCursor):
     """Gives the next rows of a data set of several files, in proportion to the files' weights. Its state can
     be saved and restored.
 
-    Each file is walked by itself, pass after pass: within a pass no row of it is skipped or repeated. The next row
-    is one of the file that lags most behind its share. So of any first rows, each of two files gives its share to less
-    than one row, and each of k files to less than k - 1.
+    Each file is walked by itself, pass after pass: within a pass no row of it is skipped or repeated. The
+    next row is one of the file that lags most behind its share. So of any first rows, each of two files gives
+    its share to less than one row, and each of k files to less than k - 1.
 
     Example: MixtureCursor((100, 10), (3, 1), shuffle=False).next_rows(8)    [0, 1, 100, 2, 3, 4, 101, 5]
 

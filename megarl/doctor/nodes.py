@@ -1,8 +1,9 @@
 """Test whether the machines of a job can work together: `megarl doctor --nnodes 2 --head HOST`, run on each
 of them.
 
-The machine that --head names holds a c10d store, where the others meet it. Each publishes what it is, signed with
-the job's secret; then all of them compare, send, and read the shared folder. Every machine prints the result."""
+The machine that --head names holds a c10d store, where the others meet it. Each publishes what it is, signed
+with the job's secret; then all of them compare, send, and read the shared folder. Every machine prints the
+result."""
 
 from __future__ import annotations
 

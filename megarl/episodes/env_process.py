@@ -4,7 +4,7 @@ Requests arrive on stdin and replies go to stdout (env_messages.py). The process
 with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
 other methods in threads. What the environment prints goes to stderr.
 
-Of megarl this module imports three files and no package that has to be installed."""
+Of megarl this module imports three files and no package that has to be installed. It runs in Python 3.9."""
 
 from __future__ import annotations
 
@@ -82,17 +82,24 @@ class Environments:
         self._make, self._write = make, write
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="environment")
         self._of_episode: dict[int, Any] = {}
+        self._open: set[int] = set()
+        """Episodes that have begun and not ended; the object of one may be in the making."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, request: dict[str, Any]) -> None:
         """Start what a request asks for. Must be called in the event loop."""
         if request["op"] == "end":
-            ended = self._of_episode.pop(request["episode"], None)
-            close = getattr(ended, "close", None)
-            if close is not None:
-                self._start(self._quietly(close))
+            self._open.discard(request["episode"])
+            self._close(self._of_episode.pop(request["episode"], None))
             return
+        if request["op"] == "reset":
+            self._open.add(request["episode"])
         self._start(self._call(request))
+
+    def _close(self, ended: Any) -> None:
+        close = getattr(ended, "close", None)
+        if close is not None:
+            self._start(self._quietly(close))
 
     def _start(self, coroutine: Any) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -103,10 +110,14 @@ class Environments:
         op, episode = request["op"], request["episode"]
         try:
             if op == "reset":
-                self._of_episode[episode] = await self._run(self._make)
-                messages = await self._run(self._of_episode[episode].reset, request["row"])
+                made = await self._run(self._make)
+                if episode not in self._open:  # it has been ended meanwhile, and no reply is awaited
+                    self._close(made)
+                    return
+                self._of_episode[episode] = made
+                messages = await self._run(made.reset, request["row"])
                 reply = {"messages": _messages(messages, "reset", may_be_empty=False)}
-                reply["tools"] = _tools(getattr(self._of_episode[episode], "tools", None) or [])
+                reply["tools"] = _tools(getattr(made, "tools", None) or [])
             else:
                 reply = _step(await self._run(self._of_episode[episode].step, request["text"]))
         except Malformed as error:
@@ -134,7 +145,7 @@ class Environments:
 def _messages(value: object, method: str, may_be_empty: bool) -> list[dict[str, Any]]:
     """Return the messages that a method returned. Raises: Malformed unless they are a list of messages."""
     wanted = 'a list of messages, e.g. [{"role": "user", "content": "1+1 ?"}]'
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, (list, tuple)):
         raise Malformed(
             f"{method} returned {value!r:.300} ({type(value).__name__}) as messages; wanted {wanted}"
         )
@@ -148,7 +159,7 @@ def _messages(value: object, method: str, may_be_empty: bool) -> list[dict[str, 
 
 def _tools(value: object) -> list[dict[str, Any]]:
     """Return an environment's tools. Raises: Malformed unless they have OpenAI's form."""
-    for tool in value if isinstance(value, list | tuple) else [value]:
+    for tool in value if isinstance(value, (list, tuple)) else [value]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             wanted = (
@@ -160,7 +171,7 @@ def _tools(value: object) -> list[dict[str, Any]]:
 
 def _step(value: object) -> dict[str, Any]:
     """Return the reply to a step. Raises: Malformed unless it is (messages, reward, done)."""
-    if not isinstance(value, list | tuple) or len(value) != 3:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise Malformed(f"step returned {value!r:.300}; wanted (messages, reward, done)")
     messages, reward, done = value
     if reward is not None:

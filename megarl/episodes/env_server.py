@@ -173,7 +173,7 @@ class EnvServer:
 
     def _check_key(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._key.encode()):
             raise web.HTTPUnauthorized(text="the key is wrong")
 
 

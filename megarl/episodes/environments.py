@@ -65,7 +65,7 @@ class Sampled:
     log_probs: list[float] = field(default_factory=list)
     """Log-prob of each of `ids`."""
     turn: int = 0
-    """Number of the turn in its episode."""
+    """Number of the answer's turn among the turns of its episode, from 0."""
     request: int = 0
     """Number of the agent's request."""
 

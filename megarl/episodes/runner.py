@@ -27,7 +27,7 @@ class Turn:
     prompt: list[int]
     max_tokens: int
     number: int = 0
-    """Number of the turn in its episode."""
+    """Number of this turn among the turns of its episode, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Answer:
     is_cut: bool
     """Whether the answer ended at its `max_tokens`."""
     number: int = 0
-    """Number of the turn in its episode."""
+    """Number of this turn among the turns of its episode, from 0."""
 
 
 class TurnEngine(Protocol):
@@ -220,7 +220,7 @@ class Play:
         return index in self._episodes
 
     def end(self, index: int) -> None:
-        """Forget an episode, which has ended or is given up."""
+        """End an episode in its environment, and remove it from the open ones."""
         number = self._number_of.pop(index)
         del self._index_of[number], self._episodes[index]
         self._environments.end(number)

@@ -23,12 +23,13 @@ _lock = asyncio.Lock()
 class Rollout:
     """One rollout of a task. `step` runs it from its beginning to its score."""
 
+    _running: asyncio.Task[float] | None = None
+
     def reset(self, row: dict[str, Any]) -> list[dict[str, str]]:
         self._how = row["how"]
         self._task = (row["row"].get("extra_info") or {}).get("task")
         if not isinstance(self._task, dict):
             raise TypeError(f"the row has no task of verifiers in extra_info.task. {_ADVICE}")
-        self._running: asyncio.Task[float] | None = None
         return [{"role": "user", "content": ""}]  # the first prompt is verifiers' to write
 
     async def step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:

@@ -45,8 +45,8 @@ class Column:
     is_sampled: bool = False
     """Whether the engine makes the column together with the tokens, which then represent it in flows."""
     is_recorded: bool = False
-    """Whether the driver's records of the samples hold the values. Each rank fills the column from them, and no
-    message has it."""
+    """Whether the driver's records of the samples hold the values. Each rank fills the column from them, and
+    no message has it."""
 
 
 COLUMNS: dict[str, Column] = {

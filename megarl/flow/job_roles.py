@@ -197,8 +197,8 @@ class RewardModel(ServiceRole, kind="reward_model"):
 
 
 class Reference(CheckpointedRole, kind="reference"):
-    """The policy frozen at the weights that training starts from, or at those of a step not long ago. Checkpoints
-    hold it in the second case."""
+    """The policy frozen at the weights that training starts from, or at those of a step not long ago.
+    Checkpoints hold it in the second case."""
 
     @method(optional=True)
     def take_weights(self, folder: str) -> None:
@@ -214,18 +214,18 @@ class Reference(CheckpointedRole, kind="reference"):
 
     @method(reads=("tokens", "lengths"), writes=("teacher_top_k",), optional=True, phase="ref_log_probs")
     def top_tokens(self, rows: Mapping[int, int]) -> None:
-        """Write the column teacher_top_k, the most likely tokens in place of each of the samples' tokens, on this
-        rank."""
+        """Write the column teacher_top_k, the most likely tokens in place of each of the samples' tokens, on
+        this rank."""
 
     @method(optional=True)
     def store_log_probs(self, folder: str) -> None:
-        """Score the rows that the actor has received, and write their log-probs into files of the folder, unless
-        they are there already. Collective over the role's ranks."""
+        """Score the rows that the actor has received, and write their log-probs into files of the folder,
+        unless they are there already. Collective over the role's ranks."""
 
     @method(optional=True)
     def use_stored_log_probs(self, folder: str) -> None:
-        """Read the log-probs of all rows from the folder, from where `log_probs` takes them from now on, and free
-        the model."""
+        """Read the log-probs of all rows from the folder, from where `log_probs` takes them from now on, and
+        free the model."""
 
     @method(reads=("tokens", "lengths"), writes=("ref_log_probs",), reports=True, phase="ref_log_probs")
     def log_probs(self, rows: Mapping[int, int] | None = None) -> Metrics:
@@ -270,8 +270,8 @@ class CostCritic(TrainedRole, kind="cost_critic"):
         commits=True,
     )
     def update(self) -> Metrics:
-        """Run all optimizer updates of the step on the column cost_returns, and return this rank's part of the
-        metrics."""
+        """Run all optimizer updates of the step on the column cost_returns, and return this rank's part of
+        the metrics."""
 
 
 class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
@@ -340,8 +340,8 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
             sample_ids, group_ids, rewards: of all samples of the step. A reward of None has failed.
             kl_coef: factor of the KL to the reference.
             digests: bind each reward to its sample's tokens. None skips this check of the rewards.
-            turn_rewards, turn_lengths: with --turn-rewards the reward and the sampled tokens of each answer of
-                every sample.
+            turn_rewards, turn_lengths: with --turn-rewards the reward and the sampled tokens of each answer
+                of every sample.
             scores, score_weights: for an algorithm that learns from single scores, name -> score of each
                 sample, and name -> weight in the reward.
             multiplier: factor of the cost, for an algorithm that holds one below a limit."""
@@ -367,7 +367,8 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
     @method(optional=True)
     def load_sft_rows(self) -> list[tuple[int, int]] | None:
-        """Tokenize the rows of --sft-data. Return (length, response length) of each, from the first rank only."""
+        """Tokenize the rows of --sft-data. Return (length, response length) of each, from the first rank
+        only."""
 
     @method()
     def send_weights(self, version: int) -> None:
@@ -380,8 +381,8 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
     @method(optional=True)
     def load_dataset(self) -> list[list[tuple[int, int, float | None]]] | None:
-        """Tokenize the training rows of an algorithm that samples nothing, and return, for every row, (length,
-        response length, reward or None) of each of its samples, from the mesh's first rank only."""
+        """Tokenize the training rows of an algorithm that samples nothing, and return, for every row,
+        (length, response length, reward or None) of each of its samples, from the mesh's first rank only."""
 
     @method(optional=True)
     def digest_rows(self) -> str:
@@ -398,7 +399,8 @@ class Actor(TrainedRole, RandomState, RunFolderReader, kind="actor"):
 
 
 class Data(RandomState, RunFolderReader, kind="data"):
-    """Moves samples and their columns to the ranks that train on them. Is on every rank of a job that samples."""
+    """Moves samples and their columns to the ranks that train on them. Is on every rank of a job that
+    samples."""
 
     @method(reports=True)
     def distribute(

@@ -4,8 +4,8 @@ hung.
     megarl engines list runs/a      state of each engine
     megarl engines add runs/a       start the first engine that has left again
 
-The job needs --min-engines. It starts the engine at the beginning of its next step. The engine gets the weights
-at the end of this step, and prompts from then on."""
+The job needs --min-engines. It starts the engine at the beginning of its next step. The engine gets the
+weights at the end of this step, and prompts from then on."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 --log-with names.
 
 A new logger is a file with a class that has the four methods of `Logger`, a line in LOGGERS,
-and its name in `log_with` of megarl/config/schema.py."""
+and its name in `log_with` of megarl/config/run_sections.py."""
 
 from __future__ import annotations
 

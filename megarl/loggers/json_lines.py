@@ -16,7 +16,8 @@ from megarl.loggers.base import Metrics, Purpose, Samples
 
 METRICS = "metrics.jsonl"
 ENGINES = "engines"
-"""Folder with what the driver and each engine of an asynchronous run did; see megarl/rollout/replay_log.py."""
+"""Folder with what the driver and each engine of an asynchronous run did; see
+megarl/rollout/replay_log.py."""
 FAILED_STEP = "failed_step.jsonl"
 """File of the run folder with the samples of the last step that failed. Nothing resumes from it."""
 _ROLLOUTS = re.compile(r"step_(\d+)\.jsonl")
@@ -74,8 +75,8 @@ def to_json_line(metrics: Mapping[str, float | int]) -> str:
 
 
 def cut_after(folder: Path, step: int) -> None:
-    """Remove the records of steps after `step` from a run folder: rows, held-out answers, samples and the logs
-    of driver and engines; 0 removes everything."""
+    """Remove the records of steps after `step` from a run folder: rows, held-out answers, samples and the
+    logs of driver and engines; 0 removes everything."""
     logs = (folder / ENGINES).glob("*.jsonl")
     for path in (folder / METRICS, folder / "rollouts" / "eval.jsonl", *logs):
         if path.exists():

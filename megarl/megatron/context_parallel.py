@@ -100,8 +100,8 @@ def _real_tokens(lengths: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
 def gather_rows(
     values: torch.Tensor, rows: torch.Tensor | None, count: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Return all [count] numbers, or rows of numbers, on every context-parallel rank; this rank gives the [n] numbers at indices
-    `rows`.
+    """Return all [count] numbers, or rows of numbers, on every context-parallel rank; this rank gives the [n]
+    numbers at indices `rows`.
 
     Collective over the context-parallel group. A rank's rows receive only the gradient of its own loss, so
     every rank must compute the same loss of all numbers."""

@@ -65,7 +65,8 @@ class ResponseTokens:
     loss: TokenLoss | None = None
     """Loss that is computed, with its gradients, in the forward pass. It is a sum over tokens."""
     teacher: Callable[[HeadInputs, int], Teacher] | None = None
-    """With a loss: what the policy is compared with, given the inputs of the output layer and the vocabulary."""
+    """With a loss: what the policy is compared with, given the inputs of the output layer and the
+    vocabulary."""
     outputs: Callable[[HeadInputs], torch.Tensor] | None = None
     """Function whose [n, ...] values are returned in place of log-probs."""
     rows: torch.Tensor | None = None

@@ -86,7 +86,8 @@ class Policy(TrainedModel):
         context-parallel rank for that rank's tokens, and its gradient is computed in the forward pass. Any
         other loss is called once per micro-batch for all tokens, on every context-parallel rank, and the
         output layer's product is computed again in the backward pass. `check` receives the loss's
-        measurements. With `teaching` the loss gets the divergences from the teacher in place of entropies.
+        measurements. With `teaching` the loss gets the divergences from the teacher in place of entropies;
+        None for samples that the teacher has not read.
 
         Returns: this rank's metrics, to be summed over ranks (names ending in _max: maxima); {} where not
             `reports`.
@@ -130,6 +131,7 @@ class Policy(TrainedModel):
     ) -> ResponseTokens:
         positions, rows = shard.select(micro.predict_positions)
         part = micro if rows is None else MicroBatch(micro.batch, micro.response_positions[rows])
+        teaches = teaching is not None and teaching.has_read(part)
         return ResponseTokens(
             positions.to(self.device),
             part.targets.to(self.device),
@@ -137,7 +139,7 @@ class Policy(TrainedModel):
             with_entropy,
             method="chunked" if self.ddp else "fastest",
             loss=None if loss is None else functools.partial(loss, part),
-            teacher=None if teaching is None else functools.partial(teaching.teacher, part),
+            teacher=functools.partial(teaching.teacher, part) if teaches else None,
             outputs=outputs,
             rows=None if rows is None else rows.to(self.device),
             count=len(micro.response_positions),

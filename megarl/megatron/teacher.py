@@ -3,9 +3,10 @@
     outputs of the teacher's pass         last_hidden, top_tokens: functions of its last hidden states
     Teaching.teacher                      what the policy's chunks of logits are compared with
 
-A whole distribution takes 2 H bytes per token (bf16): the teacher's hidden state. Its product with the teacher's output
-layer, of which each tensor-parallel rank of the policy holds the rows of its own columns, is the teacher's logits. So
-the two models may be split differently. Of the k most likely tokens only ids and log-probs are moved."""
+A whole distribution takes 2 H bytes per token (bf16): the teacher's hidden state. Its product with the
+teacher's output layer, of which each tensor-parallel rank of the policy holds the rows of its own columns, is
+the teacher's logits. So the two models may be split differently. Of the k most likely tokens only ids and
+log-probs are moved."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from megarl.reshard.hf_folder import read_folder
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What the last stage of a model knows before its output layer: [n, H] hidden states, this rank's weight
+    """Inputs of a model's output layer on its last stage: [n, H] hidden states, this rank's weight
     [V_tp, H], [n] targets."""
 
     hidden: torch.Tensor
@@ -40,7 +41,8 @@ def last_hidden(inputs: HeadInputs) -> torch.Tensor:
 
 
 def top_tokens(inputs: HeadInputs, k: int, vocab_size: int) -> torch.Tensor:
-    """Return the ids and then the log-probs of the k most likely of the first `vocab_size` tokens, [n, 2 k] fp32.
+    """Return the ids and then the log-probs of the k most likely of the first `vocab_size` tokens, [n, 2 k]
+    fp32.
 
     Ids below 2^24 are exact in fp32."""
     ids, log_probs = teacher_top_k(
@@ -74,11 +76,16 @@ def teacher_head(
 
 @dataclass(frozen=True)
 class Teaching:
-    """What a policy learns from a teacher: a divergence, and the teacher's output layer if it is needed."""
+    """The divergence from a teacher that a policy learns from, and the teacher's output layer if it is
+    needed."""
 
     divergence: Divergence
     weight: torch.Tensor | None
     """[V_tp, H_teacher]; None if the teacher's most likely tokens are known."""
+
+    def has_read(self, part: MicroBatch) -> bool:
+        """Return whether the teacher has read the samples of a micro-batch. It reads no rows of --sft-data."""
+        return getattr(part.batch, "teacher_top_k" if self.weight is None else "teacher_hidden") is not None
 
     def teacher(self, part: MicroBatch, inputs: HeadInputs, vocab_size: int) -> Teacher:
         """Return the teacher at the response tokens of a micro-batch."""

@@ -108,7 +108,8 @@ class _Holders:
         self.on_node: dict[int, list[int]] = {}
         """Node -> its entries."""
         self.least = [(0, entry) for entry in range(len(ranks))]
-        """Heap of (elements sent, entry). An entry with an outdated count is renewed when it gets to the top."""
+        """Heap of (elements sent, entry). An entry with an outdated count is renewed when it gets to the
+        top."""
         for entry, rank in enumerate(ranks):
             self.first_of.setdefault(rank, entry)
             if ranks_per_node is not None:
@@ -116,8 +117,8 @@ class _Holders:
 
 
 class _Senders:
-    """Chooses the sender of elements that several ranks hold: the destination itself, else one of its node, else
-    any; among these the one that has sent least, and the first of several.
+    """Chooses the sender of elements that several ranks hold: the destination itself, else one of its node,
+    else any; among these the one that has sent least, and the first of several.
 
     The choice takes no longer for more replicas: each of 1,024 ranks plans for all of them."""
 

@@ -32,8 +32,8 @@ class Patience:
         self._longest_s = max(self._longest_s or 0.0, seconds)
 
     def wait(self, poll: Callable[[float], bool], timeout_s: float) -> tuple[bool, float]:
-        """Call `poll` with some seconds to wait until it returns True, for `timeout_s` in all. Returns whether
-        it did, and how long this took."""
+        """Call `poll` with some seconds to wait until it returns True, for `timeout_s` in all. Returns
+        whether it did, and how long this took."""
         waited_s = 0.0
         while True:
             wait_s = min(_SLICE_S, timeout_s - waited_s)

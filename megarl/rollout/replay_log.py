@@ -91,12 +91,13 @@ class Checkpoint(EngineRecord, frozen=True, kw_only=True, tag="checkpoint"):
 
 
 class Turns(EngineRecord, frozen=True, kw_only=True, tag="turns"):
-    """Environments or agents have replied: their episodes get a next turn, or end. `step` is the last completed
-    step, so that a resume from its checkpoint, which may come later, keeps the record."""
+    """Environments or agents have replied: their episodes get a next turn, or end. `step` is the last
+    completed step, so that a resume from its checkpoint, which may come later, keeps the record."""
 
     replies: tuple[tuple[str, dict[str, Any] | None], ...]
-    """Name of the episode ("train/17", "eval/3": purpose and sample), and the fields of the reply that are not
-    the default. Without them the episode begins anew, because its environment could not be brought back."""
+    """Name of the episode ("train/17", "eval/3": purpose and sample), and the fields of the reply that are
+    not the default. Without them the episode begins anew, because its environment could not be brought
+    back."""
 
 
 class DriverRecord(LogRecord, frozen=True, kw_only=True):

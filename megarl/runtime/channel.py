@@ -1,7 +1,7 @@
 """Exchange signed messages with the driver over a TCP connection: the end of a rank or of a relay.
 
-A message is a frame: eight bytes of length, then the data. Who connects first answers a challenge with the job's
-secret. Imports no torch."""
+A message is a frame: eight bytes of length, then the data. Who connects first answers a challenge with the
+job's secret. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.runtime.node_watch import read_bytes
 
 ACCEPTED, REFUSED, CHALLENGE_BYTES = b"+", b"-", 16
 CHILD, REPORTER = b"child", b"reporter"
-"""What a connection is for: a CHILD gets all commands; a REPORTER only reports."""
+"""Purposes of a connection: a CHILD gets all commands, a REPORTER only reports."""
 CHUNK = 1 << 18
 _LENGTH = struct.Struct("<Q")
 _CONNECTED_S = 60.0

@@ -151,8 +151,8 @@ class CallFuture(Future[Any]):
 class Executor(ABC):
     """Base class of executors, which call methods of roles on their ranks and return futures of the results.
 
-    A subclass sends calls (`_issue`), passes every report of a rank to `_keep_value`, `_keep_event` or `fail`,
-    and ends the ranks.
+    A subclass sends calls (`_issue`), passes every report of a rank to `_keep_value`, `_keep_event` or
+    `fail`, and ends the ranks.
 
     Args:
         ranks: role -> its ranks.

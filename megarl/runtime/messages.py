@@ -136,7 +136,8 @@ def signed_command(index: int, command: Command) -> bytes:
 
 
 def read_command(index: int, data: bytes) -> Command:
-    """Return the command of a message. Raises: ForgedMessage unless it is the job's command number `index`."""
+    """Return the command of a message. Raises: ForgedMessage unless it is the job's command number
+    `index`."""
     return _decode_command(signing.verify(data, f"cmd/{index}"))
 
 

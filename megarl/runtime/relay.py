@@ -7,13 +7,13 @@
       |-- ...         up to relay 15
       `-- rank 0 ...  in a job on one node the ranks are the driver's children
 
-Every rank gets the same stream of commands, so the driver sends a command once per child, and a relay passes bytes
-on as they come. What the driver sends and keeps therefore does not grow with the number of ranks. Reports go
-up as whole frames. No rank's interpreter passes anything on, so a rank that is stopped, or holds Python's
-lock, delays no other. Imports no torch.
+Every rank gets the same stream of commands, so the driver sends a command once per child, and a relay passes
+bytes on as they come. What the driver sends and keeps therefore does not grow with the number of ranks.
+Reports go up as whole frames. No rank's interpreter passes anything on, so a rank that is stopped, or holds
+Python's lock, delays no other. Imports no torch.
 
-Connections that do not sign in with the job's secret are closed. Whoever writes a message signs it, and whoever
-reads it checks the signature; relays do not look into it."""
+Connections that do not sign in with the job's secret are closed. Whoever writes a message signs it, and
+whoever reads it checks the signature; relays do not look into it."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ FAN_OUT = 16
 DRIVER_ADDRESS = "commands/driver"
 """Key of the job's store with the address of the driver's CommandTree."""
 _BACKLOG, _MOST_BUFFERS, _FLUSH_S, _LONGEST_HELLO = 4096, 64, 2.0, 1024
+_SIGN_IN_S = 60.0
+"""Seconds after which a connection that has not signed in is closed, so that strangers cannot use up the
+descriptors of this process."""
 
 
 def parent_of(node: int) -> int | None:
@@ -109,6 +112,9 @@ class Relay:
         self._history: list[bytes] = []
         """All commands so far, until all children are there."""
         self._children: list[_Peer] = []
+        self._strangers: dict[_Peer, float] = {}
+        """Connections that have not signed in, in the order of their beginning -> time at which they are
+        closed."""
         self._changed: dict[_Peer, None] = {}
         """Peers with bytes that have not been offered to their sockets yet."""
         self._end_at: float | None = None
@@ -128,10 +134,17 @@ class Relay:
             for peer in [*self._changed]:
                 self._flush(peer)
             self._changed.clear()
+            self._drop_strangers()
         for key in [*self._selector.get_map().values()]:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
+
+    def _drop_strangers(self) -> None:
+        """Close the connections that have not signed in for too long."""
+        now = time.monotonic()
+        while self._strangers and now > next(iter(self._strangers.values())):
+            self._drop(next(iter(self._strangers)))
 
     def _is_over(self) -> bool:
         if self._end_at is None:
@@ -161,6 +174,7 @@ class Relay:
             logger.debug("a connection failed: %s", error)
             return
         peer = _Peer(connection)
+        self._strangers[peer] = time.monotonic() + _SIGN_IN_S
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._put(peer, peer.challenge)
 
@@ -196,6 +210,7 @@ class Relay:
             self._drop(peer)
             return
         peer.kind = kind
+        del self._strangers[peer]
         self._put(peer, ACCEPTED)
         if kind == CHILD:
             self._children.append(peer)
@@ -244,6 +259,7 @@ class Relay:
     def _drop(self, peer: _Peer) -> None:
         if peer.socket.fileno() < 0:
             return
+        self._strangers.pop(peer, None)
         self._selector.unregister(peer.socket)
         peer.socket.close()
         peer.unsent.clear()

@@ -1,7 +1,7 @@
 """Sign the messages between driver and ranks with HMAC-SHA256, so that they read only each other's messages.
 
-The signature is checked before any of the message is read. Anybody who can reach the port of the job's store can
-write there. The key is the job's secret:
+The signature is checked before any of the message is read. Anybody who can reach the port of the job's store
+can write there. The key is the job's secret:
 
     started by megarl               drawn by the process that starts the ranks, in their environment
     torchrun, one node              drawn by rank 0, in a file that only this user can read, removed

@@ -1,9 +1,9 @@
 """Tell the ranks of all nodes under torchrun whether the job can start.
 
-Only rank 0 checks the configuration and the inputs. If it ends with an error, torchrun ends the ranks of its own
-node; those of other nodes would wait for it to join the process group. So rank 0 writes its verdict, signed, to the
-store that torchrun's agents have before there is a process group: nothing, or why the job cannot start. Every other
-rank reads it before it joins."""
+Only rank 0 checks the configuration and the inputs. If it ends with an error, torchrun ends the ranks of its
+own node; those of other nodes would wait for it to join the process group. So rank 0 writes its verdict,
+signed, to the store that torchrun's agents have before there is a process group: nothing, or why the job
+cannot start. Every other rank reads it before it joins."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def is_awaited() -> bool:
 def publish(reason: str) -> None:
     """Tell all ranks why the job cannot start, or by "" that it can. Called by rank 0.
 
-    With a reason it returns when all ranks have read it, at most after 30 seconds: with a static rendezvous the
-    store ends with the agent of this node."""
+    With a reason it returns when all ranks have read it, at most after 30 seconds: with a static rendezvous
+    the store ends with the agent of this node."""
     if not is_awaited():
         return
     from megarl.runtime.mailbox import connect

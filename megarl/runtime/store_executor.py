@@ -1,7 +1,7 @@
 """Implement the executor whose ranks are processes: send calls, read replies, enforce deadlines.
 
-Commands and reports travel through a tree of relays (relay.py), questions about the ranks and their answers over
-the job's c10d store (mailbox.py)."""
+Commands and reports travel through a tree of relays (relay.py), questions about the ranks and their answers
+over the job's c10d store (mailbox.py)."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Nodes:
 class StoreExecutor(ProcessExecutor):
     """An executor that reaches its ranks through relays, and over the job's c10d store.
 
-    A reader thread takes reports as they come. An error of any rank is therefore known at once, even while the
-    driver waits or works.
+    A reader thread takes reports as they come. An error of any rank is therefore known at once, even while
+    the driver waits or works.
 
     Args:
         ranks: role -> its ranks. Every rank of the world needs a role.

@@ -59,7 +59,11 @@ class McpTools:
         is_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # The SDK's contexts must be left in the task that has entered them, and each call of an environment has its own.
         tools._task = asyncio.create_task(tools._hold(Client(where), is_up))
-        await asyncio.wait_for(asyncio.shield(is_up), _START_S)
+        try:
+            await asyncio.wait_for(asyncio.shield(is_up), _START_S)
+        except BaseException:
+            tools._task.cancel()  # or the server would live until this process ends
+            raise
         return tools
 
     async def _hold(self, client: Any, is_up: asyncio.Future[None]) -> None:

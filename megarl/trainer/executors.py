@@ -20,7 +20,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.render import write_args
 from megarl.config.mesh import hosting_ranks
 from megarl.config.roles import trains_in_fp32
-from megarl.config.schema import EXECUTORS, TrainConfig
+from megarl.config.run_sections import EXECUTORS
+from megarl.config.schema import TrainConfig
 from megarl.flow import role_class
 from megarl.role_names import kind_and_suffix
 from megarl.runtime.process import compute_fp32_exactly, keep_checkout_off_path, quiet_libraries

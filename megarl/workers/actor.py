@@ -94,7 +94,7 @@ class ActorRole(PolicyRole):
     """Mesh of the engines, if none is on this rank."""
     sender: WeightSync | None = None
     teaching: Teaching | None = None
-    """What the policy learns from a teacher at each token."""
+    """The teacher that the policy is compared with at each token; None without."""
 
     def setup(self, is_trained: bool = True) -> None:
         """Build the model and load its weights, with an optimizer if the model `is_trained`. Collective over
@@ -104,8 +104,8 @@ class ActorRole(PolicyRole):
         self.teaching = teaching_of(self)
 
     def load_sft_rows(self) -> list[tuple[int, int]] | None:
-        """Tokenize the rows of --sft-data. The mesh's first rank returns (length, response length) of every row;
-        other ranks return None."""
+        """Tokenize the rows of --sft-data. The mesh's first rank returns (length, response length) of every
+        row; other ranks return None."""
         self._sft = SftStream(self.config, self.shape.max_position_embeddings)
         return self._sft.sizes if self.mesh.ranks[0] == self.rank else None
 
@@ -181,8 +181,8 @@ class ActorRole(PolicyRole):
         return metrics
 
     def _interpolate(self, version: int | None) -> dict[str, float]:
-        """Score the canaries alone, and write the column old_log_probs, which are the engine's. Returns the metric
-        mismatch/tokens, 0: only canaries are compared.
+        """Score the canaries alone, and write the column old_log_probs, which are the engine's. Returns the
+        metric mismatch/tokens, 0: only canaries are compared.
 
         Args:
             version: version of the weights now."""
@@ -201,8 +201,8 @@ class ActorRole(PolicyRole):
         return self.config.streaming.weight_update == "recompute"
 
     def _is_current(self, version: int) -> torch.Tensor:
-        """Return [T] bool: whether trainer and engine must agree on a response token, because it was sampled by
-        these weights over a KV cache of these weights.
+        """Return [T] bool: whether trainer and engine must agree on a response token, because it was sampled
+        by these weights over a KV cache of these weights.
 
         With --weight-update recompute these are all tokens of the version. Otherwise the KV cache of a
         response that older weights began is theirs, so only samples wholly of the version count."""
@@ -256,9 +256,9 @@ class ActorRole(PolicyRole):
         rewards. Both are NaN on the tokens of a sample whose reward failed. Returns metrics.
 
         Args:
-            sample_ids, group_ids, rewards: of all episodes of the step, each by the id of its first sample, so
-                that group statistics do not depend on the split. Groups may have any sizes. None is a reward that
-                failed.
+            sample_ids, group_ids, rewards: of all episodes of the step, each by the id of its first sample,
+                so that group statistics do not depend on the split. Groups may have any sizes. None is a
+                reward that failed.
             kl_coef: coefficient of the KL penalty in this step.
             digests: sample id -> `digest_of_reward`; None leaves the rewards unchecked.
             turn_rewards, turn_lengths: with --turn-rewards reward and sampled tokens of each answer.
@@ -323,7 +323,8 @@ class ActorRole(PolicyRole):
     def _write_loss_columns(
         self, inputs: AdvantageInputs, given: Sequence[float | None], left_out: Sequence[bool]
     ) -> None:
-        """Write the columns of the loss's further terms, which depend on what the policy's loss leaves out."""
+        """Write the columns of the loss's further terms, which depend on what the policy's loss leaves
+        out."""
         batch = self.shard.batch
         rewards = torch.tensor([math.nan if reward is None else reward for reward in given])
         columns = self.algorithm.cross_entropy_weights(inputs, rewards, torch.tensor(left_out))
@@ -349,7 +350,8 @@ class ActorRole(PolicyRole):
         NonFiniteUpdate as --on-nonfinite says.
 
         Args:
-            sft_visits, sft_mini_batches: visit -> row of --sft-data, and the rows of each update, if there are any.
+            sft_visits, sft_mini_batches: visit -> row of --sft-data, and the rows of each update, if there
+                are any.
         Raises: ValueError if the job has --sft-data, and no rows are given."""
         self.require_columns("update", self.algorithm.loss_reads)
         if self._sft is not None:

@@ -32,7 +32,8 @@ def advantage_inputs(
     Args:
         shard: the rank's samples.
         layout: records of all samples of the step.
-        sample_ids: all episodes of the step, by their first samples; `group_ids` and `rewards` in the same order."""
+        sample_ids: all episodes of the step, by their first samples; `group_ids` and `rewards` in the same
+            order."""
     batch, row_of = shard.batch, {sample: row for row, sample in enumerate(sample_ids)}
     here = [layout.samples[sample] for sample in batch.sample_ids.tolist()]
     untrained = [not layout.samples[sample].trained for sample in sample_ids]

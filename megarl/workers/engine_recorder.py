@@ -5,8 +5,8 @@ events took place.
     with recorder.taking_effect(Admit(step=1, version=0, visits=(0, 1))):
         stream.add(answers)
 
-Without --replay the record gets the number of steps that the engine has made. With it the engine first goes on
-to the step at which the logged run has this record, and does not go beyond the step of the next one."""
+Without --replay the record gets the number of steps that the engine has made. With it the engine first goes
+on to the step at which the logged run has this record, and does not go beyond the step of the next one."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class EngineRecorder:
     The ranks of a tensor-parallel engine make the same calls; one of them writes.
 
     Args:
-        step: takes a step of the engine and takes over what has finished. Out of process it waits a moment for
-            the engine, which steps by itself.
+        step: takes a step of the engine and takes over what has finished. Out of process it waits a moment
+            for the engine, which steps by itself.
         name: name of the engine's file.
         run: folder of this run; None on ranks that do not write.
         replay: folder of the run that is repeated.

@@ -424,5 +424,6 @@ def _sample_of(saved: SavedAnswer) -> RolloutSample:
         truncated=saved.finish_reason == "length",
         digest=digest(answer.prompt, answer.response, saved.holes),
         holes=saved.holes,
+        trained=not answer.greedy,
         episode=saved.episode,
     )

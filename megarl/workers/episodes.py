@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megarl.config.environments import environments
+from megarl.config.episode_sections import settings_of_verifiers
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import rule_judges_agents
 from megarl.config.schema import TrainConfig
-from megarl.config.verifiers_section import settings_of_verifiers
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer_base import Tokenizer
 from megarl.episodes.answers import AnswerParser

@@ -24,7 +24,8 @@ class PolicyRole(MegatronRole):
         return self.build_as(Policy)
 
     def write_stored(self, column: str, stored: StoredLogProbs) -> None:
-        """Store log-probs that were computed before as the token column `column`, on the last pipeline stage."""
+        """Store log-probs that were computed before as the token column `column`, on the last pipeline
+        stage."""
         is_last_stage = self.mesh.coordinates(self.rank)["pp"] == self.mesh.pp - 1
         values = [stored.values(self.shard.batch)] if is_last_stage else None
         self.write_column(column, values, largest=0.0)

@@ -18,14 +18,14 @@ from megarl.workers.store import BatchLayout
 
 @implements(Actor)
 class PreferenceActorRole(SFTActorRole):
-    """An actor whose samples are two answers per row: the chosen and the rejected one, in this order, or the row's
-    completion and that of another row."""
+    """An actor whose samples are two answers per row: the chosen and the rejected one, in this order, or the
+    row's completion and that of another row."""
 
     def read_rows(
         self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
     ) -> list[list[RowSample]]:
-        """Return both answers of every row. Their rewards are the scores of the row, else 1 and 0; the label for
-        both, if there are labels."""
+        """Return both answers of every row. Their rewards are the scores of the row, else 1 and 0; the label
+        for both, if there are labels."""
         rows, eos = range(len(dataset)), tokenizer.eos_token_id
         if self.algorithm.row_needs == "labelled":
             return _labelled(dataset, encoder, eos)

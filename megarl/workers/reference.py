@@ -1,7 +1,7 @@
 """Implement the reference on one rank: a frozen copy of the initial policy, or another model.
 
-With --precompute-ref-log-probs the reference scores all rows before training and stores the log-probs in files.
-While the policy trains, it reads them and has no model."""
+With --precompute-ref-log-probs the reference scores all rows before training and stores the log-probs in
+files. While the policy trains, it reads them and has no model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from megarl.workers.teaching import TeacherPasses
 
 
 def store_missing(policy: PolicyRole, stored: StoredLogProbs) -> None:
-    """Let a policy score this rank's samples, and write a file with the values, unless all ranks have the values of
-    theirs. Collective over the mesh."""
+    """Let a policy score this rank's samples, and write a file with the values, unless all ranks have the
+    values of theirs. Collective over the mesh."""
     model, batch = policy.model, policy.shard.batch
     lacks = torch.tensor(float(stored.lacks(batch)), device=model.device)
     dist.all_reduce(lacks, dist.ReduceOp.MAX, group=model.groups.intra_dist_opt)
@@ -40,8 +40,8 @@ def store_missing(policy: PolicyRole, stored: StoredLogProbs) -> None:
 
 @implements(Reference)
 class ReferenceRole(PolicyRole):
-    """A frozen policy on one rank, with the weights that training started from, those of --reference-model, or
-    with --reference-update-interval those that the actor had not long ago."""
+    """A frozen policy on one rank, with the weights that training started from, those of --reference-model,
+    or with --reference-update-interval those that the actor had not long ago."""
 
     folder = property(lambda self: self.config.model.reference_folder)
     stored: StoredLogProbs | None = None
@@ -89,14 +89,15 @@ class ReferenceRole(PolicyRole):
 
     @needs("parameters")
     def take_weights(self, folder: str) -> None:
-        """Load the weights of a Hugging Face folder, which the actor has written. Collective over the mesh."""
+        """Load the weights of a Hugging Face folder, which the actor has written. Collective over the
+        mesh."""
         load_hf(folder, self.atlases[self.rank], self.model.parameters, self.shape)
         self.model.parameters_changed()
 
     @needs("parameters")
     def store_log_probs(self, folder: str) -> None:
-        """Score this rank's samples of rows of the data into a file of the folder, unless the folder has their
-        log-probs. Collective over the mesh."""
+        """Score this rank's samples of rows of the data into a file of the folder, unless the folder has
+        their log-probs. Collective over the mesh."""
         if self.stored is None:
             self.stored = StoredLogProbs(Path(folder))
         store_missing(self, self.stored)
@@ -112,8 +113,8 @@ class ReferenceRole(PolicyRole):
 
     @needs("parameters")
     def log_probs(self, rows: Mapping[int, int] | None = None) -> dict[str, float]:
-        """Write the column ref_log_probs for this rank's samples, by the teacher of each row if there are several.
-        Returns metrics of offloading, which may be {}."""
+        """Write the column ref_log_probs for this rank's samples, by the teacher of each row if there are
+        several. Returns metrics of offloading, which may be {}."""
         if rows is not None:
             self.teacher.write_log_probs(rows)
             return self.memory_metrics()
@@ -168,7 +169,8 @@ class AdapterlessReferenceRole:
 
     @needs("parameters", of="actor")
     def store_log_probs(self, folder: str) -> None:
-        """Score this rank's samples with the adapters switched off, as `ReferenceRole.store_log_probs` does."""
+        """Score this rank's samples with the adapters switched off, as `ReferenceRole.store_log_probs`
+        does."""
         if self.stored is None:
             self.stored = StoredLogProbs(Path(folder))
         with self.actor.model.adapters.off():

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 GREEDY = {"temperature": 0.0}
-"""How greedy answers are sampled, in place of the temperature of the others."""
+"""Sampling parameters of greedy answers, in place of those of the others."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Answer:
     purpose: str = "train"
     """Name of the data set of the row: "train", or "eval" for a held-out episode."""
     greedy: bool = False
-    """Whether the tokens are drawn at temperature 0, whatever those of other answers are, and not trained on."""
+    """Whether the tokens are drawn at temperature 0, whatever those of other answers are, and not trained
+    on."""
 
     def after(self, output: Output | Response) -> Answer:
         """Return the answer, extended by the tokens of an output that continues it."""
@@ -99,10 +100,10 @@ class SavedAnswer:
     over_old_cache: bool = False
     """Whether tokens may have been sampled over a KV cache of older weights (--weight-update keep)."""
     events: list[tuple[Reply | None, SavedTurn | None]] = field(default_factory=list)
-    """Of an open episode: the environment's replies and the model's answers, in their order. `answer` is then
-    the turn that is being sampled. If none is, its prompt is the conversation so far."""
+    """Replies of the environment and answers of the model in an open episode, in order. `answer` is then the
+    turn that is being sampled. If none is, its prompt is the conversation so far."""
     holes: tuple[tuple[int, int], ...] = ()
-    """Of a finished episode: see `RolloutSample`."""
+    """Context in the response of a finished episode, see `RolloutSample`."""
     episode: EpisodeResult | None = None
 
     @property
@@ -364,7 +365,8 @@ class RequestStream:
 
 
 def _length(saved: SavedAnswer) -> tuple[bool, int, int]:
-    """Return a key that is larger the further an answer has got. Several engines may have saved the answer."""
+    """Return a key that is larger the further an answer has got. Several engines may have saved the
+    answer."""
     return saved.finish_reason is not None, len(saved.events), len(saved.answer.response)
 
 

@@ -1,7 +1,7 @@
 """Implement the reward role on one rank, which scores the samples of this rank's engine by a rule.
 
-With --staleness above 0 the rule scores the samples of a group as soon as the engine has finished them. The call
-of a step returns these rewards, and waits for those that are missing."""
+With --staleness above 0 the rule scores the samples of a group as soon as the engine has finished them. The
+call of a step returns these rewards, and waits for those that are missing."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ class RewardRole(HostedRole):
     def _verdicts(
         self, purpose: str, rollouts: Sequence[RolloutSample], texts: Sequence[str]
     ) -> list[Verdict]:
-        """Return the rule's, the environment's or the agent's verdict on each rollout in order, or empty verdicts in
-        a job without either. Of an agent's episode a rule judges the last answer."""
+        """Return the rule's, the environment's or the agent's verdict on each rollout in order, or empty
+        verdicts in a job without either. Of an agent's episode a rule judges the last answer."""
         if self.config.episodes.has_turns:
             given = [Verdict(rollout.episode.reward, rollout.episode.failure) for rollout in rollouts]
             if self.pool is None:

@@ -33,8 +33,8 @@ def excluded(
     samples: Sequence[Sample],
     rewards: Sequence[float | None],
 ) -> tuple[list[bool], list[bool]]:
-    """Return, for each episode of the step, whether the policy's loss leaves it out because its reward failed or its
-    response was cut, and whether it does for any reason.
+    """Return, for each episode of the step, whether the policy's loss leaves it out because its reward failed
+    or its response was cut, and whether it does for any reason.
 
     Args:
         samples: the first sample of each episode."""

@@ -1,7 +1,7 @@
 """Mix rows of --sft-data into the updates of an actor that learns from samples: the `ce` stream of the loss.
 
-Each optimizer update has a mini-batch of samples and one of rows. Their micro-batches follow one another, so both
-add to the same gradient, and each loss is divided by the count of its own tokens."""
+Each optimizer update has a mini-batch of samples and one of rows. Their micro-batches follow one another, so
+both add to the same gradient, and each loss is divided by the count of its own tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class SftStream:
         """Return this rank's micro-batches of rows for the update on a mini-batch of samples, and the loss of
         samples and rows, given the loss of samples.
 
-        Metrics: sft/loss, the mean negative log-prob of the rows' response tokens; sft/tokens, their number."""
+        Metrics: sft/loss, the mean negative log-prob of the rows' response tokens; sft/tokens, their
+            number."""
         assert self._shard is not None, "begin_step was called"
         rows, coef = self._beside[mini_batch.micro_batches], self._coef
         micro_batches = [self._shard.micro_batch(ids) for ids in rows.micro_batches[dp_rank]]

@@ -3,8 +3,8 @@
     ref_log_probs/index.json                 what the log-probs are of, see `trainer/stored_reference.py`
     ref_log_probs/3f2a....safetensors        samples [B, 32] uint8, their keys; lengths [B]; log_probs [N] fp32
 
-A file appears whole or not at all. Its name depends on its samples, so files of several ranks, and those of an
-interrupted job with another layout, lie beside each other."""
+A file appears whole or not at all. Its name depends on its samples, so files of several ranks, and those of
+an interrupted job with another layout, lie beside each other."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class StoredLogProbs:
         return not all(key in self._of_sample for key in sample_keys(batch))
 
     def values(self, batch: Batch) -> torch.Tensor:
-        """Return the [N] fp32 log-probs of the batch's response tokens. Raises InvariantError for a sample that
-        was not scored."""
+        """Return the [N] fp32 log-probs of the batch's response tokens. Raises InvariantError for a sample
+        that was not scored."""
         keys = sample_keys(batch)
         missing = [
             one

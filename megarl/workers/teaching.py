@@ -1,7 +1,8 @@
 """Let the reference teach: write what the policy learns from at each sampled token.
 
-With a hint (--teacher-hint-key) the teacher reads another prompt than the policy: the row's, extended by the hint. The
-response follows it unchanged, so what it says of response token t belongs to the policy's token t."""
+With a hint (--teacher-hint-key) the teacher reads another prompt than the policy: the row's, extended by the
+hint. The response follows it unchanged, so what it says of response token t belongs to the policy's token
+t."""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ if TYPE_CHECKING:
 
 
 Passes = Callable[[PolicyRole, list[MicroBatch]], "list[torch.Tensor] | None"]
-"""Function that runs a policy over micro-batches, and returns the values of their response tokens; None before the last
-stage."""
+"""Function that runs a policy over micro-batches, and returns the values of their response tokens; None
+before the last stage."""
 
 
 class HintedPrompts:
     """The prompts that the teacher reads, as token ids."""
 
     def __init__(self, config: TrainConfig, key: str) -> None:
-        """Read and encode all training rows. Raises ValueError for a row without a hint, and for one that is too long
-        for the teacher."""
+        """Read and encode all training rows. Raises ValueError for a row without a hint, and for one that is
+        too long for the teacher."""
         data, flag = config.data, f"--teacher-hint-key ({key})"
         rows = hinted_rows(PromptDataset.load(data.train_data, prompt_key=data.prompt_key), key)
         tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
@@ -96,8 +97,9 @@ class TeacherPasses:
         self.policy.write_column("ref_log_probs", self._by_teacher(passes, rows), largest=0.0)
 
     def _by_teacher(self, passes: Passes, rows: Mapping[int, int]) -> list[torch.Tensor] | None:
-        """Return the values of the response tokens of each of this rank's micro-batches, those of each sample by its
-        teacher; None before the last stage. Every teacher makes all passes, of the samples that are its own."""
+        """Return the values of the response tokens of each of this rank's micro-batches, those of each sample
+        by its teacher; None before the last stage. Every teacher makes all passes, of the samples that are
+        its own."""
         micro_batches = self.policy.micro_batches(self.policy.shard.mini_batches)
         if self._hints is not None:
             micro_batches = [
@@ -158,7 +160,8 @@ class TeacherPasses:
 
 
 def teaching_of(policy: PolicyRole) -> Teaching | None:
-    """Return what the policy of this rank learns from a teacher; None if nothing, or before the last stage."""
+    """Return what the policy of this rank learns from a teacher; None if nothing, or before the last
+    stage."""
     from megarl.megatron.teacher import Teaching, teacher_head
 
     algorithm, config, model = policy.algorithm, policy.config, policy.model

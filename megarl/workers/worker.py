@@ -163,8 +163,8 @@ def _data_role(config: TrainConfig, meshes: Mapping[str, MeshSpec], store: Sampl
 
 
 def _checkpoint_writers(config: TrainConfig, meshes: Mapping[str, MeshSpec]) -> dict[str, CheckpointWriter]:
-    """Return role -> checkpoint writer for the roles of this rank that checkpoints hold, each with its own gloo
-    process group.
+    """Return role -> checkpoint writer for the roles of this rank that checkpoints hold, each with its own
+    gloo process group.
 
     Collective over the world."""
     groups = {

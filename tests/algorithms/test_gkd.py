@@ -1,4 +1,5 @@
-"""The loss of generalized knowledge distillation: its weights, its parts on several ranks, and hints in prompts.
+"""The loss of generalized knowledge distillation: its weights, its parts on several ranks, and hints in
+prompts.
 
 pytest tests/algorithms/test_gkd.py"""
 

@@ -1,4 +1,5 @@
-"""VAPO's term on right answers and A-3PO's interpolated proximal policy against the papers' formulas in float64.
+"""VAPO's term on right answers and A-3PO's interpolated proximal policy against the papers' formulas in
+float64.
 
     pytest tests/algorithms/test_loss_terms.py
 
@@ -60,8 +61,8 @@ def column_of(algorithm, rows, left_out=(False,) * 5):
 
 @pytest.mark.parametrize("above, left_out", [(0.0, -1), (0.5, -1), (0.0, 3), (2.0, -1)])
 def test_right_answers_add_their_mean_negative_log_prob(above, left_out):
-    """2504.05118, eq. 10 and 11: mu times the sum over right answers of -log pi, over the number of their tokens
-    in the mini-batch; zero where there is none. Each rank has the same weights for its samples."""
+    """2504.05118, eq. 10 and 11: mu times the sum over right answers of -log pi, over the number of their
+    tokens in the mini-batch; zero where there is none. Each rank has the same weights for its samples."""
     algorithm = GRPO(positive_nll_coef=0.1, positive_nll_above=above)
     is_out = [sample == left_out for sample in range(5)]
     tokens, sample_of = make_tokens(), torch.arange(5).repeat_interleave(torch.tensor(LENGTHS))
@@ -99,8 +100,8 @@ def test_without_its_flag_there_is_no_column():
 
 @pytest.mark.parametrize("clip", [None, 1.2])
 def test_the_proximal_policy_is_interpolated_by_age(clip):
-    """2512.06547: log pi_prox = (1 / d) log mu + (1 - 1 / d) log pi, d the age in versions, and of age 0 mu. The
-    loss is decoupled PPO's (2505.24298, eq. 2), its weights truncated as in 1802.01561."""
+    """2512.06547: log pi_prox = (1 / d) log mu + (1 - 1 / d) log pi, d the age in versions, and of age 0 mu.
+    The loss is decoupled PPO's (2505.24298, eq. 2), its weights truncated as in 1802.01561."""
     algorithm = GRPO(old_log_probs="interpolated", tis_clip=clip)
     tokens, version = make_tokens(), 6
     rows = torch.arange(len(tokens["log_probs"]))

@@ -1,4 +1,5 @@
-"""Pairs of sampled responses: which they are, and the slope of DPO's loss by each token, against a plain float64 loop.
+"""Pairs of sampled responses: which they are, and the slope of DPO's loss by each token, against a plain
+float64 loop.
 
 pytest tests/algorithms/test_online_dpo.py"""
 

@@ -345,8 +345,9 @@ def test_corrections_and_their_metrics_on_any_ranks(correction, split):
 
 
 def test_on_policy_all_transforms_give_one_gradient():
-    """pi = pi_old = mu: the gradient of -A log pi, whatever the transform and the correction. But clip-cov takes
-    the gradient of some tokens away, and kl-cov's penalty has a kink there, whose gradient counts as 0."""
+    """pi = pi_old = mu: the gradient of -A log pi, whatever the transform and the correction. But clip-cov
+    takes the gradient of some tokens away, and kl-cov's penalty has a kink there, whose gradient counts as
+    0."""
     samples = [s | dict(log_probs=s["old"].clone(), rollout=s["old"]) for s in make_samples()]
     gradients = {}
     for loss, correction in itertools.product([name for name in LOSSES if name != "clip-cov"], CORRECTIONS):

@@ -1,4 +1,5 @@
-"""PPO-Lagrangian's advantages, returns and multiplier against the paper's formulas (arXiv:2310.12773) in float64.
+"""PPO-Lagrangian's advantages, returns and multiplier against the paper's formulas (arXiv:2310.12773) in
+float64.
 
     pytest tests/algorithms/test_ppo_lagrangian.py
 
@@ -6,13 +7,14 @@ Bound: 4e-6 relative to the largest number, as for PPO's whitening."""
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megarl.algorithms import REGISTRY, AdvantageInputs
 from megarl.algorithms.base import ReferenceInputs
-from megarl.algorithms.lagrange import LagrangeMultiplier
+from megarl.algorithms.lagrange import LagrangeMultiplier, PIDMultiplier
 from megarl.algorithms.several_scores import StepScores
 from megarl.metrics import combine
 
@@ -186,3 +188,50 @@ def test_a_missing_cost_is_named():
         ValueError, match=r"--cost-score \(harm\): the scores of the reward are correct, cost"
     ):
         Lagrangian(cost_score="harm").compute_advantages(inputs)
+
+
+def test_a_response_without_the_cost_is_no_response_without_cost():
+    """Groups may have scores of different names, and a score that is missing must not count as 0."""
+    scores = StepScores(
+        {"correct": REWARDS, "cost": [0.2, math.nan, math.nan, 0.0, 0.7]},
+        {"correct": 1.0, "cost": 0.0},
+        FACTOR,
+    )
+    with pytest.raises(ValueError, match=r"--cost-score \(cost\): .* are correct, for 1 of 5 responses"):
+        algorithm(True).compute_advantages(replace(inputs_of(list(range(5))), scores=scores))
+
+
+def test_a_step_without_rewards_measures_no_cost():
+    """The multiplier stays: its owner moves it by a metric that is there."""
+    nothing = [math.nan] * 5
+    scores = StepScores({"correct": nothing, "cost": nothing}, {"correct": 1.0, "cost": 0.0}, FACTOR)
+    inputs = replace(inputs_of(list(range(5))), rewards=torch.tensor(nothing), scores=scores)
+    columns, metrics = algorithm(True).compute_advantages(inputs)
+    assert (columns["advantages"] == 0).all() and "cost/mean" not in metrics
+    assert metrics["cost/multiplier"] == pytest.approx(FACTOR)
+
+
+def test_the_pid_rule_is_that_of_its_paper():
+    """2007.03964, algorithm 2: lambda = max(0, kp excess + ki integral + kd growth), both bounded below by 0."""
+    lr, kp, kd, limit, start = 0.5, 2.0, 3.0, 1.0, 0.25
+    costs = [1.5, 1.0, 0.2, 0.1, 1.2, 1.4, 9.0]
+    multiplier = PIDMultiplier(start, lr, limit, largest=8.0, kp=kp, kd=kd)
+    integral, found, expected = start / lr, [], []
+    for step, cost in enumerate(costs):
+        if step == 4:  # a resumed run
+            resumed = PIDMultiplier(start, lr, limit, largest=8.0, kp=kp, kd=kd)
+            resumed.load_state_dict(multiplier.state_dict())
+            multiplier = resumed
+        multiplier.update(cost)
+        found.append(multiplier.value)
+        integral = max(0.0, integral + cost - limit)
+        growth = max(0.0, cost - costs[step - 1]) if step else 0.0
+        expected.append(min(8.0, max(0.0, kp * (cost - limit) + lr * integral + kd * growth)))
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert 0.0 in found and 8.0 in found
+
+
+def test_gains_need_the_pid_rule():
+    (error,) = Lagrangian(lagrange_kp=2.0).step_errors(16)
+    assert error.startswith("--lagrange-kp (2): has no effect without --lagrange-update pid.")
+    assert not [*Lagrangian(lagrange_kp=2.0, lagrange_update="pid").step_errors(16)]

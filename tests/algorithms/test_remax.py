@@ -1,4 +1,5 @@
-"""ReMax's advantages against the paper's formula (arXiv:2310.10505, algorithm 1) in float64, and what is left out.
+"""ReMax's advantages against the paper's formula (arXiv:2310.10505, algorithm 1) in float64, and what is left
+out.
 
     pytest tests/algorithms/test_remax.py
 

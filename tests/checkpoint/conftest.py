@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.launch import torchrun
+from tests.shared import made_once
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory) -> Path:
     """The folder with models, checkpoints and reports."""
-    out = tmp_path_factory.mktemp("checkpoints")
-    torchrun(2, Path(__file__).with_name("run_checkpoints.py"), out, timeout=240, folder=out)
-    return out
+
+    def make(out: Path) -> str:
+        torchrun(2, Path(__file__).with_name("run_checkpoints.py"), out, timeout=240, folder=out)
+        return str(out)
+
+    return Path(made_once(tmp_path_factory, "checkpoints", make))
 
 
 @pytest.fixture(scope="session")

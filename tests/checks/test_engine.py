@@ -1,4 +1,5 @@
-"""Models that vLLM cannot run on a kind of machine are refused there, by the lists of the installed vLLM itself.
+"""Models that vLLM cannot run on a kind of machine are refused there, by the lists of the installed vLLM
+itself.
 
 pytest tests/checks/test_engine.py"""
 

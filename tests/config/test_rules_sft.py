@@ -1,4 +1,5 @@
-"""Where the flags of fine-tuning that is mixed into RL are refused. `pytest tests/config/test_rules_sft.py`"""
+"""Where the flags of fine-tuning that is mixed into RL are refused. `pytest
+tests/config/test_rules_sft.py`"""
 
 import pytest
 

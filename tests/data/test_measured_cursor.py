@@ -1,5 +1,5 @@
-"""The walk by measured rewards: which rows rest, in which order the others come, that none is lost, and that it
-resumes exactly.
+"""The walk by measured rewards: which rows rest, in which order the others come, that none is lost, and that
+it resumes exactly.
 
     pytest tests/data/test_measured_cursor.py"""
 
@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.cursor import DataCursor
-from megarl.data.measured_cursor import ORDERS, MeasuredCursor
+from megarl.data.measured_cursor import MeasuredCursor
 
+ORDERS = ("shuffled", "easy-first", "hard-first")
 RATES = st.sampled_from([None, 0.0, 0.25, 0.5, 0.75, 1.0])
 LIMITS = st.sampled_from([(None, None), (0.0, None), (None, 1.0), (0.0, 1.0), (0.25, 0.75), (1.0, None)])
 

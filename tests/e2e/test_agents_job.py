@@ -26,7 +26,8 @@ AGENTS = {
     "anthropic": (HERE / "anthropic_agent.py",),
     "with a parser": (f"{HERE / 'anthropic_agent.py'} tools", "--tool-call-parser", "hermes"),
 }
-"""Agent, and the flags that it needs. The untrained model calls no tools, and its chat template shows none."""
+"""Agent, and the flags that it needs. The untrained model calls no tools, and its chat template shows
+none."""
 
 
 @pytest.mark.nightly

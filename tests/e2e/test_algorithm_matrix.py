@@ -2,8 +2,8 @@
 
     pytest tests/e2e/test_algorithm_matrix.py -m nightly
 
-The combinations are generated from the registry, so a new algorithm is tried in all of them. What must train is what
-the table of docs/algorithms.md says, from the same function."""
+The combinations are generated from the registry, so a new algorithm is tried in all of them. What must train
+is what the table of docs/algorithms.md says, from the same function."""
 
 from __future__ import annotations
 

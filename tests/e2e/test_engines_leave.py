@@ -1,4 +1,5 @@
-"""Whole jobs on three engines that lose some of them: every prompt is trained on once, and no token is too old.
+"""Whole jobs on three engines that lose some of them: every prompt is trained on once, and no token is too
+old.
 
 pytest tests/e2e/test_engines_leave.py -m nightly"""
 

@@ -1,5 +1,6 @@
-"""Whole jobs that learn from a teacher's whole distribution: the divergence is that of transformers in float64, in every
-layout, over the whole vocabulary, over its most likely tokens, and with a hint that only the teacher sees.
+"""Whole jobs that learn from a teacher's whole distribution: the divergence is that of transformers in
+float64, in every layout, over the whole vocabulary, over its most likely tokens, and with a hint that only
+the teacher sees.
 
 pytest tests/e2e/test_gkd.py                  one layout
 pytest tests/e2e/test_gkd.py -m nightly       others, hints, what is learnt"""
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megarl.kernels.divergence import Divergence, divergence_ref
 from tests.e2e.jobs import train
-from tests.launch import succeed
+from tests.e2e.test_distill import check_that_it_learns
 
-ROOT = Path(__file__).parents[2]
 TEMPERATURE = 0.9  # of the jobs
 LAYOUTS = {
     "tp2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
@@ -65,8 +64,8 @@ def gkd(sums_data, folder, *flags):
 
 
 def divergence(job, student, teacher, kind=Divergence(), top_k=None, hint=None):
-    """Mean over the sampled tokens of the first step, and the norm of its gradient by the student's weights, by
-    transformers in float64."""
+    """Mean over the sampled tokens of the first step, and the norm of its gradient by the student's weights,
+    by transformers in float64."""
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, teacher)]
     vocab_size = models[0].config.vocab_size
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -169,7 +168,8 @@ def test_only_the_teacher_reads_the_hint(sums_data, tmp_path, flags):
 @pytest.mark.parametrize("layout", ["dp2", "pp2", "reference_on_rank_1"])
 @pytest.mark.parametrize("algorithm", ["distill", "gkd"])
 def test_each_source_has_its_teacher(sums_data, tmp_path, teacher, algorithm, layout):
-    """Rows of source b are taught by the larger model, others by the model itself, which has nothing to teach."""
+    """Rows of source b are taught by the larger model, others by the model itself, which has nothing to
+    teach."""
     lines = (sums_data / "train.jsonl").read_text().splitlines()
     tokenizer = AutoTokenizer.from_pretrained(sums_data / "model")
     data, sources = tmp_path / "two.jsonl", {}
@@ -216,20 +216,4 @@ def test_each_source_has_its_teacher(sums_data, tmp_path, teacher, algorithm, la
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("flags", ["", "--teacher-top-k 8"])
 def test_a_student_comes_near_a_teacher_that_was_trained(tmp_path, flags):
-    """From the quickstart's warm-up: at least 0.9 of the accuracy of the model that GRPO has made of it, and 0.2 more
-    than before."""
-    succeed(ROOT / "tools" / "quickstart.py", "--out", tmp_path / "quickstart", timeout=900)
-    quickstart = tmp_path / "quickstart"
-    words = (
-        f"-m megarl.cli train @{ROOT}/configs/quickstart_grpo.args --algorithm gkd {flags} "
-        f"--model {quickstart}/sft_mixed/hf --reference-model {quickstart}/grpo/hf "
-        f"--train-data {quickstart}/data/train.jsonl --eval-data {quickstart}/data/test.jsonl --save {tmp_path}/run"
-    )
-    succeed(*words.split(), timeout=400, preloaded=True)
-
-    def accuracies(run):
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return [row["eval/reward_greedy"] for row in rows if "eval/reward_greedy" in row]
-
-    before, *_, after = accuracies(tmp_path / "run")
-    assert after >= 0.9 * accuracies(quickstart / "grpo")[-1] and after >= before + 0.2
+    check_that_it_learns(tmp_path, f"--algorithm gkd {flags}")

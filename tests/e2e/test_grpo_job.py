@@ -52,6 +52,7 @@ def test_layouts_sample_and_learn_the_same(layout_job, layout):
     assert first["policy/grad_norm"] == pytest.approx(reference["policy/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_engines_out_of_process_give_the_same_run(layout_job):
     """The actor on rank 0; engines in both workers, or one in processes of its own on rank 1: the same
     samples and updates."""

@@ -1,5 +1,5 @@
-"""Whole jobs that learn from pairs: the same steps in every layout and packing, and log-probs of the model that
-transformers runs.
+"""Whole jobs that learn from pairs: the same steps in every layout and packing, and log-probs of the model
+that transformers runs.
 
     pytest tests/e2e/test_preference_jobs.py                  one layout
     pytest tests/e2e/test_preference_jobs.py -m nightly       all layouts and algorithms, and what is learnt"""
@@ -71,7 +71,8 @@ def one_rank(sums_data, tmp_path_factory):
 
 
 def test_the_first_step_is_that_of_transformers(sums_data, one_rank):
-    """Sums of log-probs, loss and gradient norm of the first pairs, by transformers and autograd in float64."""
+    """Sums of log-probs, loss and gradient norm of the first pairs, by transformers and autograd in
+    float64."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(sums_data / "model")
@@ -105,8 +106,8 @@ def test_the_first_step_is_that_of_transformers(sums_data, one_rank):
 
 
 def test_stored_log_probs_of_the_reference_make_the_same_steps(sums_data, tmp_path, one_rank):
-    """The reference scores the rows once, in other micro-batches than a live one would, so results agree to the
-    rounding of fp32. A job that finds log-probs of other values refuses them."""
+    """The reference scores the rows once, in other micro-batches than a live one would, so results agree to
+    the rounding of fp32. A job that finds log-probs of other values refuses them."""
     folder, flags = tmp_path / "run", f"--nproc-per-node 1 {PAIRS['dpo']} --precompute-ref-log-probs"
     rows = steps(sums_data, folder, flags=flags)
     check_same(rows, one_rank)
@@ -204,7 +205,8 @@ def test_stored_log_probs_without_adapters(sums_data, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_learning_from_pairs_raises_held_out_accuracy(tmp_path):
-    """The quickstart's warm-up, and each algorithm from there: at least 0.2 more of held-out sums are right."""
+    """The quickstart's warm-up, and each algorithm from there: at least 0.2 more of held-out sums are
+    right."""
     make_sums(tmp_path / "data", seed=0)
     for stage in ("sft", "sft_mixed"):
         recipe = tmp_path / f"{stage}.args"

@@ -31,8 +31,8 @@ def whole(sums_data, tmp_path_factory) -> Job:
 
 
 def test_alone_it_is_fine_tuning(whole, sums_data, tmp_path):
-    """The same rows in the same order, with the same optimizer: to fp32's rounding, as other micro-batches are
-    beside them. Both take 16 rows a step."""
+    """The same rows in the same order, with the same optimizer: to fp32's rounding, as other micro-batches
+    are beside them. Both take 16 rows a step."""
     flags = f"--algorithm sft {ROWS} --train-data {sums_data}/sft_worked.jsonl --train-iters 4"
     job = train(sums_data, tmp_path / "sft", *flags.split())
     assert job.returncode == 0, job.output
@@ -51,8 +51,20 @@ def test_it_goes_on_with_the_next_rows(whole, sums_data, tmp_path):
     assert [row["sft/loss"] for row in job.steps] == [row["sft/loss"] for row in whole.steps[2:]]
 
 
+@pytest.mark.parametrize("flags", ["", "--teacher-top-k 4"])
+def test_beside_a_teacher_that_does_not_read_the_rows(whole, sums_data, tmp_path, flags):
+    """The teacher is the policy's own model, so that the first update is that of the rows alone."""
+    gkd = f"--algorithm gkd --reference-model {sums_data}/model {flags}"
+    job = run(sums_data, tmp_path / "gkd", f"{STREAM} {gkd} --train-iters 1")
+    (step,), first = job.steps, whole.steps[0]
+    assert step["distill/divergence"] == pytest.approx(0, abs=1e-6)
+    for name in ("sft/loss", "sft/tokens", "policy/grad_norm"):
+        assert step[name] == pytest.approx(first[name], rel=1e-4), name
+
+
 def test_two_streams_at_once(sums_data, tmp_path):
-    """With rewards both are learnt from: the loss of the rows falls, and its factor scales its gradient only."""
+    """With rewards both are learnt from: the loss of the rows falls, and its factor scales its gradient
+    only."""
     flags = "--sft-data {data}/sft_worked.jsonl --num-epochs 2 --pipeline-model-parallel-size 2"
     job = run(sums_data, tmp_path / "both", flags)
     assert job.steps[-1]["sft/loss"] < job.steps[0]["sft/loss"]

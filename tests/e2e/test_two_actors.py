@@ -82,10 +82,10 @@ def both(sums_data, evaluated, tmp_path_factory) -> Job:
     return job
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [1, 2])
 def test_an_actor_on_a_rank_of_its_own_does_what_it_does_alone(both, evaluated, sums_data, tmp_path, number):
-    """Metrics and exported weights to the last bit. The suite runs the second, which has the flags and names of
-    its own that the first cannot get wrong."""
+    """Metrics and exported weights to the last bit."""
     suffix, flags = {1: ("", ()), 2: ("_2", ("--seed", "3", "--temperature", "0.8"))}[number]
     job = train(sums_data, tmp_path / "alone", *PPO, *evaluated, *ALONE, *flags)
     assert job.returncode == 0, job.output

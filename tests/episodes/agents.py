@@ -1,5 +1,5 @@
-"""Agents of test_agent_pool.py: `python agents.py` reads a row whose "what" says how to behave. No SDK: it would
-take a second to import."""
+"""Agents of test_agent_pool.py: `python agents.py` reads a row whose "what" says how to behave. No SDK: it
+would take a second to import."""
 
 import json
 import os
@@ -26,8 +26,8 @@ def ask(messages, **how):
 
 
 def branching(messages):
-    """Ten answers: two to one request, a continuation of each, the first request twice more, an edited past, and
-    a sub-agent of two turns, whose requests wait at the same time as another one."""
+    """Ten answers: two to one request, a continuation of each, the first request twice more, an edited past,
+    and a sub-agent of two turns, whose requests wait at the same time as another one."""
     both = ask_all(messages, n=2)
     for text in both:
         ask([*messages, {"role": "assistant", "content": text}, {"role": "tool", "content": "on"}])

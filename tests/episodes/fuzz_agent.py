@@ -1,5 +1,5 @@
-"""The agent of test_branch_fuzz.py: sends many requests of a branching conversation, some of them mutated. Prints
-how many were answered and refused.
+"""The agent of test_branch_fuzz.py: sends many requests of a branching conversation, some of them mutated.
+Prints how many were answered and refused.
 
 No SDK, and no import of megarl."""
 

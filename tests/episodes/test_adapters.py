@@ -1,8 +1,8 @@
 """Environments of other libraries, against the real packages in virtual environments of their own.
 
 MEGARL_TEST_LIBRARIES names a folder with a virtual environment per package, called as the package is:
-    for name in reasoning-gym skyrl-gym openenv-core; do python -m venv L/$name && L/$name/bin/pip install $name; done
-    MEGARL_TEST_LIBRARIES=L pytest tests/episodes/test_adapters.py -m nightly"""
+    for name in reasoning-gym skyrl-gym openenv-core; do python -m venv L/$name && L/$name/bin/pip install
+    $name; done MEGARL_TEST_LIBRARIES=L pytest tests/episodes/test_adapters.py -m nightly"""
 
 from __future__ import annotations
 

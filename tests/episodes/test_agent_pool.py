@@ -108,7 +108,8 @@ def test_a_late_agent_is_killed():
 
 @pytest.mark.nightly
 def test_the_time_in_which_the_engine_stands_still_does_not_count():
-    """Three answers take 9 of the 6 seconds that an agent has. Its requests wait on open connections meanwhile."""
+    """Three answers take 9 of the 6 seconds that an agent has. Its requests wait on open connections
+    meanwhile."""
     made = tokenizer(NAME)
     for counts in (False, True):
         with AgentPool(COMMAND, 6.0, 4, 1000) as agents:

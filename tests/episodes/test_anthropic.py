@@ -1,5 +1,5 @@
-"""Anthropic's dialect at the endpoint of agents: its SDK, streamed or not, with tools; the same conversations as in
-OpenAI's dialect; mutated requests.
+"""Anthropic's dialect at the endpoint of agents: its SDK, streamed or not, with tools; the same conversations
+as in OpenAI's dialect; mutated requests.
 
 pytest tests/episodes/test_anthropic.py"""
 

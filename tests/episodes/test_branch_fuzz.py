@@ -1,5 +1,5 @@
-"""Agents that branch their conversations at random, with mutated requests between: each is answered or refused
-with a reason, nothing of another episode is seen, and each answer is trained on once.
+"""Agents that branch their conversations at random, with mutated requests between: each is answered or
+refused with a reason, nothing of another episode is seen, and each answer is trained on once.
 
 pytest tests/episodes/test_branch_fuzz.py"""
 

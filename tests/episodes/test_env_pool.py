@@ -160,6 +160,24 @@ def test_the_end_of_an_episode_is_told_and_no_reply_follows(tmp_path):
     assert path.read_text() == "closed\n"
 
 
+def test_an_episode_that_ends_before_it_is_made_is_closed_too(tmp_path):
+    file, closed = tmp_path / "slow.py", tmp_path / "closed"
+    file.write_text(
+        "import pathlib, time\n"
+        "class Env:\n"
+        "    def __init__(self): time.sleep(0.5)\n"
+        "    def reset(self, row): return [{'role': 'user', 'content': 'hi'}]\n"
+        "    def step(self, text): return [], 0.0, True\n"
+        f"    def close(self): pathlib.Path({str(closed)!r}).touch()\n"
+    )
+    with EnvironmentPool([EnvSpec(None, f"{file}:Env")], 20.0, 4) as environments:
+        environments.load()
+        environments.end(environments.open({}))
+        deadline = time.monotonic() + 20
+        while not closed.exists():
+            assert not environments.replies(0.05) and time.monotonic() < deadline
+
+
 def test_no_process_is_left():
     environments = pool(per_process=1)
     for _ in range(3):

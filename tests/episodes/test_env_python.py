@@ -4,6 +4,7 @@ pytest tests/episodes/test_env_python.py"""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,21 @@ class Env:
 """
 
 
+OLD_ENV = """
+import sys
+
+
+class Env:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+
+    def reset(self, row):
+        return [{"role": "user", "content": "%d.%d" % sys.version_info[:2]}]
+
+    def step(self, text):
+        return [], 0.5, True
+"""
+
+
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
     """The bin/python of an empty virtual environment, but for one module."""
@@ -53,6 +69,28 @@ def test_the_environment_sees_its_own_packages_and_no_other(other, tmp_path, mon
         reply = wait_for(pool, 1)[episode]
         assert reply.failure is None, reply.failure
         assert reply.messages[0]["content"] == repr([7, str(other.parents[1]), [], False, "3"])
+        pool.step(episode, "x")
+        assert wait_for(pool, 1)[episode].reward == 0.5
+
+
+@pytest.fixture(scope="module")
+def oldest() -> str:
+    """A Python 3.9, the oldest that docs/agents.md names."""
+    found = [shutil.which("python3.9"), *map(str, Path.home().glob(".pyenv/versions/3.9*/bin/python3.9"))]
+    for python in filter(None, found):
+        if subprocess.run([python, "--version"], capture_output=True).returncode == 0:
+            return python
+    pytest.skip("there is no Python 3.9 here")
+
+
+def test_the_oldest_python_that_is_promised_runs_it(oldest, tmp_path):
+    file = tmp_path / "env.py"
+    file.write_text(OLD_ENV)
+    with EnvironmentPool([EnvSpec(None, f"{file}:Env", oldest)], 60.0, 4) as pool:
+        episode = pool.open({})
+        reply = wait_for(pool, 1)[episode]
+        assert reply.failure is None, reply.failure
+        assert reply.messages[0]["content"] == "3.9" and reply.tools[0]["function"]["name"] == "add"
         pool.step(episode, "x")
         assert wait_for(pool, 1)[episode].reward == 0.5
 

@@ -4,8 +4,10 @@ pytest tests/episodes/test_mcp_tools.py"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import pytest
 
 from megarl.config.environments import EnvSpec
 from megarl.episodes.env_pool import EnvironmentPool, Reply
-from megarl.tools import read_calls
+from megarl.tools import mcp, read_calls
 from tests.episodes.test_env_pool import wait_for
 
 pytest.importorskip("mcp")
@@ -108,6 +110,22 @@ def test_tools_over_http(http):
 def test_a_server_that_is_not_there_is_a_failure(server):
     (first,), _ = play(server, [])
     assert first.cause == "raised" and first.messages == []
+
+
+def test_a_server_that_says_nothing_ends_with_the_deadline(monkeypatch, tmp_path):
+    monkeypatch.setattr(mcp, "_START_S", 1.0)
+    pid_file = tmp_path / "pid"
+    program = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+
+    async def start() -> None:
+        with pytest.raises(TimeoutError):
+            await mcp.McpTools.start(shlex.join([sys.executable, "-c", program]))
+        deadline = time.monotonic() + 20
+        while os.path.exists(f"/proc/{pid_file.read_text()}"):
+            assert time.monotonic() < deadline, "the server is still there"
+            await asyncio.sleep(0.05)
+
+    asyncio.run(start())
 
 
 @pytest.mark.nightly

@@ -1,5 +1,5 @@
-"""OpenAI's Responses API at the endpoint of agents: its SDK, streamed or not, with tools; the same conversations as in
-chat completions; mutated requests.
+"""OpenAI's Responses API at the endpoint of agents: its SDK, streamed or not, with tools; the same
+conversations as in chat completions; mutated requests.
 
 pytest tests/episodes/test_responses.py"""
 

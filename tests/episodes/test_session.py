@@ -135,7 +135,8 @@ def test_where_rendering_again_does_not_break_it_gives_the_same_ids(name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_rendering_again_would_change_what_was_sampled(name):
-    """The counter-test: with the same answers, encoding the whole conversation anew loses sampled ids often."""
+    """The counter-test: with the same answers, encoding the whole conversation anew loses sampled ids
+    often."""
     made, chat, rng, num_broken, num_turns = tokenizer(name), chat_of(name), random.Random(name), 0, 0
     for _ in range(NUM_CONVERSATIONS):
         session = Conversation(chat, [{"role": "user", "content": random_text(rng)}])
@@ -201,8 +202,8 @@ def test_a_template_that_leaves_the_answer_out_is_an_error():
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_each_sampled_token_of_a_tree_is_trained_on_once(name):
-    """Random trees: answers to one prompt, continued in any order, further conversations, and turns without an
-    answer. The reference walks up from every answer by itself."""
+    """Random trees: answers to one prompt, continued in any order, further conversations, and turns without
+    an answer. The reference walks up from every answer by itself."""
     chat, rng = chat_of(name), random.Random(f"tree {name}")
     for _ in range(NUM_CONVERSATIONS):
         session, contexts = Session(chat), {}
@@ -227,8 +228,8 @@ def test_each_sampled_token_of_a_tree_is_trained_on_once(name):
 
 
 def check_tree(session: Session, contexts: dict[int, list[int]]) -> None:
-    """The branches are the longest contexts. Over all of them each answer's ids, log-probs and versions appear in
-    the mask exactly once, and at their place."""
+    """The branches are the longest contexts. Over all of them each answer's ids, log-probs and versions
+    appear in the mask exactly once, and at their place."""
     found: dict[tuple[int, ...], list] = {}
     branches = session.branches()
     for branch in branches:

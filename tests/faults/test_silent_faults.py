@@ -96,7 +96,6 @@ FAULTS = [
         "values of equally long samples swapped between critic and actor",
         "InvariantError: values from batch shard 'critic' .* values of sample .* written for it",
         PPO_DISJOINT,
-        quick=True,
     ),
     SilentFault(
         "columns_swapped_where_they_leave",

@@ -162,7 +162,8 @@ def check_linear_heads(group, vocab_size, num_columns, with_entropy, dtype, num_
 
 
 def check_divergence(group, vocab_size, num_columns, dtype, num_hidden=8):
-    """Divergences from a teacher whose output layer is split, and from its most likely tokens of all ranks."""
+    """Divergences from a teacher whose output layer is split, and from its most likely tokens of all
+    ranks."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     generator = torch.Generator().manual_seed(vocab_size)
     draw = lambda *size: torch.randn(*size, generator=generator).to(dtype)

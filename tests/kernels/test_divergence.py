@@ -1,5 +1,5 @@
-"""Divergences from a teacher in chunks of the output layer, and their gradients, against float64 autograd of the plain
-formulas over whole logits.
+"""Divergences from a teacher in chunks of the output layer, and their gradients, against float64 autograd of
+the plain formulas over whole logits.
 
 `run_tensor_parallel.py` splits the vocabulary over ranks."""
 

@@ -28,9 +28,9 @@ ELASTIC = ("--elastic-min-nodes", "1", "--max-restarts", "1", "--save-interval",
 def test_a_job_that_loses_a_node_goes_on_with_the_other(sums_data, tmp_path, shared):
     """The same prompts in the same order as without the loss, and the same results but for rounding.
 
-    One rank sums gradients in another order than two. Rewards are counts, so they are equal as long as no draw
-    changes; a loss of order 1e-1 in fp32 has an error of 1e-7, which a learning rate of 1e-3 does not make
-    larger than 1e-4 within twelve steps."""
+    One rank sums gradients in another order than two. Rewards are counts, so they are equal as long as no
+    draw changes; a loss of order 1e-1 in fp32 has an error of 1e-7, which a learning rate of 1e-3 does not
+    make larger than 1e-4 within twelve steps."""
     with Nodes(2, shared) as nodes:
         run = start(nodes, sums_data, *ELASTIC)
         wait_for_steps(run, 3, nodes)

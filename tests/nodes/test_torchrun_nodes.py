@@ -29,16 +29,21 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
-TORCHRUN = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"
+TORCHRUN = ("--nproc-per-node", "1", "--rdzv-backend", "c10d")
 
 
 def start(
-    nodes: Nodes, data: Path, *flags: str, hides: Path | None = None
+    nodes: Nodes,
+    data: Path,
+    *flags: str,
+    hides: Path | None = None,
+    torchrun: tuple[str, ...] = ("--nnodes", "2"),
 ) -> tuple[Path, list[subprocess.Popen]]:
     """Start torchrun on both nodes. Returns the run folder and torchrun's processes.
 
     Args:
-        hides: a folder that node 1 does not see."""
+        hides: a folder that node 1 does not see.
+        torchrun: torchrun's flags about nodes and restarts."""
     shutil.copytree(data, nodes.folder / "data")
     run, own_data = nodes.folder / "runs" / "run", nodes.folder / "data"
     run.parent.mkdir()
@@ -49,7 +54,7 @@ def start(
         where = ("--rdzv-endpoint", f"{address(0)}:29500", "--local-addr", address(node))
         # below a shell: nothing inside a process namespace can kill its first process
         shell = ["bash", "-c", '"$@"; exit $?', "torchrun"]
-        command = [*shell, sys.executable, "-m", "torch.distributed.run", *TORCHRUN.split(), *where]
+        command = [*shell, sys.executable, "-m", "torch.distributed.run", *TORCHRUN, *torchrun, *where]
         env = {"MEGARL_JOB_SECRET": secret, "NODE_HIDES": str(hides or "") if node == 1 else ""}
         processes.append(nodes.start(node, [*command, "-m", "megarl.train", *arguments], **env))
     return run, processes

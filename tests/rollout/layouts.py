@@ -32,6 +32,11 @@ COVERING = {
     ("mixtral", 1): ("ep2",),
     ("deepseek_v3", 2): ("tp2_sp_ep2",),
 }
+QUICK = {
+    key: COVERING[key]
+    for key in (("qwen2", 2), ("qwen3", 1), ("gemma3", 2), ("qwen3_moe", 2), ("deepseek_v3", 2))
+}
+"""Those that the default suite runs: every layout, every kind of layer, engines of one and of two ranks."""
 EVERYTHING_2 = {(name, tp): EXPERTS_2 if has_experts(name) else DENSE_2 for name in NAMES for tp in (1, 2)}
 EVERYTHING_4 = {
     (name, tp): EXPERTS_4 if has_experts(name) else DENSE_4 for name in FAMILIES for tp in (1, 2, 4)
@@ -50,6 +55,7 @@ TRANSFORMERS = {(name, 1): layouts for (name, _), layouts in COVERING.items() if
 """Engines of --rollout-backend transformers, whole on each rank."""
 TRANSFORMERS_OUTSIDE = {("qwen2", 1): ("tp2", "pp2"), ("qwen3_moe", 1): ("ep2",)}
 JOBS = {  # -> ranks of the trainer, --rollout-engine, combinations
+    "quick": (2, "in-process", QUICK),
     "covering": (2, "in-process", COVERING),
     "outside": (2, "out-of-process", OUTSIDE),
     "transformers": (2, "in-process by transformers", TRANSFORMERS),

@@ -2,7 +2,7 @@
 weights, fp32 log-probs are those of transformers. torchrun jobs (run_layouts.py), one engine after the other:
 in the ranks' processes, and in processes of its own.
 
-    pytest tests/rollout/test_layouts.py            a covering set of combinations on two ranks
+    pytest tests/rollout/test_layouts.py            a part of a covering set of combinations on two ranks
     pytest tests/rollout/test_layouts.py -m nightly -s    all of them, and four ranks; prints the largest errors"""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.launch import torchrun
 from tests.rollout.layouts import JOBS, SYNCS
 
 LIMIT = 1e-5  # seen: 2.4e-6; the weights of another sync are above 0.1, which is checked too
-NIGHTLY = ("outside", "transformers", "transformers_outside")
+NIGHTLY = ("covering", "outside", "transformers", "transformers_outside")
 
 
 def run(folder: Path, job: str, timeout_s: int) -> list[dict]:
@@ -41,9 +41,7 @@ def judge(reports: list[dict], job: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    "job", ["covering", *(pytest.param(job, marks=pytest.mark.nightly) for job in NIGHTLY)]
-)
+@pytest.mark.parametrize("job", ["quick", *(pytest.param(job, marks=pytest.mark.nightly) for job in NIGHTLY)])
 def test_a_covering_set_of_layouts(tmp_path, job):
     judge(run(tmp_path, job, 280), job)
 

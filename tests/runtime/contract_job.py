@@ -1,4 +1,4 @@
-"""The contract on ranks that are processes: `python -m contract_job FOLDER [ray]` starts them itself;
+"""The contract on ranks that are processes: `python -m contract_job FOLDER [ray] [ENDS]` starts them itself;
 `torchrun -m contract_job FOLDER` is ranks with a driver beside the first. What each check found goes to
 FOLDER/found.json."""
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import executor_contract as contract
@@ -68,9 +69,9 @@ def ray_ranks(argv: list[str]):
     return RayRanks(argv, 1, WORLD_SIZE, "local", "contract_job")
 
 
-def on_own_ranks(folder: Path, make) -> None:
-    """One job after another: one that ends well, then one for each failure that a store executor adds to
-    what all executors share."""
+def on_own_ranks(folder: Path, make, ends: Sequence[str]) -> None:
+    """One job after another: one that ends well, then one for each of these failures, which a store executor
+    adds to what all executors share."""
     from megarl.runtime.local_ranks import started
 
     found, pids = {}, []
@@ -90,12 +91,12 @@ def on_own_ranks(folder: Path, make) -> None:
         )
 
     job(contract.run, "a whole job")
-    for name in ("raises", "idle", "result_type", "deadline", "death", "killed"):
+    for name in ends:
         job(lambda executor: {name: contract.run_failure(executor, name)}, name)
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def main(folder: str, started_by: str = "") -> int:
+def main(folder: str, started_by: str = "", ends: str = "") -> int:
     if "RANK" in os.environ:
         return rank_main(folder)
     if "MEGARL_STORE" in os.environ:
@@ -112,7 +113,7 @@ def main(folder: str, started_by: str = "") -> int:
         import ray
 
         ray.init(address="local", num_cpus=WORLD_SIZE, include_dashboard=False, logging_level="error")
-    on_own_ranks(Path(folder), ray_ranks if started_by == "ray" else local_ranks)
+    on_own_ranks(Path(folder), ray_ranks if started_by == "ray" else local_ranks, ends.split(","))
     return 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.errors import ConfigError
-from megarl.config.schema import EXECUTORS
+from megarl.config.run_sections import EXECUTORS
 from megarl.config.loader import load_config
 from megarl.trainer import executors
 from megarl.trainer.__main__ import train_job

@@ -1,6 +1,7 @@
 """The scripts of tools/launch start the job that they say they start, from the same args file.
 
-SLURM's programs are stand-ins here; tests/nodes/test_slurm.py has a real SLURM. Nothing has run on Kubernetes."""
+SLURM's programs are stand-ins here; tests/nodes/test_slurm.py has a real SLURM. Nothing has run on
+Kubernetes."""
 
 from __future__ import annotations
 

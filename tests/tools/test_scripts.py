@@ -29,7 +29,8 @@ class Case:
     arguments: str = ""
     """OUT is a new folder, PYTHON the interpreter, QUICKSTART what tools/quickstart.py would have written.
 
-    DATA is the data in it, MODEL its untrained model, BF16_MODEL that model in bf16, CHECKOUT this checkout."""
+    DATA is the data in it, MODEL its untrained model, BF16_MODEL that model in bf16, CHECKOUT this
+    checkout."""
     code: int = 0
     says: str = ""
     """A regular expression for what it prints."""

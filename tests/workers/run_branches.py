@@ -2,8 +2,8 @@
 
     python tests/workers/run_branches.py FOLDER RANK DATA LAYOUT ...
 
-FOLDER/report_<rank>.json: of each layout, way of packing, loss and aggregation the metrics of the step; of each
-layout the mini-batch of every sample."""
+FOLDER/report_<rank>.json: of each layout, way of packing, loss and aggregation the metrics of the step; of
+each layout the mini-batch of every sample."""
 
 from __future__ import annotations
 

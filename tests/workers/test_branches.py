@@ -17,8 +17,8 @@ LONGEST = 16  # --max-response-length of role_steps.py
 
 
 def expected_loss(aggregation: str, mini_batch_of: dict[str, int]) -> float:
-    """Return the mean loss of the step's updates in float64. All ratios are 1, so the loss is -sum w A, with the
-    advantage A and the weight w of each sampled token."""
+    """Return the mean loss of the step's updates in float64. All ratios are 1, so the loss is -sum w A, with
+    the advantage A and the weight w of each sampled token."""
     rows = branching_rows()
     reward_of = {row["sample"]: row["reward"] for row in rows if row["branch"] == 0}
     group_of = {row["sample"]: row["group"] for row in rows if row["branch"] == 0}
@@ -51,8 +51,8 @@ def expected_loss(aggregation: str, mini_batch_of: dict[str, int]) -> float:
 
 @pytest.mark.parametrize("layouts", [("dp2", "tp2"), pytest.param(tuple(LAYOUTS), marks=pytest.mark.nightly)])
 def test_loss_and_gradient_are_those_of_one_rank_in_every_layout_and_packing(tmp_path, sums_data, layouts):
-    """With tensor parallelism both ranks see all samples, as one rank alone would. The tolerance is that of fp32
-    sums in another order."""
+    """With tensor parallelism both ranks see all samples, as one rank alone would. The tolerance is that of
+    fp32 sums in another order."""
     run_on_ranks(Path(__file__).with_name("run_branches.py"), tmp_path, sums_data, *layouts)
     reports = [json.loads((tmp_path / f"report_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
     assert reports[0] == reports[1]

@@ -79,7 +79,8 @@ class Pool:
     Args:
         rng: chooses the delays.
         salt: changes what they reply.
-        of_agents: whether they are agents, of which some first ask for a second conversation, and are refused."""
+        of_agents: whether they are agents, of which some first ask for a second conversation, and are
+            refused."""
 
     def __init__(self, rng: random.Random, salt: str = "", of_agents: bool = False) -> None:
         self.rng, self.salt, self.of_agents = rng, salt, of_agents
@@ -322,6 +323,24 @@ def test_a_checkpoint_brings_the_environments_back_and_goes_on(tmp_path, seed):
     assert sum(job.pool.num_opened for job in after) == sum(
         one.finish_reason is None for one in saved.values()
     )
+
+
+def test_a_checkpoint_knows_which_episodes_are_only_scored(tmp_path):
+    """As ReMax's greedy answers: a finished one of a checkpoint must not be trained on."""
+    asked = [replace(answer, greedy=answer.sample_id % 2 == 1) for answer in answers(*range(6))]
+    before, after = Job(tmp_path / "before"), Job(tmp_path / "after", 1)
+    for job in (before, after):
+        job.recorder.start(0)
+    before.stream.add(asked)
+    before.step(40)
+    before.stream.save(tmp_path / "file", range(6))
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    assert {one.answer.greedy for one in saved if one.finish_reason is not None} == {False, True}
+    after.stream.load(asked, [tmp_path / "file"])
+    after.finish()
+    assert {sample.sample_id: sample.trained for sample in after.samples} == {
+        answer.sample_id: not answer.greedy for answer in asked
+    }
 
 
 @pytest.mark.parametrize("of_agents", [False, True])

@@ -1,5 +1,5 @@
-"""Measure the data plane at size: planning and dispatch of a step for two meshes, the driver's memory, and columns
-between two meshes over gloo.
+"""Measure the data plane at size: planning and dispatch of a step for two meshes, the driver's memory, and
+columns between two meshes over gloo.
 
 python tools/benchmarks/bench_data_plane.py --json out.json [--samples 4096] [--length 8192] [--repeats 5]
                                             [--exchange-samples 256] [--skip-exchange]

@@ -1,8 +1,8 @@
 """Measure whether slow tools of many episodes keep the engine waiting.
 
-Plays --episodes episodes at once on one in-process engine. Each of an episode's turns ends in a tool call that
-takes 0.1 to 5 s. The same turns are then sampled with tools that answer at once (engine only). README.md says
-what is counted.
+Plays --episodes episodes at once on one in-process engine. Each of an episode's turns ends in a tool call
+that takes 0.1 to 5 s. The same turns are then sampled with tools that answer at once (engine only). README.md
+says what is counted.
 
     python tools/benchmarks/bench_episodes.py --model runs/quickstart/sft_mixed/hf \\
         --data runs/quickstart/data/train.jsonl"""

@@ -3,11 +3,12 @@
     python tools/benchmarks/learning_curves.py --quickstart runs/quickstart --out runs/curves
     python tools/benchmarks/learning_curves.py --only grpo,rloo --seeds 0
 
-The control of a method is the same run with rewards of chance (permuted_reward.py): permuted within each group,
-or, for an algorithm that does not compare the samples of a group, drawn for each response. A
-finished run is kept in cells/ of the folder, so the script can be stopped at any time and goes on when it is
-started again. After each run it writes table.md and curves.svg. The folder of the quickstart needs its data
-and sft_mixed/hf, and grpo/hf for the methods with a teacher. Methods that learn from pairs are in preference_learning.py."""
+The control of a method is the same run with rewards of chance (permuted_reward.py): permuted within each
+group, or, for an algorithm that does not compare the samples of a group, drawn for each response. A finished
+run is kept in cells/ of the folder, so the script can be stopped at any time and goes on when it is started
+again. After each run it writes table.md and curves.svg. The folder of the quickstart needs its data and
+sft_mixed/hf, and grpo/hf for the methods with a teacher. Methods that learn from pairs are in
+preference_learning.py."""
 
 from __future__ import annotations
 
@@ -105,8 +106,8 @@ def algorithm_of(flags: str) -> str:
 
 
 def fitted(flags: str) -> str:
-    """Return a paper's flags with what the quickstart needs beside them: shorter answers, a shorter warm-up of the
-    critic and its learning rate, one update per step."""
+    """Return a paper's flags with what the quickstart needs beside them: shorter answers, a shorter warm-up
+    of the critic and its learning rate, one update per step."""
     flags = flags.replace("--overlong-buffer 4096", "--overlong-buffer 16")
     flags = flags.replace("--critic-warmup-iters 50", "--critic-warmup-iters 5")
     algorithm = REGISTRY[algorithm_of(flags)]
