@@ -55,6 +55,7 @@ def start(nodes: Nodes, data: Path, *flags: str, hides: Path | None = None) -> P
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(24),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # by default 15: on a busy machine ranks would hardly run
     }
     command = ["bash", str(HERE / "ray_node.sh"), sys.executable]
     nodes.start(0, [*command, sys.executable, "-m", "megarl.cli", "train", *arguments], **env)
