@@ -1,8 +1,8 @@
-"""Whole jobs with --old-log-probs engine: the same training as with the pass that it saves, but for rounding, and the
-gate before the first weight changes.
+"""Whole jobs with --old-log-probs engine: the same training as with the pass that it saves, but for rounding,
+and the gate before the first weight changes.
 
-    pytest tests/e2e/test_engine_log_probs.py                 one layout
-    pytest tests/e2e/test_engine_log_probs.py -m nightly      others, with a KL in the reward, and PPO"""
+    pytest tests/e2e/test_engine_log_probs.py                 the gate
+    pytest tests/e2e/test_engine_log_probs.py -m nightly      every layout, with a KL in the reward, and PPO"""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def check_same(engine, trainer):
         assert engine.steps[0][f"mismatch/{name}"] == wanted, name
 
 
+@pytest.mark.nightly
 def test_training_is_that_with_the_pass_and_the_gate_sees_the_same(sums_data, tmp_path):
     trainer = train(sums_data, tmp_path / "trainer", *ONE_UPDATE)
     engine = train(sums_data, tmp_path / "engine", *ONE_UPDATE, *ENGINE)

@@ -11,6 +11,9 @@ SCRIPT = Path(__file__).with_name("run_tensor_parallel.py")
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kernels", ["torch", pytest.param("interpret", marks=pytest.mark.nightly)], indirect=True
+)
 def test_ranks_equal_one(kernels, num_ranks, tmp_path):
     # Triton decides at its import whether it compiles or interprets
     run_ranks(

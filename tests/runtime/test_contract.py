@@ -67,33 +67,36 @@ def run_on_two_nodes(folder) -> dict[str, str | None]:
     return run_job(folder, [*command, "-m"], 1, processes=2, MEGARL_JOB_SECRET="s" * 64)
 
 
-def run_on_ray(folder, *ends: str) -> dict[str, str | None]:
+def run_on_own(folder, ends: tuple[str, ...], started_by: str = "") -> dict[str, str | None]:
+    """Ranks that an executor starts itself: one job that ends well, and one for each of these failures."""
     # Ray gives its workers a nice value of 15, which starves them beside other tests.
     command = [sys.executable, "-P", "-m"]
-    return run_job(folder, command, 0, "ray", ",".join(ends), RAY_worker_niceness="0")
+    return run_job(folder, command, 0, started_by, ",".join(ends), RAY_worker_niceness="0")
 
 
-OWN_ENDS = ("raises", "idle", "result_type", "deadline", "death", "killed")
+ALL_ENDS = ("raises", "idle", "result_type", "deadline", "death", "killed")
 """Failures after which an executor must have ended all processes that it has started."""
 RUN = {
     "inline": lambda folder: run_in_process(inline),
     "threads": lambda folder: run_in_process(threads),
-    "own_processes": lambda folder: run_job(folder, [sys.executable, "-P", "-m"], 0, "", ",".join(OWN_ENDS)),
-    "ray": lambda folder: run_on_ray(folder, "raises"),
-    "ray_ends": lambda folder: run_on_ray(folder, *OWN_ENDS),
+    "own_processes": lambda folder: run_on_own(folder, ("raises", "deadline", "death")),
+    "own_processes_ends": lambda folder: run_on_own(folder, ALL_ENDS),
+    "ray": lambda folder: run_on_own(folder, ("raises",), "ray"),
+    "ray_ends": lambda folder: run_on_own(folder, ALL_ENDS, "ray"),
     "torchrun": lambda folder: run_job(folder, [*TORCHRUN, "-m"], 1),
     "two_nodes": run_on_two_nodes,
 }
 ENDS = {
     "inline": ["shutdown", *IN_PROCESS],
     "threads": ["shutdown", *IN_PROCESS],
-    "own_processes": ["shutdown", *OWN_ENDS],
+    "own_processes": ["shutdown", "raises", "deadline", "death"],
+    "own_processes_ends": ["shutdown", *ALL_ENDS],
     "ray": ["shutdown", "raises"],
-    "ray_ends": ["shutdown", *OWN_ENDS],
+    "ray_ends": ["shutdown", *ALL_ENDS],
     "torchrun": ["raises"],
     "two_nodes": ["raises"],
 }
-MARKS = {"ray_ends": pytest.mark.nightly, "two_nodes": pytest.mark.nightly}
+MARKS = dict.fromkeys(("own_processes_ends", "ray_ends", "two_nodes"), pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,12 @@ def test_the_contract(found_by, setup, check):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "setup", ["own_processes", "ray", pytest.param("ray_ends", marks=pytest.mark.nightly)]
+    "setup",
+    [
+        pytest.param(setup, marks=MARKS.get(setup, ()))
+        for setup in RUN
+        if setup.startswith(("own_processes", "ray"))
+    ],
 )
 def test_no_process_is_left_after_any_end(found_by, setup):
     found = found_by(setup)

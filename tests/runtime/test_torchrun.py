@@ -42,6 +42,7 @@ def check_healthy(seen: dict, world_is: str) -> None:
     assert seen["round_trip_ms"] < 50.0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_every_failure_ends_its_attempt_and_the_next_one_starts_clean(job):
     torchrun = job.start([*TORCHRUN, "--max-restarts", "6", "-m", "job_worker", "chain", str(job.folder)])
