@@ -29,7 +29,7 @@ class LedEpisodes(Section):
     """With --agent-command: interface of the agents' endpoint, which asks for a key and does not encrypt."""
     max_branches: Annotated[int, at_least(1), at_most(4096)] = 16
     """With --agent-command and --env-verifiers: conversations of an episode, each a sample for training. Further ones
-    are refused. With --staleness above 0 there is one."""
+    are refused."""
 
 
 def settings_of_verifiers(episodes: LedEpisodes) -> dict[str, Any]:
