@@ -4,7 +4,7 @@ Requests arrive on stdin and replies go to stdout (env_messages.py). The process
 with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
 other methods in threads. What the environment prints goes to stderr.
 
-Of megarl this module imports three files and no package that has to be installed."""
+Of megarl this module imports four files and no package that has to be installed."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from typing import Any
 
 from megarl.episodes.adapters import ADAPTERS, PACKAGES
 from megarl.episodes.failure import EpisodeFailure
+from megarl.episodes.json_values import json_problem
 from megarl.files.user_code import run_file
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -134,7 +135,7 @@ class Environments:
 def _messages(value: object, method: str, may_be_empty: bool) -> list[dict[str, Any]]:
     """Return the messages that a method returned. Raises: Malformed unless they are a list of messages."""
     wanted = 'a list of messages, e.g. [{"role": "user", "content": "1+1 ?"}]'
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, (list, tuple)):
         raise Malformed(
             f"{method} returned {value!r:.300} ({type(value).__name__}) as messages; wanted {wanted}"
         )
@@ -148,7 +149,7 @@ def _messages(value: object, method: str, may_be_empty: bool) -> list[dict[str, 
 
 def _tools(value: object) -> list[dict[str, Any]]:
     """Return an environment's tools. Raises: Malformed unless they have OpenAI's form."""
-    for tool in value if isinstance(value, list | tuple) else [value]:
+    for tool in value if isinstance(value, (list, tuple)) else [value]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             wanted = (
@@ -160,7 +161,7 @@ def _tools(value: object) -> list[dict[str, Any]]:
 
 def _step(value: object) -> dict[str, Any]:
     """Return the reply to a step. Raises: Malformed unless it is (messages, reward, done)."""
-    if not isinstance(value, list | tuple) or len(value) != 3:
+    if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise Malformed(f"step returned {value!r:.300}; wanted (messages, reward, done)")
     messages, reward, done = value
     if reward is not None:
@@ -206,11 +207,11 @@ def main(parent: int, env: str, num_threads: int) -> None:
     def write(reply: dict[str, Any]) -> None:
         if os.getpid() != own_pid:  # a child that the environment has forked returns here
             os._exit(1)
-        try:
-            line = json.dumps(reply, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            failure = f"the messages are not JSON: {error}"
-            line = json.dumps({"call": reply.get("call"), "failure": failure, "cause": "malformed"}).encode()
+        for name in ("messages", "tools"):
+            if (problem := json_problem(reply.get(name), name)) is not None:
+                why = f"{env} gave a value that no log and no checkpoint can hold: {problem}"
+                reply = {"call": reply["call"], "failure": _printable(why), "cause": "malformed"}
+        line = json.dumps(reply, ensure_ascii=False).encode()
         with lock:
             replies.write(line + b"\n")
             replies.flush()
