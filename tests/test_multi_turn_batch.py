@@ -193,6 +193,29 @@ def group_advantages(episodes: list[Episode]) -> list[float]:
     return found
 
 
+def check_against_padded(
+    loss: torch.Tensor,
+    table: torch.Tensor,
+    now: torch.Tensor,
+    before: torch.Tensor,
+    episodes: list[Episode],
+    aggregation: str,
+) -> None:
+    """Compare a loss and its gradient with those of PPO's clipped loss over whole, padded episodes in float64."""
+    wanted_table = now.clone().requires_grad_()
+    log_probs, mask = reference_log_probs(wanted_table, episodes)
+    ratio = (log_probs - reference_log_probs(before, episodes)[0]).exp()
+    advantages = torch.tensor(group_advantages(episodes), dtype=torch.float64)[:, None]
+    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    wanted = aggregated(losses, mask, aggregation)
+    wanted.backward()
+    assert wanted_table.grad.abs().max() > 1e-3
+    assert loss.item() == pytest.approx(wanted.item(), abs=3e-6 * max(1, losses[mask].abs().sum().item()))
+    torch.testing.assert_close(
+        table.grad.double(), wanted_table.grad, rtol=0, atol=4e-6 * float(wanted_table.grad.abs().max())
+    )
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("seed", range(3))
 def test_loss_and_gradients_equal_a_padded_reference(aggregation, seed):
@@ -220,18 +243,7 @@ def test_loss_and_gradients_equal_a_padded_reference(aggregation, seed):
         )
     )
     loss.backward()
-    wanted_table = now.clone().requires_grad_()
-    log_probs, mask = reference_log_probs(wanted_table, episodes)
-    ratio = (log_probs - reference_log_probs(before, episodes)[0]).exp()
-    advantages = torch.tensor(group_advantages(episodes), dtype=torch.float64)[:, None]
-    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-    wanted = aggregated(losses, mask, aggregation)
-    wanted.backward()
-    assert wanted_table.grad.abs().max() > 1e-3
-    assert loss.item() == pytest.approx(wanted.item(), abs=3e-6 * max(1, losses[mask].abs().sum().item()))
-    torch.testing.assert_close(
-        table.grad.double(), wanted_table.grad, rtol=0, atol=4e-6 * float(wanted_table.grad.abs().max())
-    )
+    check_against_padded(loss, table, now, before, episodes, aggregation)
 
 
 def advantage_inputs(
@@ -375,14 +387,4 @@ def test_an_episode_split_into_branches_keeps_its_weight(aggregation, seed):
         )
     )
     loss.backward()
-    wanted_table = now.clone().requires_grad_()
-    log_probs, mask = reference_log_probs(wanted_table, whole)
-    ratio = (log_probs - reference_log_probs(before, whole)[0]).exp()
-    advantages = torch.tensor(group_advantages(whole), dtype=torch.float64)[:, None]
-    losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-    wanted = aggregated(losses, mask, aggregation)
-    wanted.backward()
-    assert loss.item() == pytest.approx(wanted.item(), abs=3e-6 * max(1, losses[mask].abs().sum().item()))
-    torch.testing.assert_close(
-        table.grad.double(), wanted_table.grad, rtol=0, atol=4e-6 * float(wanted_table.grad.abs().max())
-    )
+    check_against_padded(loss, table, now, before, whole, aggregation)

@@ -57,7 +57,7 @@ class EpisodeConfig(Section):
     """With --agent-command: interface of the agents' endpoint, which asks for a key and does not encrypt."""
     max_branches: Annotated[int, at_least(1), at_most(4096)] = 16
     """With --agent-command and --env-verifiers: conversations of an episode, each a sample for training.
-    Further ones are refused. With --staleness above 0 there is one."""
+    Further ones are refused."""
 
     @property
     def has_turns(self) -> bool:

@@ -21,7 +21,6 @@ from megarl.config.schema import EpisodeConfig
 
 _SERVED = ("openenv", *REMOTE)
 _NO_EFFECT = "has no effect without --env. Leave it out."
-_NO_BRANCHES = "has no effect with --staleness above 0, where an episode is one conversation. Leave it out."
 _NO_VERIFIERS = "has no effect without --env-verifiers. Leave it out."
 _NO_AGENT = "has no effect without --agent-command. Leave it out."
 _OF_AGENTS = ("agent_timeout_s", "agent_host", "tool_call_parser", "reasoning_parser", "max_branches")
@@ -66,11 +65,6 @@ def episodes(job: Job) -> Errors:
     else:
         yield from environment_errors(config.episodes)
     yield from _parsers(config.episodes)
-    if config.streaming.staleness:
-        if verifiers is not None:
-            yield f"{head}: cannot be combined with --staleness above 0 yet. Leave --staleness out."
-        elif agent is not None and config.episodes.max_branches > 1:
-            yield from refuse_set(config.episodes, _NO_BRANCHES, "max_branches")
     yield from (f"{head}: {rule}" for rule in _combinations(job, who))
     if config.episodes.turn_rewards and env is not None:
         yield from (f"--turn-rewards: {rule}" for rule in _turn_rewards(job))

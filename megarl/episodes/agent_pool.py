@@ -56,8 +56,7 @@ class AgentPool:
         host: interface of the endpoint.
         parser: finds reasoning and tool calls in answers. Without one they are text.
         is_judged: whether a rule gives the rewards. The agents then need not print any.
-        vocab_size: token ids of requests must be below it.
-        one_at_a_time: refuse a request of an episode while another one waits."""
+        vocab_size: token ids of requests must be below it."""
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class AgentPool:
         parser: AnswerParser | None = None,
         is_judged: bool = False,
         vocab_size: int = 0,
-        one_at_a_time: bool = False,
     ) -> None:
         self._parser, self._is_judged = parser, is_judged
         self._command, self._timeout_s, self._num_processes = shlex.split(command), timeout_s, num_processes
@@ -83,7 +81,7 @@ class AgentPool:
         self._requests: deque[tuple[Reply, Asked]] = deque()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         takes_tools = parser is not None and parser.takes_tools
-        self._proxy = Proxy(self._on_request, max_length, host, takes_tools, vocab_size, one_at_a_time)
+        self._proxy = Proxy(self._on_request, max_length, host, takes_tools, vocab_size)
 
     def __enter__(self) -> AgentPool:
         return self

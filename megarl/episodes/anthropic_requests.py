@@ -12,7 +12,14 @@ from typing import Any
 import msgspec
 
 from megarl.episodes.answers import Completion, Tool, called
-from megarl.episodes.bad_request import BadRequest, decode, refuse_deep, refuse_unsupported, tool_problem
+from megarl.episodes.bad_request import (
+    BadRequest,
+    decode,
+    refuse_deep,
+    refuse_unstorable,
+    refuse_unsupported,
+    tool_problem,
+)
 from megarl.episodes.chat import Message
 from megarl.episodes.chat_requests import LARGEST_NUMBER, MODEL, ChatRequest, check_last_message
 
@@ -129,7 +136,7 @@ def _tools(given: list[_Tool], takes_tools: bool, wants_calls: bool) -> list[Too
                 "unsupported_value",
                 where,
             )
-        refuse_deep(tool.input_schema, where)
+        refuse_unstorable(tool.input_schema, where)
         function: dict[str, Any] = {"name": tool.name}
         if tool.description is not None:
             function["description"] = tool.description

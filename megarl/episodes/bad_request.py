@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from megarl.episodes.json_values import json_problem
+
 _DEEPEST = 64
 _Body = TypeVar("_Body")
 
@@ -66,6 +68,12 @@ def refuse_deep(value: object, where: str) -> None:
             return
         layer = inner
     raise BadRequest(f"{where} is nested deeper than {_DEEPEST} levels", "invalid_value", where)
+
+
+def refuse_unstorable(value: object, where: str) -> None:
+    """Raise BadRequest if no log and no checkpoint can hold a JSON value, or if it is nested too deeply."""
+    if (problem := json_problem(value, where)) is not None:
+        raise BadRequest(problem, "invalid_value", where)
 
 
 def read_arguments(text: str, where: str) -> dict[str, Any]:

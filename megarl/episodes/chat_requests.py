@@ -19,7 +19,7 @@ from megarl.episodes.bad_request import (
     BadRequest,
     decode,
     read_arguments,
-    refuse_deep,
+    refuse_unstorable,
     refuse_unsupported,
     tool_problem,
 )
@@ -169,7 +169,7 @@ def _tools(given: list[dict[str, Any]], takes_tools: bool, wants_calls: bool) ->
             names.append(msgspec.convert(tool, _Tool).function.name)
         except msgspec.ValidationError as error:
             raise BadRequest(f"{where} is not a tool: {error}", "invalid_type", where) from error
-        refuse_deep(tool, where)
+        refuse_unstorable(tool, where)
     tool_problem(names, takes_tools, wants_calls)
     return given
 

@@ -46,5 +46,5 @@ def read_reply(line: bytes) -> EnvReply:
     """Return the reply in a line. Raises: ValueError if the line is no reply."""
     try:
         return _DECODER.decode(line)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)) from error

@@ -128,6 +128,13 @@ class EnvironmentPool:
     def extend(self, seconds: float) -> None:
         """Do nothing: an environment does not wait for the engine while it works on a call."""
 
+    def prolong(self, seconds: float) -> None:
+        """Give all calls so much more time, for environments that do wait for the engine."""
+        for process in self._processes:
+            process.calls = {
+                number: _Call(call.episode, call.deadline + seconds) for number, call in process.calls.items()
+            }
+
     def end(self, episode: int) -> None:
         """Forget an episode. No reply to an earlier call of it follows."""
         self._ready = [reply for reply in self._ready if reply.episode != episode]

@@ -4,7 +4,7 @@ Requests arrive on stdin and replies go to stdout (env_messages.py). The process
 with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
 other methods in threads. What the environment prints goes to stderr.
 
-Of megarl this module imports three files and no package that has to be installed. It runs in Python 3.9."""
+Of megarl this module imports four files and no package that has to be installed. It runs in Python 3.9."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from typing import Any
 
 from megarl.episodes.adapters import ADAPTERS, PACKAGES
 from megarl.episodes.failure import EpisodeFailure
+from megarl.episodes.json_values import json_problem
 from megarl.files.user_code import run_file
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -217,11 +218,11 @@ def main(parent: int, env: str, num_threads: int) -> None:
     def write(reply: dict[str, Any]) -> None:
         if os.getpid() != own_pid:  # a child that the environment has forked returns here
             os._exit(1)
-        try:
-            line = json.dumps(reply, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            failure = f"the messages are not JSON: {error}"
-            line = json.dumps({"call": reply.get("call"), "failure": failure, "cause": "malformed"}).encode()
+        for name in ("messages", "tools"):
+            if (problem := json_problem(reply.get(name), name)) is not None:
+                why = f"{env} gave a value that no log and no checkpoint can hold: {problem}"
+                reply = {"call": reply["call"], "failure": _printable(why), "cause": "malformed"}
+        line = json.dumps(reply, ensure_ascii=False).encode()
         with lock:
             replies.write(line + b"\n")
             replies.flush()

@@ -26,8 +26,6 @@ class Limits:
     """Tokens of one conversation."""
     max_branches: int = 1
     """Conversations of an agent's episode, each a sample for training."""
-    is_streaming: bool = False
-    """Whether episodes go on while the actor trains (--staleness), which allows one conversation only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from megarl.episodes.anthropic_requests import (
     messages_events,
     read_messages_request,
 )
-from megarl.episodes.bad_request import BadRequest
+from megarl.episodes.bad_request import BadRequest, refuse_unstorable
 from megarl.episodes.chat import Message
 from megarl.episodes.environments import Request
 from megarl.episodes.chat_requests import MODEL, ChatRequest, chat_body, chat_events, read_chat_request
@@ -96,8 +96,7 @@ class Proxy:
         max_length: tokens of a conversation, as /v1/models reports them.
         takes_tools: whether the job finds tool calls in answers.
         host: interface on which it listens; the loopback interface by default.
-        vocab_size: token ids of requests must be below it.
-        one_at_a_time: refuse a request of an episode while another one waits."""
+        vocab_size: token ids of requests must be below it."""
 
     def __init__(
         self,
@@ -106,10 +105,9 @@ class Proxy:
         host: str = "127.0.0.1",
         takes_tools: bool = False,
         vocab_size: int = 0,
-        one_at_a_time: bool = False,
     ) -> None:
         self._on_request, self._max_length, self._host = on_request, max_length, host
-        self._vocab_size, self._one_at_a_time = vocab_size, one_at_a_time
+        self._vocab_size = vocab_size
         self._takes_tools = takes_tools
         self._conversations: dict[str, _Conversations] = {}
         self._key_of: dict[int, str] = {}
@@ -244,12 +242,10 @@ class Proxy:
         num_retries = _num_retries(http)
         before = _asked_before(conversations.requests, asked, num_retries) if num_retries else None
         if before is None:
-            if self._one_at_a_time and not all(one.answer.done() for one in conversations.requests):
-                raise BadRequest("another request of this episode is being answered", "request_in_progress")
-            before = _Asked(conversations.num_requests, asked, self._loop.create_future())
+            new, request = _placed(conversations, asked)
+            before = _Asked(request.number, asked, self._loop.create_future())
             conversations.requests.append(before)
             conversations.num_requests += 1
-            new, request = _placed(conversations, before.number, asked)
             self._on_request(conversations.episode, new, asked, request)
         before.num_retries = max(before.num_retries, num_retries)
         found = await asyncio.shield(before.answer)
@@ -301,15 +297,19 @@ def _num_retries(request: web.Request) -> int:
     return int(count)
 
 
-def _placed(conversations: _Conversations, number: int, asked: Asked) -> tuple[list[Message], Request]:
-    """Return the new messages of a request, and its place among the episode's turns."""
+def _placed(conversations: _Conversations, asked: Asked) -> tuple[list[Message], Request]:
+    """Return the new messages of a request, and its place among the episode's turns. Raises: BadRequest for new
+    messages that cannot be stored."""
+    number = conversations.num_requests
     if isinstance(asked, GenerateRequest):
         return [], Request(number, count=asked.count, token_ids=asked.token_ids)
     parent = _continued(conversations, asked)
+    new = asked.messages if parent is None else asked.messages[len(parent.messages) :]
+    refuse_unstorable(new, "messages")
     if parent is None:
-        return asked.messages, Request(number, count=asked.count)
+        return new, Request(number, count=asked.count)
     conversations.continued.add(parent.turn)
-    return asked.messages[len(parent.messages) :], Request(number, parent.turn, asked.count)
+    return new, Request(number, parent.turn, asked.count)
 
 
 def _continued(conversations: _Conversations, asked: ChatRequest) -> _Answered | None:

@@ -18,7 +18,7 @@ from megarl.episodes.bad_request import (
     BadRequest,
     decode,
     read_arguments,
-    refuse_deep,
+    refuse_unstorable,
     refuse_unsupported,
     tool_problem,
 )
@@ -128,7 +128,7 @@ def _tools(given: list[_Tool], takes_tools: bool, wants_calls: bool) -> list[Too
                 "unsupported_value",
                 where,
             )
-        refuse_deep(tool.parameters, where)
+        refuse_unstorable(tool.parameters, where)
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
         given_fields = {name: value for name, value in function.items() if value is not None}
         found.append({"type": "function", "function": given_fields})

@@ -15,7 +15,7 @@ from megarl.episodes.session import Session, TurnRecord
 from megarl.runtime.abort import ABORT
 
 _LOOK_S = 0.2  # interval between two looks for an abort
-_MOST_LOOKS = 16  # between two steps: an agent that is refused may ask again and again
+MOST_LOOKS = 16  # between two steps: an agent that is refused may ask again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _take_replies(playing: Play, engine: TurnEngine, environments: Environments)
     Replies that arrive while others become turns are taken too, so that no seat is free for a step while an
     episode is ready."""
     patience = 0.0 if engine.has_unfinished() else _LOOK_S
-    for _ in range(_MOST_LOOKS):
+    for _ in range(MOST_LOOKS):
         replies = environments.replies(patience)
         ABORT.check()
         engine.add(playing.turns_after(replies))
@@ -209,8 +209,11 @@ class Play:
         if reply.request is not None:
             num_branches = session.num_branches_with(turns)
             if num_branches > (most := self._limits.max_branches):
-                code, why = _too_many(num_branches, most, self._limits.is_streaming)
-                self._environments.refuse(reply, code, why)
+                why = (
+                    f"the episode would have {num_branches} conversations with these answers, and --max-branches is "
+                    f"{most}. Continue one of the others: repeat its messages and add some."
+                )
+                self._environments.refuse(reply, "too_many_branches", why)
                 return None
             session.add(turns)
             episode.finish = ""  # an agent that was refused has found another way
@@ -224,19 +227,6 @@ class Play:
         number = self._number_of.pop(index)
         del self._index_of[number], self._episodes[index]
         self._environments.end(number)
-
-
-def _too_many(num_branches: int, most: int, is_streaming: bool) -> tuple[str, str]:
-    """Return code and message of the refusal of a conversation."""
-    if is_streaming:
-        return "branch_not_supported", (
-            "these messages do not continue the episode's conversation, or ask for more than one answer: with "
-            "--staleness an episode is one conversation. Repeat all of its messages and tools, and add some."
-        )
-    return "too_many_branches", (
-        f"the episode would have {num_branches} conversations with these answers, and --max-branches is {most}. "
-        "Continue one of the others: repeat its messages and add some."
-    )
 
 
 def _open(session: Session, reply: Reply) -> list[TurnRecord]:

@@ -77,6 +77,9 @@ class VerifiersPool(AgentPool):
             self._proxy.close(episode)
         super().end(episode)
 
+    def extend(self, seconds: float) -> None:
+        self._rollouts.prolong(seconds)
+
     def is_open(self, episode: int) -> bool:
         return episode in self._number_of
 

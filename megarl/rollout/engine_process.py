@@ -355,6 +355,7 @@ class RemoteEngine(InferenceEngine):
 
     def pause(self) -> None:
         self._is_paused = True
+        self._end_step(None)
 
     def resume(self) -> None:
         self._is_paused = False

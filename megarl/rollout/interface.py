@@ -80,7 +80,8 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Let steps do nothing until `resume`. Requests keep their KV cache, and more can be added."""
+        """Let steps do nothing until `resume`. Requests keep their KV cache, and more can be added. `take` returns
+        everything that has finished before."""
 
     @abstractmethod
     def resume(self) -> None: ...

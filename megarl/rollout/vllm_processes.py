@@ -143,6 +143,7 @@ class VllmProcesses(VllmEngine):
 
     def pause(self) -> None:
         self._explained(super().pause)
+        self._collect()  # what vLLM has reported before it stood still
 
     def resume(self) -> None:
         self._explained(super().resume)

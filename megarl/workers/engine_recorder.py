@@ -114,7 +114,7 @@ class EngineRecorder:
     @contextmanager
     def taking_effect(self, record: EngineRecord) -> Iterator[None]:
         """Context in which the event that the record describes takes place. The engine takes no step
-        meanwhile.
+        meanwhile, and its `take` has everything that it has finished.
 
         The record is on the disk before.
 
@@ -158,13 +158,9 @@ class EngineRecorder:
         is_due = isinstance(first, Turns) and first.engine_step <= self._engine.num_steps
         return first if is_due else None
 
-    def wait_for_answers(self, record: Turns) -> None:
-        """Accept that an answer which due replies follow is not there yet: another process may be about to
-        report it.
-
-        Raises: ReplayError for an engine in this process, whose answers are known at once."""
-        if not self._steps_by_itself:
-            raise self._error(f"{text_of(record)} is next there, and an episode here is at no such reply")
+    def unexpected(self, record: Turns) -> ReplayError:
+        """Return the error for due replies that an episode cannot get."""
+        return self._error(f"{text_of(record)} is next there, and an episode here is at no such reply")
 
     def _pass_replies(self) -> None:
         """Take steps until all replies have taken effect that come before the next other planned record."""
@@ -175,7 +171,7 @@ class EngineRecorder:
             if not self._planned or self._planned[0] is not record:
                 last = time.monotonic()
             elif time.monotonic() - last > self._timeout_s:
-                raise self._error(f"{text_of(record)} is next there, and an episode here is at no such reply")
+                raise self.unexpected(record)
 
     def close(self) -> None:
         if self._log is not None:

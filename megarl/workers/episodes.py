@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megarl.config.environments import environments
@@ -19,13 +20,11 @@ from megarl.episodes.environments import Environments
 from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.runner import Answer, Turn, play
 from megarl.episodes.session import Branch
-from megarl.invariants import digest
 from megarl.packing import branch_id
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.requests import Request
-from megarl.workers.request_stream import GREEDY
+from megarl.workers.request_stream import GREEDY, SavedTurn, sample_of
 from megarl.workers.request_stream import Answer as FirstTurn
-from megarl.workers.request_stream import SavedTurn
 from megarl.workers.store import RolloutSample
 
 if TYPE_CHECKING:
@@ -85,7 +84,6 @@ def _environments(
             _parser(config, tokenizer, stop_ids),
             is_judged=rule_judges_agents(config),
             vocab_size=vocab_size,
-            one_at_a_time=config.streaming.staleness > 0,
         )
     limits = episodes.env_timeout_s, episodes.env_episodes_per_process
     return EnvironmentPool(environments(episodes), *limits)
@@ -99,15 +97,11 @@ class EpisodeSampler:
         self._tokenizer, self._engine = tokenizer, engine
         stop_ids = (*shape.eos_token_ids, tokenizer.eos_token_id, *sampling.stop_token_ids)
         self.chat = Chat(tokenizer, stop_ids)
-        is_single = (
-            config.streaming.staleness > 0
-        )  # a checkpoint and --replay know one conversation per episode
         self.limits = Limits(
             sampling.max_turns,
             sampling.max_response_length,
             sampling.max_length,
-            1 if is_single else config.episodes.max_branches,
-            is_single,
+            config.episodes.max_branches,
         )
         self.environments = _environments(config, tokenizer, stop_ids, shape.vocab_size)
         self.of_agents = config.episodes.has_agent
@@ -167,24 +161,27 @@ def episode_samples(first: FirstTurn, episode: Episode, single: SavedTurn | None
     if single is not None:
         sampled = single.ids, [], single.log_probs, single.versions
         branches = [Branch(first.prompt, *sampled, messages=[], num_first=0)]
-    return [
-        RolloutSample(
-            branch_id(first.sample_id, number),
-            first.row,
-            group=first.group,
-            versions=branch.versions,
+    answers = [
+        replace(
+            first,
+            sample_id=branch_id(first.sample_id, number),
             prompt=branch.prompt,
             response=branch.response,
             log_probs=branch.log_probs,
-            truncated=episode.truncated,
-            digest=digest(branch.prompt, branch.response, branch.holes),
-            holes=tuple(branch.holes),
-            trained=not first.greedy,
+            versions=branch.versions,
+        )
+        for number, branch in enumerate(branches)
+    ]
+    return [
+        sample_of(
+            answer,
+            "length" if episode.truncated else "stop",
+            tuple(branch.holes),
             episode=episode.result if number == 0 else None,
             branch=number,
             num_branches=len(branches),
         )
-        for number, branch in enumerate(branches)
+        for number, (answer, branch) in enumerate(zip(answers, branches, strict=True))
     ]
 
 

@@ -18,15 +18,17 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megarl.episodes.environments import Reply
 from megarl.episodes.episode import EpisodeResult
+from megarl.invariants import digest
 from megarl.messages import decode, encode
+from megarl.packing import run_lengths
 from megarl.rollout.interface import Output, Request
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import Engine, Response
 
 
+LAST_TURN = -1
+"""Stands for the number of an episode's last turn, and for that of an answer outside of episodes."""
 GREEDY = {"temperature": 0.0}
 """Sampling parameters of greedy answers, in place of those of the others."""
 
@@ -57,6 +61,8 @@ class Answer:
     greedy: bool = False
     """Whether the tokens are drawn at temperature 0, whatever those of other answers are, and not trained
     on."""
+    turn: int = LAST_TURN
+    """Number of the turn in its episode."""
 
     def after(self, output: Output | Response) -> Answer:
         """Return the answer, extended by the tokens of an output that continues it."""
@@ -86,6 +92,8 @@ class SavedTurn:
     versions: list[int]
     is_cut: bool
     """Whether the answer ended at its limit of tokens."""
+    turn: int = LAST_TURN
+    """Number of the turn in its episode."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +113,16 @@ class SavedAnswer:
     holes: tuple[tuple[int, int], ...] = ()
     """Context in the response of a finished episode, see `RolloutSample`."""
     episode: EpisodeResult | None = None
+    further: list[SavedAnswer] = field(default_factory=list)
+    """Of an episode: the other turns that are being sampled, or its other samples once it has ended."""
 
     @property
     def answer_versions(self) -> list[list[int]]:
         """Versions of the tokens of each answer. An episode has several."""
-        if self.episode is None:
-            return [self.answer.versions, *(turn.versions for _, turn in self.events if turn is not None)]
-        ends = [*accumulate(self.episode.turn_lengths)]
-        return [self.answer.versions[start:end] for start, end in zip([0, *ends], ends)]
+        answer, told = self.answer, [turn.versions for _, turn in self.events if turn is not None]
+        lengths = run_lengths(len(answer.prompt), len(answer.response), self.holes)[1::2]
+        own = [answer.versions[start:end] for start, end in pairwise([0, *accumulate(lengths)])]
+        return [*told, *own, *(versions for one in self.further for versions in one.answer_versions)]
 
 
 class RequestStream:
@@ -211,11 +221,12 @@ class RequestStream:
         return output.finish_reason == "length" and len(answer.response) < self._max_tokens
 
     def _end(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> None:
-        self._finish(self._make_sample(answer, finish_reason, experts))
+        self._finish([self._make_sample(answer, finish_reason, experts)])
 
-    def _finish(self, sample: RolloutSample) -> None:
-        self._missing[sample.group] -= 1
-        self._finished.setdefault(sample.group, []).append(sample)
+    def _finish(self, samples: Sequence[RolloutSample]) -> None:
+        """Keep the sample of an answer, or all samples of an episode, until the group is whole."""
+        self._missing[samples[0].group] -= 1
+        self._finished.setdefault(samples[0].group, []).extend(samples)
 
     def _report_whole_groups(self) -> None:
         whole = [group for group in self._finished if not self._missing[group]]
@@ -252,7 +263,7 @@ class RequestStream:
         self._answers.clear()
         self._report_whole_groups()
         saved = self._saved(self._resting)
-        saved += [_saved(sample) for group in self._finished.values() for sample in group]
+        saved += _saved(sample for group in self._finished.values() for sample in group)
         partial = path.with_name(f".{path.name}.new")
         partial.write_bytes(encode(saved))
         partial.replace(path)  # another rank may be reading
@@ -275,7 +286,7 @@ class RequestStream:
         unfinished = self._saved(self._begin_anew() if has_engine else [])
         finished = [sample for group in self._finished.values() for sample in group]
         finished += [self._table.block(sample).rollouts[sample] for sample in self._table]
-        saved = [*unfinished, *map(_saved, finished)]
+        saved = [*unfinished, *_saved(finished)]
         if self._engine.config.streaming.weight_update == "keep":
             is_mixed = [any(len({*versions}) > 1 for versions in one.answer_versions) for one in saved]
             saved = [replace(one, over_old_cache=mixed) for one, mixed in zip(saved, is_mixed, strict=True)]
@@ -300,15 +311,16 @@ class RequestStream:
             unfinished = [answer.after(sampled[name]) for name, answer in self._answers.items()]
             engine.abort([*self._answers])
             engine.reset_cache()
+            self._answers.clear()
             resting = [*self._resting]
             self._queue(sorted(map(self._from, unfinished), key=self._place))
         finally:
             engine.resume()
         return [*unfinished, *resting]
 
-    def _place(self, answer: Answer) -> int:
+    def _place(self, answer: Answer) -> tuple[int, int]:
         """Return what requests that begin anew are sorted by: they keep their order."""
-        return 0
+        return 0, 0
 
     def load(self, answers: Sequence[Answer], files: Iterable[Path], **how: float) -> None:
         """Queue whole groups as `add` does, and continue from the files that `save` wrote.
@@ -365,12 +377,47 @@ class RequestStream:
 
 
 def _length(saved: SavedAnswer) -> tuple[bool, int, int]:
-    """Return a key that is larger the further an answer has got. Several engines may have saved the
-    answer."""
-    return saved.finish_reason is not None, len(saved.events), len(saved.answer.response)
+    """Return a key that is larger the further an answer has got. Several engines may have saved the answer."""
+    num_tokens = sum(len(one.answer.response) for one in (saved, *saved.further))
+    return saved.finish_reason is not None, len(saved.events), num_tokens
 
 
-def _saved(sample: RolloutSample) -> SavedAnswer:
+def sample_of(
+    answer: Answer, finish_reason: str, holes: tuple[tuple[int, int], ...] = (), **more: Any
+) -> RolloutSample:
+    """Return the sample of a finished answer, or of a conversation with these holes.
+
+    Args:
+        more: further fields of the sample."""
+    return RolloutSample(
+        answer.sample_id,
+        answer.row,
+        group=answer.group,
+        versions=answer.versions,
+        prompt=answer.prompt,
+        response=answer.response,
+        log_probs=answer.log_probs,
+        truncated=finish_reason == "length",
+        digest=digest(answer.prompt, answer.response, holes),
+        holes=holes,
+        trained=not answer.greedy,
+        **more,
+    )
+
+
+def _saved(samples: Iterable[RolloutSample]) -> list[SavedAnswer]:
+    """Return finished answers and episodes as a checkpoint stores them."""
+    found: dict[int, SavedAnswer] = {}
+    for sample in samples:  # the first sample of an episode comes before its others
+        saved = _saved_sample(sample)
+        if sample.branch == 0:
+            found[sample.sample_id] = saved
+        else:
+            found[sample.first_id].further.append(saved)
+    return [*found.values()]
+
+
+def _saved_sample(sample: RolloutSample) -> SavedAnswer:
     experts = None
     if sample.experts is not None:
         dtype = str(sample.experts.dtype).removeprefix("torch.")

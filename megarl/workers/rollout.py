@@ -20,7 +20,6 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.flow.job_roles import Rollout
-from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.rollout.canaries import canary_length, canary_prompts, num_response_tokens
@@ -37,7 +36,7 @@ from megarl.workers.megatron_role import megatron_atlases
 from megarl.workers.leaving_engine import LeavingEngine, without_engine
 from megarl.workers.kv_cache import EngineKVCache, releases_here, with_kv_cache_bytes
 from megarl.workers.offload_manager import KV_CACHE, needs
-from megarl.workers.request_stream import Answer, RequestStream
+from megarl.workers.request_stream import Answer, RequestStream, sample_of
 from megarl.workers.store import RolloutBlock, RolloutSample
 
 if TYPE_CHECKING:
@@ -349,19 +348,7 @@ class RolloutRole(LeavingEngine):
         return self.datasets[answer.purpose][answer.row].columns
 
     def _sample(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
-        return RolloutSample(
-            answer.sample_id,
-            answer.row,
-            group=answer.group,
-            versions=answer.versions,
-            prompt=answer.prompt,
-            response=answer.response,
-            log_probs=answer.log_probs,
-            truncated=finish_reason == "length",
-            experts=experts if self._has_experts else None,
-            trained=not answer.greedy,
-            digest=digest(answer.prompt, answer.response),
-        )
+        return sample_of(answer, finish_reason, experts=experts if self._has_experts else None)
 
     @cached_property
     def _has_experts(self) -> bool:

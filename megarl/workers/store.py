@@ -25,7 +25,7 @@ from megarl.batch import Batch, MicroBatch
 from megarl.batch_invariants import Digests, check_digests, digests_of
 from megarl.episodes.episode import EpisodeResult
 from megarl.invariants import InvariantError
-from megarl.packing import MiniBatch, Sample, by_episode
+from megarl.packing import MiniBatch, Sample, branch_id, by_episode
 
 
 class MissingSampleError(LookupError):
@@ -65,6 +65,11 @@ class RolloutSample:
     """Number of the sample among those of its episode."""
     num_branches: int = 1
     """Number of samples of the episode."""
+
+    @property
+    def first_id(self) -> int:
+        """Id of the first sample of the episode."""
+        return self.sample_id - branch_id(0, self.branch)
 
     @property
     def num_sampled(self) -> int:

@@ -44,11 +44,6 @@ RULES = {
         "bin/python of a virtual environment in which you ran `pip install verifiers`.",
         f"{VERIFIERS} --env-python python3",
     ),
-    "verifiers while the actor trains": (
-        f"{VERIFIERS} --env-python python3 --staleness 1",
-        "--env-verifiers (my-env): cannot be combined with --staleness above 0 yet. Leave --staleness out.",
-        f"{VERIFIERS} --env-python python3",
-    ),
     "verifiers and an environment": (
         f"{VERIFIERS} --env-python python3 {IS}",
         "--env-verifiers (my-env): verifiers plays the episodes, and --env (env.py:Env) would too. Leave one of them out.",
@@ -79,12 +74,6 @@ RULES = {
         "--max-branches 3",
         "--max-branches (3): has no effect without --agent-command. Leave it out.",
         "--max-branches 3 --agent-command python3 --max-context-length 200",
-    ),
-    "branches of asynchronous episodes": (
-        "--max-branches 3 --staleness 1 --agent-command python3 --max-context-length 200",
-        "--max-branches (3): has no effect with --staleness above 0, where an episode is one conversation. Leave it "
-        "out.",
-        "--max-branches 1 --staleness 1 --agent-command python3 --max-context-length 200",
     ),
     "turns without an environment": (
         "--max-turns 3",

@@ -1,28 +1,30 @@
-"""An agent whose episodes are trees, for test_agents_job.py. Half of the episodes are a single conversation.
+"""An agent whose episodes are trees. Half of the episodes are a single conversation.
 
-It uses no SDK: it would take a second to import."""
+With the argument `slow` it works for a while at some calls, has two requests at a time, and tells the time."""
 
 import json
-import os
 import sys
-import urllib.request
+import threading
+import time
+from pathlib import Path
 
-
-def ask(messages, **how):
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"model": "policy", "messages": messages, **how}).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
-    )
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as reply:
-        return [choice["message"]["content"] for choice in json.load(reply)["choices"]]
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.episodes.asking import ask, ask_all
 
 row = json.loads(sys.stdin.readline())
-first, second = ask(row["prompt"], n=2)
-more = [{"role": "assistant", "content": first}, {"role": "user", "content": "1"}]
+is_slow = "slow" in sys.argv
+first, second = ask_all(row["prompt"], n=2)
+told = "1"
+if is_slow:
+    aside = threading.Thread(target=ask, args=([{"role": "user", "content": "1+1 ?"}],))
+    aside.start()
+    time.sleep(0.5 * (len(first) % 3 == 0))
+    told = f"{time.time_ns() % 1000}"
+more = [{"role": "assistant", "content": first}, {"role": "user", "content": told}]
 ask([*row["prompt"], *more])
 if len(first) % 2:
     ask([*row["prompt"], *more[:1], {"role": "user", "content": "2"}])  # goes on from an earlier answer
     ask(row["prompt"])
+if is_slow:
+    aside.join()
 print(json.dumps({"reward": len(second) / 10}))

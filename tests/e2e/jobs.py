@@ -176,7 +176,9 @@ def check_nothing_is_told(output: str, folder: Path) -> None:
 def replace_flags(arguments: list[str], flags: list[str]) -> list[str]:
     """Flags given twice are an error, so those of the test take the place of the common ones."""
     given = {f for f in flags if f.startswith("--")}
-    given |= {"--reward-function"} if given & {"--env", "--agent-command"} else set()  # they give the rewards
+    given |= (
+        {"--reward-function"} if given & {"--env", "--agent-command", "--env-verifiers"} else set()
+    )  # they give the rewards
     kept, skip = [], False
     for word in arguments:
         if word.startswith("--"):

@@ -1,20 +1,28 @@
-"""A whole job whose episodes are played by an agent over HTTP, and the same job with an environment class.
+"""A whole job whose episodes are played by an agent over HTTP, and the same job with an environment class, and with
+one of the package verifiers.
 
-pytest tests/e2e/test_agents_job.py -m nightly"""
+    MEGARL_TEST_VERIFIERS_PYTHON=path/to/venv/bin/python pytest tests/e2e/test_agents_job.py -m nightly
+
+Without the variable the tests of verifiers are skipped; tests/episodes/test_verifiers.py says what the venv needs."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import Job, train
+from megarl.episodes import verifiers_env
+from tests.e2e.jobs import Job, replace_flags, train
 from tests.e2e.test_cli_jobs import MEASURED
+from tests.e2e.test_resume import rows as compared
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
+PYTHON, TASKS = os.environ.get("MEGARL_TEST_VERIFIERS_PYTHON"), HERE.parent / "episodes" / "verifiers_tasks"
 FLAGS = (
     *("--max-turns", "3", "--max-context-length", "72", "--max-response-length", "8", "--num-prompts", "2"),
     *("--num-rollouts-to-log", "-1", "--train-iters", "1"),
@@ -50,7 +58,7 @@ def as_class(sums_data, tmp_path_factory) -> Job:
 
 
 def job_of(data: Path, save: Path, *flags: str) -> Job:
-    done = train(data, save, *FLAGS, *flags)
+    done = train(data, save, *replace_flags([*FLAGS], [*flags]))
     assert done.returncode == 0, done.output
     return done
 
@@ -70,16 +78,78 @@ def test_an_agent_gives_the_tokens_advantages_and_loss_of_the_environment(
     agent, *flags = AGENTS[name]
     command = f"{sys.executable} {agent}"
     flags = ["--agent-command", command, "--agent-num-processes", "2", *flags]
-    as_agent = job_of(sums_data, tmp_path / "agent", *flags)
-    for one, other in zip(rows_of(as_class), rows_of(as_agent), strict=True):
+    check_same(as_class, job_of(sums_data, tmp_path / "agent", *flags))
+
+
+def check_same(as_class: Job, other_job: Job) -> None:
+    """The first steps of two jobs have the same tokens, rewards and metrics."""
+    for one, other in zip(rows_of(as_class), rows_of(other_job), strict=True):
         for name in ("prompt_ids", "response_ids", "holes", "reward", "num_turns", "finish_reason"):
             assert one[name] == other[name], name
-    (one,), (other,) = as_class.steps, as_agent.steps
+    one, other = as_class.steps[0], other_job.steps[0]
     # the engine's log-probs depend on which requests share a batch, in the last bits
     names = [name for name in one if not name.startswith((*MEASURED, "mismatch/"))]
     assert {name: one[name] for name in names} == {name: other[name] for name in names}
     assert max(one["mismatch/max_abs"], other["mismatch/max_abs"]) < 5e-5
     assert one["reward/failed"] == 0 and one["turns/max"] > 1
+
+
+@pytest.fixture
+def as_verifiers(sums_data, tmp_path, monkeypatch) -> list[str]:
+    """Flags of the calculator as an environment of verifiers, with its tasks in the order of the rows."""
+    if PYTHON is None:
+        pytest.skip("MEGARL_TEST_VERIFIERS_PYTHON names no Python with verifiers")
+    monkeypatch.setenv("PYTHONPATH", str(TASKS))
+    monkeypatch.setenv("MEGARL_TEST_ROWS", str(sums_data / "train.jsonl"))
+    rows = tmp_path / "rows.jsonl"
+    command = [PYTHON, verifiers_env.__file__, "megarl_calculator", rows]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    given = [json.loads(line) for line in (sums_data / "train.jsonl").read_text().splitlines()]
+    made = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["prompt"] for row in made] == [row["prompt"] for row in given]
+    return ["--env-verifiers", "megarl_calculator", "--env-python", PYTHON, "--train-data", str(rows)]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_verifiers_environment_gives_the_tokens_advantages_and_loss_of_the_class(
+    sums_data, as_class, as_verifiers, tmp_path
+):
+    check_same(as_class, job_of(sums_data, tmp_path / "run", *as_verifiers))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("client", ["eval", "train"])
+def test_a_job_of_verifiers_trains_evaluates_and_resumes(sums_data, as_verifiers, tmp_path, client):
+    """The gate holds over all answers. What verifiers renders with the client `train` is its own affair, so those
+    episodes may have several samples."""
+    rows = as_verifiers[-1]
+    flags = (*as_verifiers, "--env-verifiers-client", client, "--save-interval", "1")
+    flags += ("--eval-data", rows, "--eval-interval", "2", "--eval-num-prompts", "3")
+    job = job_of(sums_data, tmp_path / "run", *flags, "--train-iters", "1")
+    job = job_of(sums_data, tmp_path / "run", *flags, "--train-iters", "3", "--load", str(tmp_path / "run"))
+    assert [step["step"] for step in job.steps] == [1, 2, 3]
+    for step in job.steps:
+        assert step["mismatch/max_abs"] < 5e-5 and step["reward/failed"] == 0 and step["turns/max"] > 1
+        assert step["branches/max"] == 1 or client == "train"
+    held_out = [row for row in job.metrics if "eval/turns" in row]
+    assert len(held_out) == 1 and held_out[0]["eval/turns"] >= 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_rollouts_of_verifiers_go_on_while_the_actor_trains_and_can_be_replayed(
+    sums_data, as_verifiers, tmp_path
+):
+    flags = (*as_verifiers, "--staleness", "1", "--train-iters", "3")
+    job = job_of(sums_data, tmp_path / "run", *flags)
+    for step in job.steps:
+        assert step["staleness/max"] <= 1 and step["reward/failed"] == 0 and step["canary/max_abs"] < 1e-3
+    assert len(job.steps) == 3 and max(step["staleness/max"] for step in job.steps) == 1
+    again = job_of(sums_data, tmp_path / "again", *flags, "--replay", str(job.folder))
+    assert compared(again) == compared(job)
 
 
 @pytest.mark.nightly

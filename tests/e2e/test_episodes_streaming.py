@@ -21,6 +21,7 @@ from tests.e2e.test_resume import rows
 HERE = Path(__file__).resolve().parent
 ENV = f"{HERE / 'envs.py'}:Slow"
 AGENT = f"{sys.executable} {HERE / 'slow_agent.py'}"
+TREES = f"{sys.executable} -S {HERE / 'branching_agent.py'} slow"
 NUM_PROMPTS, NUM_SAMPLES, STEPS = 4, 4, 4
 FLAGS = (
     *("--max-turns", "4", "--max-context-length", "72", "--max-response-length", "8"),
@@ -65,6 +66,17 @@ def check_run(job: Job, first: int = 1) -> list[dict]:
     return played
 
 
+def check_trees(job: Job, played: list[dict], are_trees: bool) -> None:
+    """Each episode of the branching agent has all its answers in its branches, which a step counts once."""
+    assert max(row.get("branches/max", 1) for row in job.steps) == (5 if are_trees else 1)
+    for row in played if are_trees else ():
+        samples = [row, *row["branches"]]
+        assert len(samples) == row["num_branches"] in (3, 5)
+        assert row["num_turns"] == (4 if len(samples) == 3 else 6)
+        holes = sum(end - start for one in samples for start, end in one["holes"])
+        assert sum(len(one["response_ids"]) for one in samples) - holes == row["response_length"]
+
+
 FORMS = {
     "recompute": (),
     "keep": ("--weight-update", "keep"),
@@ -74,6 +86,11 @@ FORMS = {
     "transformers": ("--rollout-backend", "transformers"),
     "agents": ("--agent-command", AGENT, "--eval-interval", "4"),
     "agents_disjoint": (*DISJOINT, "--agent-command", AGENT, "--eval-interval", "4"),
+    "agents_trees": ("--agent-command", TREES, "--max-turns", "6", "--eval-interval", "4"),
+    "agents_trees_disjoint": (
+        *(*DISJOINT, "--agent-command", TREES, "--max-turns", "6", "--eval-interval", "4"),
+        *("--loss-aggregation", "seq-mean-token-mean"),
+    ),
 }
 
 
@@ -83,7 +100,7 @@ FORMS = {
 def test_episodes_of_slow_environments_are_trained_on_once_and_in_time(sums_data, tmp_path, form):
     """Some span versions; a checkpoint in the middle loses and doubles none."""
     job = run(sums_data, tmp_path / "run", *FORMS[form])
-    check_run(job)
+    check_trees(job, check_run(job), "trees" in form)
     assert max(row["staleness/max"] for row in job.steps) == 1
     for name in [path.stem for path in (job.folder / "engines").glob("rollout_*.jsonl")]:
         assert any(isinstance(record, Turns) for record in read_log(job.folder, name))
@@ -95,7 +112,9 @@ def test_episodes_of_slow_environments_are_trained_on_once_and_in_time(sums_data
     before = episodes(job.folder, range(1, 3))
     resumed = run(sums_data, tmp_path / "run", *FORMS[form], "--load", str(job.folder))
     assert "continues after step 2" in resumed.output
-    assert check_run(resumed)[: len(before)] == before
+    played = check_run(resumed)
+    assert played[: len(before)] == before
+    check_trees(resumed, played, "trees" in form)
     assert ("cannot be brought back" in resumed.output) == (has_begun and "agents" in form)
 
 
@@ -111,7 +130,7 @@ def test_a_rule_judges_the_last_answer_of_each_agent_while_training_goes_on(sums
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", ["recompute", "disjoint", "agents"])
+@pytest.mark.parametrize("form", ["recompute", "disjoint", "agents", "agents_trees", "agents_trees_disjoint"])
 def test_a_replay_asks_no_environment_and_resumes_bit_for_bit(sums_data, tmp_path, form):
     """The environment's replies depend on the time, so only the log can repeat them."""
     flags = [flag.replace(":Slow", ":Clock") for flag in FORMS[form]]

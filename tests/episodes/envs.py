@@ -71,3 +71,30 @@ class Ended(Env):
     def close(self):
         with open(self.path, "a") as file:
             file.write("closed\n")
+
+
+class Says:
+    """Replies with the value of an expression in the row."""
+
+    def reset(self, row):
+        self.says = row["says"]
+        if "tools" in row:
+            function = {"name": "f", "parameters": eval(row["tools"])}
+            self.tools = [{"type": "function", "function": function}]
+        return [{"role": "user", "content": "start"}]
+
+    def step(self, text):
+        return [{"role": "tool", "content": eval(self.says, {"deep": deep, "itself": itself})}], None, False
+
+
+def deep(levels):
+    value = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
+def itself():
+    value = []
+    value.append(value)
+    return value

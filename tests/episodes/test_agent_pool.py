@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,12 +84,6 @@ def test_beyond_max_branches_a_request_is_refused_and_the_agent_may_go_on():
     assert len(episode.branches) == 3 and not episode.truncated
     (single,), _ = run({"what": "branches"}, limits=LIMITS)
     assert (single.reward, single.result.num_turns) == (-1.0, 1)  # n = 2 is refused, and one answer is not
-
-
-def test_while_the_actor_trains_an_episode_is_one_conversation():
-    row = {"what": "branches", "code": "branch_not_supported", "says": "with --staleness"}
-    (episode,), _ = run(row, limits=replace(LIMITS, is_streaming=True), one_at_a_time=True)
-    assert (episode.failure, episode.reward, len(episode.branches)) == (None, -1.0, 1)
 
 
 def test_an_agent_that_a_rule_judges_need_not_print_a_reward():

@@ -29,14 +29,12 @@ class Answering:
 
     takes_tools = False
 
-    def __init__(self, one_at_a_time: bool = False) -> None:
+    def __init__(self) -> None:
         self.requests: list[tuple[int, list, int | None]] = []
         self.places: list[tuple[int | None, int]] = []  # parent and number of answers of each request
         self.num_turns = 0
         self.delay_s: float | None = 0.0  # None: no answer
-        self.proxy = Proxy(
-            self._on_request, max_length=64, takes_tools=self.takes_tools, one_at_a_time=one_at_a_time
-        )
+        self.proxy = Proxy(self._on_request, max_length=64, takes_tools=self.takes_tools)
         self.key = self.proxy.open(0)
 
     def _on_request(self, episode, messages, asked, request):
@@ -76,20 +74,6 @@ def server() -> Iterator[Answering]:
 
 def ask(messages, **how) -> dict:
     return {"model": "m", "messages": messages, **how}
-
-
-def test_one_at_a_time_a_request_beside_one_that_waits_is_refused():
-    server, found = Answering(one_at_a_time=True), []
-    server.delay_s = 1.0
-    first = threading.Thread(target=lambda: found.append(server.post(ask(HI))[0]))
-    first.start()
-    while not server.requests:
-        time.sleep(0.01)
-    status, reply = server.post(ask([{"role": "user", "content": "aside"}]))
-    assert (status, reply["error"]["code"]) == (400, "request_in_progress")
-    first.join()
-    assert found == [200] and server.post(ask(HI))[0] == 200  # none waits any more
-    server.proxy.stop()
 
 
 def test_the_sdk_talks_streams_and_retries(server, monkeypatch):

@@ -286,6 +286,15 @@ REFUSED = {
         ask(spoken(function={"name": "x", "arguments": r'{"a": "\ud800"}'}), tools=TOOLS),
         "must be a JSON object",
     ),
+    "a large number": (ask(HI, tools=edited(parameters={"max": 2**70})), "tools[0].function.parameters.max"),
+    "a large argument": (
+        ask(spoken(function={"name": "x", "arguments": f'{{"a": {2**70}}}'}), tools=TOOLS),
+        "function.arguments.a is an integer of 71 bits; -2^63 to 2^64 - 1 can be stored",
+    ),
+    "no number": (
+        ask(spoken(function={"name": "x", "arguments": '{"a": NaN}'}), tools=TOOLS),
+        "function.arguments.a is nan, which JSON cannot hold",
+    ),
     "a user's call": (ask([{**HI[0], "tool_calls": [CALL]}], tools=TOOLS), "of the assistant only"),
 }
 

@@ -8,6 +8,10 @@ import random
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.episodes.asking import ask_messages
 
 TEXTS = ["42", "é", "日本 🙂", "\n\n", "  ", '{"a": "\\u00e9"}', "error", "<tool_call>", "", "thirty is"]
 TOOLS = [
@@ -27,13 +31,7 @@ TOOLS = [
 
 
 def ask(messages, **how):
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"model": "policy", "messages": messages, "tools": TOOLS, **how}).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
-    )
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as reply:
-        return json.load(reply)["choices"][0]["message"]
+    return ask_messages(messages, tools=TOOLS, **how)[0]
 
 
 def ask_anthropic(messages):

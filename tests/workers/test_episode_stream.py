@@ -36,7 +36,7 @@ from tests.workers.small_engine import STOP_TOKEN, SmallEngine, config, whole_re
 
 GROUP_SIZE = 2
 LONGEST = 6  # tokens of an answer; without this limit most have more
-LIMITS = Limits(max_turns=10, max_response_length=LONGEST, max_context_length=400, is_streaming=True)
+LIMITS = Limits(max_turns=10, max_response_length=LONGEST, max_context_length=400)
 FAILS = 5  # row % 7 of episodes whose environment fails at once
 
 
@@ -103,7 +103,7 @@ class Pool:
 
     def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
         if self.of_agents:
-            assert code == "branch_not_supported" and "--staleness" in message and not is_final
+            assert code == "too_many_branches" and "--max-branches is 1" in message and not is_final
             self.due[reply.episode] = self.rng.choice([0, 1, 2])
         return self.of_agents
 
@@ -151,6 +151,8 @@ class Job:
         salt: str = "",
         max_running: int = 3,
         limits: Limits = LIMITS,
+        pool: Pool | None = None,
+        engine: SmallEngine | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         job = replace(
@@ -159,10 +161,10 @@ class Job:
             episodes=EpisodeConfig(env="env.py:Env"),
         )
         self.engine = Engine(job, None, "")
-        self.engine.inference = self.inference = SmallEngine(max_running)
+        self.engine.inference = self.inference = engine or SmallEngine(max_running)
         self.table: SampleTable = SampleTable("train")
         self.samples: list[RolloutSample] = []
-        self.pool = Pool(self.rng, salt, of_agents)
+        self.pool = pool or Pool(self.rng, salt, of_agents)
         sampler = SimpleNamespace(environments=self.pool, chat=CHAT, limits=limits, of_agents=of_agents)
         self.stream = EpisodeStream(
             self.engine, self.table, self.samples.extend, sampler, lambda answer: {"row": answer.row}
@@ -530,6 +532,63 @@ def test_a_commit_between_two_replies_keeps_its_place_in_the_log(tmp_path):
     for record in records:
         version = record.version if isinstance(record, Commit) else version
         assert not isinstance(record, Turns) or record.step == version
+
+
+class OneByOne(Pool):
+    """Environments that reply at once, of which a look finds one. With agents: they ask for a second conversation
+    again and again."""
+
+    def open(self, row: Mapping[str, Any]) -> int:
+        number = super().open(row)
+        self.due[number] = 0
+        return number
+
+    def step(self, episode: int, text: str, sampled: Sampled) -> None:
+        super().step(episode, text, sampled)
+        self.due[episode] = 0
+
+    def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
+        super().refuse(reply, code, message, is_final)
+        self.refused.clear()
+        self.due[reply.episode] = 0
+        return True
+
+    def replies(self, timeout_s: float) -> list[Reply]:
+        waiting, self.due = self.due, dict([*self.due.items()][:1])
+        try:
+            return super().replies(timeout_s)
+        finally:
+            self.due = {number: 0 for number in [*waiting][1:]}
+
+
+def test_no_seat_is_free_in_a_step_while_a_reply_waits(tmp_path):
+    """The engine has all 8 episodes in its first step, and later those whose environments have replied by then."""
+    job = Job(tmp_path, max_running=8, pool=OneByOne(random.Random(0)))
+    job.recorder.start(0)
+    step, num_requests = job.inference.step, []
+
+    def watched() -> None:
+        assert not job.pool.due
+        num_requests.append(len(job.inference.requests))
+        step()
+
+    job.inference.step = watched
+    job.stream.add(answers(0, 1, 2, 3))
+    job.finish()
+    check(job.samples, 0, 1, 2, 3)
+    assert num_requests[0] == 8 and len(num_requests) > LONGEST
+    records = [record for record in read_log(tmp_path, "rollout_0") if isinstance(record, Turns)]
+    assert [record.engine_step for record in records[:8]] == [0] * 8  # one record per look
+
+
+def test_an_agent_that_asks_for_ever_does_not_hold_the_engine_up(tmp_path):
+    """Each of its requests is refused. Meanwhile the engine takes its steps."""
+    job = Job(tmp_path, of_agents=True, pool=OneByOne(random.Random(0), of_agents=True))
+    job.recorder.start(0)
+    job.stream.add(answers(1, 2))  # those of row 1 ask for ever
+    for _ in range(100):
+        job.stream.step()
+    assert {sample.group for sample in job.samples} == {2} and len(job.stream._open) == GROUP_SIZE
 
 
 def test_only_the_time_between_steps_counts_as_standing_still(tmp_path, monkeypatch):

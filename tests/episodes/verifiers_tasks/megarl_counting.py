@@ -43,6 +43,7 @@ class Counting(Taskset[CountingTask, vf.TasksetConfig]):
 class Program(Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
+    FILE = "counting_program.py"
 
     async def launch(
         self,
@@ -54,6 +55,6 @@ class Program(Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: TaskData,
     ) -> ProgramResult:
-        program = Path(__file__).with_name("counting_program.py")
+        program = Path(__file__).with_name(self.FILE)
         arguments = [endpoint, secret, ctx.model, str(data.prompt)]
         return await runtime.run_program([sys.executable, str(program), *arguments], {})
