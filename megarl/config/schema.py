@@ -254,11 +254,9 @@ class EpisodeConfig(LedEpisodes):
     agent_command: str | None = None
     """Your own agent, e.g. "python agent.py": a process per episode that calls the model through an SDK and prints
     the reward, or --reward or --reward-function judges its last answer. See docs/agents.md."""
-    agent_timeout_s: Positive = 600.0
-    """With --agent-command: seconds of an episode, but for those in which the engine stands still; then it fails."""
-    tool_call_parser: str | None = None
-    """With --agent-command: vLLM's parser that finds tool calls in answers, e.g. hermes (Qwen2.5, Qwen3),
-    llama3_json or deepseek_v31. Without it requests with tools are refused."""
+    share_episodes: bool = False
+    """With --env and --num-actors 2 or more: all actors play in the same episodes, each with its own conversation
+    and reward. The environment says who answers next, see docs/agents.md. By default each has its own episodes."""
 
     @property
     def has_turns(self) -> bool:

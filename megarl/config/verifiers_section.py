@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from megarl.config.errors import Count, Section, at_least, at_most, section
+from megarl.config.errors import Count, Positive, Section, at_least, at_most, section
 
 
 @section
@@ -21,6 +21,11 @@ class LedEpisodes(Section):
     env_verifiers_config: str | None = None
     """With --env-verifiers: a JSON file with fields of verifiers' EnvConfig, e.g. {"agent": {"max_turns": 4}}. By
     default agents run in processes of the machine."""
+    agent_timeout_s: Positive = 600.0
+    """With --agent-command: seconds of an episode, but for those in which the engine stands still; then it fails."""
+    tool_call_parser: str | None = None
+    """With --agent-command: vLLM's parser that finds tool calls in answers, e.g. hermes (Qwen2.5, Qwen3),
+    llama3_json or deepseek_v31. Without it requests with tools are refused."""
     reasoning_parser: str | None = None
     """With --agent-command: vLLM's parser that takes the reasoning out of answers, e.g. qwen3 or deepseek_r1."""
     agent_num_processes: Count = 16

@@ -26,6 +26,7 @@ import torch
 
 from megarl.episodes.environments import Reply
 from megarl.episodes.episode import EpisodeResult
+from megarl.invariants import digest
 from megarl.messages import decode, encode
 from megarl.rollout.interface import Output, Request
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
@@ -366,6 +367,23 @@ class RequestStream:
 def _length(saved: SavedAnswer) -> tuple[bool, int, int]:
     """Return a key that is larger the further an answer has got. Several engines may have saved the answer."""
     return saved.finish_reason is not None, len(saved.events), len(saved.answer.response)
+
+
+def sample_of(answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
+    """Return a finished answer of a single turn as a sample."""
+    return RolloutSample(
+        answer.sample_id,
+        answer.row,
+        group=answer.group,
+        versions=answer.versions,
+        prompt=answer.prompt,
+        response=answer.response,
+        log_probs=answer.log_probs,
+        truncated=finish_reason == "length",
+        experts=experts,
+        trained=not answer.greedy,
+        digest=digest(answer.prompt, answer.response),
+    )
 
 
 def _saved(sample: RolloutSample) -> SavedAnswer:

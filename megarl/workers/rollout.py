@@ -20,7 +20,6 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.flow.job_roles import Rollout
-from megarl.invariants import digest
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.rollout.canaries import canary_length, canary_prompts, num_response_tokens
@@ -37,7 +36,8 @@ from megarl.workers.megatron_role import megatron_atlases
 from megarl.workers.leaving_engine import LeavingEngine, without_engine
 from megarl.workers.kv_cache import EngineKVCache, releases_here, with_kv_cache_bytes
 from megarl.workers.offload_manager import KV_CACHE, needs
-from megarl.workers.request_stream import Answer, RequestStream
+from megarl.workers.request_stream import Answer, RequestStream, sample_of
+from megarl.workers.shared_episodes import SharedEpisodes
 from megarl.workers.store import RolloutBlock, RolloutSample
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class RolloutRole(LeavingEngine):
     """The actor in this process, if there is one."""
     on_finished: Callable[[list[RolloutSample]], None] | None = None
     """Called with the samples of groups that are finished, before the driver hears of them."""
+    shared: SharedEpisodes | None = None
+    """Plays the episodes of several actors together (--share-episodes)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +83,8 @@ class RolloutRole(LeavingEngine):
         self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
         if self.engine is not None and self.config.episodes.has_turns:
             self.episodes = EpisodeSampler(self.config, self.shape, self.tokenizer, self.engine)
+            if self.shared is not None:
+                self.shared.join(self.suffix, self.episodes, self._first_turns, self.datasets)
         if self.config.streaming.staleness:
             self._start_stream()
 
@@ -229,8 +233,12 @@ class RolloutRole(LeavingEngine):
         if not self.has_engine:
             return []
         own = self._own(visits, engines)
-        answers, recorded = self._answers(purpose, own, greedy), self._recorded(purpose, own, greedy)
-        how = {"temperature": 0.0} if greedy else self._sampling()
+        if self.shared is not None:
+            made = self.shared.samples_of(self.suffix, purpose, own, greedy)
+            rollouts.add(RolloutBlock(made))
+            return self._records(made)
+        recorded = self._recorded(purpose, own, greedy)
+        answers, how = self._first_turns(purpose, own, greedy)
         if not wait:
             with recorded:
                 self.stream.go_on(due)
@@ -328,8 +336,16 @@ class RolloutRole(LeavingEngine):
         kind = Canary if purpose == "canary" else Admit
         return self.recorder.taking_effect(kind(step=version + 1, version=version, visits=visits))
 
+    def _first_turns(
+        self, purpose: str, own: list[tuple[int, int]], greedy: bool
+    ) -> tuple[list[Answer], dict[str, float]]:
+        """Return the responses to sample, none of them begun, and temperature, top_p and top_k."""
+        how = {"temperature": 0.0} if greedy else self._sampling()
+        return self._answers(purpose, own, greedy), how
+
     def _answers(self, purpose: str, visits: list[tuple[int, int]], greedy: bool) -> list[Answer]:
         config, num_drawn = self.config, self.config.batch.num_samples_per_prompt
+        drawn_for = purpose if self.shared is None else purpose + self.suffix  # actors of one seed differ
         n = num_drawn + config.algorithm.greedy_samples
         if purpose == "eval":
             n = num_drawn = 1 if greedy else config.run.eval_num_samples
@@ -337,7 +353,13 @@ class RolloutRole(LeavingEngine):
         prompts = self.encoders[purpose].prompts([row for _, row, _ in asked])
         return [
             Answer(
-                *(visit * n + index, row, visit, prompt, draw_key(config.batch.seed, purpose, visit, index)),
+                *(
+                    visit * n + index,
+                    row,
+                    visit,
+                    prompt,
+                    draw_key(config.batch.seed, drawn_for, visit, index),
+                ),
                 purpose=purpose,
                 greedy=index >= num_drawn,
             )
@@ -349,19 +371,7 @@ class RolloutRole(LeavingEngine):
         return self.datasets[answer.purpose][answer.row].columns
 
     def _sample(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
-        return RolloutSample(
-            answer.sample_id,
-            answer.row,
-            group=answer.group,
-            versions=answer.versions,
-            prompt=answer.prompt,
-            response=answer.response,
-            log_probs=answer.log_probs,
-            truncated=finish_reason == "length",
-            experts=experts if self._has_experts else None,
-            trained=not answer.greedy,
-            digest=digest(answer.prompt, answer.response),
-        )
+        return sample_of(answer, finish_reason, experts if self._has_experts else None)
 
     @cached_property
     def _has_experts(self) -> bool:
