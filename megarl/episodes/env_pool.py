@@ -239,8 +239,15 @@ def command(python: str | None) -> list[str]:
 def _reply(episode: int, reply: EnvReply) -> Reply:
     if reply.failure is not None:
         return Reply(episode, failure=reply.failure, cause=reply.cause)
-    how = {"tools": reply.tools, "actor": reply.actor, "rewards": reply.rewards}
-    return Reply(episode, reply.messages, reply.reward, reply.done, **how)
+    return Reply(
+        episode,
+        reply.messages,
+        reply.reward,
+        reply.done,
+        tools=reply.tools,
+        actor=reply.actor,
+        rewards=reply.rewards,
+    )
 
 
 @dataclass(frozen=True, slots=True)

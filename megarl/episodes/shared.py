@@ -40,7 +40,8 @@ class SharedPlay(Play):
         """Return the turn that follows a reply; none if the episode has ended."""
         index = self._index_of[reply.episode]
         episode, actor = self._episodes[index], reply.actor or FIRST_ACTOR
-        failure, turn = failure_of(reply, episode.seats), None
+        failure = failure_of(reply, episode.seats)
+        turn: TurnRecord | None = None
         if failure is None:
             for name, record in episode.seats.items():
                 _earn(record, reward_of(reply, name))

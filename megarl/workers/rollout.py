@@ -337,13 +337,13 @@ class RolloutRole(LeavingEngine):
         return self.recorder.taking_effect(kind(step=version + 1, version=version, visits=visits))
 
     def _first_turns(
-        self, purpose: str, own: list[tuple[int, int]], greedy: bool
+        self, purpose: str, own: Sequence[tuple[int, int]], greedy: bool
     ) -> tuple[list[Answer], dict[str, float]]:
         """Return the responses to sample, none of them begun, and temperature, top_p and top_k."""
         how = {"temperature": 0.0} if greedy else self._sampling()
         return self._answers(purpose, own, greedy), how
 
-    def _answers(self, purpose: str, visits: list[tuple[int, int]], greedy: bool) -> list[Answer]:
+    def _answers(self, purpose: str, visits: Sequence[tuple[int, int]], greedy: bool) -> list[Answer]:
         config, num_drawn = self.config, self.config.batch.num_samples_per_prompt
         drawn_for = purpose if self.shared is None else purpose + self.suffix  # actors of one seed differ
         n = num_drawn + config.algorithm.greedy_samples

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from megarl.data.quick_tokenizer import load_quickly
 from tests.e2e.jobs import Job, train
 from tests.e2e.test_resume import exported, halves, rows
+from tests.launch import succeed
 
+ROOT = Path(__file__).resolve().parents[2]
 ENV = f"{Path(__file__).with_name('envs.py')}:Pair"
 TEMPERATURE, LAMBDA = {"actor": 0.9, "actor_2": 0.8}, {"actor": 0.95, "actor_2": 0.5}
 FLAGS = (
@@ -200,6 +202,25 @@ def test_a_resumed_job_does_what_the_whole_one_does(sums_data, tmp_path):
     ]
     assert kept[0] == kept[1] and len(kept[0]) == 2
     assert exported(whole) == exported(half) and len(exported(whole)) == 4
+
+
+@pytest.mark.nightly
+def test_the_relay_example_passes_hints_on(tmp_path):
+    """The jobs of configs/relay_*.args, but short."""
+    data, common = tmp_path / "data", ("-m", "megarl.cli", "train")
+    succeed(ROOT / "examples" / "relay_env.py", data, timeout=60, folder=ROOT)
+    sft = ("--model", data / "model", "--train-data", data / "sft.jsonl", "--save", tmp_path / "sft")
+    short = ("--train-iters", "100", "--lr-decay-iters", "100")
+    succeed(*common, "@configs/relay_sft.args", *sft, *short, timeout=300, preloaded=True, folder=ROOT)
+    save = ("--model", tmp_path / "sft" / "hf", "--save", tmp_path / "ippo", "--train-iters", "2")
+    rows = ("--train-data", data / "train.jsonl", "--eval-data", data / "test.jsonl", "--eval-interval", "2")
+    flags = (*save, *rows, "--num-rollouts-to-log", "-1")
+    succeed(*common, "@configs/relay_ippo.args", *flags, timeout=300, preloaded=True, folder=ROOT)
+    job = Job(0, "", tmp_path / "ippo")
+    for row, second in zip(*(of_actor.values() for of_actor in logged(job, 2).values()), strict=True):
+        assert second["prompt"] == [{"role": "user", "content": f"{row['response'].strip()[:2]} ?"}]
+        assert row["reward"] == second["reward"] == float(second["response"].strip() == row["ground_truth"])
+    assert all(row["mismatch_2/max_abs"] < 5e-5 and row["reward/failed"] == 0 for row in job.steps)
 
 
 @pytest.mark.nightly
