@@ -69,9 +69,12 @@ def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: f
         roles: the roles that score the batch.
         max_share: the share of the rewards that may be missing."""
     silent = {
-        sample for role in roles for sample, one in batch.records[role].items() if one.get("cause") == SILENT
+        sample
+        for records in batch.records.values()
+        for sample, record in records.items()
+        if record.get("cause") == SILENT
     }
-    failed = [s for s, reward in batch.rewards.items() if reward is None and s not in silent]
+    failed = [one for one, reward in batch.rewards.items() if reward is None and one not in silent]
     if len(failed) <= max_share * len(batch.rewards):
         return
     reasons = (batch.records[role][sample].get("failure") for sample in failed for role in roles)

@@ -67,7 +67,6 @@ def check_episodes(found: dict[str, dict[int, dict]], data: Path) -> int:
     assert found["actor"].keys() == found["actor_2"].keys() and len(found["actor"]) == 16
     for first, second in zip(found["actor"].values(), found["actor_2"].values(), strict=True):
         mine = answers_of(first)
-        assert first["prompt"] == second["prompt"] if not second["turns"] else True
         if second["turns"] == []:
             num_silent += 1
             assert len(mine) == 1 and len(mine[0]) % 4 == 0 and first["reward"] == share(mine[0])
@@ -88,7 +87,7 @@ def check_episodes(found: dict[str, dict[int, dict]], data: Path) -> int:
         for hole in [*row["holes"], [len(row["response_ids"])] * 2]:
             runs.append(tokenizer.decode(row["response_ids"][end : hole[0]]))
             end = hole[1]
-        assert runs == (answers_of(row) or [row["response"]] if row["turns"] else runs)
+        assert runs == answers_of(row) or not row["turns"]
     return num_silent
 
 
