@@ -151,8 +151,10 @@ def test_two_policies_play_in_the_same_episodes_and_each_learns_from_its_own(sum
         scored = [row["reward"] for row in found[actor].values() if row["reward"] is not None]
         assert step[f"reward{suffix}/mean"] == pytest.approx(sum(scored) / len(scored))
         check_update(actor, step, found[actor], sums_data / "model")
-    texts = [[answers_of(row)[:1] for row in of_actor.values()] for of_actor in found.values()]
-    assert texts[0] != texts[1]  # actors of one seed draw apart
+    silent = [episode for episode, row in found["actor_2"].items() if not row["turns"]]
+    drawn = [[found[actor][episode]["response_ids"][0] for episode in silent] for actor in found]
+    same = sum(one == other for one, other in zip(*drawn, strict=True))
+    assert same <= len(silent) / 2  # after the same prompt by the same weights, but each by draws of its own
 
 
 @pytest.mark.nightly
