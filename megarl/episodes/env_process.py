@@ -103,13 +103,14 @@ class Environments:
         op, episode = request["op"], request["episode"]
         try:
             if op == "reset":
-                self._of_episode[episode] = await self._run(self._make)
-                messages = await self._run(self._of_episode[episode].reset, request["row"])
+                environment = self._of_episode[episode] = await self._run(self._make)
+                messages = await self._run(environment.reset, request["row"])
                 reply = {"messages": _messages(messages, "reset", may_be_empty=False)}
-                reply["tools"] = _tools(getattr(self._of_episode[episode], "tools", None) or [])
+                reply["tools"] = _tools(getattr(environment, "tools", None) or [])
             else:
-                reply = _step(await self._run(self._of_episode[episode].step, request["text"]))
-            reply |= _next_actor(self._of_episode[episode])
+                environment = self._of_episode[episode]
+                reply = _step(await self._run(environment.step, request["text"]))
+            reply |= _next_actor(environment)
         except Malformed as error:
             reply = {"failure": _printable(str(error)), "cause": "malformed"}
         except EpisodeFailure as error:
