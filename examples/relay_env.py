@@ -18,7 +18,7 @@ from pathlib import Path
 NUMBERS = range(10, 100)
 NUM_WARMUP_ROWS = 15_360
 COPIED_SHARE = 0.25
-"""Share of the rows of the warm-up whose answer is the number in the question. The others are any number."""
+"""Share of the rows of the warm-up whose answer is the number in the question. The others' answer is 10."""
 
 
 class Relay:
@@ -35,28 +35,22 @@ class Relay:
         return [], float(text.strip() == self.truth), True
 
 
-def is_test(number: int) -> bool:
-    """Return whether a number is held out: every ninth is."""
-    return number % 9 == 4
-
-
-def row(number: int, split: str) -> dict:
+def row(number: int) -> dict:
     return {
         "data_source": "megarl/relay",
         "prompt": [{"role": "user", "content": f"{number} ?"}],
         "reward_model": {"style": "rule", "ground_truth": str(number)},
-        "extra_info": {"split": split},
     }
 
 
 def warmup_rows(seed: int) -> list[dict]:
-    """Return rows for fine-tuning: a number as question, and mostly another one as answer."""
+    """Return rows for fine-tuning: a number as question, and mostly 10 as answer. What is left is a model that
+    could repeat a number, but seldom does."""
     rng, found = random.Random(f"{seed}/warmup"), []
-    numbers = [number for number in NUMBERS if not is_test(number)]
     for _ in range(NUM_WARMUP_ROWS):
-        number = rng.choice(numbers)
-        answer = number if rng.random() < COPIED_SHARE else rng.choice(numbers)
-        found.append(row(number, "train") | {"response": str(answer)})
+        number = rng.choice(NUMBERS)
+        answer = number if rng.random() < COPIED_SHARE else NUMBERS[0]
+        found.append(row(number) | {"response": str(answer)})
     return found
 
 
@@ -65,13 +59,12 @@ def write(path: Path, lines: Iterable[dict]) -> None:
 
 
 def make_relay(out: Path, seed: int = 0) -> None:
-    """Write the data files and the model's folder. The rows of both games do not depend on the seed."""
+    """Write the data files and the model's folder. The game's rows, one per number, do not depend on the seed."""
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     from sums.model import write_model_folder
 
     out.mkdir(parents=True, exist_ok=True)
-    write(out / "train.jsonl", [row(number, "train") for number in NUMBERS if not is_test(number)])
-    write(out / "test.jsonl", [row(number, "test") for number in NUMBERS if is_test(number)])
+    write(out / "numbers.jsonl", map(row, NUMBERS))
     write(out / "sft.jsonl", warmup_rows(seed))
     write_model_folder(out / "model", seed)
 

@@ -214,7 +214,10 @@ def test_the_relay_example_passes_hints_on(tmp_path):
     short = ("--train-iters", "100", "--lr-decay-iters", "100")
     succeed(*common, "@configs/relay_sft.args", *sft, *short, timeout=300, preloaded=True, folder=ROOT)
     save = ("--model", tmp_path / "sft" / "hf", "--save", tmp_path / "ippo", "--train-iters", "2")
-    rows = ("--train-data", data / "train.jsonl", "--eval-data", data / "test.jsonl", "--eval-interval", "2")
+    rows = (
+        *("--train-data", data / "numbers.jsonl", "--eval-data", data / "numbers.jsonl"),
+        *("--eval-interval", "2", "--eval-num-prompts", "8"),
+    )
     flags = (*save, *rows, "--num-rollouts-to-log", "-1")
     succeed(*common, "@configs/relay_ippo.args", *flags, timeout=300, preloaded=True, folder=ROOT)
     job = Job(0, "", tmp_path / "ippo")
