@@ -58,6 +58,7 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("OPO", "2505.23585", "--algorithm opo --policy-loss reinforce"),
     Recipe("MaxRL", "2602.02710", "--algorithm maxrl --policy-loss reinforce"),
     Recipe("PPO, as InstructGPT", "2203.02155", f"--algorithm ppo {_INSTRUCT_GPT}"),
+    Recipe("IPPO", "2011.09533", "--algorithm ppo --num-actors 2 --env my_env.py:Env --share-episodes"),
     Recipe(
         "VAPO",
         "2504.05118",

@@ -14,7 +14,7 @@ from megarl.config import rules_algorithm, rules_data
 from megarl.config import rules_layout as layout
 from megarl.config import rules_preference, rules_reference
 from megarl.config import rules_rollout as rollout
-from megarl.config import rules_sft
+from megarl.config import rules_sft, rules_shared_episodes
 from megarl.config import rules_streaming as streaming
 from megarl.config import rules_training as training
 from megarl.config.args_file import numbered
@@ -254,6 +254,7 @@ def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) ->
         return
     if any(of_actor.batch.dynamic_sampling for of_actor in actors.values()):
         yield f"{head}: --dynamic-sampling is not built for several actors. Leave --dynamic-sampling out."
+    yield from rules_shared_episodes.shared_episodes(actors, world_size)
     ranks, broken, inside = {}, [], []
     for suffix, of_actor in actors.items():
         if len(models := of_actor.reward_models.reward_model) > 1:

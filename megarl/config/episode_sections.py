@@ -33,6 +33,10 @@ class EpisodeConfig(Section):
     agent_command: str | None = None
     """Your own agent, e.g. "python agent.py": a process per episode that calls the model through an SDK and
     prints the reward, or --reward or --reward-function judges its last answer. See docs/agents.md."""
+    share_episodes: bool = False
+    """With --env and --num-actors 2 or more: all actors play in the same episodes, each with its own
+    conversation and reward. The environment says who answers next, see docs/agents.md. By default each has
+    its own episodes."""
     agent_timeout_s: Positive = 600.0
     """With --agent-command: seconds of an episode, but for those in which the engine stands still; then it
     fails."""

@@ -61,6 +61,7 @@ _PLACEMENT_OF_JOB = (
 OF_JOB = frozenset(
     {
         ("batch", "train_iters"),
+        ("episodes", "share_episodes"),
         *(("placement", name) for name in _PLACEMENT_OF_JOB),
         *(("checkpoint", field.name) for field in dataclasses.fields(CheckpointConfig)),
         *(("profile", field.name) for field in dataclasses.fields(ProfileConfig)),

@@ -85,6 +85,13 @@ def configs_of_actors(config: TrainConfig) -> dict[str, TrainConfig]:
     return {suffix_of(index): one for index, one in enumerate((config, *config.others))}
 
 
+def actors_of_episode(config: TrainConfig) -> list[str]:
+    """Return the names by which an environment tells apart the actors that play in an episode: all of the job with
+    --share-episodes, else "actor" alone, whichever actor of the job it is."""
+    count = config.placement.num_actors if config.episodes.share_episodes else 1
+    return [f"actor{suffix_of(index)}" for index in range(count)]
+
+
 def parse_ranks(text: str, world_size: int) -> Ranks:
     """Return the ranks that a text lists, in ascending order: parse_ranks("0-2,6", 8) == (0, 1, 2, 6).
 

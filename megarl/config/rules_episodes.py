@@ -41,7 +41,7 @@ def episodes(job: Job) -> Errors:
     if agent is None:
         yield from refuse_set(config.episodes, _NO_AGENT, "agent_num_processes")
     if env is None:
-        yield from refuse_set(config.episodes, _NO_EFFECT, "env_timeout_s", "turn_rewards")
+        yield from refuse_set(config.episodes, _NO_EFFECT, "env_timeout_s", "turn_rewards", "share_episodes")
     if env is None and verifiers is None:
         yield from refuse_set(config.episodes, _NO_EFFECT, *_OF_PROCESSES)
     if verifiers is None:
@@ -66,6 +66,8 @@ def episodes(job: Job) -> Errors:
         yield from environment_errors(config.episodes)
     yield from _parsers(config.episodes)
     yield from (f"{head}: {rule}" for rule in _combinations(job, who))
+    if env is not None and config.episodes.share_episodes and config.placement.num_actors == 1:
+        yield "--share-episodes: has no effect with one actor. Leave it out, or try --num-actors 2."
     if config.episodes.turn_rewards and env is not None:
         yield from (f"--turn-rewards: {rule}" for rule in _turn_rewards(job))
     sampling = config.sampling
@@ -239,6 +241,8 @@ def _turn_rewards(job: Job) -> Iterator[str]:
             yield "--kl-mode (reward) belongs to no single answer. Try --kl-mode loss."
         if (buffer := getattr(algorithm, "overlong_buffer", None)) is not None:
             yield f"--overlong-buffer ({buffer}) changes the reward of the whole episode. Leave one of them out."
+    if job.config.episodes.share_episodes:
+        yield "--share-episodes has one reward per actor and episode. Leave one of them out."
 
 
 def _combinations(job: Job, who: str) -> Iterator[str]:

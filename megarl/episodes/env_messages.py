@@ -34,6 +34,10 @@ class EnvReply(msgspec.Struct, frozen=True):
     """With the first messages: tools that the chat template shows to the model, in OpenAI's form."""
     reward: float | None = None
     done: bool = False
+    actor: str | None = None
+    """Name of the actor that answers next; None is the first one."""
+    rewards: dict[str, float | None] | None = None
+    """Name of each actor -> its reward, in place of `reward`."""
     failure: str | None = None
     """Why the call failed."""
     cause: Cause = "raised"

@@ -246,7 +246,15 @@ def command(python: str | None) -> list[str]:
 def _reply(episode: int, reply: EnvReply) -> Reply:
     if reply.failure is not None:
         return Reply(episode, failure=reply.failure, cause=reply.cause)
-    return Reply(episode, reply.messages, reply.reward, reply.done, tools=reply.tools)
+    return Reply(
+        episode,
+        reply.messages,
+        reply.reward,
+        reply.done,
+        tools=reply.tools,
+        actor=reply.actor,
+        rewards=reply.rewards,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,12 +115,14 @@ class Environments:
                 if episode not in self._open:  # it has been ended meanwhile, and no reply is awaited
                     self._close(made)
                     return
-                self._of_episode[episode] = made
+                self._of_episode[episode] = environment = made
                 messages = await self._run(made.reset, request["row"])
                 reply = {"messages": _messages(messages, "reset", may_be_empty=False)}
                 reply["tools"] = _tools(getattr(made, "tools", None) or [])
             else:
-                reply = _step(await self._run(self._of_episode[episode].step, request["text"]))
+                environment = self._of_episode[episode]
+                reply = _step(await self._run(environment.step, request["text"]))
+            reply |= _next_actor(environment)
         except Malformed as error:
             reply = {"failure": _printable(str(error)), "cause": "malformed"}
         except EpisodeFailure as error:
@@ -175,15 +177,37 @@ def _step(value: object) -> dict[str, Any]:
     if not isinstance(value, (list, tuple)) or len(value) != 3:
         raise Malformed(f"step returned {value!r:.300}; wanted (messages, reward, done)")
     messages, reward, done = value
-    if reward is not None:
-        try:
-            reward = float(reward)
-        except (TypeError, ValueError, OverflowError):
-            reward = math.nan
-        if not abs(reward) <= _LARGEST_REWARD:
-            raise Malformed(f"step returned the reward {value[1]!r:.300}; wanted a finite number, or None")
     is_last = bool(done)
-    return {"messages": _messages(messages or [], "step", is_last), "reward": reward, "done": is_last}
+    reply = {"messages": _messages(messages or [], "step", is_last), "done": is_last}
+    if not isinstance(reward, dict):
+        return reply | {"reward": _reward(reward)}
+    if unnamed := [name for name in reward if not isinstance(name, str)]:
+        raise Malformed(
+            f"step returned a reward for {unnamed[0]!r:.300}; wanted names of actors, as 'actor_2'"
+        )
+    return reply | {"rewards": {name: _reward(of_actor) for name, of_actor in reward.items()}}
+
+
+def _reward(value: object) -> float | None:
+    """Return a reward as a float. Raises: Malformed unless it is a finite number or None."""
+    if value is None:
+        return None
+    try:
+        reward = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        reward = math.nan
+    if not abs(reward) <= _LARGEST_REWARD:
+        raise Malformed(f"step returned the reward {value!r:.300}; wanted a finite number, or None")
+    return reward
+
+
+def _next_actor(environment: object) -> dict[str, str]:
+    """Return the actor that the environment names as the next to answer; {} without. Raises: Malformed if it is
+    no text."""
+    actor = getattr(environment, "next_actor", None)
+    if actor is not None and not isinstance(actor, str):
+        raise Malformed(f"the environment's `next_actor` is {actor!r:.300}; wanted a name, as 'actor_2'")
+    return {} if actor is None else {"actor": actor}
 
 
 def _printable(text: str) -> str:

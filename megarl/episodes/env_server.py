@@ -180,4 +180,11 @@ class EnvServer:
 def _body(reply: Reply) -> Mapping[str, Any]:
     if reply.failure is not None:
         return {"failure": reply.failure, "cause": reply.cause}
-    return {"messages": reply.messages, "tools": reply.tools, "reward": reply.reward, "done": reply.done}
+    of_actors = {"actor": reply.actor, "rewards": reply.rewards}
+    return {
+        "messages": reply.messages,
+        "tools": reply.tools,
+        "reward": reply.reward,
+        "done": reply.done,
+        **{name: value for name, value in of_actors.items() if value is not None},
+    }

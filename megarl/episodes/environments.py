@@ -42,6 +42,10 @@ class Reply:
     """Tools that an agent's request shows to the model, in OpenAI's form."""
     request: Request | None = None
     """An agent's request. None: the messages follow the last answer."""
+    actor: str | None = None
+    """Name of the actor that answers next; None is the first one."""
+    rewards: dict[str, float | None] | None = None
+    """Name of each actor -> its reward, where an environment tells them apart."""
 
 
 @dataclass(frozen=True, slots=True)

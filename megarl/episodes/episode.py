@@ -10,6 +10,10 @@ from megarl.episodes.chat import Message
 from megarl.episodes.session import Branch, Session
 
 
+FIRST_ACTOR = "actor"
+"""Name of the first actor, which answers unless an environment names another one."""
+SILENT = "silent"
+"""Cause of the missing reward of an actor that was asked for no answer in an episode of several actors."""
 FINISH_REASONS = ("stop", "turns", "context", "env")
 """Why an episode has ended: its environment said so, one of two limits, or it has failed."""
 
@@ -78,6 +82,13 @@ class Episode:
     failure: str | None = None
     cause: str | None = None
     """Cause of the failure, one of `env_messages.CAUSES`."""
+    others: dict[str, Episode] = field(default_factory=dict)
+    """Name of each further actor that plays in the episode -> its own record: conversation and rewards."""
+
+    @property
+    def seats(self) -> dict[str, Episode]:
+        """Name of each actor that plays in the episode -> its own record. The first actor's is this one."""
+        return {FIRST_ACTOR: self, **self.others}
 
     @property
     def has_answers(self) -> bool:

@@ -61,12 +61,13 @@ class RemoteEnv:
         if self._url not in _BEATS:
             _BEATS[self._url] = asyncio.create_task(_say_alive(self._url))
         reply = await self._ask(op="reset", row=row)
-        self.tools = reply["tools"]
+        self.tools, self.next_actor = reply["tools"], reply.get("actor")
         return reply["messages"]
 
-    async def step(self, text: str) -> tuple[list[dict[str, Any]], float | None, bool]:
+    async def step(self, text: str) -> tuple[list[dict[str, Any]], Any, bool]:
         reply = await self._ask(op="step", text=text)
-        return reply["messages"], reply["reward"], reply["done"]
+        self.next_actor = reply.get("actor")
+        return reply["messages"], reply.get("rewards", reply["reward"]), reply["done"]
 
     async def close(self) -> None:
         await self._ask(op="end")

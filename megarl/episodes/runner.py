@@ -4,13 +4,13 @@ A turn enters the engine's running batch as soon as its environment has replied 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.episodes.chat import Chat
 from megarl.episodes.environments import Environments, Reply, Sampled
-from megarl.episodes.episode import Episode, Limits
+from megarl.episodes.episode import FIRST_ACTOR, Episode, Limits
 from megarl.episodes.session import Session, TurnRecord
 from megarl.runtime.abort import ABORT
 
@@ -28,6 +28,8 @@ class Turn:
     max_tokens: int
     number: int = 0
     """Number of this turn among the turns of its episode, from 0."""
+    actor: str = FIRST_ACTOR
+    """Name of the actor that answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Answer:
     """Whether the answer ended at its `max_tokens`."""
     number: int = 0
     """Number of this turn among the turns of its episode, from 0."""
+    actor: str = FIRST_ACTOR
+    """Name of the actor that has answered."""
 
 
 class TurnEngine(Protocol):
@@ -59,7 +63,13 @@ def play(
     """Play all episodes until each has ended.
 
     Raises: Aborted if the job shuts down; ValueError if the environment cannot be loaded."""
-    playing = Play(environments, chat, limits)
+    play_to_end(Play(environments, chat, limits), episodes, engine, environments)
+
+
+def play_to_end(
+    playing: Play, episodes: Sequence[Episode], engine: TurnEngine, environments: Environments
+) -> None:
+    """Play all episodes by the rules of `playing` until each has ended. Raises as `play`."""
     try:
         for index, episode in enumerate(episodes):
             playing.open(index, episode)
@@ -126,6 +136,7 @@ class Play:
         episode = self._episodes.get(answer.index)
         if episode is None:  # its agent has ended meanwhile
             return
+        episode = episode.seats[answer.actor]
         assert episode.session is not None
         turn, log_probs = episode.session.turns[answer.number], answer.log_probs
         sampled = Sampled(turn.prompt, answer.token_ids, answer.is_cut, log_probs, turn.number, turn.request)
@@ -137,8 +148,8 @@ class Play:
         """Return the turns that follow a reply; none if the episode has ended or the reply is refused."""
         index = self._index_of[reply.episode]
         episode = self._episodes[index]
-        if reply.failure is not None:
-            episode.fail(reply.cause or "raised", reply.failure)
+        if (failure := failure_of(reply, episode.seats)) is not None:
+            episode.fail(*failure)
             turns: list[TurnRecord] | None = []
         else:
             turns = self._continue(episode, reply)
@@ -159,10 +170,11 @@ class Play:
 
         Returns: the turns to be answered; None if the reply is refused and another one follows."""
         assert episode.reward is not None
-        episode.reward += reply.reward or 0.0
+        reward = reward_of(reply, FIRST_ACTOR)
+        episode.reward += reward or 0.0
         if episode.has_answers:
             answered = episode.session.num_answers
-            episode.turn_rewards[answered - 1 :] = [reply.reward]  # a refused reply is replaced by the next
+            episode.turn_rewards[answered - 1 :] = [reward]  # a refused reply is replaced by the next
         if reply.done:
             episode.finish = episode.finish or "stop"
             return []
@@ -227,6 +239,27 @@ class Play:
         number = self._number_of.pop(index)
         del self._index_of[number], self._episodes[index]
         self._environments.end(number)
+
+
+def failure_of(reply: Reply, actors: Collection[str]) -> tuple[str, str] | None:
+    """Return cause and message of the failure that a reply is; None if it is a good one.
+
+    Args:
+        actors: names of the actors that play in the episode."""
+    if reply.failure is not None:
+        return reply.cause or "raised", reply.failure
+    named = [*(reply.rewards or ()), *([] if reply.actor is None or reply.done else [reply.actor])]
+    if unknown := [name for name in named if name not in actors]:
+        return "malformed", (
+            f"the environment names {unknown[0]!r}, and the actors of its episodes are {', '.join(actors)}. Several "
+            "actors play in one episode with --num-actors and --share-episodes"
+        )
+    return None
+
+
+def reward_of(reply: Reply, actor: str) -> float | None:
+    """Return the reward that a reply gives an actor. A plain number is every actor's."""
+    return reply.reward if reply.rewards is None else reply.rewards.get(actor)
 
 
 def _open(session: Session, reply: Reply) -> list[TurnRecord]:

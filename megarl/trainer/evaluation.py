@@ -9,6 +9,7 @@ from functools import partial
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.rules_training import NO_EVAL_DATA
 from megarl.config.schema import TrainConfig
+from megarl.episodes.episode import SILENT
 from megarl.flow import Reward, Rollout
 from megarl.flow.job_roles import Record
 from megarl.packing import Sample, by_episode
@@ -80,7 +81,8 @@ def answer_rows(
         reason = "length" if is_truncated else "stop"
         reason = record.get("finish_reason", reason)  # of an episode
         records.append(record | {"row": row, "data_source": sources[row], "finish_reason": reason})
-    _check_failed(samples, config.data.reward_max_failed_share)
+    asked = [one for one, record in zip(samples, records) if record.get("cause") != SILENT]
+    _check_failed(asked, config.data.reward_max_failed_share)
     return HeldOut(samples, records)
 
 
@@ -150,9 +152,7 @@ def evaluate_actors(
         route_rows: `RouteRows` of a rollout role, which comes first.
 
     Raises: ValueError without --eval-data, or without a rule that scores; RewardsFailed."""
-    metrics: dict[str, float] = {}
-    answers: dict[str, Record] = {}
-    for suffix, actor in state.actors.items():
+    for actor in state.actors.values():
         if not actor.eval_rows:
             raise ValueError(NO_EVAL_DATA)
         if not uses_rule_reward(actor.config):
@@ -160,12 +160,16 @@ def evaluate_actors(
                 "--reward-model: held-out answers are scored by a rule, and with it there is "
                 "none. Add --reward auto."
             )
-        rollout, reward = Rollout(executor, f"rollout{suffix}"), Reward(executor, f"reward{suffix}")
-        engines_of = partial(route_rows, f"rollout{suffix}")
-        both = {
-            name: answer_rows(rollout, reward, actor.eval_rows, actor.config, name == GREEDY, 1, engines_of)
-            for name in (SAMPLED, GREEDY)
-        }
+    found: dict[str, dict[str, HeldOut]] = {suffix: {} for suffix in state.actors}
+    for name in (SAMPLED, GREEDY):  # one after the other, as actors may play in the same episodes
+        for suffix, actor in state.actors.items():
+            rollout, reward = Rollout(executor, f"rollout{suffix}"), Reward(executor, f"reward{suffix}")
+            engines_of = partial(route_rows, f"rollout{suffix}")
+            how = actor.config, name == GREEDY, 1, engines_of
+            found[suffix][name] = answer_rows(rollout, reward, actor.eval_rows, *how)
+    metrics: dict[str, float] = {}
+    answers: dict[str, Record] = {}
+    for (suffix, actor), both in zip(state.actors.items(), found.values(), strict=True):
         own = metrics_of(both[SAMPLED], both[GREEDY], actor.config.run.eval_num_samples)
         metrics |= {with_suffix(name, suffix): value for name, value in own.items()}
         answers |= {with_suffix(name, suffix): held_out.records[0] for name, held_out in both.items()}

@@ -12,7 +12,7 @@ from megarl.config.environments import environments
 from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, rule_judges_agents, uses_rule_reward
-from megarl.config.roles import configs_of_actors
+from megarl.config.roles import actors_of_episode, configs_of_actors
 from megarl.config.rules_data import rows_error
 from megarl.config.rules_files import newest_job
 from megarl.config.schema import TrainConfig
@@ -49,7 +49,7 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
     Raises: ValueError with all errors."""
     check_job(config, world_size, new_run)
     load = functools.cache(PromptDataset.load)  # actors mostly read the same files
-    inputs = {suffix: _read(of_actor, load) for suffix, of_actor in configs_of_actors(config).items()}
+    inputs = {suffix: _read(of_actor, load, suffix) for suffix, of_actor in configs_of_actors(config).items()}
     if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
         errors = [
             rows_error(of_actor, number, len(inputs[suffix].train), found[1])
@@ -59,7 +59,7 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
     return inputs
 
 
-def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
+def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str) -> Inputs:
     shape = ModelShape.load(config.model.model)
     needs = (
         algorithm_of(config).row_needs
@@ -92,8 +92,9 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset]) -> Inputs:
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
     if config.episodes.env is not None:
-        of_flag = {flag: dataset for dataset, flag in datasets if dataset}
-        probe_environments(config.episodes, first_rows(environments(config.episodes), of_flag))
+        of_flag, actors = {flag: dataset for dataset, flag in datasets if dataset}, actors_of_episode(config)
+        if not suffix or len(actors) == 1:  # actors that play together have one environment
+            probe_environments(config.episodes, first_rows(environments(config.episodes), of_flag), actors)
     elif (
         (not config.episodes.has_agent or rule_judges_agents(config))
         and algorithm_of(config).needs_rollout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from megarl.episodes.episode import SILENT
 from megarl.failures import ExplainedError
 from megarl.flow.job_roles import Record
 from megarl.invariants import check_rewards, check_scores
@@ -62,16 +63,22 @@ def means_of_scores(records: Iterable[Record], prefix: str) -> dict[str, float]:
 
 def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: float) -> None:
     """Raise RewardsFailed if more than `max_share` of the rewards are missing. The error gives the first
-    failure with a reason.
+    failure with a reason. An actor that was asked for nothing has not failed.
 
     Args:
         roles: the roles that score the batch.
         max_share: the share of the rewards that may be missing."""
-    failed = [sample for sample, reward in batch.rewards.items() if reward is None]
+    silent = {
+        sample
+        for records in batch.records.values()
+        for sample, record in records.items()
+        if record.get("cause") == SILENT
+    }
+    failed = [one for one, reward in batch.rewards.items() if reward is None and one not in silent]
     if len(failed) <= max_share * len(batch.rewards):
         return
     reasons = (batch.records[role][sample].get("failure") for sample in failed for role in roles)
-    silent = next(
+    unexplained = next(
         f"{role} gave none for sample {sample}"
         for sample in failed
         for role in roles
@@ -80,5 +87,5 @@ def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: f
     raise RewardsFailed(
         f"{len(failed)} of {len(batch.rewards)} rewards have failed, and --reward-max-failed-share "
         f"({max_share:g}) allows "
-        f"{int(max_share * len(batch.rewards))}. The first: {next(filter(None, reasons), silent)}"
+        f"{int(max_share * len(batch.rewards))}. The first: {next(filter(None, reasons), unexplained)}"
     )

@@ -59,6 +59,19 @@ class TrainState:
             raise ValueError(f"actor ({name}) must be one of {', '.join(names)}.")
         return names[name]
 
+    @property
+    def _shares_episodes(self) -> bool:
+        """Whether all actors play in the same episodes, and so take the same rows in the same order."""
+        return self.first.config.episodes.share_episodes
+
+    def give_rows(self, rows: Sequence[int], name: str) -> None:
+        """Let an actor answer these rows before others, and with it all actors that play in the same episodes.
+
+        Raises: ValueError if there is no such actor, and for rows that do not exist."""
+        named = self.actor(name)
+        for actor in self.actors.values() if self._shares_episodes else (named,):
+            actor.give_rows(rows)
+
     def rows_of_actors(
         self, flow: Flow, rows: Sequence[int] | Mapping[str, Sequence[int]] | None
     ) -> dict[str, Sequence[int] | None]:
@@ -74,7 +87,12 @@ class TrainState:
             given = {suffix: rows for suffix in self.actors}
         admitting = (Rollout.generate, Actor.receive_rows)
         suffixes = [node.index for node in flow.nodes if node.declaration() in admitting]
-        return {suffix: given.get(suffix) for suffix in suffixes if suffix in self.actors}
+        found = {suffix: given.get(suffix) for suffix in suffixes if suffix in self.actors}
+        if self._shares_episodes and any(rows != [*found.values()][0] for rows in found.values()):
+            raise ValueError(
+                "rows: with --share-episodes all actors play in the episodes of the same rows. Give one list."
+            )
+        return found
 
     def begin_step(self) -> None:
         """Begin the next step, and remember the state of the actors, to which `drop_step` can return."""

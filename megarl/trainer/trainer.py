@@ -223,10 +223,11 @@ class Trainer:
 
     def admit(self, rows: Sequence[int], actor: str = "actor") -> None:
         """Let an actor's engines answer these rows of the training data next, before other rows. They are
-        admitted as places in the actor's buffer become free, and a later step trains on them.
+        admitted as places in the actor's buffer become free, and a later step trains on them. With --share-episodes
+        all actors do.
 
         Raises: ValueError for rows that do not exist."""
-        self.state.actor(actor).give_rows(rows)
+        self.state.give_rows(rows, actor)
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Run the rest of the step, from log-probs and values to the updates and the weight sync. Returns the

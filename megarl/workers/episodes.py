@@ -121,8 +121,18 @@ class EpisodeSampler:
             answers: sample id, row, group and key of each episode. Its environment gives the prompt.
             how: temperature, top_p and top_k."""
         episodes = [Episode(dataset[answer.row].columns) for answer in answers]
-        engine = _Turns(self._engine, answers, how)
+        engine = self.turns(answers, how)
         play(episodes, engine, self.environments, self.chat, self.limits)
+        return self.samples(answers, episodes, engine)
+
+    def turns(self, answers: Sequence[FirstTurn], how: dict[str, float]) -> Turns:
+        """Return the engine as `runner.play` needs it, for the episodes of these first turns."""
+        return Turns(self._engine, answers, how)
+
+    def samples(
+        self, answers: Sequence[FirstTurn], episodes: Sequence[Episode], engine: Turns
+    ) -> list[RolloutSample]:
+        """Return the samples of ended episodes, in order."""
         without = self._answer_once(engine, answers, episodes)
         return [
             sample
@@ -131,10 +141,10 @@ class EpisodeSampler:
         ]
 
     def _answer_once(
-        self, engine: _Turns, answers: Sequence[FirstTurn], episodes: Sequence[Episode]
+        self, engine: Turns, answers: Sequence[FirstTurn], episodes: Sequence[Episode]
     ) -> dict[int, Answer]:
-        """Sample one token after the row's own prompt for each episode that has failed before its first
-        answer. Returns index -> the answer.
+        """Sample one token after the row's own prompt for each episode without an answer: it has failed before
+        its first one, or other actors have given all. Returns index -> the answer.
 
         Every sample of a step needs a sampled token. That of such an episode has no reward and is masked."""
         missing = [index for index, episode in enumerate(episodes) if not episode.has_answers]
@@ -185,7 +195,7 @@ def episode_samples(first: FirstTurn, episode: Episode, single: SavedTurn | None
     ]
 
 
-class _Turns:
+class Turns:
     """The engine as `runner.play` needs it: requests for answers go in, and sampled answers come out."""
 
     def __init__(self, engine: Engine, answers: Sequence[FirstTurn], how: dict[str, float]) -> None:

@@ -37,6 +37,7 @@ from megarl.workers.leaving_engine import LeavingEngine, without_engine
 from megarl.workers.kv_cache import EngineKVCache, releases_here, with_kv_cache_bytes
 from megarl.workers.offload_manager import KV_CACHE, needs
 from megarl.workers.request_stream import Answer, RequestStream, sample_of
+from megarl.workers.shared_episodes import SharedEpisodes
 from megarl.workers.store import RolloutBlock, RolloutSample
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ class RolloutRole(LeavingEngine):
     actor: ActorRole | None = None
     """The actor in this process, if there is one."""
     on_finished: Callable[[list[RolloutSample]], None] | None = None
-    """Called with the samples of groups that are finished, before the driver hears of them."""
+    """Gets the samples of finished groups, before the driver hears of them."""
+    shared: SharedEpisodes | None = None
+    """Plays the episodes of several actors together (--share-episodes)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +83,8 @@ class RolloutRole(LeavingEngine):
         self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
         if self.engine is not None and self.config.episodes.has_turns:
             self.episodes = EpisodeSampler(self.config, self.shape, self.tokenizer, self.engine)
+            if self.shared is not None:
+                self.shared.join(self.suffix, self.episodes, self._first_turns, self.datasets)
         if self.config.streaming.staleness:
             self._start_stream()
 
@@ -201,9 +206,8 @@ class RolloutRole(LeavingEngine):
         ordered as `visits`; its other ranks return [].
 
         The samples of the last call for this purpose are released, unless the call keeps them or does not
-        wait. Every
-        sample draws by a unique key (run seed, purpose, visit, index). Its draws therefore do not depend on
-        layout, batch or step.
+        wait. Every sample draws by a unique key (run seed, purpose, visit, index), so its draws do not depend
+        on layout, batch or step.
 
         Args:
             visits: visit of each prompt -> its row. The visit is the group of its samples. A held-out row is
@@ -228,8 +232,12 @@ class RolloutRole(LeavingEngine):
         if not self.has_engine:
             return []
         own = self._own(visits, engines)
-        answers, recorded = self._answers(purpose, own, greedy), self._recorded(purpose, own, greedy)
-        how = {"temperature": 0.0} if greedy else self._sampling()
+        if self.shared is not None:
+            made = self.shared.samples_of(self.suffix, purpose, own, greedy)
+            rollouts.add(RolloutBlock(made))
+            return self._records(made)
+        recorded = self._recorded(purpose, own, greedy)
+        answers, how = self._first_turns(purpose, own, greedy)
         if not wait:
             with recorded:
                 self.stream.go_on(due)
@@ -327,20 +335,25 @@ class RolloutRole(LeavingEngine):
         kind = Canary if purpose == "canary" else Admit
         return self.recorder.taking_effect(kind(step=version + 1, version=version, visits=visits))
 
-    def _answers(self, purpose: str, visits: list[tuple[int, int]], greedy: bool) -> list[Answer]:
+    def _first_turns(
+        self, purpose: str, own: Sequence[tuple[int, int]], greedy: bool
+    ) -> tuple[list[Answer], dict[str, float]]:
+        """Return the responses to sample, none of them begun, and temperature, top_p and top_k."""
+        how = {"temperature": 0.0} if greedy else self._sampling()
+        return self._answers(purpose, own, greedy), how
+
+    def _answers(self, purpose: str, visits: Sequence[tuple[int, int]], greedy: bool) -> list[Answer]:
         config, num_drawn = self.config, self.config.batch.num_samples_per_prompt
+        drawn_for = purpose if self.shared is None else purpose + self.suffix  # actors of one seed differ
         n = num_drawn + config.algorithm.greedy_samples
         if purpose == "eval":
             n = num_drawn = 1 if greedy else config.run.eval_num_samples
         asked = [(visit, row, index) for visit, row in visits for index in range(n)]
         prompts = self.encoders[purpose].prompts([row for _, row, _ in asked])
+        keys = [draw_key(config.batch.seed, drawn_for, visit, index) for visit, _, index in asked]
         return [
-            Answer(
-                *(visit * n + index, row, visit, prompt, draw_key(config.batch.seed, purpose, visit, index)),
-                purpose=purpose,
-                greedy=index >= num_drawn,
-            )
-            for (visit, row, index), prompt in zip(asked, prompts, strict=True)
+            Answer(visit * n + index, row, visit, prompt, key, purpose=purpose, greedy=index >= num_drawn)
+            for (visit, row, index), prompt, key in zip(asked, prompts, keys, strict=True)
         ]
 
     def _row(self, answer: Answer) -> Mapping[str, object]:

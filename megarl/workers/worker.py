@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from megarl.config.roles import checkpointed_roles, configs_of_actors, tells_exp
 from megarl.config.schema import TrainConfig
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.transformer_engine import transformer_engine_problem, transformer_engine_version
-from megarl.role_names import actor_suffix
+from megarl.role_names import actor_suffix, kind_and_suffix
 from megarl.workers.actor import ActorRole
 from megarl.workers.checkpoint_writer import CheckpointWriter
 from megarl.workers.critic import CostCriticRole, CriticRole
@@ -39,6 +40,9 @@ from megarl.workers.reference import AdapterlessReferenceRole, ReferenceRole
 from megarl.workers.reward_model import RewardModelRole
 from megarl.workers.store import SampleStore
 from megarl.workers.teaching import wide_formats
+
+if TYPE_CHECKING:
+    from megarl.workers.rollout import RolloutRole
 
 _WRITE_TIMEOUT = timedelta(days=1)
 """Timeout of checkpoint writers: one rank may write for long while the others wait in their threads.
@@ -131,6 +135,8 @@ def build_roles(
         roles["data"] = _data_role(config, meshes, store)
         for suffix, of_actor in configs_of_actors(config).items():
             roles |= _roles_of_actor(suffix, of_actor, meshes, store, offload_manager, context)
+        if config.episodes.share_episodes:
+            _share_episodes([role for name, role in roles.items() if kind_and_suffix(name)[0] == "rollout"])
     elif dist.get_rank() in meshes["actor"].ranks:
         roles |= _roles_without_rollout(config, meshes, store, offload_manager)
     if config.profile.profile and dist.get_rank() in config.profile.profile_ranks:
@@ -140,6 +146,15 @@ def build_roles(
     for name, writer in writers.items():
         roles[name].writer = writer
     return roles
+
+
+def _share_episodes(rollouts: Sequence[RolloutRole]) -> None:
+    """Let the engines of this rank, one of each actor, play in the same episodes."""
+    from megarl.workers.shared_episodes import SharedEpisodes
+
+    shared = SharedEpisodes()
+    for rollout in rollouts:
+        rollout.shared = shared
 
 
 def _data_role(config: TrainConfig, meshes: Mapping[str, MeshSpec], store: SampleStore) -> DataRole:

@@ -14,6 +14,11 @@ SMALL = f"""--train-iters 2 --num-prompts 4 --num-samples-per-prompt 4 --global-
 """
 """Flags with which a job of the recipes takes seconds. An untrained model earns some of this reward."""
 LEARNING_RATES = {"quickstart_grpo": "--lr 1e-2", "quickstart_ppo": "--actor-lr 1e-2 --critic-lr 1e-2"}
+SHORT = {
+    "relay_sft": "--train-iters 3",
+    "relay_ippo": "--train-iters 2 --eval-interval 2 --lr-warmup-iters 1",
+}
+"""Recipe -> flags with which its own task takes seconds."""
 QWEN_7B = {
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -51,6 +56,7 @@ def checkout(quickstart_files, tmp_path, monkeypatch) -> Path:
     for recipe in (ROOT / "configs").glob("*.args"):
         (folder / "configs" / "real" / recipe.name).write_text(recipe.read_text())
         more = f"{SMALL}{LEARNING_RATES[recipe.stem]}\n" if recipe.stem in LEARNING_RATES else ""
+        more += f"{SHORT[recipe.stem]}\n" if recipe.stem in SHORT else ""
         (folder / "configs" / recipe.name).write_text(f"@real/{recipe.name}\n{more}")
     (folder / "runs" / "quickstart").mkdir(parents=True)
     for name in ("data", "sft_mixed"):

@@ -62,3 +62,21 @@ class Clock(Slow):
     def step(self, text):
         messages, reward, done = super().step(text)
         return [{**one, "content": f"{time.time_ns() % 1000}"} for one in messages], reward, done
+
+
+class Pair:
+    """Asks two actors in turn, twice each. Some first answers end the episode, before the second actor was asked.
+
+    An answer's share of lower-case letters is the reward of its actor, and that of the last answer is both's."""
+
+    def reset(self, row):
+        self.num, self.next_actor = 0, "actor"
+        return row["prompt"]
+
+    def step(self, text):
+        self.num += 1
+        reward, judged = sum(c.islower() for c in text) / 20, self.next_actor
+        if self.num == 4 or self.num == 1 and len(text) % 4 == 0:
+            return [], reward, True
+        self.next_actor = "actor_2" if judged == "actor" else "actor"
+        return [{"role": "user", "content": f"{self.num} {len(text)} é"}], {judged: reward}, False

@@ -98,3 +98,48 @@ def itself():
     value = []
     value.append(value)
     return value
+
+
+class Pair:
+    """Asks two actors in turn. The row says what an episode does.
+
+    Each answer has a reward of its actor alone; the last one has one for both."""
+
+    def reset(self, row):
+        self.what, self.num = row["what"], 0
+        if self.what == "second first":
+            self.next_actor = "actor_2"
+        if self.what == "number as name":
+            self.next_actor = 2
+        return [{"role": "user", "content": f"start {self.what}"}]
+
+    def step(self, text):
+        self.num += 1
+        named = getattr(self, "next_actor", None) or "actor"
+        if self.what == "ends at once":
+            return [], 0.25, True
+        if self.what == "raise" and self.num == 3:
+            raise KeyError("planted")
+        if self.what == "reward of nobody" and self.num == 2:
+            return [], {"actor_3": 1.0}, True
+        if self.what == "reward of no number" and self.num == 2:
+            return [], {"actor_2": "much"}, True
+        if self.num == 5:
+            return [], 0.5, True
+        self.next_actor = (
+            "actor_3" if self.what == "unknown" else {"actor": "actor_2", "actor_2": "actor"}[named]
+        )
+        if self.what == "shared" and self.num == 1:
+            return [{"role": "user", "content": text}], 0.125, False
+        return [{"role": "user", "content": f"{self.num} {named} {text}"}], {named: float(self.num)}, False
+
+
+class Named(Env):
+    """Names the actor of its reward."""
+
+    def reset(self, row):
+        self.next_actor = "actor"
+        return [{"role": "user", "content": "start"}]
+
+    def step(self, text):
+        return [], {"actor": 2.5}, True

@@ -196,6 +196,16 @@ def test_a_lost_connection_loses_no_reply_and_repeats_no_step(server):
         pool.end(episode)
 
 
+def test_whose_turn_and_whose_reward_it_is_come_from_a_server_too():
+    with served(env="Pair") as (url, _), EnvironmentPool([EnvSpec(None, url)], 20.0, 4) as pool:
+        episode = pool.open({"what": "second first"})
+        first = wait_for(pool, 1)[episode]
+        assert (first.actor, first.rewards, first.failure) == ("actor_2", None, None)
+        second, third = steps(pool, [episode])[episode], steps(pool, [episode])[episode]
+        assert (second.actor, second.reward, second.rewards) == ("actor", None, {"actor_2": 1.0})
+        assert (third.actor, third.reward, third.rewards) == ("actor_2", None, {"actor": 2.0})
+
+
 def test_a_server_that_is_not_there_ends_the_job_before_training(server, monkeypatch):
     url, _ = server
     row = {"--train-data": [{"what": "plain"}]}

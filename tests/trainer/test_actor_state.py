@@ -15,6 +15,7 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.schema import (
     BatchConfig,
     DataConfig,
+    EpisodeConfig,
     ModelConfig,
     RewardModelConfig,
     RunConfig,
@@ -127,6 +128,24 @@ def test_every_actor_that_samples_has_rows_of_its_own(trainer):
         admitted(trainer, flow, {"actor_3": [1, 2]})
     with pytest.raises(ValueError, match=r"rows \(12\) must be rows of --train-data: 0 to 9\."):
         admitted(trainer, flow, {"actor_2": [1, 12]})
+
+
+def test_actors_that_play_in_the_same_episodes_have_the_same_rows(tmp_path, trainer):
+    one = replace(config(tmp_path), episodes=EpisodeConfig(env=("env.py:Env",), share_episodes=True))
+    trainer.state.actors = {"": actor(one), "_2": actor(one, "_2")}
+    first, second = symbolic_roles("actor actor_2")
+    flow = first.rollout().beside(second.rollout())
+    visits = admitted(trainer, flow, None)
+    assert visits[""] == visits["_2"]
+    trainer.admit([7, 8], "actor_2")
+    assert [one.given_rows for one in trainer.state.actors.values()] == [[7, 8], [7, 8]]
+    same = {"actor": [3, 4], "actor_2": [3, 4]}
+    assert admitted(trainer, flow, same) == {"": {2: 3, 3: 4}, "_2": {2: 3, 3: 4}}
+    for rows in ({"actor": [3, 4], "actor_2": [4, 3]}, {"actor_2": [3, 4]}):
+        with pytest.raises(
+            ValueError, match="all actors play in the episodes of the same rows. Give one list."
+        ):
+            trainer.state.rows_of_actors(flow, rows)
 
 
 def test_an_exchange_names_the_roles_that_there_are(trainer):

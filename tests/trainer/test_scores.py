@@ -41,6 +41,14 @@ def test_more_end_the_run_with_the_first_reason():
         check_failed_rewards(step_of(None, None, *[1.0] * 8, failure="it hung"), ["reward"], 0.1)
 
 
+def test_an_actor_that_was_asked_for_nothing_has_not_failed():
+    batch = step_of(None, None, 1.0, 1.0, failure="it hung")
+    batch.records["reward"][0]["cause"] = "silent"
+    check_failed_rewards(batch, ["reward"], 0.25)
+    with pytest.raises(RewardsFailed, match="1 of 4 .* allows 0. The first: it hung"):
+        check_failed_rewards(batch, ["reward"], 0.2)
+
+
 def test_one_that_gives_no_reason_is_named():
     with pytest.raises(RewardsFailed, match=r"1 of 2 .* The first: reward_model gave none for sample 1$"):
         check_failed_rewards(step_of(1.0, 1.0, model_scores=[0.5, None]), ["reward", "reward_model"], 0.0)

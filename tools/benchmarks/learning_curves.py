@@ -82,7 +82,10 @@ COMPOSITIONS = [
 def methods() -> list[Method]:
     """Return the papers of `megarl algorithms`, the algorithms with their defaults, the ratio transforms that no
     paper has, and what else an algorithm learns from: right answers, a teacher, an order of the rows."""
-    found = [Method(recipe.name, recipe.flags) for recipe in RECIPES]
+    alone = [
+        recipe for recipe in RECIPES if "--share-episodes" not in recipe.flags
+    ]  # the task has one policy
+    found = [Method(recipe.name, recipe.flags) for recipe in alone]
     found += [Method(f"{name}, defaults", f"--algorithm {name}") for name in REGISTRY]
     papers = " ".join(method.flags for method in found).split()
     found += [
