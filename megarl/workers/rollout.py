@@ -350,16 +350,10 @@ class RolloutRole(LeavingEngine):
         if purpose == "eval":
             n = num_drawn = 1 if greedy else config.run.eval_num_samples
         asked = [(visit, row, index) for visit, row in visits for index in range(n)]
-        prompts = self.encoders[purpose].prompts([row for _, row, _ in asked])
+        prompts, seed = self.encoders[purpose].prompts([row for _, row, _ in asked]), config.batch.seed
         return [
             Answer(
-                *(
-                    visit * n + index,
-                    row,
-                    visit,
-                    prompt,
-                    draw_key(config.batch.seed, drawn_for, visit, index),
-                ),
+                *(visit * n + index, row, visit, prompt, draw_key(seed, drawn_for, visit, index)),
                 purpose=purpose,
                 greedy=index >= num_drawn,
             )
