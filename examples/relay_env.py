@@ -71,3 +71,4 @@ def make_relay(out: Path, seed: int = 0) -> None:
 
 if __name__ == "__main__":
     make_relay(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    print(f"numbers.jsonl, sft.jsonl and model/ are in {sys.argv[1]}")

@@ -122,9 +122,16 @@ TAKES_SECONDS = {"--train-iters 100": "--train-iters 2"}
 """Words of a page's commands -> those that are run."""
 CHECKED = ("algorithms", "check", "graph", "reshard-plan", "translate", "new", "tiny-model")
 """Subcommands of megarl that start nothing."""
-QUICK_SCRIPTS = ("python make_data.py", "python reward.py")
-"""Scripts of a task that `megarl new` lays out."""
-STAND_INS = {"megarl train @sft.args": ("runs/sft/hf", "model")}
+QUICK_SCRIPTS = (
+    "python make_data.py",
+    "python reward.py",
+    "python examples/relay_env.py runs/relay/data",
+)
+"""Scripts of a task that `megarl new` lays out, or that write the data of one."""
+STAND_INS = {
+    "megarl train @sft.args": ("runs/sft/hf", "model"),
+    "megarl train @configs/relay_sft.args": ("runs/relay/sft/hf", "runs/relay/data/model"),
+}
 """A job that the quick tests do not run -> the folder that it leaves, and what stands for it there."""
 JOBS = (
     "megarl train",
