@@ -129,7 +129,7 @@ def test_a_rule_judges_the_last_answer_of_each_agent_while_training_goes_on(sums
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("form", ["recompute", "disjoint", "agents", "agents_trees", "agents_trees_disjoint"])
 def test_a_replay_asks_no_environment_and_resumes_bit_for_bit(sums_data, tmp_path, form):
     """The environment's replies depend on the time, so only the log can repeat them."""
