@@ -193,7 +193,12 @@ class RewardModel(ServiceRole, kind="reward_model"):
         possibly [].
 
         Args:
-            rows: sample id -> dataset row, for all samples of the step."""
+            rows: sample id -> dataset row, for all samples of the step; {} for none."""
+
+    @method(optional=True, phase="reward_model_early")
+    def score_groups(self, rows: Mapping[int, int]) -> list[Record]:
+        """Score the samples of the batch shard as `score` does, each mini-batch by itself, before a step asks
+        for them."""
 
 
 class Reference(CheckpointedRole, kind="reference"):

@@ -65,6 +65,11 @@ class SampleBuffer:
         """All groups in the buffer, in the order of admission."""
         return list(self._groups.values())
 
+    @property
+    def finished(self) -> list[Group]:
+        """The groups whose samples are all there, in the order of admission."""
+        return [group for group in self._groups.values() if group.visit in self._finished]
+
     def num_to_admit(self, version: int, last_step: int) -> int:
         """Return the number of prompts to admit at this version: one for each free slot that a step up to
         `last_step` needs.

@@ -335,7 +335,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Measure the accuracy of every actor on --eval-data, sampled and greedy. Returns metric -> mean
         reward, which is also recorded."""
-        scores, answers = evaluate_actors(self.executor, self.state, self.runner.route_rows)
+        scores, answers = evaluate_actors(self.executor, self.state, self.runner.events.route_rows)
         self.run_folder.record_evaluation(self.step, scores, answers)
         return scores
 
