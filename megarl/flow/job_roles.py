@@ -159,6 +159,10 @@ class Rollout(ServiceRole, kind="rollout"):
         `sync`. Returns why it cannot be started, or ""."""
 
     @method(optional=True)
+    def set_pinned(self, is_pinned: bool) -> None:
+        """Let the engine keep its weights from now on, or let the next sync give it new ones."""
+
+    @method(optional=True)
     def set_version(self, version: int) -> None:
         """Give the engine's weights, which have not changed, the number of a later version."""
 

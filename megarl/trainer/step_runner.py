@@ -181,6 +181,7 @@ class StepRunner:
                 continue
             if self.state.actor_of(node.role).buffer.staleness:  # versions are counted
                 Rollout(self.executor, node.role).set_version(self.batches.step)
+                self.events.pinned.synced(node.role)
         reporting = {
             node.name
             for node in self.batches.flow.nodes
@@ -281,6 +282,7 @@ class StepRunner:
             return actor.kl.coef, *actor.sft_rows(batch, self.meshes[node.role].dp)
         if called is Rollout.sync:
             send_weights(self.executor, self.meshes, batch.step, actor.suffix)
+            self.events.pinned.synced(node.role)
             return (batch.step,)
         return ()
 

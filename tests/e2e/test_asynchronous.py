@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from tests.e2e.jobs import Job, replace_flags, train
+from tests.e2e.jobs import COMMON, Job, replace_flags, train
 from tests.e2e.test_ppo_job import reward_flags, reward_folders  # noqa: F401 - a fixture
 from tests.e2e.test_resume import rows
 from tests.e2e.test_two_actors import DISJOINT
@@ -174,3 +174,55 @@ def test_a_judge_on_its_own_rank_scores_groups_as_they_finish(sums_data, tmp_pat
             )
         else:
             assert row["reward"] == pytest.approx(row["rule_reward"] + 2.0 * score)
+
+
+LINES = ["step=1/", "step=9/", "eval step=0/", "eval step=8/"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_an_evaluation_beside_training_has_the_scores_of_its_version(sums_data, tmp_path):
+    """The row of an evaluated step has what `megarl eval` says of the weights of that step, though later steps have
+    trained meanwhile."""
+    data, folder = str(sums_data / "test.parquet"), tmp_path / "run"
+    flags = replace_flags(
+        [*COMMON, "--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl")],
+        [
+            *("--nproc-per-node", "3", "--actor-ranks", "0", "--rollout-ranks", "1-2"),
+            *("--rollout-backend", "transformers", "--rollout-max-num-seqs", "4", "--staleness", "1"),
+            *("--train-iters", "16", "--lr", "1e-2", "--save", str(folder)),
+            *("--eval-data", data, "--eval-interval", "8", "--eval-num-prompts", "16"),
+            *("--eval-num-samples", "3", "--eval-engines", "1"),
+        ],
+    )
+    script = str(Path(__file__).with_name("pinned_loop.py"))
+    output = succeed(script, "8,16", *flags, timeout=400, preloaded=True, folder=tmp_path).stdout
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [*range(17)]
+    evaluated = {row["step"]: row for row in metrics if "eval/reward" in row}
+    assert [*evaluated] == [0, 8, 16]
+    assert all(row["staleness/max"] <= 1 and row["canary/max_abs"] < 1e-4 for row in metrics[1:])
+    canaries = {row["canary/tokens"] for row in metrics[1:]}
+    assert canaries == {32.0, 64.0}, (
+        "an engine that keeps older weights samples no canaries, and then it does"
+    )
+    lines = output.splitlines()
+    at = {key: next(i for i, line in enumerate(lines) if line.startswith(key)) for key in LINES}
+    assert all(at[f"eval step={step}/"] > at[f"step={step + 1}/"] for step in (0, 8)), "training has waited"
+    scores = {}
+    for step, model in ((0, sums_data / "model"), (8, folder / "hf_8"), (16, folder / "hf_16")):
+        how = ("--temperature", "0.9", "--eval-num-prompts", "16", "--eval-num-samples", "3")
+        how = (*how, "--eval-data", data)
+        how = (*how, "--max-prompt-length", "32", "--max-response-length", "16")
+        how = (*how, "--reward-function", COMMON[-1], "--rollout-backend", "transformers")
+        told = succeed(
+            *("-m", "megarl.cli", "eval", "--model", model, *how, "--json"),
+            timeout=200,
+            preloaded=True,
+            folder=tmp_path,
+        ).stdout
+        scored = json.loads(told)["all"]
+        for name in ("reward", "reward_greedy"):  # equal: rounding decides over none of these tokens
+            assert evaluated[step][f"eval/{name}"] == pytest.approx(scored[name]["value"], abs=1e-6)
+        scores[step] = evaluated[step]["eval/reward"]
+    assert len({*scores.values()}) == 3, "versions must differ for this to mean something"
