@@ -5,8 +5,10 @@ under a teacher, which is the reference (--reference-model).
 
 On average over tokens that the policy samples, -A is the KL of the policy to the teacher, and the policy
 gradient of A is minus that KL's gradient by the distribution of token t: the reverse KL, judged by sampled
-tokens, with no credit for later ones (discount 0, as in arXiv:2306.08543's single-step part). No reward is
-learned from; rewards are measured, and a sample whose reward failed is left out.
+tokens, with no credit for later ones (discount 0, as in arXiv:2306.08543's single-step part). Several teachers
+of a sample, with weights w that add up to 1, give A(t) = sum w log teacher(t) - log pi_old(t): the mean of their
+KLs with these weights. No reward is learned from; rewards are measured, and a sample whose reward failed is left
+out.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.config.errors import Positive, Rule
-from megarl.config.teachers import TEACHERS_RULE, are_teachers
+from megarl.config.teachers import WEIGHED_RULE, are_weighed_teachers, weight_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,14 +34,18 @@ class Distill(PolicyGradient):
     paper: ClassVar[str] = "2306.13649"
     advantage_formula: ClassVar[str] = "log teacher - log pi, of each sampled token"
 
-    teachers: Annotated[tuple[str, ...], Rule(are_teachers, TEACHERS_RULE)] = ()
-    """Further teachers, data_source=folder each: rows of this source are taught by this model, and all others
-    by --reference-model. Default: none."""
+    teachers: Annotated[tuple[str, ...], Rule(are_weighed_teachers, WEIGHED_RULE)] = ()
+    """Further teachers, data_source=folder each: rows of this source are taught by this model, and all others by
+    --reference-model. Default: none."""
+    teacher_weights: tuple[float, ...] | None = None
+    """Weights of --teachers, one number each, when several teach the rows of a source: a token's log-probs are
+    averaged with them. Those of a source add up to 1. Default: a source has one teacher."""
     distill_clip: Positive | None = None
     """Bound of a token's advantage in nats, e.g. 10. Default: none."""
 
     def field_rules(self) -> Iterable[tuple[bool, str, str]]:
         yield from PolicyGradient.field_rules(self)
+        yield from weight_rules(self.teachers, self.teacher_weights)
         yield self.kl_mode == "none", "kl_mode", "is not for distill: its advantage is the KL. Leave it out."
 
     @property

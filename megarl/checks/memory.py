@@ -150,7 +150,7 @@ class _ActorParts:
                 if algorithm_of(config).precompute_ref_log_probs:
                     continue  # it is gone before the actor's model is built
                 yield from self._megatron(role, ModelShape.load(config.model.reference_folder))
-                for folder in teacher_folders(config.algorithm).values():
+                for folder in teacher_folders(config.algorithm):
                     yield from self._megatron(role, ModelShape.load(folder))
         for model in reward_models(config):  # a judge runs in separate processes and is not counted
             if model.backend == "megatron":

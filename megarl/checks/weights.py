@@ -42,7 +42,7 @@ def _folders(config: TrainConfig, trains: bool) -> Iterator[tuple[str, str, Mode
         yield "--critic-model", model.critic_model, ModelShape.load(model.critic_model, value_head=True)
     if config.algorithm.needs_reference and model.reference_model:
         yield "--reference-model", model.reference_model, ModelShape.load(model.reference_model)
-    for folder in teacher_folders(config.algorithm).values():
+    for folder in teacher_folders(config.algorithm):
         yield "--teachers", folder, ModelShape.load(folder)
     for reward in reward_models(config):
         yield (

@@ -61,6 +61,7 @@ TRAINING: list[Rule] = [
     streaming.routing_replay,
     streaming.max_tokens_per_step,
     streaming.min_engines,
+    streaming.eval_engines,
     streaming.replay,
 ]
 OF_UPDATES: list[Rule] = [
@@ -74,6 +75,7 @@ OF_UPDATES: list[Rule] = [
     streaming.routing_replay,
     streaming.max_tokens_per_step,
     streaming.min_engines,
+    streaming.eval_engines,
     streaming.replay,
 ]
 """Rules of TRAINING that an evaluation cannot break, as it updates no weights."""

@@ -49,7 +49,7 @@ def unreachable_paths(config: TrainConfig) -> Errors:
             "tokenizer-model": [model.tokenizer_model],
             "critic-model": [model.critic_model],
             "reference-model": [model.reference_model],
-            "teachers": [*teacher_folders(of_actor.algorithm).values()],
+            "teachers": teacher_folders(of_actor.algorithm),
             "train-data": data.train_data,
             "eval-data": data.eval_data,
             "sft-data": of_actor.sft.sft_data,

@@ -194,7 +194,7 @@ def megatron_roles(job: Job) -> Errors:
     for role in job.megatron_roles:
         yield from parallel_errors(role)
         if role.name == "reference":
-            for folder in teacher_folders(job.config.algorithm).values():
+            for folder in teacher_folders(job.config.algorithm):
                 with contextlib.suppress(ConfigError):  # reported elsewhere
                     yield from parallel_errors(replace(role, shape=ModelShape.load(folder)))
 

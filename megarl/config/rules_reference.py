@@ -56,7 +56,7 @@ def reference_model(job: Job) -> Errors:
             )
         return
     yield from _foreign_model(job, "--reference-model", folder)
-    for other in teacher_folders(algorithm).values():
+    for other in teacher_folders(algorithm):
         yield from _foreign_model(job, "--teachers", other)
     if teacher_folders(algorithm) and job.config.reference.offload:
         yield (

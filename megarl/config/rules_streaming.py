@@ -37,6 +37,7 @@ def staleness(job: Job) -> Errors:
                 "replay",
                 "max_tokens_per_step",
                 "min_engines",
+                "eval_engines",
             ),
         )
     elif not job.uses_rollout:
@@ -99,6 +100,42 @@ def min_engines(job: Job) -> Errors:
         )
     elif wanted > number > 0:
         yield f"--min-engines ({wanted}): the job has {number} engines. Try {max(1, number - 1)}."
+
+
+def eval_engines(job: Job) -> Errors:
+    """Yield an error for --eval-engines if no engine would be left to train with, or if an engine cannot keep
+    its weights while others get new ones."""
+    values, ranks = job.config.streaming, job.ranks.get("rollout")
+    wanted = values.eval_engines
+    if not wanted or not values.staleness or not job.uses_rollout or not ranks:
+        return
+    number = len(ranks) // job.config.rollout.tensor_parallel_size
+    if job.engine == "in-process":
+        yield (
+            f"--eval-engines ({wanted}): an engine in the process of its rank gets every update of the weights. "
+            "Try --rollout-engine out-of-process, or leave --eval-engines out."
+        )
+    elif number == 1:
+        yield f"--eval-engines ({wanted}): the job has 1 engine, which must train. Leave --eval-engines out."
+    elif wanted >= number > 1:
+        yield (
+            f"--eval-engines ({wanted}): the job has {number} engines, and one at least must train. Try "
+            f"{number - 1}."
+        )
+    if not job.config.run.eval_interval:
+        yield f"--eval-engines ({wanted}): needs --eval-interval. Leave it out, or set --eval-interval 5."
+    if job.config.episodes.has_turns:
+        yield f"--eval-engines ({wanted}): has no effect on held-out episodes. Leave it out."
+    if values.replay is not None:
+        yield (
+            f"--eval-engines ({wanted}): --replay ({values.replay}) cannot repeat which step an evaluation ends "
+            "in. Leave one of the two out."
+        )
+    if values.min_engines is not None and values.min_engines <= wanted:
+        yield (
+            f"--min-engines ({values.min_engines}): must be above --eval-engines ({wanted}), so that an engine is "
+            f"left to train with. Try --min-engines {wanted + 1}."
+        )
 
 
 def replay(job: Job) -> Errors:

@@ -11,7 +11,7 @@ shape of the model is never a flag: it is read from the Hugging Face config in `
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from megarl.config.data_sections import CurriculumConfig, DataConfig, SftConfig
 from megarl.config.episode_sections import EpisodeConfig
@@ -27,6 +27,7 @@ from megarl.config.role_sections import (
     SamplingConfig,
 )
 from megarl.config.run_sections import CheckpointConfig, PlacementConfig, ProfileConfig, RunConfig
+from megarl.config.streaming_section import StreamingConfig
 
 
 @section
@@ -95,37 +96,6 @@ class BatchConfig(Section):
     own."""
     seed: Natural = 0
     """Seed of everything random: initial weights, data order, sampling, mini-batches."""
-
-
-@section
-class StreamingConfig(Section):
-    """asynchronous rollouts"""
-
-    staleness: Natural = 0
-    """Training steps by which the weights that sampled a token may be older than the weights that are trained
-    on it. 0: synchronous training. Above 0 generation goes on during updates, and --tis-clip is on by
-    default. Not run on a GPU yet."""
-    rollout_order: Literal["in-order", "windowed"] = "windowed"
-    """Groups of samples that a step with --staleness trains on. in-order: those of the oldest prompts.
-    windowed: those of the oldest prompts that are complete, and all that would be too old at the next
-    step."""
-    weight_update: Literal["keep", "recompute", "wait"] = "recompute"
-    """With --staleness: what unfinished responses do when their engine gets new weights. keep: go on with the
-    KV cache of the old weights. recompute: go on, and compute the KV cache anew with the new weights. wait:
-    end first."""
-    num_canaries: Natural = 4
-    """With --staleness: prompts that each engine answers after each new version of its weights, only to
-    compare its log-probs with the trainer's. Nothing is trained on them. 0 is off."""
-    replay: str | None = None
-    """With --staleness: run folder whose order of samples, weights and updates is repeated. Default: none,
-    the order follows from what is ready first."""
-    max_tokens_per_step: Count | None = None
-    """With --staleness: tokens that one response gets from one version of the weights, at most. It goes on
-    after the next weight sync, or at once if the next step needs it. Default: no limit."""
-    min_engines: Count | None = None
-    """With --staleness and engines in processes of their own: number of engines that each actor needs. As
-    long as that many are left, the prompts of an engine that ends or hangs go to the others. Default: all
-    engines, so that the job ends with the first one. Not run on a GPU yet."""
 
 
 @section

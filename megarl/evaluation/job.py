@@ -13,7 +13,7 @@ from megarl.evaluation.arguments import Options
 from megarl.evaluation.report import as_json, sample_lines, table
 from megarl.flow import Actor, Reward, Rollout
 from megarl.trainer.announce import Say, line_on, reminding, wait_for_setups
-from megarl.trainer.evaluation import HeldOut, answer_rows
+from megarl.trainer.evaluation import Answering, HeldOut, answer_rows, run
 from megarl.trainer.weights import sync_weights
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def evaluate_job(
     results: dict[bool, HeldOut] = {}
     for greedy in modes:
         with reminding(say, _evaluating(config, len(rows), greedy)):
-            results[greedy] = answer_rows(rollout, reward, rows, config, greedy, num_logged)
+            by = Answering.by_all(rollout, reward)
+            results[greedy] = run(answer_rows(by, rows, config, greedy, num_logged))
     sampled, greedy = results.get(False), results[True]
     if options.out is not None:
         with open(options.out, "w", encoding="utf-8") as file:

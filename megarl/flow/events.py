@@ -9,6 +9,9 @@ from megarl.packing import Sample
 GROUPS_FINISHED = "groups_finished"
 """An engine has finished the samples of whole groups, which no call waits for. Payload: `FinishedGroups`."""
 
+HELD_OUT_FINISHED = "held_out_finished"
+"""An engine has answered held-out rows that no call waits for. Payload: `FinishedGroups`."""
+
 ENGINE_CHANGED = "engine_changed"
 """An engine has left the engines of its role, or has joined them. Payload: `EngineChange`."""
 

@@ -159,6 +159,10 @@ class Rollout(ServiceRole, kind="rollout"):
         `sync`. Returns why it cannot be started, or ""."""
 
     @method(optional=True)
+    def set_pinned(self, is_pinned: bool) -> None:
+        """Let the engine keep its weights from now on, or let the next sync give it new ones."""
+
+    @method(optional=True)
     def set_version(self, version: int) -> None:
         """Give the engine's weights, which have not changed, the number of a later version."""
 
@@ -193,7 +197,12 @@ class RewardModel(ServiceRole, kind="reward_model"):
         possibly [].
 
         Args:
-            rows: sample id -> dataset row, for all samples of the step."""
+            rows: sample id -> dataset row, for all samples of the step; {} for none."""
+
+    @method(optional=True, phase="reward_model_early")
+    def score_groups(self, rows: Mapping[int, int]) -> list[Record]:
+        """Score the samples of the batch shard as `score` does, each mini-batch by itself, before a step asks
+        for them."""
 
 
 class Reference(CheckpointedRole, kind="reference"):

@@ -30,7 +30,7 @@ class LoggerContext:
 
 class Logger(Protocol):
     """Receives what a run records. All calls come from one thread of the driver, in the order of the
-    steps."""
+    steps, except for late evaluations."""
 
     def log_config(self, arguments: str) -> None:
         """Record the resolved arguments, the text of resolved.args. Called once, first."""
@@ -39,7 +39,8 @@ class Logger(Protocol):
         """Record the metrics of a step, evaluation included. Values may be NaN or infinite.
 
         An evaluation that ends after its step was recorded calls this a second time with the same step and
-        all its metrics, which replace the first.
+        all its metrics, which replace the first. With --eval-engines it may end in a later step: the second call
+        then comes after calls of later steps, and has the metrics of the evaluation only.
 
         Args:
             wall_time: seconds since the epoch when the step ended."""

@@ -50,16 +50,35 @@ class JsonLines:
     def take_back(self, step: int) -> dict[str, float]:
         """Remove the last row of metrics.jsonl if it belongs to this step. Returns its metrics, or {}."""
         last = (self._metrics.read_bytes().splitlines(keepends=True) or [b"{}"])[-1]
-        row = json.loads(last)
-        if row.pop("step", None) != step:
+        if json.loads(last).get("step") != step:
             return {}
         os.truncate(self._metrics, self._metrics.stat().st_size - len(last))
         self._file.seek(0, os.SEEK_END)  # a new run's file was not opened to append
-        return row | {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
+        return _metrics_of(last)
+
+    def add_to_row(self, step: int, metrics: Metrics) -> None:
+        """Add metrics to the row of a step, which need not be the last one, or insert a row."""
+        lines = self._metrics.read_bytes().splitlines(keepends=True)
+        at = next((i for i in range(len(lines), 0, -1) if _step_of(lines[i - 1]) <= step), 0)
+        row: dict[str, float] = {}
+        if at and _step_of(lines[at - 1]) == step:
+            at -= 1
+            row = _metrics_of(lines.pop(at))
+        lines.insert(at, (to_json_line({"step": step, **row, **metrics}) + "\n").encode())
+        with writing(self._metrics), open(self._metrics, "r+b") as file:
+            file.seek(sum(map(len, lines[:at])))  # what is written is longer than what was there
+            file.write(b"".join(lines[at:]))
+        self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
         with writing(self._metrics):
             self._file.close()
+
+
+def _metrics_of(line: bytes) -> dict[str, float]:
+    row = json.loads(line)
+    row.pop("step")
+    return row | {name: float(value) for name, value in row.pop("nonfinite", {}).items()}
 
 
 def to_json_line(metrics: Mapping[str, float | int]) -> str:

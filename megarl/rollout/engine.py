@@ -68,6 +68,8 @@ class Engine:
         self.options = config.reshard
         self.shares_weights = False
         """Whether an update of the trainer's weights changes those of the engine at once."""
+        self.is_pinned = False
+        """Whether syncs leave the weights as they are, for an evaluation beside training."""
         self.bytes_per_sync = 0
         """Number of bytes that the last sync wrote in this engine."""
         self._weight_sync: WeightSync | None = None

@@ -28,13 +28,14 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
     """Return how many sequences one engine can have at once, at most max_num_seqs.
 
     Synchronous training samples a step's responses or answers the evaluation rows. With --staleness S the
-    engine can have the responses of S + 1 steps, and held-out rows and canaries beside them."""
+    engine can have the responses of S + 1 steps, and held-out rows and canaries beside them. With
+    --eval-engines fewer engines share each of the two."""
     batch, streaming, limit = config.batch, config.streaming, config.rollout.max_num_seqs
     rows = config.run.eval_num_prompts or limit * num_engines if config.data.eval_data else 0
-    held_out = -(-rows * config.run.eval_num_samples // num_engines)
+    held_out = -(-rows * config.run.eval_num_samples // (streaming.eval_engines or num_engines))
     num_prompts = (streaming.staleness + 1) * batch.num_prompts
     group_size = batch.num_samples_per_prompt + config.algorithm.greedy_samples
-    trained = -(-num_prompts // num_engines) * group_size
+    trained = -(-num_prompts // max(1, num_engines - streaming.eval_engines)) * group_size
     if streaming.staleness:
         return min(limit, trained + held_out + streaming.num_canaries)
     return min(limit, max(trained, held_out))

@@ -82,8 +82,13 @@ class OutOfProcessEngine(Engine):
 
     def leave(self, failure: Exception) -> None:
         """End the engine's processes after a failure. Later syncs leave the engine out."""
-        self.failure = failure
+        self.failure, self.is_pinned = failure, False
         self.inference.kill()
+
+    @property
+    def _is_left_out(self) -> bool:
+        """Whether this rank takes part in a sync for the others' sake only."""
+        return self.failure is not None or self.is_pinned
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
@@ -125,7 +130,8 @@ class OutOfProcessEngine(Engine):
         for rank in self.ranks:
             self._pulls[rank] |= pulls.get(rank, {})
         self.bytes_per_sync = 0
-        if self.failure is not None:
+        if self._is_left_out:
+            self._is_new = True  # so that the next order has what is announced now
             return
         orders = [
             Order(arrivals[rank], self._pulls[rank], self._plan.copies_to(rank))
@@ -138,7 +144,7 @@ class OutOfProcessEngine(Engine):
             self._is_new = False
 
     def verify(self, timeout_s: float) -> str | None:
-        if self.failure is not None:
+        if self._is_left_out:
             return None
         with self._leaving():
             outcomes = self.inference.wait_for_weights(timeout_s)
@@ -147,12 +153,12 @@ class OutOfProcessEngine(Engine):
         return None
 
     def commit(self, version: int) -> None:
-        if self.failure is None:
+        if not self._is_left_out:
             with self._leaving():
                 super().commit(version)
 
     def give_up(self) -> None:
-        if self.failure is None:
+        if not self._is_left_out:
             with self._leaving():
                 super().give_up()
 

@@ -34,7 +34,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -241,16 +241,24 @@ class Executor(ABC):
 
     # Waiting.
 
-    def wait_any(self, futures: Sequence[Future[Any]], or_event: bool = False) -> list[Future[Any]]:
+    def wait_any(
+        self, futures: Sequence[Future[Any]], or_event: bool | Collection[str] = False
+    ) -> list[Future[Any]]:
         """Block until at least one future is done. Returns the futures that are done.
 
         Args:
-            or_event: return also when an event waits to be taken, possibly without a finished future.
+            or_event: return also when an event, or one of these names, waits to be taken, possibly without a
+                finished future.
         Raises: like `Future.result`; ValueError for no futures."""
         if not futures:
             raise ValueError("wait_any needs at least one future: it would wait for ever.")
-        self._wait_until(lambda: (or_event and self._events) or any(future.done() for future in futures))
+        self._wait_until(lambda: self._has_event(or_event) or any(future.done() for future in futures))
         return [future for future in futures if future.done()]
+
+    def _has_event(self, wanted: bool | Collection[str]) -> bool:
+        if isinstance(wanted, bool):
+            return wanted and bool(self._events)
+        return any(event.name in wanted for event in self._events)
 
     def has_ended(self, future: CallFuture) -> bool:
         """Return whether all ranks of a call have answered. Raises the first failure of any rank, if there is

@@ -52,7 +52,10 @@ class SampleBuffer:
         """Groups by visit, in the order of admission."""
         self._finished: set[int] = set()
         self.lost_engines: set[int] = set()
-        """Engines that get no groups."""
+        """Engines that are gone."""
+        self.pinned_engines: set[int] = set()
+        """Engines that keep older weights for an evaluation. A group that is admitted now must not have their
+        tokens, which may become too old."""
         self.replayed: Mapping[int, Sequence[int]] = {}
         """Training step -> visits that it takes, of the run that --replay repeats."""
 
@@ -64,6 +67,16 @@ class SampleBuffer:
     def groups(self) -> list[Group]:
         """All groups in the buffer, in the order of admission."""
         return list(self._groups.values())
+
+    @property
+    def finished(self) -> list[Group]:
+        """The groups whose samples are all there, in the order of admission."""
+        return [group for group in self._groups.values() if group.visit in self._finished]
+
+    @property
+    def closed_engines(self) -> set[int]:
+        """Engines that get no groups."""
+        return self.lost_engines | self.pinned_engines
 
     def num_to_admit(self, version: int, last_step: int) -> int:
         """Return the number of prompts to admit at this version: one for each free slot that a step up to
@@ -118,7 +131,7 @@ class SampleBuffer:
         Args:
             num_engines: engines are numbered from 0."""
         waiting = self.waiting()
-        live = set(range(num_engines)) - self.lost_engines
+        live = set(range(num_engines)) - self.closed_engines
         kept = {group.visit: group.engine for group in waiting if group.engine in live}
         unfinished: Counter[int | None] = Counter()
         for group in self._groups.values():
@@ -132,10 +145,11 @@ class SampleBuffer:
 
     def lose_engine(self, engine: int) -> list[Group]:
         """Let the unfinished groups of an engine wait for another engine, and return them. It gets no groups
-        while it is in `lost_engines`.
+        while it is in `closed_engines`.
 
         They keep their finished samples; only the missing ones are to be sampled."""
         self.lost_engines.add(engine)
+        self.pinned_engines.discard(engine)
         lost = [g for g in self._groups.values() if g.is_issued and g.engine == engine and not g.is_finished]
         for group in lost:
             group.is_issued, group.engine = False, None

@@ -70,7 +70,7 @@ class Canaries:
         actor = self._state.actor_of(rollout)
         if actor.suffix not in self._sampled:
             return
-        count, lost = self._count(actor.suffix), actor.buffer.lost_engines
+        count, lost = self._count(actor.suffix), actor.buffer.closed_engines
         delivered = [sample for of_rank in self._sampled[actor.suffix].result() for sample in of_rank]
         samples = [sample for sample in delivered if _engine_of(sample.sample_id, count) not in lost]
         check_delivery(rollout, samples, self._meshes[rollout].dp, count, step - 1, lost)

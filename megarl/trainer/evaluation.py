@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, TypeVar
 
 from megarl.config.reward_models import uses_rule_reward
 from megarl.config.rules_training import NO_EVAL_DATA
 from megarl.config.schema import TrainConfig
 from megarl.episodes.episode import SILENT
 from megarl.flow import Reward, Rollout
+from megarl.futures import Future
 from megarl.flow.job_roles import Record
 from megarl.packing import Sample, by_episode
 from megarl.role_names import with_suffix
-from megarl.runtime.executor import Executor
 from megarl.trainer.episode_metrics import by_environment, readable
 from megarl.trainer.eval_scores import EvalSample, Scores, of_sources, powers_of_two
 from megarl.trainer.scores import RewardsFailed, means_of_scores
@@ -25,6 +25,42 @@ SAMPLED, GREEDY = "eval/reward", "eval/reward_greedy"
 
 RouteRows = Callable[[int], Sequence[int] | None]
 """Number of held-out rows -> engine of each row, without engines that are gone; None if all are there."""
+
+T = TypeVar("T")
+Steps = Generator[Future[Any], Any, T]
+"""Work that yields each future whose result it needs next, and gets the result back."""
+
+
+def run(steps: Steps[T]) -> T:
+    """Do all steps of some work, waiting for every future, and return its result."""
+    value = None
+    while True:
+        try:
+            value = steps.send(value).result()
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+@dataclass(frozen=True)
+class Answering:
+    """The roles of an actor that answer held-out rows and score the answers.
+
+    Args:
+        ask: rows, whether greedy, and the engine of each row -> future of the samples per rank."""
+
+    ask: Callable[[Mapping[int, int], bool, Sequence[int] | None], Future[list[Sample]]]
+    reward: Reward
+    route_rows: RouteRows = lambda count: None
+
+    @staticmethod
+    def by_all(rollout: Rollout, reward: Reward, route_rows: RouteRows = lambda count: None) -> Answering:
+        """Return the roles of an evaluation that all engines take part in, and that everything waits for."""
+
+        def ask(rows: Mapping[int, int], greedy: bool, engines: Sequence[int] | None) -> Future[list[Sample]]:
+            return rollout.generate("eval", rows, greedy=greedy, engines=engines)
+
+        return Answering(ask, reward, route_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +74,8 @@ class HeldOut:
 
 
 def answer_rows(
-    rollout: Rollout,
-    reward: Reward,
-    sources: Mapping[int, str],
-    config: TrainConfig,
-    greedy: bool,
-    num_logged: int,
-    route_rows: RouteRows = lambda count: None,
-) -> HeldOut:
+    by: Answering, sources: Mapping[int, str], config: TrainConfig, greedy: bool, num_logged: int
+) -> Steps[HeldOut]:
     """Answer held-out rows and score the answers.
 
     A sample draws by (seed, row, index, position), the same at every evaluation, in a job and in `megarl
@@ -54,11 +84,10 @@ def answer_rows(
     Args:
         sources: row -> its data_source.
         num_logged: number of samples, from the first, whose records have texts; -1 is all.
-        route_rows: see `RouteRows`; the default is for engines that all stay.
     Raises: RewardsFailed if more rewards failed than --reward-max-failed-share allows."""
-    generated = _generate(rollout, sources, greedy, route_rows)
+    generated = yield from _generate(by, sources, greedy)
     sampled = by_episode(sample for of_rank in generated for sample in of_rank)
-    scored = reward.score("eval", sorted(sampled), num_logged=num_logged).result()
+    scored = yield by.reward.score("eval", sorted(sampled), num_logged=num_logged)
     num_samples = 1 if greedy else config.run.eval_num_samples
     samples, records = [], []
     in_order = sorted((record for of_rank in scored for record in of_rank), key=lambda one: one["sample_id"])
@@ -86,16 +115,14 @@ def answer_rows(
     return HeldOut(samples, records)
 
 
-def _generate(
-    rollout: Rollout, rows: Iterable[int], greedy: bool, route_rows: RouteRows
-) -> list[list[Sample]]:
+def _generate(by: Answering, rows: Iterable[int], greedy: bool) -> Steps[list[list[Sample]]]:
     """Let the engines that are there answer the rows. If one of them leaves meanwhile, the others answer all
     rows again, with the same draws."""
     visits = {row: row for row in rows}
-    engines = route_rows(len(visits))
+    engines = by.route_rows(len(visits))
     while True:
-        generated = rollout.generate("eval", visits, greedy=greedy, engines=engines).result()
-        asked, engines = engines, route_rows(len(visits))
+        generated: list[list[Sample]] = yield by.ask(visits, greedy, engines)
+        asked, engines = engines, by.route_rows(len(visits))
         if engines == asked:
             return generated
 
@@ -142,14 +169,15 @@ def _metrics_of_environments(records: Sequence[Record]) -> dict[str, float]:
     return metrics
 
 
-def evaluate_actors(
-    executor: Executor, state: TrainState, route_rows: Callable[[str, int], Sequence[int] | None]
-) -> tuple[dict[str, float], dict[str, Record]]:
-    """Evaluate every actor on --eval-data. Returns the metrics, and eval/reward and eval/reward_greedy -> the
-    first row's first answer.
+Evaluated = tuple[dict[str, float], dict[str, Record]]
+"""Metrics of an evaluation, and eval/reward and eval/reward_greedy -> the first row's first answer."""
+
+
+def evaluate_actors(state: TrainState, answering_of: Callable[[str], Answering]) -> Steps[Evaluated]:
+    """Evaluate every actor on --eval-data.
 
     Args:
-        route_rows: `RouteRows` of a rollout role, which comes first.
+        answering_of: suffix of an actor -> its roles.
 
     Raises: ValueError without --eval-data, or without a rule that scores; RewardsFailed."""
     for actor in state.actors.values():
@@ -163,10 +191,8 @@ def evaluate_actors(
     found: dict[str, dict[str, HeldOut]] = {suffix: {} for suffix in state.actors}
     for name in (SAMPLED, GREEDY):  # one after the other, as actors may play in the same episodes
         for suffix, actor in state.actors.items():
-            rollout, reward = Rollout(executor, f"rollout{suffix}"), Reward(executor, f"reward{suffix}")
-            engines_of = partial(route_rows, f"rollout{suffix}")
-            how = actor.config, name == GREEDY, 1, engines_of
-            found[suffix][name] = answer_rows(rollout, reward, actor.eval_rows, *how)
+            how = actor.eval_rows, actor.config, name == GREEDY, 1
+            found[suffix][name] = yield from answer_rows(answering_of(suffix), *how)
     metrics: dict[str, float] = {}
     answers: dict[str, Record] = {}
     for (suffix, actor), both in zip(state.actors.items(), found.values(), strict=True):

@@ -166,8 +166,8 @@ class Run:
         scores: Mapping[str, float],
         answers: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
     ) -> None:
-        """Add the scores of an evaluation to the line of `step` in metrics.jsonl, even if that line is
-        already written.
+        """Add the scores of an evaluation to the line of `step` in metrics.jsonl, even if that line and those
+        of later steps are already written.
 
         Step 0 has a separate row.
 
@@ -176,9 +176,15 @@ class Run:
         self.attempt.check(f"the evaluation of step {step}")
         for name, answer in answers.items():
             self._log_rollouts(step, [{"name": name, **answer}], "eval")
+        self.progress.show_evaluation(step, scores)
+        last = self._written_row[0] if self._row is None else self._row[0]
+        if step < last:
+            self._write_row()
+            self._lines.add_to_row(step, scores)
+            self._log_to_trackers(step, dict(scores))
+            return
         before = self._lines.take_back(step) if self._row is None else self._row[1]
         self._row = step, {**before, **scores}
-        self.progress.show_evaluation(step, scores)
         self._write_row()
 
     def row_of(self, step: int) -> dict[str, float | int]:
@@ -254,10 +260,14 @@ class Run:
         self._written_row, self._row = self._row, None
         self.attempt.check(f"the metrics of step {step}")
         self._lines.log_metrics(step, row, now)  # on the disk before the next step begins
+        self._log_to_trackers(step, row)
+
+    def _log_to_trackers(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        now = time.time()
 
         def write() -> None:
             for tracker in self._opened_trackers():
-                tracker.log_metrics(step, row, now)
+                tracker.log_metrics(step, metrics, now)
 
         self._write(write)
 

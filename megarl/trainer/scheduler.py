@@ -21,7 +21,7 @@ one thread of this process.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from megarl.runtime.background import BackgroundThread, DriverCall
@@ -108,6 +108,7 @@ class Scheduler:
         meshes: role -> its mesh; only `ranks` is used.
         shard_key_of: role -> key of its batch shard. Roles with the same key need no exchange. By default
             roles with equal meshes have the same key.
+        wait_any: waits until a call is done, or until other calls may be issued. Default: that of the executor.
     Example:
         scheduler = Scheduler(executor, job.meshes, host)
         for step in job.steps():
@@ -122,12 +123,14 @@ class Scheduler:
         meshes: Meshes,
         host: Host,
         shard_key_of: Mapping[str, str] | None = None,
+        wait_any: Callable[[Sequence[Future[Any]]], list[Future[Any]]] | None = None,
     ) -> None:
         self.timeline = Timeline()
         self.executor, self._meshes, self._host = executor, meshes, host
         self._shard_key_of = shard_key_of or {
             role: next(first for first in meshes if meshes[first] == mesh) for role, mesh in meshes.items()
         }
+        self._wait_any = wait_any or executor.wait_any
         self._prepared: PreparedFlow | None = None
         self._running: FlowStep | None = None  # a step until its critical path is over
         self._step: FlowStep | None = None  # the step from then on, for its background nodes
@@ -248,7 +251,7 @@ class Scheduler:
     def _wait(self) -> None:
         """Wait until a call has ended, after which other calls may be issued."""
         if futures := [call.future for call in self._in_flight if call.ranks]:
-            done = {id(future) for future in self.executor.wait_any(futures)}
+            done = {id(future) for future in self._wait_any(futures)}
             for call in [call for call in self._in_flight if id(call.future) in done]:
                 self.end(call)
         else:

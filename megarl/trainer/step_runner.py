@@ -17,22 +17,21 @@ from megarl.config.teachers import teacher_folders
 from megarl.futures import Future
 from megarl.runtime.executor import Executor
 from megarl.flow import Actor, Data, Flow, Metrics, Node, Reference, Reward, RewardModel, Rollout
-from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.flow.job_roles import Record
 from megarl.flow.columns import COMPUTED_COLUMNS, DRIVER_COLUMNS, WIDE_COLUMNS, any_in_driver, base
 from megarl.invariants import check_plan, check_samples, check_versions
-from megarl.messages import decode, encode
 from megarl.packing import Sample, plan_mini_batches, preferred_ranks
 from megarl.role_names import kind_and_suffix
 from megarl.trainer.canaries import Canaries
 from megarl.trainer.data_rows import plan_rows
 from megarl.trainer.dynamic_sampling import Refill, fill_step
+from megarl.trainer.early_scores import EarlyScores, ScoresFuture
 from megarl.trainer.engine_set import EngineSet
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.group_future import GroupFuture
+from megarl.trainer.rank_events import RankEvents
 from megarl.trainer.replay import DriverLog
 from megarl.trainer.rollout_batch import RolloutBatch
-from megarl.trainer.routing import route
 from megarl.trainer.scheduler import NodeResult, Scheduler
 from megarl.trainer.scores import check_failed_rewards, take_scores
 from megarl.trainer.actor_state import ActorState
@@ -80,9 +79,11 @@ class StepRunner:
         """Batches of the last step that has begun."""
         self.results: dict[str, NodeResult] = {}
         """Futures of the step's issued nodes, by node name."""
-        self.scheduler = Scheduler(executor, meshes, self, self.shard_key_of)
         self.canaries = Canaries(executor, meshes, state, self.shard_key_of)
         self.engines = EngineSet(executor, meshes, state)
+        self.early = EarlyScores(executor, meshes, state, self.shard_key_of, self.hidden_size)
+        self.events = RankEvents(executor, meshes, state, self.engines, self.early)
+        self.scheduler = Scheduler(executor, meshes, self, self.shard_key_of, self.events.wait_any)
         self._refill: Refill | None = None
         """Rounds of --dynamic-sampling of the last step; None without."""
         self._round_flow: Flow | None = None
@@ -91,8 +92,6 @@ class StepRunner:
         """Whether a round of --dynamic-sampling runs that is not the step's first one."""
         self.log: DriverLog | None = None
         """Log of asynchronous rollouts; None in synchronous training."""
-        self._num_reported = 0
-        """Number of samples that engines have reported outside of calls."""
         self._trained: dict[str, list[int]] = {}
         """Rollout source -> samples of the last step that trained on its groups, whose memory is not free."""
 
@@ -120,6 +119,7 @@ class StepRunner:
             )
         self.batches = StepBatches(self.state.step, flow, self.state.actors)
         self.canaries.begin_step()
+        self.early.begin_step(flow)
         self.engines.start_requested()
         self._refill = None
         for suffix, rows_of_actor in rows.items():
@@ -181,6 +181,7 @@ class StepRunner:
                 continue
             if self.state.actor_of(node.role).buffer.staleness:  # versions are counted
                 Rollout(self.executor, node.role).set_version(self.batches.step)
+                self.events.pinned.synced(node.role)
         reporting = {
             node.name
             for node in self.batches.flow.nodes
@@ -195,11 +196,15 @@ class StepRunner:
             reports: the calls whose results are metrics."""
         reports = list(reports)
         transfers = [call for batch in self.batches.of_actor.values() for call in batch.transfers]
-        for call in (*reports, *transfers):  # the seconds of a call are known when it has ended
-            call.result()
+        calls: list[Future[Metrics]] = [*reports, *transfers]
+        while left := [call for call in calls if not call.done()]:  # then the seconds of a call are known
+            self.events.wait_any(left)
         seconds = self.executor.take_seconds()
+        seconds |= {
+            (role, "score_groups"): seconds.get((role, "score_groups"), 0.0) for role in self.early.roles
+        }
         for result in self.results.values():
-            if result.node is not None and isinstance(result.future, GroupFuture):
+            if result.node is not None and isinstance(result.future, GroupFuture | ScoresFuture):
                 seconds[result.role, result.node.method] += result.future.waited_s
         of_actors = metrics_of_actors(self.batches, self.state, reports, seconds)
         return {
@@ -249,6 +254,8 @@ class StepRunner:
             return self._prompts(node.role, actor)
         if called is Reward.score:
             return "train", batch.sample_ids
+        if called is RewardModel.score and node.role in self.early.roles:
+            return ({},)  # the scores come from calls that were made before
         if called in _READS_ROWS or called is Reference.log_probs and teacher_folders(actor.algorithm):
             return ({sample.sample_id: batch.visits[sample.group] for sample in batch.samples},)
         if called is Actor.receive_rows:
@@ -275,6 +282,7 @@ class StepRunner:
             return actor.kl.coef, *actor.sft_rows(batch, self.meshes[node.role].dp)
         if called is Rollout.sync:
             send_weights(self.executor, self.meshes, batch.step, actor.suffix)
+            self.events.pinned.synced(node.role)
             return (batch.step,)
         return ()
 
@@ -309,33 +317,18 @@ class StepRunner:
         buffer, called = actor.buffer, None if node.background else node.declaration()
         if called is Actor.log_probs:
             self.canaries.ask(actor.suffix)
+        if called is RewardModel.score and node.role in self.early.roles:
+            return self.early.scores(node.role, self.batches.batch_of(node.role))
         if called is not Rollout.generate or not buffer.staleness:
             return call
         self.canaries.sample(node.role)
 
         def is_ready() -> bool:
-            self.take_finished_groups()
+            self.events.take()
             return buffer.is_ready(step) and self.canaries.is_ready(node.role)
 
         ranks = [*self.meshes[node.role].ranks]
-        return GroupFuture(self.executor, call, is_ready, lambda: self._num_reported, ranks)
-
-    def take_finished_groups(self) -> None:
-        """Add the groups that engines have reported since the last call to the actors' buffers, and move those
-        of engines that have left."""
-        changes = self.engines.take_changes()
-        for event in self.executor.take_events(GROUPS_FINISHED):
-            finished = decode(encode(event.payload), FinishedGroups)
-            self._num_reported += len(finished.samples)
-            self.state.actor_of(finished.role).buffer.add(finished.samples)
-        self.engines.apply(changes)
-
-    def route_rows(self, rollout: str, count: int) -> list[int] | None:
-        """Return an engine for each of `count` held-out rows, or None if all engines of the role are there."""
-        self.take_finished_groups()
-        lost = self.state.actor_of(rollout).buffer.lost_engines
-        loads = [None if engine in lost else 0 for engine in range(self.meshes[rollout].dp)]
-        return route(count, loads) if lost else None
+        return GroupFuture(self.executor, call, is_ready, lambda: self.events.num_reported, ranks)
 
     def _check_gate(self, actor: str, results: Mapping[str, NodeResult]) -> None:
         for result in results.values():
@@ -387,6 +380,7 @@ class StepRunner:
             if self.log.is_replaying(self.batches.step):
                 batch.transfers.append(Rollout(self.executor, rollout).catch_up())
         batch.take(groups)
+        self.early.complete(rollout, groups)
         self._trained[f"train{actor.suffix}"] = [sample.sample_id for sample in batch.samples]
         sizes = {group.visit: group.num_samples for group in groups}
         check_samples(batch.samples, sizes, actor.config.sampling.max_length)
@@ -395,13 +389,17 @@ class StepRunner:
         if self.batches.flow is self._round_flow:
             return  # the rewards decide what is trained on
         self._distribute(rollout)
-        self.take_finished_groups()  # an engine may have left before it sampled its canaries
+        self.events.take()  # an engine may have left before it sampled its canaries
         self.canaries.distribute(rollout, self.batches.step)
 
     def _distribute(self, rollout: str) -> None:
         """Send the tokens of a batch to all ranks that train on it or score it."""
         actor, batch = self.state.actor_of(rollout), self.batches.batch_of(rollout)
-        keys = [key for key in self.hidden_size if self.batches.batch_of(key) is batch]
+        keys = [
+            key
+            for key in self.hidden_size
+            if self.batches.batch_of(key) is batch and key not in self.early.roles
+        ]
         ranks = sorted({rank for role in (rollout, *keys) for rank in self.meshes[role].ranks})
         for key in keys:
             mesh, of_actor = self.meshes[key], self.state.actor_of(key).config.batch

@@ -16,6 +16,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -27,11 +28,11 @@ from megarl.config.render import write_args
 from megarl.config.mesh import role_meshes
 from megarl.config.schema import TrainConfig
 from megarl.futures import Future
-from megarl.flow import Actor, Flow, Metrics, ModelRole, Node, Roles, ServiceRole, role_class
+from megarl.flow import Actor, Flow, Metrics, Node, Roles, ServiceRole, role_class
 from megarl.flow.columns import COMPUTED_COLUMNS
-from megarl.role_names import TRAINED_KINDS, kind_and_suffix, with_suffix
+from megarl.role_names import with_suffix
 from megarl.trainer.checkpointer import Checkpointer
-from megarl.trainer.evaluation import evaluate_actors
+from megarl.trainer.evaluation import evaluate_actors, run
 from megarl.trainer.failed_step import save_failed_step
 from megarl.trainer.gate import LogProbGate
 from megarl.trainer.profiled_steps import ProfiledSteps
@@ -46,7 +47,7 @@ from megarl.trainer.state import TrainState
 from megarl.trainer.stop_request import StopRequest
 from megarl.trainer.step_report import rollout_rows
 from megarl.trainer.step_runner import StepRunner
-from megarl.trainer.weights import sync_weights
+from megarl.trainer.weights import export_weights, sync_weights
 
 
 class Trainer:
@@ -324,7 +325,9 @@ class Trainer:
     def sync(self, actor: str = "actor") -> Future[Metrics]:
         """Start to copy an actor's weights into its engines, and return the future of the engines' ranks. The
         weights' version is the number of the step."""
-        return sync_weights(self.executor, self.meshes, self.step, self.state.actor(actor).suffix)
+        suffix = self.state.actor(actor).suffix
+        self.runner.events.pinned.synced(f"rollout{suffix}")
+        return sync_weights(self.executor, self.meshes, self.step, suffix)
 
     @property
     def kl_coef(self) -> float:
@@ -336,7 +339,8 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Measure the accuracy of every actor on --eval-data, sampled and greedy. Returns metric -> mean
         reward, which is also recorded."""
-        scores, answers = evaluate_actors(self.executor, self.state, self.runner.route_rows)
+        self.runner.events.pinned.finish()
+        scores, answers = run(evaluate_actors(self.state, self.runner.events.answering))
         self.run_folder.record_evaluation(self.step, scores, answers)
         return scores
 
@@ -350,7 +354,11 @@ class Trainer:
             if self.step == 0:  # nothing else is shown yet
                 count = len(self.state.first.eval_rows)
                 self.run_folder.progress.note(f"evaluating {count} prompts before the first step")
-            self.evaluate()
+            step, pinned = self.step, self.runner.events.pinned
+            pinned.finish()
+            record = partial(self.run_folder.record_evaluation, step)
+            if self.is_done or not pinned.begin(step, record, self.run_folder.progress.note):
+                self.evaluate()
 
     def save_checkpoint(self) -> None:
         """Begin a checkpoint of the state after this step, in --save. Returns when every rank has copied its
@@ -362,6 +370,7 @@ class Trainer:
                 f"a checkpoint is made between steps, and step {self.step} has no update yet. Call "
                 "update() first."
             )
+        self.runner.events.pinned.finish()  # its metrics are in the checkpoint
         self.checkpointer.save()
 
     def checkpoint_if_due(self) -> None:
@@ -371,7 +380,7 @@ class Trainer:
             return
         is_due = interval and (self.step % interval == 0 or self.is_done)
         if log is not None and log.must_save(self.step) or is_due:
-            self.checkpointer.save()
+            self.save_checkpoint()
 
     def export_if_due(self) -> None:
         """Write the weights in Hugging Face format to hf/, and a critic's to hf_critic/, every
@@ -382,16 +391,12 @@ class Trainer:
         if not self.is_done and not (interval and self.step % interval == 0):
             return
         self.run_folder.attempt.check("exported weights")
-        for role in self.meshes:
-            kind, suffix = kind_and_suffix(role)
-            if kind in TRAINED_KINDS:
-                folder = "hf" if kind == "actor" else f"hf_{kind}"
-                path = self.run_folder.folder / f"{folder}{suffix}"
-                ModelRole(self.executor, role).export_hf(str(path)).result()
+        export_weights(self.executor, self.meshes, self.run_folder.folder)
 
     def wait(self) -> None:
         """Wait for all calls in flight, also in the background, and until the current checkpoint is
         complete."""
+        self.runner.events.pinned.finish()
         self.runner.scheduler.close()
         self.checkpointer.wait()
 

@@ -101,7 +101,7 @@ class LeavingEngine(HostedRole):
     @without_engine(lambda: None)
     def prepare_sync(self) -> None:
         """Let the engine finish what it must do with its old weights, before a sync."""
-        if self.stream is None or not self.has_engine:
+        if self.stream is None or not self.has_engine or self.engine.is_pinned:
             return
         if self.config.streaming.weight_update == "wait":
             self.stream.drain()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.hf_config import ModelShape
-from megarl.config.teachers import teacher_folders
+from megarl.config.teachers import teacher_folders, teachers_of
 from megarl.flow.job_roles import Reference
 from megarl.reshard.hf_weights import load_hf, save_hf
 from megarl.workers.actor import ActorRole
@@ -23,7 +23,7 @@ from megarl.workers.implements import implements
 from megarl.workers.offload_manager import OffloadManager, needs
 from megarl.workers.policy import PolicyRole
 from megarl.workers.stored_log_probs import StoredLogProbs
-from megarl.workers.teaching import TeacherPasses
+from megarl.workers.teaching import TeacherPasses, teachers_in
 
 
 def store_missing(policy: PolicyRole, stored: StoredLogProbs) -> None:
@@ -57,22 +57,24 @@ class ReferenceRole(PolicyRole):
         return TeacherPasses(self, self.others)
 
     @cached_property
-    def others(self) -> dict[str, ReferenceRole]:
-        """Data source -> its own teacher, on the same mesh. They stay on the device."""
+    def others(self) -> dict[str, dict[ReferenceRole, float]]:
+        """Data source -> its own teachers, on the same mesh, with their weights. They stay on the device."""
         shared = self.name, self.config, self.meshes, self.store
         of_folder = {
-            folder: OtherTeacher(*shared, OffloadManager())
-            for folder in teacher_folders(self.algorithm).values()
+            folder: OtherTeacher(*shared, OffloadManager()) for folder in teacher_folders(self.algorithm)
         }
         for folder, teacher in of_folder.items():
             teacher.other_folder = folder
-        return {source: of_folder[folder] for source, folder in teacher_folders(self.algorithm).items()}
+        return {
+            source: {of_folder[folder]: weight for folder, weight in weights.items()}
+            for source, weights in teachers_of(self.algorithm).items()
+        }
 
     @needs()
     def setup(self) -> None:
         """Build the frozen model, and read the hints of a teacher. Collective over the mesh."""
         super().setup()
-        for teacher in dict.fromkeys(self.others.values()):
+        for teacher in teachers_in(self.others):
             teacher.setup()
         if self.algorithm.teacher_column or self.others:
             _ = self.teacher

@@ -30,6 +30,7 @@ from megarl.invariants import digest
 from megarl.messages import decode, encode
 from megarl.packing import run_lengths
 from megarl.rollout.interface import Output, Request
+from megarl.workers.held_out import is_held_out, with_own_ids
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class Answer:
     purpose: str = "train"
     """Name of the data set of the row: "train", or "eval" for a held-out episode."""
     greedy: bool = False
-    """Whether the tokens are drawn at temperature 0, whatever those of other answers are, and not trained
-    on."""
+    """Whether the tokens are drawn at temperature 0, and not trained on."""
     turn: int = LAST_TURN
     """Number of the turn in its episode."""
 
@@ -152,6 +152,8 @@ class RequestStream:
         self._resting: list[Answer] = []  # unfinished, with all tokens that this version may sample
         self._missing: Counter[int] = Counter()  # unfinished answers of each group
         self._finished: dict[int, list[RolloutSample]] = {}  # of unfinished groups
+        self.report_held_out: Callable[[list[RolloutSample]], None] = lambda samples: None
+        """Is given the samples of held-out rows that have finished."""
 
     def add(self, answers: Sequence[Answer], **how: float) -> None:
         """Queue whole groups, all of them before the engine's next step.
@@ -179,7 +181,7 @@ class RequestStream:
     def _allowed_tokens(self, answer: Answer) -> int:
         """Return how many tokens an answer may get from the current version."""
         left = self._max_tokens - len(answer.response)
-        if self._limit is None or answer.group in self._due:
+        if self._limit is None or answer.group in self._due or is_held_out(answer.group):
             return left
         return max(0, min(left, self._limit - answer.versions.count(self._engine.version)))
 
@@ -233,7 +235,11 @@ class RequestStream:
         done: list[RolloutSample] = []
         for group in whole:
             del self._missing[group]
-            done += sorted(self._finished.pop(group), key=lambda sample: sample.sample_id)
+            samples = sorted(self._finished.pop(group), key=lambda sample: sample.sample_id)
+            if is_held_out(group):
+                self.report_held_out(with_own_ids(samples))
+            else:
+                done += samples
         if done:
             self._table.add(RolloutBlock(done))
             self._report(done)

@@ -29,6 +29,7 @@ from megarl.rollout.draws import draw_key
 from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
 from megarl.workers.offload_manager import needs
+from megarl.workers.store import BatchShard
 
 if TYPE_CHECKING:
     from megarl.rollout.judge import Judge
@@ -75,18 +76,35 @@ class RewardModelRole(HostedRole):
         leave it to another rank.
 
         Args:
-            rows: sample id -> dataset row, of all samples of the step.
+            rows: sample id -> dataset row, of all samples of the step; {} if they were scored before.
         Returns: records with sample_id and the unweighted score. The score is None if it failed, and
         `failure` holds the reason. A judge's records of the first --num-rollouts-to-log samples also have its
         answer.
         Raises: EngineDied as soon as a judge's process is gone."""
-        batch = self.store.batch(self.shard_key).batch
+        return self._score(self.store.batch(self.shard_key), rows) if rows else []
+
+    @needs("parameters")
+    def score_groups(self, rows: Mapping[int, int]) -> Records:
+        """Score the samples as `score` does, each mini-batch by itself. A judge answers all questions together,
+        because its engine is slow with few of them, and says of each sample what it has answered.
+
+        Raises: EngineDied as soon as a judge's process is gone."""
+        shard, dp_rank = self.store.batch(self.shard_key), self.mesh.coordinates(self.rank)["dp"]
+        if self.spec.backend == "judge":
+            return self._ask_judge(shard, rows, num_logged=-1)
+        records = []
+        for mini_batch in shard.mini_batches:
+            group = shard.batch.select_samples(mini_batch.samples_of(dp_rank))
+            records += self._score(BatchShard(group, [mini_batch], {**shard.digests}), rows)
+        return records
+
+    def _score(self, shard: BatchShard, rows: Mapping[int, int]) -> Records:
         by_backend = {
             "transformers": self._score_with_classifier,
             "megatron": self._score_with_value_model,
             "judge": self._ask_judge,
         }
-        return by_backend[self.spec.backend](batch, rows)
+        return by_backend[self.spec.backend](shard, rows)
 
     def shut_down(self) -> None:
         if self.judge is not None:
@@ -108,7 +126,8 @@ class RewardModelRole(HostedRole):
         self.offload_manager.add(self.name, self.memory, self.config.reward.offload)
         self._choose_ids(self.classifier.tokenizer)
 
-    def _score_with_classifier(self, batch: Batch, rows: Mapping[int, int]) -> Records:
+    def _score_with_classifier(self, shard: BatchShard, rows: Mapping[int, int]) -> Records:
+        batch = shard.batch
         sequences = self._token_ids(batch, rows)
         self.memory.use("parameters")
         scores = self.classifier.scores(sequences, self.config.batch.max_tokens_per_micro_batch)
@@ -147,9 +166,10 @@ class RewardModelRole(HostedRole):
         self._choose_ids(classifier.load_tokenizer(self.spec.path))
         self.max_length = shape.max_position_embeddings
 
-    def _score_with_value_model(self, batch: Batch, rows: Mapping[int, int]) -> Records:
+    def _score_with_value_model(self, shard: BatchShard, rows: Mapping[int, int]) -> Records:
+        batch = shard.batch
         micro_batches = (
-            self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches()
+            self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches(shard)
         )
         scores = self.value_model.scores(micro_batches)
         if scores is None or not self.value_model.reports:
@@ -168,9 +188,9 @@ class RewardModelRole(HostedRole):
             for sample_id in batch.sample_ids.tolist()
         ]
 
-    def _planned_micro_batches(self) -> list[MicroBatch]:
+    def _planned_micro_batches(self, shard: BatchShard) -> list[MicroBatch]:
         """Return the forward passes that the driver planned, equally many on all data-parallel ranks."""
-        dp_rank, shard = self.mesh.coordinates(self.rank)["dp"], self.store.batch(self.shard_key)
+        dp_rank = self.mesh.coordinates(self.rank)["dp"]
         return [shard.micro_batch(ids) for m in shard.mini_batches for ids in m.micro_batches[dp_rank]]
 
     def _own_micro_batches(self, batch: Batch, rows: Mapping[int, int]) -> list[MicroBatch]:
@@ -213,16 +233,19 @@ class RewardModelRole(HostedRole):
                 self.where, self.config, self.spec.path, self.mesh.tp, len(self.prompt.template)
             )
 
-    def _ask_judge(self, batch: Batch, rows: Mapping[int, int]) -> Records:
+    def _ask_judge(
+        self, shard: BatchShard, rows: Mapping[int, int], num_logged: int | None = None
+    ) -> Records:
         if self.judge is None:
             return []
+        batch = shard.batch
         sample_ids, prompts = batch.sample_ids.tolist(), self._prompts(batch, rows)
         questions = [
             self.prompt.fill(prompt.messages, response, prompt.ground_truth)
             for prompt, response in zip(prompts, self._responses(batch), strict=True)
         ]
         keys = [draw_key(self.config.batch.seed, self.name, sample_id) for sample_id in sample_ids]
-        limit = self.config.run.num_rollouts_to_log
+        limit = self.config.run.num_rollouts_to_log if num_logged is None else num_logged
         logged = set(rows if limit < 0 else itertools.islice(rows, limit))
         records = []
         for sample_id, answer in zip(sample_ids, self.judge.answers(questions, keys), strict=True):

@@ -33,9 +33,10 @@ from megarl.workers.episode_stream import EpisodeStream
 from megarl.workers.episodes import EpisodeSampler
 from megarl.workers.implements import implements
 from megarl.workers.megatron_role import megatron_atlases
-from megarl.workers.leaving_engine import LeavingEngine, without_engine
+from megarl.workers.leaving_engine import without_engine
 from megarl.workers.kv_cache import EngineKVCache, releases_here, with_kv_cache_bytes
 from megarl.workers.offload_manager import KV_CACHE, needs
+from megarl.workers.pinned_engine import PinnedEngine
 from megarl.workers.request_stream import Answer, RequestStream, sample_of
 from megarl.workers.shared_episodes import SharedEpisodes
 from megarl.workers.store import RolloutBlock, RolloutSample
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @implements(Rollout)
-class RolloutRole(LeavingEngine):
+class RolloutRole(PinnedEngine):
     """One vLLM engine, or this rank's part of it, and the data sets of its prompts."""
 
     actor: ActorRole | None = None
@@ -216,7 +217,7 @@ class RolloutRole(LeavingEngine):
                 size.
             wait: whether the call returns when all samples are finished. Otherwise it queues the requests and
                 returns [] at once. Finished groups are then reported by events. Only with --staleness above
-                0, and for training.
+                0.
             due: groups that --max-tokens-per-step does not limit from now on. Only if the call does not wait.
             keep: whether the samples of the last call stay: a further round of --dynamic-sampling.
 
@@ -227,7 +228,7 @@ class RolloutRole(LeavingEngine):
                 f"generate: with --staleness {self.config.streaming.staleness} the samples of earlier calls "
                 "wait for later steps. Call generate(..., wait=False), or let trainer.rollout() do it."
             )
-        if wait and not keep:
+        if (wait or purpose == "eval") and not keep:
             rollouts.release()  # before sampling, so that an aborted call leaves no samples behind
         if not self.has_engine:
             return []
@@ -238,6 +239,9 @@ class RolloutRole(LeavingEngine):
             return self._records(made)
         recorded = self._recorded(purpose, own, greedy)
         answers, how = self._first_turns(purpose, own, greedy)
+        if not wait and purpose == "eval":
+            self.answer_beside(answers, greedy, recorded, **self._sampling())
+            return []
         if not wait:
             with recorded:
                 self.stream.go_on(due)
@@ -274,7 +278,7 @@ class RolloutRole(LeavingEngine):
         engine, so that only the weights and the KV cache can make a difference."""
         rollouts, config = self.store.source("canary" + self.suffix), self.config
         rollouts.release()
-        if not self.has_engine:
+        if not self.has_engine or self.is_pinned:
             return []
         first, limit = -1 - self.replica * count, num_response_tokens(config)
         prompts = canary_prompts(
@@ -415,7 +419,7 @@ class RolloutRole(LeavingEngine):
     @without_engine(lambda: None)
     def set_version(self, version: int) -> None:
         """Give the engine's weights, which have not changed, the number of a later version."""
-        if self.has_engine:
+        if self.has_engine and not self.is_pinned:
             with nullcontext() if self.recorder is None else self.recorder.committing(version):
                 self.engine.inference.set_version(version)
             if self.stream is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megarl.megatron.teacher import HeadInputs, Teaching
 
 
+Teacher = TypeVar("Teacher", bound=PolicyRole)
 Passes = Callable[[PolicyRole, list[MicroBatch]], "list[torch.Tensor] | None"]
 """Function that runs a policy over micro-batches, and returns the values of their response tokens; None
 before the last stage."""
@@ -80,9 +81,11 @@ class TeacherPasses:
     """The passes of a policy that teaches, for this rank's samples.
 
     Args:
-        others: data source -> the policy that teaches its rows in place of this one."""
+        others: data source -> the policies that teach its rows in place of this one, with their weights."""
 
-    def __init__(self, policy: PolicyRole, others: Mapping[str, PolicyRole] = MappingProxyType({})) -> None:
+    def __init__(
+        self, policy: PolicyRole, others: Mapping[str, Mapping[PolicyRole, float]] = MappingProxyType({})
+    ) -> None:
         self.policy, self._others, self._sources = policy, others, []
         key, data = policy.algorithm.teacher_hint_key, policy.config.data
         self._hints = None if key is None else HintedPrompts(policy.config, key)
@@ -97,9 +100,9 @@ class TeacherPasses:
         self.policy.write_column("ref_log_probs", self._by_teacher(passes, rows), largest=0.0)
 
     def _by_teacher(self, passes: Passes, rows: Mapping[int, int]) -> list[torch.Tensor] | None:
-        """Return the values of the response tokens of each of this rank's micro-batches, those of each sample
-        by its teacher; None before the last stage. Every teacher makes all passes, of the samples that are
-        its own."""
+        """Return the values of the response tokens of each of this rank's micro-batches, those of each sample by its
+        teacher, or the weighted mean of several; None before the last stage. Every teacher makes all passes, of the
+        samples that are its own."""
         micro_batches = self.policy.micro_batches(self.policy.shard.mini_batches)
         if self._hints is not None:
             micro_batches = [
@@ -108,14 +111,18 @@ class TeacherPasses:
         if not self._others:
             return passes(self.policy, micro_batches)
         of_samples: list[dict[int, torch.Tensor]] = [{} for _ in micro_batches]
-        for teacher in (self.policy, *dict.fromkeys(self._others.values())):
+        for teacher in (self.policy, *teachers_in(self._others)):
             parts = [MicroBatch.of(self._samples_of(teacher, micro.batch, rows)) for micro in micro_batches]
             values = passes(teacher, parts)
             if values is None:
                 continue
             for found, part, of_part in zip(of_samples, parts, values, strict=True):
                 lengths = part.batch.response_lengths.tolist()
-                found |= zip(part.batch.sample_ids.tolist(), of_part.split(lengths), strict=True)
+                for sample, of_sample in zip(
+                    part.batch.sample_ids.tolist(), of_part.split(lengths), strict=True
+                ):
+                    weighted = of_sample * self._teachers(rows[sample])[teacher]
+                    found[sample] = found[sample] + weighted if sample in found else weighted
         if values is None:
             return None
         return [
@@ -125,8 +132,11 @@ class TeacherPasses:
 
     def _samples_of(self, teacher: PolicyRole, batch: Batch, rows: Mapping[int, int]) -> Batch:
         ids = batch.sample_ids.tolist()
-        chosen = [self._others.get(self._sources[rows[sample]], self.policy) for sample in ids]
-        return batch.select([at for at, one in enumerate(chosen) if one is teacher])
+        return batch.select([at for at, sample in enumerate(ids) if teacher in self._teachers(rows[sample])])
+
+    def _teachers(self, row: int) -> Mapping[PolicyRole, float]:
+        """Return the teachers of a row of the data, with their weights."""
+        return self._others.get(self._sources[row], {self.policy: 1.0})
 
     def write_hidden_states(self, rows: Mapping[int, int]) -> None:
         """Write the column teacher_hidden. `rows`: sample id -> row of the data."""
@@ -157,6 +167,11 @@ class TeacherPasses:
         whole = torch.zeros(len(shard.batch.tokens), *values.shape[1:], dtype=values.dtype)
         whole[shard.batch.response_mask] = values
         shard.set_column(column, whole)
+
+
+def teachers_in(others: Mapping[str, Mapping[Teacher, float]]) -> list[Teacher]:
+    """Return the teachers of all data sources, each once."""
+    return [*dict.fromkeys(teacher for of_source in others.values() for teacher in of_source)]
 
 
 def teaching_of(policy: PolicyRole) -> Teaching | None:

@@ -144,6 +144,7 @@ MISTAKES = {
         max-tokens-per-step 64 | staleness 1
         replay nowhere | staleness 1
         min-engines 1 | staleness 1
+        eval-engines -1 | staleness 1
         tis-clip 0
         rollout-model x
         rollout-seed 3

@@ -842,6 +842,43 @@ RULES = {
         "--min-engines (3): the job has 2 engines. Try 1.",
         "--min-engines 1 --staleness 1 --rollout-engine out-of-process",
     ),
+    "engines for evaluations in synchronous training": (
+        "--eval-engines 1",
+        2,
+        {},
+        "--eval-engines (1): has no effect in synchronous training. Leave it out, or set --staleness 1.",
+        "",
+    ),
+    "engines for evaluations in the ranks' processes": (
+        "--eval-engines 1 --staleness 1",
+        2,
+        {},
+        "--eval-engines (1): an engine in the process of its rank gets every update of the weights. Try "
+        "--rollout-engine out-of-process, or leave --eval-engines out.",
+        "--staleness 1",
+    ),
+    "all engines for evaluations": (
+        "--eval-engines 2 --staleness 1 --rollout-engine out-of-process",
+        2,
+        {},
+        "--eval-engines (2): the job has 2 engines, and one at least must train. Try 1.",
+        "--staleness 1 --rollout-engine out-of-process",
+    ),
+    "no evaluations for engines": (
+        "--eval-engines 1 --staleness 1 --rollout-engine out-of-process",
+        2,
+        {},
+        "--eval-engines (1): needs --eval-interval. Leave it out, or set --eval-interval 5.",
+        "--staleness 1 --rollout-engine out-of-process",
+    ),
+    "too few engines beside an evaluation": (
+        "--eval-engines 1 --min-engines 1 --staleness 1 --rollout-engine out-of-process",
+        2,
+        {},
+        "--min-engines (1): must be above --eval-engines (1), so that an engine is left to train with. Try "
+        "--min-engines 2.",
+        "--min-engines 1 --staleness 1 --rollout-engine out-of-process",
+    ),
     "a replay of no run": (
         "--replay no/such --staleness 1",
         2,

@@ -5,7 +5,7 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.rules_layout import Job
 from megarl.config.rules_reference import reference_model, reference_updates, teaching
-from megarl.config.teachers import teacher_folders
+from megarl.config.teachers import teacher_folders, teachers_of
 from tests.algorithms.test_listing import load
 
 GKD = "--algorithm gkd --reference-model m"
@@ -18,13 +18,43 @@ def errors(flags):
 
 def test_a_source_has_a_folder():
     algorithm = load("--algorithm distill --reference-model m --teachers a/b=x=1 c=y").algorithm
-    assert teacher_folders(algorithm) == {"a/b": "x=1", "c": "y"}
-    assert teacher_folders(load("").algorithm) == {}
+    assert teachers_of(algorithm) == {"a/b": {"x=1": 1.0}, "c": {"y": 1.0}}
+    assert teacher_folders(algorithm) == ["x=1", "y"]
+    assert teachers_of(load("").algorithm) == {} and teacher_folders(load("").algorithm) == []
+
+
+def test_teachers_of_a_source_have_weights():
+    flags = "--algorithm distill --reference-model m --teachers a=x a=y b=x --teacher-weights 0.25 0.75 1"
+    algorithm = load(flags).algorithm
+    assert teachers_of(algorithm) == {"a": {"x": 0.25, "y": 0.75}, "b": {"x": 1.0}}
+    assert teacher_folders(algorithm) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    "flags, text",
+    {
+        "--teachers a=x a=y": "or add --teacher-weights",
+        "--teachers a=x a=x --teacher-weights 0.5 0.5": "each of these texts once",
+        "--teachers a=x a=y --teacher-weights 1": "one number for each of the 2 --teachers",
+        "--teachers a=x a=y --teacher-weights 0 1": "must be above 0",
+        "--teachers a=x a=y b=x --teacher-weights 0.5 0.4 1": "add up to 1 over the teachers of a. Try 0.5 0.5",
+        "--teacher-weights 1": "one number for each of the 0 --teachers",
+    }.items(),
+)
+def test_weights_that_do_not_fit_are_refused(flags, text):
+    with pytest.raises(ConfigError) as error:
+        load(f"--algorithm distill --reference-model m {flags}")
+    assert text in str(error.value)
+
+
+def test_gkd_has_no_weights():
+    with pytest.raises(ConfigError, match="--teacher-weights"):
+        load(f"{GKD} --teacher-top-k 4 --teachers a=x --teacher-weights 1")
 
 
 @pytest.mark.parametrize("given", ["a", "=x", "a=", "a=x a=y"])
 def test_what_is_no_teacher_is_refused(given):
-    with pytest.raises(ConfigError, match=r"--teachers .* must be data_source=folder, each source once"):
+    with pytest.raises(ConfigError, match=r"--teachers .* must be data_source=folder, each"):
         load(f"--algorithm distill --reference-model m --teachers {given}")
 
 

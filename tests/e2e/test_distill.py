@@ -69,6 +69,17 @@ def mean_gap(job, teacher, step=1):
     return total / count
 
 
+@pytest.mark.nightly
+def test_two_teachers_of_the_same_rows_teach_by_their_weights(sums_data, tmp_path, teacher):
+    """The KL is linear in log teacher, so it is the mean of the KLs to each with the same weights."""
+    flags = ("--teachers", f"megarl/sums={teacher}", f"megarl/sums={sums_data / 'model'}")
+    job = distill(sums_data, tmp_path / "run", teacher, *flags, "--teacher-weights", "0.7", "0.3")
+    for row in job.steps:  # fp32 against float64
+        gaps = [mean_gap(job, folder, row["step"]) for folder in (teacher, sums_data / "model")]
+        assert abs(gaps[0] - gaps[1]) > 0.01
+        assert row["distill/kl"] == pytest.approx(0.7 * gaps[0] + 0.3 * gaps[1], rel=1e-4, abs=1e-5)
+
+
 @pytest.fixture(scope="module")
 def dp2(sums_data, teacher, tmp_path_factory):
     return distill(sums_data, tmp_path_factory.mktemp("dp2") / "run", teacher)

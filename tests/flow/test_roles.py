@@ -148,6 +148,7 @@ def test_what_the_step_does_with_each_call():
         "rollout.sync": "reshard",
         "reward.score": "reward",
         "reward_model.score": "reward_model",
+        "reward_model.score_groups": "reward_model_early",
         "reference.log_probs": "ref_log_probs",
         "reference.hidden_states": "ref_log_probs",
         "reference.top_tokens": "ref_log_probs",

@@ -307,6 +307,8 @@ def events_wake_who_waits(executor: Executor) -> None:
         busy = executor.call("right", "sleep", 2.0)
         if executor.ranks["left"] != executor.ranks["right"]:
             assert executor.wait_any([busy], or_event=True) == [] and not busy.done()
+            assert executor.wait_any([busy], or_event=("counted", "late")) == [] and not busy.done()
+            assert executor.wait_any([busy], or_event=("counted",)) == [busy], "an event of another name"
         assert executor.wait_event(WAIT_S).name == "late"
         busy.result()
 

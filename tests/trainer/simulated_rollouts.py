@@ -1,7 +1,8 @@
 """Simulated engines and a simulated training loop around the real sample buffer: ids, lengths and versions only.
 
 A `Scenario` says how a run is shaped, and its seed decides everything random: lengths, the speed of engines,
-when an engine is lost or joins, when a step is dropped, and when the run stops and goes on from a checkpoint.
+when an engine is lost or joins, when it keeps its weights for an evaluation and how long, when a step is dropped,
+and when the run stops and goes on from a checkpoint.
 The version counts up in every step, also while a critic warms up and the weights of the engines stay.
 `SimulatedRun(scenario).run()` trains to the end and raises AssertionError where a promise is broken."""
 
@@ -28,6 +29,8 @@ class Scenario:
     group_size: int = 2
     """Largest number of samples of a group."""
     num_engines: int = 2
+    pins: float = 0.0
+    """Probability that an evaluation pins an engine in a step, and that it releases it in another."""
     max_num_seqs: int = 4
     """Number of samples that an engine runs at a time."""
     has_long_tail: bool = True
@@ -57,6 +60,11 @@ class SimulatedRun:
         self.buffer = self._new_buffer()
         self.engines: dict[int, list[Request]] = {i: [] for i in range(scenario.num_engines)}
         self.num_engines = scenario.num_engines
+        self.pinned: dict[int, int] = {}
+        """Engine that keeps its weights -> their version."""
+        self.released: set[int] = set()
+        """Engines that get weights at the end of the step."""
+        self.num_pins = 0
         self.partial: dict[int, Request] = {}
         """Unfinished samples that no engine has, with the tokens that are not lost, by sample id."""
         self.version, self.num_admitted = 0, 0
@@ -95,7 +103,23 @@ class SimulatedRun:
         for sample in (sample for group in groups for sample in group.samples):
             del self.made[sample]
         self.version = step
+        self.commit()
         self.check_nothing_is_lost()
+
+    def commit(self) -> None:
+        """Give new weights to the engines that are not pinned, pin some, and release others."""
+        for engine in self.released:
+            self.pinned.pop(engine, None)
+            self.buffer.pinned_engines.discard(engine)
+        self.released = {one for one in self.pinned if self.random.random() < self.scenario.pins}
+        free = [engine for engine in self.engines if engine not in self.pinned]
+        if self.scenario.pins and len(free) > 1 and self.random.random() < self.scenario.pins:
+            self.pin(self.random.choice(free))
+
+    def pin(self, engine: int) -> None:
+        self.num_pins += 1
+        self.pinned[engine] = self.version
+        self.buffer.pinned_engines.add(engine)
 
     def admit(self) -> None:
         one = self.scenario
@@ -114,6 +138,7 @@ class SimulatedRun:
         waiting = self.buffer.waiting()
         engines = self.buffer.engines(self.num_engines)
         assert {*engines} <= self.engines.keys(), "a prompt goes to an engine that is gone"
+        assert not {*engines} & self.pinned.keys(), "a prompt goes to an engine with older weights"
         visits = self.buffer.issue(engines)
         assert [*visits] == [group.visit for group in waiting]
         reported = []
@@ -151,13 +176,14 @@ class SimulatedRun:
 
     def step_engine(self, engine: int, due: set[int]) -> None:
         limit, requests, finished = self.scenario.max_tokens, self.engines[engine], []
+        version = self.pinned.get(engine, self.version)
         running = [
             request
             for request in requests
-            if limit is None or request.visit in due or request.versions.count(self.version) < limit
+            if limit is None or request.visit in due or request.versions.count(version) < limit
         ]
         for request in running[: self.scenario.max_num_seqs]:
-            request.versions.append(self.version)
+            request.versions.append(version)
             if len(request.versions) == request.length:
                 requests.remove(request)
                 n, first = request.length, request.versions[0]
@@ -175,7 +201,10 @@ class SimulatedRun:
         """Lose an engine, whose samples keep the tokens that it has reported. One that was lost before, or
         this one if none is left, may join."""
         self.num_lost += 1
-        lost = self.random.choice([*self.engines])
+        free = [engine for engine in self.engines if engine not in self.pinned]
+        # --min-engines is above --eval-engines: the last engine that trains stays
+        lost = self.random.choice([*self.engines] if len(free) > 1 or not self.pinned else [*self.pinned])
+        self.pinned.pop(lost, None)
         requests = self.engines.pop(lost)
         self.keep_tokens(requests)
         groups = {group.visit for group in self.buffer.lose_engine(lost)}
@@ -206,6 +235,7 @@ class SimulatedRun:
         self.check_nothing_is_lost()
         for requests in self.engines.values():
             self.keep_tokens(requests)
+        self.pinned, self.released = {}, set()
         self.num_engines = self.random.randint(1, 4)
         self.engines = {engine: [] for engine in range(self.num_engines)}
         self.issue()

@@ -70,6 +70,7 @@ SCENARIOS = st.builds(
     train_iters=st.integers(1, 9),
     group_size=st.integers(1, 3),
     num_engines=st.integers(1, 3),
+    pins=st.sampled_from([0.0, 0.3, 0.8]),
     max_num_seqs=st.integers(1, 4),
     has_long_tail=st.booleans(),
     max_tokens=st.none() | st.integers(1, 3),

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.flow import Rollout
+from megarl.flow import Reward, Rollout
 from megarl.packing import Sample
-from megarl.trainer.evaluation import _generate
+from megarl.trainer.evaluation import Answering, _generate, run
 from megarl.trainer.routing import route
 
 
@@ -44,15 +44,19 @@ class Engines:
         return route(count, loads) if self.gone else None
 
 
+def answering(engines: Engines) -> Answering:
+    return Answering.by_all(Rollout(engines, "rollout"), Reward(engines, "reward"), engines.route_rows)
+
+
 def test_all_rows_are_answered_again_by_the_engines_that_are_left():
     engines = Engines(3, leaving=[1, 0])
     rows = {row: "source" for row in (5, 6, 7, 8)}
-    answered = _generate(Rollout(engines, "rollout"), rows, True, engines.route_rows)
+    answered = run(_generate(answering(engines), rows, True))
     assert [sample.sample_id for of_rank in answered for sample in of_rank] == [5, 6, 7, 8]
     assert engines.calls == [None, [0, 0, 2, 2], [2, 2, 2, 2]]
 
 
 def test_one_call_is_enough_where_all_engines_stay():
     engines = Engines(2, leaving=[])
-    _generate(Rollout(engines, "rollout"), {1: "source"}, True, engines.route_rows)
+    run(_generate(answering(engines), {1: "source"}, True))
     assert engines.calls == [None]

@@ -124,6 +124,30 @@ def test_scores_of_a_second_evaluation_go_to_the_same_row(tmp_path):
     ]
 
 
+def test_scores_of_a_late_evaluation_go_to_the_row_of_its_step(tmp_path):
+    with open_run(tmp_path / "run") as run:
+        for step in (1, 2, 3):
+            run.begin_step()
+            run.record_step(step, {"reward/mean": 0.5 * step, "policy/loss": math.nan}, num_tokens=1)
+        run.record_evaluation(2, {"eval/reward": 0.2})
+        run.begin_step()
+        run.record_evaluation(0, {"eval/reward": 0.0})
+        assert run.row_of(3)["reward/mean"] == 1.5 and "eval/reward" not in run.row_of(3)
+        run.record_evaluation(1, {"eval/reward": 0.1})
+        run.record_step(4, {"reward/mean": 2.0}, num_tokens=1)
+        run.record_evaluation(3, {"eval/reward": 0.3})
+        run.record_evaluation(4, {"eval/reward": 0.4})
+    rows = [strict(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("reward/mean"), row["eval/reward"]) for row in rows] == [
+        (0, None, 0.0),
+        (1, 0.5, 0.1),
+        (2, 1.0, 0.2),
+        (3, 1.5, 0.3),
+        (4, 2.0, 0.4),
+    ]
+    assert [row.get("nonfinite") for row in rows] == [None, *[{"policy/loss": "nan"}] * 3, None]
+
+
 @pytest.mark.parametrize("mark", ["resolved.args", "metrics.jsonl"])
 def test_a_folder_that_holds_a_run_is_refused_with_a_name_that_works(tmp_path, mark):
     folder = tmp_path / "run"

@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from megarl.config.schema import StreamingConfig
+from megarl.messages import decode
 from megarl.rollout.requests import Request
 from megarl.runtime.abort import Aborted
-from megarl.workers.request_stream import Answer
+from megarl.workers.pinned_engine import held_out
+from megarl.workers.request_stream import Answer, SavedAnswer
 from megarl.workers.store import RolloutSample
 from tests.workers import small_engine
 from tests.workers.small_engine import MAX_RESPONSE, STOP_TOKEN, experts_of, whole_response
@@ -377,3 +379,36 @@ def test_an_aborted_call_leaves_the_other_requests_and_nothing_of_its_own(tmp_pa
     assert [[sample.sample_id for sample in report] for report in stream.reports] == [
         [answer.sample_id for answer in answers(LONG[0])]
     ]
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_held_out_rows_are_answered_beside_a_training_prompt_with_the_same_ids(tmp_path, limit):
+    """The engine keeps its weights, so a limit on the tokens of a version does not hold for them."""
+    stream, answered = Stream(tmp_path, max_running=4), []
+    stream.stream._limit = limit
+    stream.stream.report_held_out = answered.append
+    visits = LONG[:2]
+    stream.stream.add(answers(*visits), **SAMPLING)
+    rows = [replace(answer, key=answer.key + 1) for answer in answers(*visits)]
+    stream.stream.add(held_out(rows, greedy=True), **SAMPLING)
+    how = {request.request.id: request.request.temperature for request in stream.inference.requests}
+    assert sorted(how.values()) == [0.0] * 6 + [0.8] * 6
+    while stream.stream.has_unfinished():
+        stream.stream.step()
+    if limit is not None:
+        assert not stream.reports
+        stream.stream.go_on(visits)
+        while stream.stream.has_unfinished():
+            stream.stream.step()
+    assert sorted(sample.group for report in stream.reports for sample in report) == sorted(3 * visits)
+    found = {sample.sample_id: sample for report in answered for sample in report}
+    assert len(answered) == 2 and found.keys() == {answer.sample_id for answer in rows}
+    for answer in rows:
+        sample = found[answer.sample_id]
+        assert (sample.group, sample.row, sample.trained) == (answer.group, answer.row, True)
+        assert sample.response == whole_response(answer.key, answer.prompt)
+    assert {*stream.table} == {answer.sample_id for answer in answers(*visits)}  # only what is trained on
+    stream.stream.add(held_out(rows[:GROUP_SIZE], greedy=False), **SAMPLING)
+    stream.stream.save(tmp_path / "saved.msgpack", visits)
+    file = (tmp_path / "saved.msgpack").read_bytes()
+    assert {one.answer.sample_id for one in decode(file, list[SavedAnswer])} == {*stream.table}
