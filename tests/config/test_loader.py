@@ -277,6 +277,7 @@ def test_written_arguments_of_several_actors_parse_back_too(tmp_path):
                 other,
                 placement=replace(other.placement, **shared),
                 batch=replace(other.batch, train_iters=first.batch.train_iters),
+                episodes=replace(other.episodes, share_episodes=first.episodes.share_episodes),
                 run=replace(first.run, **gates),
                 checkpoint=first.checkpoint,
                 streaming=first.streaming,
