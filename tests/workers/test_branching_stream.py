@@ -92,9 +92,9 @@ class Agents(Pool):
         found = []
         for number, agent in self.agents.items():
             agent.due -= 1
-            if agent.due < 0:
-                found.append(self._act(number, agent))
-        return [reply for reply in found if reply is not None]
+            while agent.due < 0 and (reply := self._act(number, agent)) is not None:
+                found.append(reply)  # an agent may send two requests at once
+        return found
 
     def _act(self, number: int, agent: Agent) -> Reply | None:
         rng = agent.rng
@@ -105,7 +105,7 @@ class Agents(Pool):
             if agent.fails or not agent.known:
                 return Reply(number, failure="planted", cause="died")
             return Reply(number, reward=float(len(agent.known)), done=True)
-        agent.due = rng.choice([0, 0, 1, 3, 9])
+        agent.due = rng.choice([-1, 0, 0, 1, 3, 9])
         if agent.num_sent and not agent.known and rng.random() < 0.7:
             return None  # waits for its first answer
         request, agent.num_sent = agent.num_sent, agent.num_sent + 1
@@ -362,6 +362,10 @@ def left(job: Job) -> list[int]:
     return sorted({2, 3, 4, 5, 6, 7} - {sample.group for sample in job.samples})
 
 
+def by_id(sample: RolloutSample) -> int:
+    return sample.sample_id
+
+
 def facts(samples: Sequence[RolloutSample]) -> list[tuple]:
     return [
         (one.sample_id, one.branch, one.num_branches, one.prompt, one.response, one.holes, one.versions)
@@ -435,7 +439,8 @@ def test_after_a_checkpoint_agents_begin_anew_and_a_replay_repeats_that(
     assert repeated + run(again, range(4, 7)) == computed + after
     done = {one.sample_id for one in again.samples}
     expected = [one for one in [*before, *resumed.samples] if one.sample_id in done]
-    assert facts(again.samples) == facts(expected)
+    # groups that end together may be reported in another order, as the resumed job began with the finished ones
+    assert facts(sorted(again.samples, key=by_id)) == facts(sorted(expected, key=by_id))
 
 
 def test_finished_episodes_of_a_checkpoint_keep_their_branches_and_are_not_trained_on_if_greedy(tmp_path):
@@ -443,7 +448,8 @@ def test_finished_episodes_of_a_checkpoint_keep_their_branches_and_are_not_train
     before.recorder.start(0)
     asked = [replace(one, greedy=one.sample_id % 2 == 1) for one in answers(*range(8))]
     before.stream.add(asked)
-    before.step(25)
+    while not any(sample.branch for sample in before.samples):
+        before.step(1)
     before.stream.save(tmp_path / "file", range(8))
     before.stream.save(tmp_path / "file", range(8))  # a second time: requests have begun anew since
     saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
