@@ -154,3 +154,29 @@ def test_open_episodes_of_a_lost_engine_go_on_in_another(sums_data, tmp_path):
     check_once(trained_visits(job.folder), steps=6)
     assert all(row["reward/failed"] == 0 and row["staleness/max"] <= 1 for row in ended.steps)
     assert sum(row["engines/moved"] for row in ended.steps) > 0
+
+
+def rank_of(engine: int) -> bytes | None:
+    """Return the rank whose process has started an engine's process."""
+    status = Path(f"/proc/{engine}/status").read_text().splitlines()
+    parent = next(line.split()[1] for line in status if line.startswith("PPid:"))
+    variables = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
+    return next((one.partition(b"=")[2] for one in variables if one.startswith(b"RANK=")), None)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_an_evaluation_whose_engine_ends_is_given_up_and_training_goes_on(sums_data, tmp_path):
+    data = ("--eval-data", str(sums_data / "test.parquet"), "--eval-interval", "10")
+    flags = ("--min-engines", "2", "--eval-engines", "1", "--train-iters", "10", "--eval-num-samples", "16")
+    flags = (*flags, *data, "--rollout-max-num-seqs", "4", "--eval-num-prompts", "24")
+    with running(sums_data, tmp_path, *flags, python=sys.executable) as job:
+        job.wait_for("step=1/")
+        (evaluating,) = [engine for engine in job.engines() if rank_of(engine) == b"3"]
+        os.kill(evaluating, signal.SIGKILL)
+        ended = job.end()
+    assert "the evaluation of step 0 is given up: the engines with its weights have left" in ended.output
+    assert [one.engine for one in read_states(job.folder) if one.state == "left"] == [2]
+    check_once(trained_visits(job.folder), steps=10)
+    assert max(row["staleness/max"] for row in ended.steps) == 1
+    assert [row["step"] for row in ended.metrics if "eval/reward" in row] == [10]
