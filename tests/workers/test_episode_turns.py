@@ -9,7 +9,7 @@ import pytest
 from megarl.episodes.runner import Turn
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.engine import Engine
-from megarl.workers.episodes import _Turns
+from megarl.workers.episodes import Turns
 from megarl.workers.request_stream import Answer
 from tests.workers.small_engine import MAX_RESPONSE, SmallEngine, config, whole_response
 
@@ -17,14 +17,14 @@ KEYS = (11, 12)
 
 
 @pytest.fixture
-def turns(tmp_path) -> _Turns:
+def turns(tmp_path) -> Turns:
     engine = Engine(config(tmp_path), None, "")
     engine.inference = SmallEngine()
     firsts = [Answer(index, 0, 0, [5, 6], key) for index, key in enumerate(KEYS)]
-    return _Turns(engine, firsts, {"temperature": 1.0})
+    return Turns(engine, firsts, {"temperature": 1.0})
 
 
-def answers(turns: _Turns, *asked: tuple[int, list[int]]) -> list[list[int]]:
+def answers(turns: Turns, *asked: tuple[int, list[int]]) -> list[list[int]]:
     """The tokens that the engine answers, in the order in which they were asked for."""
     turns.add([Turn(index, prompt, MAX_RESPONSE) for index, prompt in asked])
     found = {}
