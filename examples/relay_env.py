@@ -9,6 +9,7 @@ folder of docs/agents.md."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -69,6 +70,14 @@ def make_relay(out: Path, seed: int = 0) -> None:
     write_model_folder(out / "model", seed)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the relay's rows and its untrained model.")
+    parser.add_argument("out", type=Path, help="folder for numbers.jsonl, sft.jsonl and model/")
+    parser.add_argument("--seed", type=int, default=0, help="of the warm-up's rows and the model's weights")
+    arguments = parser.parse_args()
+    make_relay(arguments.out, arguments.seed)
+    print(f"numbers.jsonl, sft.jsonl and model/ are in {arguments.out}")
+
+
 if __name__ == "__main__":
-    make_relay(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    print(f"numbers.jsonl, sft.jsonl and model/ are in {sys.argv[1]}")
+    main()
