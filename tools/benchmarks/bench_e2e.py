@@ -40,7 +40,7 @@ from e2e_summary import PHASES, SKIPPED_STEPS, describe, step_time, summarize, t
 
 TRL_VERSION = "1.16.0"
 TRL_VENV = ROOT / "runs" / "trl-venv"
-GRPO = f"@{quickstart.CONFIGS / 'quickstart_grpo.args'}"
+GRPO = f"@{quickstart.SUMS.recipes.format('grpo')}"
 PROBE_STEPS = 12
 PROBES = 2
 TRL_ATTEMPTS = 3
@@ -316,14 +316,14 @@ def warm_up(folder: Path, seed: int) -> tuple[Path, Path]:
     logger.info("warm-up: the quickstart's data, sft and sft_mixed, in %s", folder)
     quickstart.make_sums(folder / "data", seed)
     for stage, flags in zip(
-        quickstart.STAGES[:-1], quickstart.stage_flags(folder, seed, [])[:-1], strict=True
+        quickstart.STAGES[:-1], quickstart.stage_flags(quickstart.SUMS, folder, seed, [])[:-1], strict=True
     ):
         command = [
             sys.executable,
             "-m",
             "megarl.cli",
             "train",
-            f"@{quickstart.CONFIGS}/quickstart_{stage}.args",
+            f"@{quickstart.SUMS.recipes.format(stage)}",
             *flags,
         ]
         measured_process.run(command, folder / f"{stage}.log", dict(os.environ))
