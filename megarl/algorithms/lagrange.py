@@ -37,8 +37,9 @@ class LagrangeMultiplier:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
-        """Continue from a checkpoint; a new bound holds at once."""
-        self.value = min(state["value"], self.largest)
+        """Continue from a checkpoint; a new bound holds at once. A multiplier of 0, which only the other rule
+        makes, could not rise by this one: it begins anew."""
+        self.value = min(state["value"] or self.value, self.largest)
 
 
 class PIDMultiplier(LagrangeMultiplier):

@@ -4,9 +4,9 @@
     early.complete(actor, groups)        a step has taken these groups: what is missing is scored next
     early.scores("reward_model", batch)  future of the scores of the step's samples
 
-A reward model takes part if no role of another kind is on its ranks: others have work of their own meanwhile, and
-would wait for the scores. Each group is a mini-batch of its own, so its scores depend
-on its samples only, and not on what else is finished."""
+A reward model takes part if no role of another kind is on its ranks: others have work of their own meanwhile,
+and would wait for the scores. Each group is a mini-batch of its own, so its scores depend on its samples only,
+and not on what else is finished."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from megarl.config.rules_training import NO_EVAL_DATA
 from megarl.config.schema import TrainConfig
 from megarl.episodes.episode import SILENT
 from megarl.flow import Reward, Rollout
-from megarl.futures import Future
 from megarl.flow.job_roles import Record
+from megarl.futures import Future
 from megarl.packing import Sample, by_episode
 from megarl.role_names import with_suffix
 from megarl.trainer.episode_metrics import by_environment, readable

@@ -19,7 +19,6 @@ from megarl.trainer.pinned_evaluation import PinnedEvaluation
 from megarl.trainer.routing import route
 from megarl.trainer.state import TrainState
 
-
 _ACTED_ON = (GROUPS_FINISHED, HELD_OUT_FINISHED, ENGINE_CHANGED)
 
 

@@ -212,7 +212,8 @@ def test_a_step_without_rewards_measures_no_cost():
 
 
 def test_the_pid_rule_is_that_of_its_paper():
-    """2007.03964, algorithm 2: lambda = max(0, kp excess + ki integral + kd growth), both bounded below by 0."""
+    """Algorithm 2 of 2007.03964, in a loop of its own: lambda = max(0, kp excess + ki integral + kd growth), with an
+    integral and a growth of at least 0."""
     lr, kp, kd, limit, start = 0.5, 2.0, 3.0, 1.0, 0.25
     costs = [1.5, 1.0, 0.2, 0.1, 1.2, 1.4, 9.0]
     multiplier = PIDMultiplier(start, lr, limit, largest=8.0, kp=kp, kd=kd)
@@ -235,3 +236,16 @@ def test_gains_need_the_pid_rule():
     (error,) = Lagrangian(lagrange_kp=2.0).step_errors(16)
     assert error.startswith("--lagrange-kp (2): has no effect without --lagrange-update pid.")
     assert not [*Lagrangian(lagrange_kp=2.0, lagrange_update="pid").step_errors(16)]
+
+
+def test_a_run_may_change_the_rule():
+    """A multiplier of 0, where the PID rule had it, must not stay 0 for ever."""
+    pid = PIDMultiplier(1.0, 0.1, 1.0, largest=5.0, kp=9.0, kd=0.0)
+    pid.update(0.0)
+    assert pid.value == 0.0
+    other = LagrangeMultiplier(start=1.0, lr=0.1, limit=1.0, largest=5.0)
+    other.load_state_dict(pid.state_dict())
+    other.update(2.0)
+    assert other.value == pytest.approx(math.exp(0.1))
+    pid.load_state_dict(other.state_dict())
+    assert pid.value == other.value
