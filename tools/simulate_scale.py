@@ -410,9 +410,8 @@ def extrapolate(files: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("driver_s", "grown_bytes", "bytes_received"):
         values = np.array([one[name] for one in results])
-        fit, *_ = np.linalg.lstsq(
-            sizes / values[:, None], np.ones(len(values)), rcond=None
-        )  # relative errors
+        weighted = sizes / values[:, None]  # relative errors
+        fit, *_ = np.linalg.lstsq(weighted, np.ones(len(values)), rcond=None)
         found[name] = {
             "fit": fit.tolist(),
             "largest_error": float(max(abs(sizes @ fit / values - 1))),
@@ -432,9 +431,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="largest number of tokens of a sample")
     parser.add_argument("--steps", type=int, default=3, help="steps that are run; default: 3")
     parser.add_argument("--json", help="write the result here")
-    parser.add_argument(
-        "--fit", nargs="+", metavar="JSON", help="extrapolate from these results, run nothing"
-    )
+    parser.add_argument("--fit", nargs="+", metavar="JSON", help="extrapolate from these, run nothing")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.length < 1024 or options.samples < GROUP * options.nodes:

@@ -87,9 +87,9 @@ WAYS = tuple(Way(turns, staleness) for turns in ("one turn", "several turns") fo
 
 def ways(name: str) -> tuple[Way, ...]:
     """Return the ways in which an algorithm trains. `megarl check` refuses the others with the reason."""
-    return (
-        WAYS if REGISTRY[name].needs_rollout else (Way("one turn", 0),)
-    )  # else rows of the data set, in one turn
+    if not REGISTRY[name].needs_rollout:
+        return (Way("one turn", 0),)  # rows of the data set
+    return WAYS
 
 
 class Table(NamedTuple):
