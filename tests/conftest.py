@@ -36,6 +36,14 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve()
 sys.path.append(str(CHECKOUT / "examples"))  # the quickstart's task: `from sums.files import make_sums`
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-table",
+        action="store_true",
+        help="put what the tests of tests/faults and tests/nodes measure into the tables of docs/",
+    )
+
+
 def pytest_configure() -> None:
     refuse_other_trees()
     from tests import launch  # of this tree

@@ -56,6 +56,7 @@ NOT_RUN = {
     "megarl convert --model M --load megatron/ --save out-4": "needs a checkpoint that Megatron-LM wrote; "
     "tests/checkpoint/test_convert.py reads some",
     'python -m pytest tests/faults/test_faults.py -m "" --write-table': "its cases are nightly tests",
+    'python -m pytest tests/faults/test_faults.py tests/nodes/test_node_faults.py -m "" --write-table': "the same",
     'python -m pytest tests/faults/test_silent_faults.py -m "" --write-table': "its cases are nightly tests",
     'python -m pytest tests/faults/test_graded_faults.py -m "" --write-table': "its cases are nightly tests",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 --local-addr "

@@ -248,3 +248,29 @@ CASES = [
     Case("Ctrl-Z", "driver", "update"),
 ]
 QUICK = "SIGKILL-rank_1-rollout"  # of those the one that `make test` runs
+ACROSS_NODES = [
+    case
+    for case in CASES
+    if (case.kind, case.victim, case.phase)
+    in {
+        ("raise", "rank 1", "join"),
+        ("raise", "rank 1", "rollout"),
+        ("raise", "rank 0", "update"),
+        ("raise", "driver", "rollout"),
+        ("SIGKILL", "rank 1", "join"),
+        ("SIGKILL", "rank 1", "rollout"),
+        ("SIGKILL", "rank 1", "update"),
+        ("SIGKILL", "rank 1", "sync"),
+        ("SIGKILL", "rank 0", "save"),
+        ("SIGKILL", "driver", "rollout"),
+        ("SIGKILL", "engine", "rollout"),
+        ("SIGKILL", "reward process", "reward"),
+        ("sleep", "rank 0", "update"),
+        ("SIGSTOP", "rank 1", "update"),
+        ("SIGSTOP", "rank 1", "sync"),
+        ("Ctrl-Z", "driver", "update"),
+    }
+]
+"""Cases that are also run with the two ranks on different nodes: each kind and each victim."""
+LAUNCHERS = ("torchrun", "ray")
+"""What starts the jobs on two nodes."""

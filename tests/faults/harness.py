@@ -63,19 +63,14 @@ class Job:
         self.folder, self.fault = folder, fault
         self.hit, self.struck = folder / "hit", folder / "struck"
         self.mark = f"MEGARL_TEST_JOB={uuid.uuid4()}"
-        self.shm_before = set(os.listdir(SHM))
+        self._shm_before = self._shared_memory()
         name, value = self.mark.split("=")
-        own = {
-            k: v
-            for k, v in os.environ.items()
-            if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        }
-        own |= {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", name: value} | (env or {})
+        own = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", name: value} | (env or {})
         if fault is not None:
             action = fault.kind if fault.victim is None else "wait"
             own |= {
                 "PYTHONPATH": str(HERE / "planted"),
-                "FAULT": json.dumps(
+                "MEGARL_TEST_FAULT": json.dumps(
                     {
                         "action": action,
                         "process": fault.process,
@@ -88,20 +83,39 @@ class Job:
             }
         self._seen: dict[int, int] = {}  # pid -> when it started
         self._others: dict[int, int] = {}  # likewise, of processes that are not the job's
-        with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
-            self.launcher = subprocess.Popen(
-                command,
-                env=own,
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                cwd=folder,
-                start_new_session=True,
-            )
+        self.launcher = self._launch(command, own)
         self._watching = True
         self._lock = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
+
+    def _launch(self, command: Sequence[str], env: dict[str, str]) -> subprocess.Popen:
+        own = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        }
+        with open(self.folder / "stdout", "wb") as out, open(self.folder / "stderr", "wb") as err:
+            return subprocess.Popen(
+                command,
+                env=own | env,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+
+    def _wait_for_launcher(self, seconds: float) -> None:
+        """Raises: subprocess.TimeoutExpired."""
+        self.launcher.wait(seconds)
+
+    def _shared_memory(self) -> set[str]:
+        """Return the names of everything in /dev/shm."""
+        return set(os.listdir(SHM))
+
+    def _exit_code(self) -> int | None:
+        return self.launcher.poll()
 
     def _watch(self) -> None:
         while self._watching:
@@ -117,7 +131,7 @@ class Job:
                 if started in (self._seen.get(pid), self._others.get(pid)):
                     continue
                 ours = (
-                    pid == self.launcher.pid
+                    self._is_launcher(pid)
                     or parent in self._seen
                     and now.get(parent, (None,))[0] == self._seen[parent]
                 )
@@ -128,6 +142,9 @@ class Job:
                 if (p := now.get(pid)) and p[0] == started and p[2] not in "ZX"
             ]
 
+    def _is_launcher(self, pid: int) -> bool:
+        return pid == self.launcher.pid
+
     def _is_marked(self, pid: int) -> bool:
         with contextlib.suppress(OSError):
             return self.mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -136,20 +153,21 @@ class Job:
     def find(self, who: str) -> int:
         """The process of the job that is "rank 1", "driver", "engine" or "reward process"."""
         found = [pid for pid in self.alive() if _who(pid) == who]
-        if who == "driver":  # beside rank 0, or the process that was started
-            found = [pid for pid in found if b"megarl.trainer" in _cmdline(pid)] or [self.launcher.pid]
+        if who == "driver":  # beside rank 0, or the process that the user started
+            ours = (b"megarl.trainer\0", b"megarl.cli\0train\0")
+            found = [pid for pid in found if command_of(pid).partition(b"-m\0")[2].startswith(ours)]
         assert found, f"no {who} among {[self.describe(pid) for pid in self.alive()]}"
         return found[0]
 
     def describe(self, pid: int) -> str:
-        return f"{pid} {_who(pid)}: {_cmdline(pid).replace(bytes(1), b' ').decode()[:150]}"
+        return f"{pid} {_who(pid)}: {command_of(pid).replace(bytes(1), b' ').decode()[:150]}"
 
     def wait_for_hit(self) -> float:
         """Until the planted place is reached; then, if the victim is another process, strike it. Returns the
         time of the fault."""
         deadline = time.time() + START_WITHIN_S
         while not self.hit.exists():
-            ended = self.launcher.poll()
+            ended = self._exit_code()
             assert ended is None and time.time() < deadline, (
                 f"the fault was not reached (exit code {ended}):\n{self.stderr()}"
             )
@@ -177,20 +195,13 @@ class Job:
         orphans = [self.describe(pid) for pid in alive]
         if not alive:  # a process that /proc calls a zombie can be waited for once its last thread has ended
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.launcher.wait(5)
-        exit_code = self.launcher.poll()
+                self._wait_for_launcher(5)
+        exit_code, left = self._exit_code(), self._left_in_shared_memory()
         self.end()
-        return Outcome(
-            seconds,
-            exit_code,
-            (self.folder / "stdout").read_text(),
-            self.stderr(),
-            orphans,
-            self._left_in_shared_memory(),
-        )
+        return Outcome(seconds, exit_code, self.stdout(), self.stderr(), orphans, left)
 
     def _left_in_shared_memory(self) -> list[str]:
-        new = [name for name in os.listdir(SHM) if name not in self.shm_before]
+        new = self._shared_memory() - self._shm_before
         used = _used_shared_memory() if new else set()
         pids = {str(pid) for pid in self._seen}
         return [
@@ -200,6 +211,9 @@ class Job:
             and (SHM / name).exists()
             and (not name.startswith("megarl-") or name.split("-")[1] in pids)
         ]
+
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text()
 
     def stderr(self) -> str:
         return (self.folder / "stderr").read_text()
@@ -212,7 +226,7 @@ class Job:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
-        self.launcher.wait(10)
+        self._wait_for_launcher(10)
 
 
 def _processes() -> dict[int, tuple[int, int, str]]:
@@ -226,7 +240,8 @@ def _processes() -> dict[int, tuple[int, int, str]]:
     return found
 
 
-def _cmdline(pid: int) -> bytes:
+def command_of(pid: int) -> bytes:
+    """Return the command line of a process, its arguments ended by zero bytes; empty if there is none."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
@@ -240,7 +255,7 @@ def _who(pid: int) -> str:
         )
     except OSError:
         return "gone"
-    command = _cmdline(pid)
+    command = command_of(pid)
     if b"pool_worker" in command:
         return "reward process"
     if b"multiprocessing.resource_tracker" in command:

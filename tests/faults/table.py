@@ -1,5 +1,5 @@
-"""The tables of docs/reliability.md: written by the tests that measure them (`--write-table`), one row per
-case."""
+"""The tables of docs/reliability.md and docs/cluster_failures.md: written by the tests that measure them
+(`--write-table`), one row per case."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.cases import CASES, Case
+from tests.faults.cases import ACROSS_NODES, CASES, LAUNCHERS, Case
 from tests.faults.harness import Outcome
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
+DOCS = Path(__file__).parents[2] / "docs"
 _WIDTH = 120
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table of the document. keys: the first columns of every row, in the order of the rows."""
+    """One table of a document. keys: the first columns of every row, in the order of the rows."""
 
     head: tuple[str, str]
     num_key_columns: int
     keys: Sequence[str]
+    document: str = "reliability.md"
 
-    def rows(self, document: str) -> dict[str, str]:
-        """Key -> the row, in the order of the document."""
-        lines = document.splitlines()
+    @property
+    def file(self) -> Path:
+        return DOCS / self.document
+
+    def rows(self, text: str | None = None) -> dict[str, str]:
+        """Key -> the row, in the order of the document (or of `text`, if it is given)."""
+        lines = (self.file.read_text() if text is None else text).splitlines()
         start = lines.index(self.head[0]) + len(self.head)
         found = {}
         for line in lines[start:]:
@@ -36,7 +41,7 @@ class Table:
 
     def write(self, key: str, row: str) -> None:
         """Put a row where it belongs. Several processes may do this at a time."""
-        with open(DOCUMENT, "r+") as file:
+        with open(self.file, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             text = file.read()
             old = self.rows(text)
@@ -48,24 +53,33 @@ class Table:
             file.write(before + body + after)
 
 
-def key(case: Case) -> str:
-    return f"| {case.kind} | {case.victim} | {case.phase} |"
+def key(case: Case, *before: str) -> str:
+    return "".join(f"| {cell} " for cell in (*before, case.kind, case.victim, case.phase)) + "|"
 
 
-FAILURES = Table(
-    (
-        "| fault | in | during | all is over after | within | exit code | the message begins |",
-        "|---|---|---|---|---|---|---|",
-    ),
-    3,
-    [key(case) for case in CASES],
+_COLUMNS = "| fault | in | during | all is over after | within | exit code | the message begins |"
+_ELSEWHERE = "cluster_failures.md"
+FAILURES = Table((_COLUMNS, "|---|---|---|---|---|---|---|"), 3, [key(case) for case in CASES])
+FAILURES_ON_RAY = Table(
+    (f"| under {_COLUMNS}", "|---|---|---|---|---|---|---|---|"),
+    4,
+    [key(case, "Ray") for case in CASES],
+    _ELSEWHERE,
+)
+FAILURES_ACROSS_NODES = Table(
+    (f"| on two nodes under {_COLUMNS}", "|---|---|---|---|---|---|---|---|"),
+    4,
+    [key(case, launcher) for launcher in LAUNCHERS for case in ACROSS_NODES],
+    _ELSEWHERE,
 )
 
 
-def row(case: Case, outcome: Outcome) -> str:
+def row(case: Case, outcome: Outcome, *before: str) -> str:
+    """Return the row of a case. before: cells in front of those of the case."""
     name, wait_s = case.noticed_after
     seconds = f"{name + ' + ' if name else ''}{max(outcome.seconds - wait_s, 0.0):.1f} s"
-    return f"{key(case)} {seconds} | {case.limit_s:g} s | {outcome.exit_code} | {quoted(outcome.stderr)} |"
+    cells = (seconds, f"{case.limit_s:g} s", outcome.exit_code, quoted(outcome.stderr))
+    return key(case, *before) + "".join(f" {cell} |" for cell in cells)
 
 
 def quoted(message: str, width: int = _WIDTH) -> str:

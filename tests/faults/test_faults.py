@@ -2,7 +2,8 @@
 tests/faults -m '' --write-table`
 
 A case takes a job: three steps of the tiny model on two ranks, about 15 s on two free cores, and where
-something hangs the time until that is noticed. The limits are those that users are promised."""
+something hangs the time until that is noticed. The limits are those that users are promised.
+tests/nodes/test_node_faults.py has such jobs on two nodes."""
 
 from __future__ import annotations
 
@@ -13,35 +14,44 @@ from tests.faults import table
 from tests.faults.cases import CASES, QUICK, Case
 from tests.faults.harness import Job, megarl
 
+FLAGS = {"processes": (), "ray": ("--executor", "ray")}
+"""How `megarl train` starts the ranks of a job on this machine, and the flags for it."""
+
+
+def nightly_but_one(executor: str, case: Case):
+    is_default = executor == "processes" and case.name == QUICK
+    marks = () if is_default else pytest.mark.nightly
+    return pytest.param(executor, case, id=f"{executor}-{case.name}", marks=marks)
+
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name, marks=() if case.name == QUICK else pytest.mark.nightly)
-        for case in CASES
-    ],
+    "executor, case", [nightly_but_one(executor, case) for executor in FLAGS for case in CASES]
 )
 def test_a_fault_ends_the_job_in_time_with_one_message_and_leaves_nothing(
-    case: Case, sums_data, tmp_path, request
+    executor: str, case: Case, sums_data, tmp_path, request
 ):
     data = ["--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl")]
-    arguments = [*COMMON, *data, "--save", str(tmp_path / "run")]
+    arguments = [*COMMON, *data, "--save", str(tmp_path / "run"), *FLAGS[executor]]
     job = Job(tmp_path, megarl("train", replace_flags(arguments, case.flags)), case.fault)
     try:
         outcome = job.watch_end(job.wait_for_hit(), case.noticed_after[1] + case.limit_s)
     finally:
         job.end()
     assert case.problems(outcome) == [], f"{outcome.stderr}\n{outcome.stdout}"
-    if request.config.getoption("write_table", False):
-        table.FAILURES.write(table.key(case), table.row(case, outcome))
+    if request.config.getoption("write_table"):
+        if executor == "ray":
+            table.FAILURES_ON_RAY.write(table.key(case, "Ray"), table.row(case, outcome, "Ray"))
+        else:
+            table.FAILURES.write(table.key(case), table.row(case, outcome))
 
 
-def test_the_documented_table_has_every_case_measured_within_its_limit():
-    documented = table.FAILURES.rows(table.DOCUMENT.read_text())
-    assert list(documented) == [table.key(case) for case in CASES]
-    for case in CASES:
+@pytest.mark.parametrize("documented", [table.FAILURES, table.FAILURES_ON_RAY, table.FAILURES_ACROSS_NODES])
+def test_the_documented_table_has_every_case_measured_within_its_limit(documented):
+    rows = documented.rows()
+    assert list(rows) == documented.keys
+    for row in rows.values():
         seconds, limit = (
             float(cell.removesuffix(" s ").split()[-1])
-            for cell in documented[table.key(case)].split("|")[4:6]
+            for cell in row.split("|")[documented.num_key_columns + 1 : documented.num_key_columns + 3]
         )
-        assert seconds <= limit == case.limit_s
+        assert seconds <= limit

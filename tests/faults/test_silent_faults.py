@@ -227,7 +227,7 @@ def test_a_silent_fault_ends_the_job_by_name_within_one_step(
 
 def test_every_silent_fault_is_planted_measured_and_documented():
     assert {f.name for f in FAULTS} == {*PLANTS, "forking_reward"}
-    documented = SILENT.rows(table.DOCUMENT.read_text())
+    documented = SILENT.rows()
     assert list(documented) == [fault.key for fault in FAULTS]
     for fault, row in zip(FAULTS, documented.values(), strict=True):
         assert row.endswith(("| in the same step |", "| one step |")), fault.name

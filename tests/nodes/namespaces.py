@@ -63,15 +63,15 @@ class Nodes:
         _ip("link", "add", BRIDGE, "type", "bridge")
         _ip("link", "set", BRIDGE, "up")
         for node in range(self.number):
-            _ip("netns", "add", self._name(node))
+            _ip("netns", "add", self.name(node))
             _ip(
                 *("link", "add", f"{BRIDGE}{node}", "type", "veth"),
-                *("peer", "name", "eth0", "netns", self._name(node)),
+                *("peer", "name", "eth0", "netns", self.name(node)),
             )
             _ip("link", "set", f"{BRIDGE}{node}", "master", BRIDGE, "up")
-            _ip("-n", self._name(node), "addr", "add", f"{address(node)}/24", "dev", "eth0")
+            _ip("-n", self.name(node), "addr", "add", f"{address(node)}/24", "dev", "eth0")
             for interface in ("eth0", "lo"):
-                _ip("-n", self._name(node), "link", "set", interface, "up")
+                _ip("-n", self.name(node), "link", "set", interface, "up")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ class Nodes:
         unshare = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with open(self.folder / f"node{node}.log", "ab") as log:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self._name(node), *unshare, "bash", "-c", SETUP, "node", *command],
+                ["ip", "netns", "exec", self.name(node), *unshare, "bash", "-c", SETUP, "node", *command],
                 env=os.environ | variables | env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -112,7 +112,7 @@ class Nodes:
 
     def pids(self, node: int) -> list[int]:
         """Return the ids of all processes of a node."""
-        found = subprocess.run(["ip", "netns", "pids", self._name(node)], capture_output=True, text=True)
+        found = subprocess.run(["ip", "netns", "pids", self.name(node)], capture_output=True, text=True)
         return [int(pid) for pid in found.stdout.split()]
 
     def kill(self, node: int) -> None:
@@ -123,13 +123,14 @@ class Nodes:
             except ProcessLookupError:  # ended with its parent
                 continue
 
-    def _name(self, node: int) -> str:
+    def name(self, node: int) -> str:
+        """Return the name of a node's network namespace."""
         return f"{BRIDGE}-node{node}"
 
     def _remove(self) -> None:
         for node in range(self.number):
             subprocess.run(["ip", "link", "del", f"{BRIDGE}{node}"], capture_output=True)
-            subprocess.run(["ip", "netns", "del", self._name(node)], capture_output=True)
+            subprocess.run(["ip", "netns", "del", self.name(node)], capture_output=True)
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
 

@@ -1,5 +1,5 @@
 # One node of a Ray cluster: `ray_node.sh PYTHON COMMAND...` starts Ray on this node, and on node 0, which is the
-# head, also the command, whose exit code is written to $NODE_FOLDER/code.
+# head, also the command, whose exit code is written to $NODE_FOLDER/code. A node ends when its processes are killed.
 python=$1
 shift
 ray="$python -m ray.scripts.scripts"
@@ -13,6 +13,7 @@ if [ "$NODE" = 0 ]; then
     done
     "$@"
     echo $? > "$NODE_FOLDER/code"
+    sleep infinity
 else
     env -u RAY_ADDRESS $ray start --address "$RAY_ADDRESS" --node-ip-address "$own" --num-cpus 1 --block
 fi

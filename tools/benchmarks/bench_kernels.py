@@ -2,7 +2,7 @@
 error against float64.
 
     python tools/benchmarks/bench_kernels.py --json out.json [--repeats 5] [--threads 2] [--small]
-                                             [--only head,head_entropy,head_half,log_probs,policy_loss,gae]
+                                             [--only head,head_entropy,head_half,head_losses,log_probs,policy_loss,gae]
     pip install --no-deps liger-kernel cut-cross-entropy      # contenders; a missing one is reported as missing
 
 Contenders take turns, so that a drift of clocks hits them all; a number is the median of the repeats. Memory
@@ -40,7 +40,7 @@ from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]  # missing under PYTHONSAFEPATH
-from head_contenders import CLIPS, DTYPE, eager_policy_loss, head_case
+from head_contenders import CLIPS, DTYPE, eager_policy_loss, head_case, losses_case
 from turns import CUDA, DEVICE, Case, Contender, Missing, compare
 
 PACKAGES = ("torch", "triton", "megatron-core", "liger-kernel", "cut-cross-entropy")
@@ -263,6 +263,7 @@ CASES: dict[str, Callable[[bool], Case]] = {
     "head": head_case,
     "head_entropy": functools.partial(head_case, entropy_coef=0.01),
     "head_half": functools.partial(head_case, idle=0.5),
+    "head_losses": losses_case,
     "log_probs": log_probs_case,
     "policy_loss": policy_loss_case,
     "gae": gae_case,

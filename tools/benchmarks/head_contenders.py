@@ -3,6 +3,7 @@ it (bench_kernels.py)."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 from turns import CUDA, DEVICE, Case, Contender
 
+from megarl.algorithms.base import LossInputs
+from megarl.algorithms.grpo import GRPO
+from megarl.algorithms.ratio_transforms import TRANSFORMS
 from megarl.kernels.fused_linear_policy_loss import fused_linear_policy_loss
 from megarl.kernels.linear_log_probs import linear_log_probs
 from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss
@@ -50,6 +54,23 @@ def head_case(small: bool, entropy_coef: float = 0.0, idle: float = 0.0) -> Case
         f", {idle:.0%} of the sequences without advantage" if idle else ""
     )
     return Case(title + more, contenders, head.float64)
+
+
+def losses_case(small: bool) -> Case:
+    """The case "output layer" with every policy loss of `grpo` that looks at tokens alone, by itself and with
+    truncated importance weights: the same layer, so the same memory and time."""
+    num_tokens, num_hidden, vocab_size = (32768, 4096, 152064) if CUDA else (2048, 1024, 32000)
+    if small:
+        num_tokens, num_hidden, vocab_size = 128, 64, 1000
+    head = Head.random(num_tokens, num_hidden, vocab_size, entropy_coef=0.0, idle=0.0)
+    contenders = [
+        Contender(name + (", tis" if tis_clip else ""), functools.partial(head.fused_with, name, tis_clip))
+        for tis_clip in (None, 2.0)
+        for name, transform in TRANSFORMS.items()
+        if transform.token_level
+    ]
+    title = f"policy losses in the fused output layer: T={num_tokens} H={num_hidden} V={vocab_size} {DTYPE}"
+    return Case(title, contenders, head.float64)
 
 
 @dataclass(frozen=True)
@@ -112,6 +133,33 @@ class Head:
     def fused(self) -> dict[str, Tensor]:
         out = fused_linear_policy_loss(self.hidden, self.weight, self.targets, self.loss, **self.options)
         return self.backward(out.loss, out.log_probs)
+
+    def fused_with(self, policy_loss: str, tis_clip: float | None) -> dict[str, Tensor]:
+        """Run the fused head with the loss of a training job. On policy all have the gradient of PPO's, unless
+        importance weights change it; what is compared with float64 leaves it out then."""
+        algorithm = GRPO(
+            policy_loss=policy_loss, tis_clip=tis_clip, kl_coef=0.0, loss_aggregation="token-mean"
+        )
+        length = torch.full_like(self.targets, self.tokens_per_sequence)
+        ids = torch.arange(len(length), device=DEVICE) // self.tokens_per_sequence
+        columns = dict(
+            old_log_probs=self.old,
+            rollout_log_probs=self.old + 0.1 * torch.sin(self.targets),
+            advantages=self.advantages,
+            selected_tokens=torch.zeros_like(self.old),
+            response_lengths=length,
+            sequence_ids=ids,
+        )
+
+        def loss(log_probs: Tensor, entropy: Tensor | None, rows: slice) -> tuple[Tensor, dict]:
+            own = {name: column[rows] for name, column in columns.items()}
+            sizes = dict(num_tokens=len(length), num_sequences=int(ids[-1]) + 1)
+            limits = dict(max_response_length=self.tokens_per_sequence, kl_coef=0.0)
+            return algorithm.loss(LossInputs(log_probs=log_probs, **own, **sizes, **limits))
+
+        out = fused_linear_policy_loss(self.hidden, self.weight, self.targets, loss, **self.options)
+        values = self.backward(out.loss, out.log_probs)
+        return values if tis_clip is None else {"log_probs": values["log_probs"]}
 
     def recompute(self) -> dict[str, Tensor]:
         return self.through_log_probs(

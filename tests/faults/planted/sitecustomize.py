@@ -1,7 +1,7 @@
 """On the PYTHONPATH of a job under test: every process of it imports this at its start, and one of them fails
-where FAULT says.
+where MEGARL_TEST_FAULT says.
 
-FAULT is JSON: `process` ("rank 1", "driver", "engine", "reward process") comes the `call`th time to `target`
+MEGARL_TEST_FAULT is JSON: `process` ("rank 1", "driver", "engine", "reward process") comes the `call`th time to `target`
 ("module:Class.method"), writes the file `hit`, and then does `action`: raise, SIGKILL and SIGSTOP (of
 itself), sleep, or wait until the file `struck` is there, while the test does something to another process.
 
@@ -30,7 +30,7 @@ def this_process() -> str:
 
 
 class Fault:
-    """Wraps the target, and does what FAULT says at one of its calls."""
+    """Wraps the target, and does what MEGARL_TEST_FAULT says at one of its calls."""
 
     def __init__(self, action: str, target: str, call: int, hit: str, struck: str, **_):
         self.action, self.call, self.hit, self.struck, self.calls = action, call, Path(hit), Path(struck), 0
@@ -66,8 +66,8 @@ class Fault:
                     time.sleep(0.01)
 
 
-if "FAULT" in os.environ:
-    wanted = json.loads(os.environ["FAULT"])
+if "MEGARL_TEST_FAULT" in os.environ:
+    wanted = json.loads(os.environ["MEGARL_TEST_FAULT"])
     if wanted.pop("process") == this_process():
         fault = Fault(**wanted)
         after_import(fault.module, fault.plant)
