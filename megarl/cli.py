@@ -95,6 +95,7 @@ def train(argv: list[str]) -> int:
     """Check the job as `megarl check` does, run it in this process or on ranks that it starts, and return the
     exit code."""
     from megarl.trainer.executors import has_rank_processes
+    from megarl.trainer.worker_check import checked_on_worker
 
     if "RANK" in os.environ:
         sys.stderr.write(
@@ -113,7 +114,11 @@ def train(argv: list[str]) -> int:
                 f"{placement.nproc_per_node} ... -m megarl.train with the same arguments."
             ]
         )
-    check_everything(config, config.placement.world_size)
+    code = checked_on_worker(config, "megarl.trainer.preflight", argv)
+    if code:
+        return code
+    if code is None:
+        check_everything(config, config.placement.world_size)
     if not has_rank_processes(config):
         from megarl.train import run_in_process
 
@@ -121,7 +126,7 @@ def train(argv: list[str]) -> int:
     from megarl.trainer.__main__ import train_job
     from megarl.trainer.launch import launch
 
-    return launch(config, argv, train_job)
+    return launch(config, argv, train_job, is_checked=code is not None)
 
 
 def evaluate(argv: list[str]) -> int:
@@ -142,6 +147,7 @@ def check(argv: list[str]) -> int:
     errors of the job."""
     from megarl.checks.job import examine
     from megarl.checks.machine import Machine
+    from megarl.trainer.worker_check import checked_on_worker
 
     parser = argparse.ArgumentParser("megarl check", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu-memory", type=float)
@@ -151,6 +157,10 @@ def check(argv: list[str]) -> int:
             [f"--gpu-memory ({options.gpu_memory:g}): must be above 0, GB of each GPU. Try 80."]
         )
     config = _load(rest, "megarl check [--gpu-memory GB]")
+    if options.gpu_memory is None:
+        code = checked_on_worker(config, "megarl.cli", ["check", *rest])
+        if code is not None:
+            return code
     machine = (
         None
         if options.gpu_memory is None

@@ -24,6 +24,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 DRIVER_PID = "MEGARL_DRIVER_PID"
 """Environment variable of ranks that torchrun has not started: id of the process that has, which is the driver
 or, under Ray, the actor of the node."""
+ON_WORKER = "MEGARL_ON_WORKER"
+"""Environment variable of a check that runs on a node of a Ray cluster for a driver without GPUs."""
 NUM_NODES = "MEGARL_NUM_NODES"
 """Environment variable of the driver beside rank 0: number of nodes on which torchrun runs."""
 _RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")

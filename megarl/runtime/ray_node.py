@@ -63,13 +63,7 @@ class RayNode:
             address: IP address by which other nodes reach this one; None if there are no others.
             tidy_up: removes what killed ranks could not remove themselves.
         Raises: OSError, if the folder is missing on this node or a process cannot be started."""
-        try:
-            os.chdir(folder)
-        except OSError as error:
-            raise OSError(
-                f"the folder of the driver, {folder}, cannot be entered on node {socket.gethostname()}: "
-                f"{error.strerror}. Start the job in a folder that all nodes share."
-            ) from None
+        enter(folder)
         own = without_rank(os.environ) | dict(env) | {DRIVER_PID: str(os.getpid())}
         if address is not None and (interface := interface_of(address)) is not None:
             for name in (GLOO_INTERFACE, NCCL_INTERFACE):
@@ -109,6 +103,17 @@ class RayNode:
     def _tell_signal(self, signum: int) -> bool:
         self._reports.put((SIGNALLED, None, signum))
         return True
+
+
+def enter(folder: str) -> None:
+    """Make the driver's working directory that of this process. Raises: OSError, if this node lacks it."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise OSError(
+            f"the folder of the driver, {folder}, cannot be entered on node {socket.gethostname()}: "
+            f"{error.strerror}. Start the job in a folder that all nodes share."
+        ) from None
 
 
 def node_address() -> str:

@@ -98,7 +98,7 @@ class RayRanks:
         own = node_address()
         is_local = set(addresses) == {own}
         self._store = job_store(LOOPBACK if is_local else own)
-        env = _forwarded() | job_environment(self._store, world_size, self._ranks_per_node, self._attempt)
+        env = forwarded() | job_environment(self._store, world_size, self._ranks_per_node, self._attempt)
         env |= {NUM_NODES: str(len({own, *addresses}))}
         starts = [
             node.start.remote(
@@ -153,28 +153,6 @@ class RayRanks:
     def _reachable(self) -> list[Any]:
         return [node for number, node in enumerate(self._nodes) if number not in self._lost_nodes]
 
-    def _connect(self) -> None:
-        """Join the cluster, or start a Ray on this machine."""
-        if ray.is_initialized():  # the user's program has done it
-            return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
-        if self._address in (None, "local"):
-            cores = max(os.cpu_count() or 1, self._num_nodes * self._ranks_per_node)
-            how |= {"address": "local", "num_cpus": cores, "include_dashboard": False}
-        else:
-            how |= {"address": self._address}
-        with _own_handlers():
-            try:
-                ray.init(**how)
-            except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-                raise RuntimeError(
-                    f"Ray at {self._address or 'this machine'} cannot be reached: {str(error).strip()}. "
-                    "--ray-address takes host:port of the cluster's head, or auto on one of its nodes; "
-                    "without it and without RAY_ADDRESS a Ray is started here."
-                ) from None
-        self._has_started_ray = True
-
     def place(self, counts: Sequence[int]) -> int:
         """Reserve nodes and start their actors. Returns the number of nodes: the first of `counts` that the
         cluster has room for. `start` then uses these nodes.
@@ -182,7 +160,7 @@ class RayRanks:
         Args:
             counts: numbers of nodes to try, each for some time.
         Raises: RuntimeError, if Ray cannot be reached or has no room for any of them."""
-        self._connect()
+        self._has_started_ray = join(self._address, self._num_nodes * self._ranks_per_node)
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         bundle = {"CPU": float(self._ranks_per_node)}
         bundle |= {"GPU": float(self._ranks_per_node)} if has_gpus else {}
@@ -283,12 +261,43 @@ class RayRanks:
                 remove_placement_group(self._group)
         self._nodes.clear()
         if self._has_started_ray:
-            with _own_handlers():
+            with own_handlers():
                 ray.shutdown()
 
 
+def join(address: str | None, num_ranks: int = 1) -> bool:
+    """Join a Ray cluster, or start a Ray on this machine. Returns False if the user's program has done it.
+
+    Args:
+        address: of the cluster, as in `ray.init`. None or "local" starts a Ray here.
+        num_ranks: ranks that a Ray on this machine must have room for.
+    Raises: RuntimeError, if the cluster cannot be reached."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
+    if address in (None, "local"):
+        how |= {
+            "address": "local",
+            "num_cpus": max(os.cpu_count() or 1, num_ranks),
+            "include_dashboard": False,
+        }
+    else:
+        how |= {"address": address}
+    with own_handlers():
+        try:
+            ray.init(**how)
+        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                f"Ray at {address or 'this machine'} cannot be reached: {str(error).strip()}. "
+                "--ray-address takes host:port of the cluster's head, or auto on one of its nodes; "
+                "without it and without RAY_ADDRESS a Ray is started here."
+            ) from None
+    return True
+
+
 @contextlib.contextmanager
-def _own_handlers() -> Iterator[None]:
+def own_handlers() -> Iterator[None]:
     """Keep this process's signal handlers: Ray sets handlers of its own as it starts."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -301,7 +310,7 @@ def _own_handlers() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _forwarded() -> dict[str, str]:
+def forwarded() -> dict[str, str]:
     """Return the variables of the driver that the ranks get on every node."""
     return {name: value for name, value in os.environ.items() if name.startswith(DIRECT_VARIABLES)}
 

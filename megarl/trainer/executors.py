@@ -69,7 +69,9 @@ def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecut
             ["--elastic-min-nodes: is for megarl train, which restarts the job. Leave it out here."]
         )
     ranks = hosting_ranks(config, world_size)
-    with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
+    # other nodes see the working directory, but not this machine's /tmp
+    shared = os.getcwd() if config.placement.nnodes > 1 else None
+    with tempfile.TemporaryDirectory(prefix="megarl-", dir=shared) as folder:
         arguments = Path(folder) / "job.args"
         arguments.write_text(write_args(config))
         processes = job_ranks(config, [f"@{arguments}"], world_size)

@@ -50,6 +50,7 @@ def launch(
     module: str = "megarl.train",
     new_run: bool = True,
     say: Say = line_on(),
+    is_checked: bool = False,
 ) -> int:
     """Run `job` on ranks that this process starts as `python -m module argv`. Returns the exit code of the
     last attempt.
@@ -59,12 +60,13 @@ def launch(
 
     Args:
         new_run: whether --save must be free.
-        say: shows the line that says what is started."""
+        say: shows the line that says what is started.
+        is_checked: whether another machine has tried the inputs."""
     exit_on_signals(signal.SIGINT, signal.SIGTERM)  # there is nothing to clean up yet
     _prepare_process()
     attempt, before = 0, None
     say(starting_text(config, config.placement.world_size))
-    code = _attempt(config, argv, job, module, new_run, attempt)
+    code = _attempt(config, argv, job, module, new_run, attempt, is_checked)
     while code == 1 and new_run and attempt < config.checkpoint.max_restarts:
         if (signum := received_signal()) is not None:
             return 128 + signum
@@ -76,11 +78,13 @@ def launch(
             f"{again if failure == before else ''}\n"
         )
         say(starting_text(config, config.placement.world_size))
-        before, code = failure, _attempt(config, argv, job, module, new_run, attempt)
+        before, code = failure, _attempt(config, argv, job, module, new_run, attempt, is_checked)
     return code
 
 
-def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int) -> int:
+def _attempt(
+    config: TrainConfig, argv: list[str], job: Job, module: str, new_run: bool, attempt: int, is_checked: bool
+) -> int:
     """Run one attempt of the job, and return its exit code as `run_job` does.
 
     Later attempts start the ranks with the same arguments: only the driver's --load differs."""
@@ -103,7 +107,7 @@ def _attempt(config: TrainConfig, argv: list[str], job: Job, module: str, new_ru
         return processes.start(ranks, placement.call_timeout_s, interfaces_of(ranks))
 
     def body(executor: Executor) -> None:
-        _body(job, started, started.placement.world_size, new_run)(executor)
+        _body(job, started, started.placement.world_size, new_run, is_checked)(executor)
 
     return run_job(body, start, processes, notes)
 
@@ -128,10 +132,14 @@ def drive(
     return run_driver(body, ranks, timeout_s, interfaces_of(ranks), notes, rank_description(ranks))
 
 
-def _body(job: Job, config: TrainConfig, world_size: int, new_run: bool) -> Callable[[Executor], None]:
+def _body(
+    job: Job, config: TrainConfig, world_size: int, new_run: bool, is_checked: bool = False
+) -> Callable[[Executor], None]:
     from megarl.trainer.preflight import read_inputs
 
-    return lambda executor: job(executor, config, read_inputs(config, world_size, new_run), world_size)
+    return lambda executor: job(
+        executor, config, read_inputs(config, world_size, new_run, is_checked), world_size
+    )
 
 
 def launch_ranks(argv: list[str], world_size: int, module: str) -> int:

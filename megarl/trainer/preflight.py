@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megarl.algorithms import REGISTRY
 from megarl.algorithms.base import algorithm_of
+from megarl.checks.job import check_everything
 from megarl.config.check import check_job
 from megarl.config.environments import environments
 from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
+from megarl.config.loader import load_config
 from megarl.config.reward_models import needs_ground_truth, rule_judges_agents, uses_rule_reward
 from megarl.config.roles import actors_of_episode, configs_of_actors
 from megarl.config.rules_data import rows_error
@@ -22,6 +26,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
 from megarl.episodes.probe import probe_environments
 from megarl.rewards.pool import RewardPool, probe_reward
+from megarl.runtime.process import keep_checkout_off_path, quiet_libraries
 
 
 @dataclass(frozen=True)
@@ -39,17 +44,39 @@ class Inputs:
         return {row: prompt.data_source for row, prompt in enumerate((self.evaluation or ())[:count])}
 
 
-def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> dict[str, Inputs]:
+def main(argv: list[str]) -> int:
+    """Check a job and try its inputs on this machine, for a driver elsewhere. Returns 0, or 2 with the errors
+    on stderr."""
+    keep_checkout_off_path()
+    quiet_libraries()
+    try:
+        config = load_config(argv, REGISTRY)
+        check_everything(config, config.placement.world_size)
+        read_inputs(config, config.placement.world_size)
+    except ValueError as error:  # ConfigError is one
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+def read_inputs(
+    config: TrainConfig, world_size: int, new_run: bool = True, is_checked: bool = False
+) -> dict[str, Inputs]:
     """Check the configuration, read data and tokenizer, and try the reward function. Returns the inputs of
     each actor, or raises ValueError with all errors.
 
     Args:
         new_run: whether --save must not hold a run yet (training) or is not written to (evaluation).
+        is_checked: whether another machine has done all this, so that data and tokenizer are only read.
     Returns: suffix of each actor -> its inputs.
     Raises: ValueError with all errors."""
-    check_job(config, world_size, new_run)
+    if not is_checked:
+        check_job(config, world_size, new_run)
     load = functools.cache(PromptDataset.load)  # actors mostly read the same files
-    inputs = {suffix: _read(of_actor, load, suffix) for suffix, of_actor in configs_of_actors(config).items()}
+    inputs = {
+        suffix: _read(of_actor, load, suffix, probes=not is_checked)
+        for suffix, of_actor in configs_of_actors(config).items()
+    }
     if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
         errors = [
             rows_error(of_actor, number, len(inputs[suffix].train), found[1])
@@ -59,7 +86,8 @@ def read_inputs(config: TrainConfig, world_size: int, new_run: bool = True) -> d
     return inputs
 
 
-def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str) -> Inputs:
+def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str, probes: bool) -> Inputs:
+    """Read the files of one actor. probes: try its environments or its reward function too."""
     shape = ModelShape.load(config.model.model)
     needs = (
         algorithm_of(config).row_needs
@@ -91,6 +119,13 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str) 
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
+    if probes:
+        _probe(config, datasets, suffix)
+    return Inputs(shape, train, evaluation, 0 if sft is None else len(sft))
+
+
+def _probe(config: TrainConfig, datasets: list[tuple[PromptDataset, str]], suffix: str) -> None:
+    """Try the environments, or the reward function, on the first rows of the data sets."""
     if config.episodes.env is not None:
         of_flag, actors = {flag: dataset for dataset, flag in datasets if dataset}, actors_of_episode(config)
         if not suffix or len(actors) == 1:  # actors that play together have one environment
@@ -103,4 +138,7 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str) 
         with RewardPool(config.data, num_workers=1) as pool:
             for dataset, flag in datasets:
                 probe_reward(pool, dataset, flag)
-    return Inputs(shape, train, evaluation, 0 if sft is None else len(sft))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -8,13 +8,11 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tests.faults.harness import Fault, Job, command_of
 from tests.nodes.namespaces import Nodes, address
+from tests.nodes.test_ray_nodes import RAY_NODE
 
-HERE = Path(__file__).parent
-RAY_NODE = HERE.parent / "nodes" / "ray_node.sh"
 # Below a shell: nothing inside a process namespace can kill its first process.
 INTO_FILES = ["bash", "-c", '"$@" > "$JOB_OUTPUT/stdout$NODE" 2> "$JOB_OUTPUT/stderr$NODE"; exit $?', "job"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]

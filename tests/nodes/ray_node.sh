@@ -3,10 +3,11 @@
 python=$1
 shift
 ray="$python -m ray.scripts.scripts"
+gpus=${NODE_GPUS:+--num-gpus $NODE_GPUS}
 export RAY_ADDRESS=$HEAD:6379
 own=${HEAD%.*}.$((NODE + 1))
 if [ "$NODE" = 0 ]; then
-    $ray start --head --node-ip-address "$own" --port 6379 --num-cpus 1 --temp-dir /tmp/ray \
+    $ray start --head --node-ip-address "$own" --port 6379 --num-cpus 1 $gpus --temp-dir /tmp/ray \
         --include-dashboard false
     until [ "$($python -c "import ray; ray.init(logging_level='error'); print(len(ray.nodes()))")" = "$NODES" ]; do
         sleep 1
@@ -15,5 +16,5 @@ if [ "$NODE" = 0 ]; then
     echo $? > "$NODE_FOLDER/code"
     sleep infinity
 else
-    env -u RAY_ADDRESS $ray start --address "$RAY_ADDRESS" --node-ip-address "$own" --num-cpus 1 --block
+    env -u RAY_ADDRESS $ray start --address "$RAY_ADDRESS" --node-ip-address "$own" --num-cpus 1 $gpus --block
 fi

@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.jobs import COMMON, replace_flags
 from tests.nodes.namespaces import Nodes, address, why_not
 
-HERE = Path(__file__).parent
+RAY_NODE = Path(__file__).with_name("ray_node.sh")
 REASON = why_not()
 pytestmark = [
     pytest.mark.nightly,
@@ -61,7 +61,7 @@ def start(nodes: Nodes, data: Path, *flags: str, hides: Path | None = None) -> P
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # by default 15: on a busy machine ranks would hardly run
     }
-    command = ["bash", str(HERE / "ray_node.sh"), sys.executable]
+    command = ["bash", str(RAY_NODE), sys.executable]
     nodes.start(0, [*command, sys.executable, "-m", "megarl.cli", "train", *arguments], **env)
     nodes.start(1, command, **env, NODE_HIDES=str(hides or ""))
     return run
