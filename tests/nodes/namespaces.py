@@ -110,6 +110,10 @@ class Nodes:
         """Cut the link between a node and all others."""
         _ip("link", "set", f"{BRIDGE}{node}", "down")
 
+    def heal(self, node: int) -> None:
+        """Undo `cut`."""
+        _ip("link", "set", f"{BRIDGE}{node}", "up")
+
     def pids(self, node: int) -> list[int]:
         """Return the ids of all processes of a node."""
         found = subprocess.run(["ip", "netns", "pids", self.name(node)], capture_output=True, text=True)

@@ -44,16 +44,21 @@ def start(
         torchrun: torchrun's flags about nodes and restarts. Default: as many nodes as there are."""
     run, files = copy_data(data, nodes.folder)
     arguments = replace_flags([*COMMON, *files, "--save", str(run)], [*flags])
-    torchrun = torchrun or ("--nnodes", str(nodes.number))
-    secret, processes = secrets.token_hex(32), []
-    for node in range(nodes.number):
-        where = ("--rdzv-endpoint", f"{address(0)}:29500", "--local-addr", address(node))
-        # below a shell: nothing inside a process namespace can kill its first process
-        shell = ["bash", "-c", '"$@"; exit $?', "torchrun"]
-        command = [*shell, sys.executable, "-m", "torch.distributed.run", *TORCHRUN, *torchrun, *where]
-        env = {"MEGARL_JOB_SECRET": secret, "NODE_HIDES": str(hides or "") if node == 1 else ""}
-        processes.append(nodes.start(node, [*command, "-m", "megarl.train", *arguments], **env))
-    return run, processes
+    command = [*TORCHRUN, *(torchrun or ("--nnodes", str(nodes.number))), "-m", "megarl.train", *arguments]
+    secret = {"MEGARL_JOB_SECRET": secrets.token_hex(32)}
+    (nodes.folder / "torchrun.json").write_text(json.dumps([command, secret]))
+    hidden = [{"NODE_HIDES": str(hides or "") if node == 1 else ""} for node in range(nodes.number)]
+    return run, [start_node(nodes, node, **env) for node, env in enumerate(hidden)]
+
+
+def start_node(nodes: Nodes, node: int, **env: str) -> subprocess.Popen:
+    """Start torchrun on one node, as `start` did or will do on all."""
+    command, secret = json.loads((nodes.folder / "torchrun.json").read_text())
+    where = ["--rdzv-endpoint", f"{address(0)}:29500", "--local-addr", address(node)]
+    # below a shell: nothing inside a process namespace can kill its first process
+    shell = ["bash", "-c", '"$@"; exit $?', "torchrun"]
+    torchrun = [*shell, sys.executable, "-m", "torch.distributed.run", *where, *command]
+    return nodes.start(node, torchrun, **secret, **env)
 
 
 def logs(nodes: Nodes) -> str:
