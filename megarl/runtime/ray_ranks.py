@@ -277,6 +277,7 @@ def join(address: str | None, num_ranks: int = 1) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     if address in (None, "local"):
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15: ranks would yield to everything else
         how |= {
             "address": "local",
             "num_cpus": max(os.cpu_count() or 1, num_ranks),

@@ -27,7 +27,8 @@ def run_on_gpu_node(module: str, argv: Sequence[str], address: str) -> Answer | 
         driver's working directory."""
     has_joined = join(address)
     try:
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU", 0) > 0]
+        known = ray.nodes()  # type: ignore[no-untyped-call]
+        nodes = [node for node in known if node["Alive"] and node["Resources"].get("GPU", 0) > 0]
         if not nodes:
             return None
         there = NodeAffinitySchedulingStrategy(nodes[0]["NodeID"], soft=False)

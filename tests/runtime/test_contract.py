@@ -71,7 +71,7 @@ def run_on_own(folder, ends: tuple[str, ...], started_by: str = "") -> dict[str,
     """Ranks that an executor starts itself: one job that ends well, and one for each of these failures."""
     # Ray gives its workers a nice value of 15, which starves them beside other tests.
     command = [sys.executable, "-P", "-m"]
-    return run_job(folder, command, 0, started_by, ",".join(ends), RAY_worker_niceness="0")
+    return run_job(folder, command, 0, started_by, ",".join(ends))
 
 
 ALL_ENDS = ("raises", "idle", "result_type", "deadline", "death", "killed")
