@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -31,8 +32,10 @@ from megarl.runtime.process import NUM_NODES
 logger = logging.getLogger(__name__)
 WATCH_KEY = "watch/address"
 """Key of the job's store with the address of the driver's NodeWatch."""
-ACCEPTED, RANK_ENDED = b"+", b"-"
+ACCEPTED, RANK_ENDED = b"+", b"-%d"
+"""Messages to and from a node: its connection is accepted, and a rank of it has ended."""
 CHALLENGE_BYTES, _MOST_BYTES = 16, 1 << 16
+_RANK = re.compile(RANK_ENDED.replace(b"%d", rb"(\d{1,9})"))
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,18 @@ class NodeWatch:
     Args:
         address: IP address of this machine by which the nodes reach it.
         on_lost: called on another thread with a node that is lost, and with the reason in words.
+        on_rank_ended: called there with a node and its rank that has ended.
         keep_alive: when a silent node counts as lost."""
 
     def __init__(
-        self, address: str, on_lost: Callable[[Node, str], object], keep_alive: KeepAlive = KeepAlive()
+        self,
+        address: str,
+        on_lost: Callable[[Node, str], object],
+        on_rank_ended: Callable[[Node, int], object],
+        keep_alive: KeepAlive = KeepAlive(),
     ) -> None:
-        self._on_lost, self._keep_alive, self._is_closed = on_lost, keep_alive, False
+        self._on_lost, self._on_rank_ended = on_lost, on_rank_ended
+        self._keep_alive, self._is_closed = keep_alive, False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         self.address = f"{address}:{self._listener.getsockname()[1]}"
@@ -121,10 +130,14 @@ class NodeWatch:
                 )
         if data and known.node is None:
             self._greet(connection, known, data)
-        elif not data or data == RANK_ENDED:
-            self._drop(connection)
-            if known.node is not None and not data and not self._is_closed:
-                self._on_lost(known.node, reason)
+            return
+        self._drop(connection)
+        if known.node is None or self._is_closed:
+            return
+        if not data:
+            self._on_lost(known.node, reason)
+        elif (found := _RANK.fullmatch(data)) and int(found[1]) in known.node.ranks:
+            self._on_rank_ended(known.node, int(found[1]))
 
     def _greet(self, connection: socket.socket, known: _Connection, data: bytes) -> None:
         """Read the first message of a node: a line with its name and ranks, signed with the job's secret."""
@@ -168,6 +181,19 @@ def node_lost(node: Node, reason: str, describe_rank: Callable[[int], str], wher
     ranks = "; ".join(map(describe_rank, node.ranks))
     return RuntimeError(
         f"[driver] node {node.name} was lost, with rank {ranks}: {reason}. The job was {where}."
+    )
+
+
+def rank_ended(node: Node, rank: str, where: str) -> RuntimeError:
+    """Return the failure of a job of which a rank has ended on another node and has said nothing.
+
+    Args:
+        rank: describes the rank, for example "1: actor, critic".
+        where: position of the job ("at step 3, ...")."""
+    return RuntimeError(
+        f"[rank {rank}] has ended on node {node.name} and has said nothing: what started it there (torchrun) says by "
+        "which signal or exit code. After SIGKILL the machine may have been out of memory (see dmesg). The "
+        f"job was {where}."
     )
 
 

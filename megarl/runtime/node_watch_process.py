@@ -2,7 +2,7 @@
 
     python -m megarl.runtime.node_watch_process ADDRESS PID FIRST_RANK NUM_RANKS IDLE_S INTERVAL_S PROBES
 
-    the rank ends             tell the driver, and end: the rank's death is reported elsewhere
+    a rank of the node ends   tell the driver, and end, once the rank's own message had time to arrive
     the driver ends           end: its end ends the ranks
     the driver is not reached end the ranks of this node and the process that started them
 
@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from megarl.runtime import signing
@@ -26,24 +26,24 @@ from megarl.runtime.keep_alive import KeepAlive, is_cut
 from megarl.runtime.node_watch import ACCEPTED, CHALLENGE_BYTES, RANK_ENDED, challenge_name, read_bytes
 
 _CONNECTED_S, _AGENT_S = 60.0, 3.0
-_WITH_NODE_S = 0.3  # if the whole node is killed, this process dies meanwhile, and the driver sees that
+_LAST_WORDS_S = (
+    2.0  # for what a rank or its agent says of its end; if the node is killed, this process dies meanwhile
+)
 
 
 def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> int:
     """Watch until the rank or the driver ends, or the driver is not reached. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
-    rank = os.pidfd_open(rank_pid)
+    own = os.pidfd_open(rank_pid)
     agent_pid = _parent_of(rank_pid)
     try:
         connection = _connect(address, ranks, keep_alive)
-        if not _is_running(rank):
-            connection.sendall(RANK_ENDED)
-            return 0
-        ready, _, _ = select.select([connection.fileno(), rank], [], [])
-        if ready == [rank]:
-            time.sleep(_WITH_NODE_S)
-            connection.sendall(RANK_ENDED)
+        number_of = {own: ranks[0]} | _other_ranks(agent_pid, rank_pid)
+        ready, _, _ = select.select([connection.fileno(), *number_of], [], [])
+        if connection.fileno() not in ready:
+            time.sleep(_LAST_WORDS_S)
+            connection.sendall(RANK_ENDED % number_of[ready[0]])
             return 0
         read_bytes(connection, 1)  # raises if the driver is not reached
         return 0
@@ -82,8 +82,14 @@ def _read(connection: socket.socket, size: int) -> bytes:
     raise ConnectionAbortedError("the driver has ended")
 
 
-def _is_running(process: int) -> bool:
-    return not select.select([process], [], [], 0.0)[0]
+def _other_ranks(agent: int, but: int) -> dict[int, int]:
+    """Return pidfd -> number, for the ranks that an agent has started, without the process `but`."""
+    found = {}
+    for pid, number in _ranks_of(agent).items():
+        with contextlib.suppress(OSError):  # it has ended, and its agent will end the one that is watched
+            if pid != but:
+                found[os.pidfd_open(pid)] = number
+    return found
 
 
 def _end_node(agent: int) -> None:
@@ -101,16 +107,19 @@ def _end_node(agent: int) -> None:
         os.kill(agent, signal.SIGKILL)
 
 
-def _ranks_of(agent: int) -> Iterator[int]:
-    """Yield the process ids of the ranks of this job that an agent has started."""
-    mine = os.environ.get("TORCHELASTIC_RUN_ID", "")
+def _ranks_of(agent: int) -> dict[int, int]:
+    """Return process id -> number, for the ranks of this job that an agent has started."""
+    mine, found = os.environ.get("TORCHELASTIC_RUN_ID", ""), {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if not entry.name.isdigit() or _parent_of(int(entry.name)) != agent:
                 continue
-            variables = (entry / "environ").read_bytes().split(b"\0")
-            if f"TORCHELASTIC_RUN_ID={mine}".encode() in variables:
-                yield int(entry.name)
+            variables = dict(
+                item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0")
+            )
+            if variables.get(b"TORCHELASTIC_RUN_ID", b"") == mine.encode() and b"RANK" in variables:
+                found[int(entry.name)] = int(variables[b"RANK"])
+    return found
 
 
 def _parent_of(pid: int) -> int:

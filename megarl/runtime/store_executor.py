@@ -26,7 +26,7 @@ from megarl.runtime.channel import split
 from megarl.runtime.job_store import LOOPBACK
 from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.mailbox import Mailbox, connect
-from megarl.runtime.node_watch import WATCH_KEY, Node, NodeWatch, node_lost
+from megarl.runtime.node_watch import WATCH_KEY, Node, NodeWatch, node_lost, rank_ended
 from megarl.runtime.messages import (
     Call,
     Command,
@@ -100,7 +100,7 @@ class StoreExecutor(ProcessExecutor):
         self._queues: dict[int, deque[int]] = {rank: deque() for rank in self._world}
         """Indices of calls in flight on each rank, oldest first."""
         self._free_since = dict.fromkeys(self._world, 0.0)
-        self._is_over = False
+        self._is_ending = self._is_over = False
         self._node_watch: NodeWatch | None = None
         self._num_questions = 0
         self._reports: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -131,8 +131,8 @@ class StoreExecutor(ProcessExecutor):
         describe_rank: Callable[[int], str] = str,
         on_lost: Callable[[Node], object] = lambda node: None,
     ) -> None:
-        """Treat a node that is lost from now on as a failure of the job. The first rank of every node waits
-        for this call before the ranks join each other.
+        """Treat a node that is lost from now on, and a rank that ends without a word, as a failure of the job.
+        The first rank of every node waits for this call before the ranks join each other.
 
         Args:
             describe_rank: describes a rank of a lost node, for example "1: actor, critic".
@@ -142,8 +142,12 @@ class StoreExecutor(ProcessExecutor):
             on_lost(node)
             self.fail(node_lost(node, reason, describe_rank, self.where()))
 
+        def report_rank(node: Node, rank: int) -> None:
+            if not self._is_ending:
+                self.fail(rank_ended(node, describe_rank(rank), self.where()))
+
         assert self._nodes is not None
-        self._node_watch = NodeWatch(self._nodes.address, report)
+        self._node_watch = NodeWatch(self._nodes.address, report, report_rank)
         self._mailbox.set(WATCH_KEY, self._node_watch.address)
 
     def _issue(self, call: Call) -> CallFuture:
@@ -176,6 +180,7 @@ class StoreExecutor(ProcessExecutor):
         return Health(stacks, [rank for rank in self._world if rank not in stacks])
 
     def shutdown(self) -> None:
+        self._is_ending = True
         if not self._is_over:
             # Threads of the ranks that wait for a question are in the store's code, see `_end`.
             self._mailbox.end_health(self._num_questions)
@@ -185,6 +190,7 @@ class StoreExecutor(ProcessExecutor):
             self._end()
 
     def kill(self, exit_code: int) -> None:
+        self._is_ending = True
         self._tree.post(signed_command(self.num_calls, Kill(exit_code)))
         try:
             self._mailbox.kill()

@@ -156,7 +156,10 @@ class Case:
             call = "" if self.phase == "save" else f"{role}.{method}"
             where = f"{when.strip() or 'before the first step'}, waiting for .*{call} on rank "
             waiting = "" if self.phase == "join" else rf".*The job was {where}"
-            return rf"\[rank {rank}: actor, rollout\] was killed by SIGKILL{waiting}"
+            # torchrun does not tell other nodes why a rank has ended
+            return (
+                rf"\[rank {rank}: actor, rollout\] (was killed by SIGKILL|has ended on node node\d){waiting}"
+            )
         return (
             rf"\[{role}\] {method} timed out{when}: no answer from rank(?=(?s:.*)\[rank 0\] "
             r"(was|does))(?=(?s:.*)\[rank 1\] (was|does))"

@@ -13,11 +13,12 @@ from tests.faults.harness import Fault, Job, command_of
 from tests.nodes.namespaces import Nodes, address
 from tests.nodes.test_ray_nodes import RAY_NODE
 
-# Below a shell: nothing inside a process namespace can kill its first process.
-INTO_FILES = ["bash", "-c", '"$@" > "$JOB_OUTPUT/stdout$NODE" 2> "$JOB_OUTPUT/stderr$NODE"; exit $?', "job"]
+INTO_FILES = ["bash", "-c", '"$@" > "$JOB_OUTPUT/stdout$NODE" 2> "$JOB_OUTPUT/stderr$NODE"', "job"]
+# A node outlives what runs on it.
+THEN_STAY = ["bash", "-c", '"$@"; echo $? > "$NODE_FOLDER/code"; sleep infinity', "node"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
 OF_TORCHRUN = re.compile(
-    r"^[WEI]\d{4} .*\n|^\*{10,}\n|^Setting OMP_NUM_THREADS.*\n|^Traceback[^\n]*\n  File \"<frozen runpy>(?s:.*)",
+    r"^(\[rank\d+\]:)?\[?[WEI]\d{4} .*\n|^\*{10,}\n|^Setting OMP_NUM_THREADS.*\n|^Traceback[^\n]*\n  File \"<frozen runpy>(?s:.*)",
     re.MULTILINE,
 )
 
@@ -35,47 +36,40 @@ class NodesJob(Job):
 
     def __init__(self, nodes: Nodes, launcher: str, arguments: Sequence[str], fault: Fault | None = None):
         self.nodes, self.uses_ray = nodes, launcher == "ray"
+        self._token = secrets.token_hex(24)
         super().__init__(nodes.folder, arguments, fault)
 
     def _launch(self, command: Sequence[str], env: dict[str, str]) -> subprocess.Popen:
-        own = env | {"JOB_OUTPUT": str(self.folder)}
-        self._processes = (self._launch_ray if self.uses_ray else self._launch_torchrun)(command, own)
-        return self._processes[0]
+        """Start the nodes, whose own processes do not have the mark of the job, and the job on them."""
+        marks = env | {"JOB_OUTPUT": str(self.folder), "MEGARL_JOB_SECRET": secrets.token_hex(32)}
+        marked = ["env", *(f"{name}={value}" for name, value in marks.items()), *INTO_FILES, sys.executable]
+        start = self._start_on_ray if self.uses_ray else self._start_torchrun
+        return [start(node, marked, command) for node in range(2)][0]
 
-    def _launch_torchrun(self, arguments: Sequence[str], env: dict[str, str]) -> list[subprocess.Popen]:
-        env["MEGARL_JOB_SECRET"] = secrets.token_hex(32)
-        started = []
-        for node in range(2):
-            where = ("--rdzv-endpoint", f"{address(0)}:29500", "--local-addr", address(node))
-            torchrun = [sys.executable, *TORCHRUN, *where, "-m", "megarl.train", *arguments]
-            started.append(self.nodes.start(node, [*INTO_FILES, *torchrun], **env))
-        return started
+    def _start_torchrun(self, node: int, marked: list[str], arguments: Sequence[str]) -> subprocess.Popen:
+        where = ("--rdzv-endpoint", f"{address(0)}:29500", "--local-addr", address(node))
+        return self.nodes.start(
+            node, [*THEN_STAY, *marked, *TORCHRUN, *where, "-m", "megarl.train", *arguments]
+        )
 
-    def _launch_ray(self, arguments: Sequence[str], env: dict[str, str]) -> list[subprocess.Popen]:
-        """Start the cluster, without the mark of the job, and the job on its head."""
+    def _start_on_ray(self, node: int, marked: list[str], arguments: Sequence[str]) -> subprocess.Popen:
         where = ("--executor", "ray", "--nnodes", "2", "--nproc-per-node", "1")
-        marked = ["env", *(f"{name}={value}" for name, value in env.items()), *INTO_FILES]
-        train = [sys.executable, "-m", "megarl.cli", "train", *arguments, *where]
+        train = [*marked, "-m", "megarl.cli", "train", *arguments, *where] if node == 0 else []
         cluster = {
             "NODES": "2",
             "HEAD": address(0),
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(24),
+            "RAY_AUTH_TOKEN": self._token,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
         }
-        node = ["bash", str(RAY_NODE), sys.executable]
-        return [
-            self.nodes.start(0, [*node, *marked, *train], **cluster),
-            self.nodes.start(1, node, **cluster),
-        ]
+        return self.nodes.start(node, ["bash", str(RAY_NODE), sys.executable, *train], **cluster)
 
     def _wait_for_launcher(self, seconds: float) -> None:
-        for process in () if self.uses_ray else self._processes:  # the nodes of a cluster stay
-            process.wait(seconds)
+        """Do nothing: the nodes stay."""
 
     def _is_launcher(self, pid: int) -> bool:
-        return not self.uses_ray and pid in [process.pid for process in self._processes]
+        return False
 
     def alive(self) -> list[int]:
         found = super().alive()
@@ -85,13 +79,15 @@ class NodesJob(Job):
         return found
 
     def _exit_code(self) -> int | None:
-        """Return the exit code of the job: on a Ray cluster the driver's, else the larger of the two nodes'."""
-        if self.uses_ray:
-            file = self.folder / "node0" / "code"
+        """Return the exit code of the job: the driver's on a Ray cluster, else the larger one of torchrun's."""
+        codes = []
+        for node in range(1 if self.uses_ray else 2):
+            file = self.folder / f"node{node}" / "code"
             text = file.read_text().strip() if file.exists() else ""
-            return None if not text else int(text) if int(text) <= 128 else 128 - int(text)
-        codes = [process.poll() for process in self._processes]
-        return None if None in codes else max(codes)
+            if not text:
+                return None
+            codes.append(int(text) if int(text) <= 128 else 128 - int(text))
+        return max(codes, key=abs)
 
     def _shared_memory(self) -> set[str]:
         """Return the names in /dev/shm of the nodes that are there, each with its node."""

@@ -92,7 +92,7 @@ def test_a_held_lock_and_a_stopped_driver_are_no_lost_node_and_a_kill_is(
 
 
 @pytest.mark.timeout(60)
-def test_the_end_of_a_rank_is_not_the_loss_of_its_node(start, tmp_path):
+def test_the_end_of_a_rank_is_told_and_is_not_the_loss_of_its_node(start, tmp_path):
     start("driver", "127.0.0.1", *limits(SHORT))
     agent = start("agent", 1, 0, *limits(SHORT))
     until((tmp_path / "held_1").exists, 20)
@@ -102,13 +102,14 @@ def test_the_end_of_a_rank_is_not_the_loss_of_its_node(start, tmp_path):
     os.kill(rank, signal.SIGKILL)
     agent.wait(10)
     until(lambda: not Path(f"/proc/{watch}").exists(), 5)
-    time.sleep(0.2)
+    until((tmp_path / "ended").exists, 5)
     assert not (tmp_path / "lost").exists()
+    assert json.loads((tmp_path / "ended").read_text()) == [socket.gethostname(), 1]
 
 
 def test_only_nodes_that_know_the_secret_are_listened_to(caplog):
     lost: list[Node] = []
-    watch = NodeWatch("127.0.0.1", lambda node, reason: lost.append(node))
+    watch = NodeWatch("127.0.0.1", lambda node, _: lost.append(node), lambda node, _: lost.append(node))
     host, port = watch.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         assert len(connection.recv(16)) == 16

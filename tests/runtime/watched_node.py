@@ -5,7 +5,7 @@
     watched_node.py rank   FOLDER HOLD_S IDLE_S INTERVAL_S PROBES
 
 The rank holds the interpreter's lock in native code for HOLD_S seconds. What the driver reports as lost is in
-FOLDER/lost, a line of JSON each."""
+FOLDER/lost, a line of JSON each, and a rank that has ended in FOLDER/ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def main(what: str, folder: Path, *arguments: str) -> None:
             with open(folder / "lost", "a") as file:
                 file.write(json.dumps(line) + "\n")
 
-        watch = NodeWatch(address, lost, KeepAlive(*map(int, limits)))
+        def ended(node: Node, rank: int) -> None:
+            (folder / "ended").write_text(json.dumps([node.name, rank]))
+
+        watch = NodeWatch(address, lost, ended, KeepAlive(*map(int, limits)))
         (folder / "address").write_text(watch.address)
     elif what == "agent":
         rank, *rest = arguments
