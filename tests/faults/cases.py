@@ -264,7 +264,6 @@ ACROSS_NODES = [
         ("SIGKILL", "rank 1", "rollout"),
         ("SIGKILL", "rank 1", "update"),
         ("SIGKILL", "rank 1", "sync"),
-        ("SIGKILL", "rank 0", "save"),
         ("SIGKILL", "driver", "rollout"),
         ("SIGKILL", "engine", "rollout"),
         ("SIGKILL", "reward process", "reward"),

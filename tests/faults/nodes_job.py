@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from tests.e2e.jobs import replace_flags
 from tests.faults.harness import Fault, Job, command_of
 from tests.nodes.namespaces import Nodes, address
 from tests.nodes.test_ray_nodes import RAY_NODE
@@ -54,7 +55,8 @@ class NodesJob(Job):
 
     def _start_on_ray(self, node: int, marked: list[str], arguments: Sequence[str]) -> subprocess.Popen:
         where = ("--executor", "ray", "--nnodes", "2", "--nproc-per-node", "1")
-        train = [*marked, "-m", "megarl.cli", "train", *arguments, *where] if node == 0 else []
+        words = ["-m", "megarl.cli", "train", *replace_flags(list(arguments), list(where))]
+        train = [*marked, *words] if node == 0 else []
         cluster = {
             "NODES": "2",
             "HEAD": address(0),
