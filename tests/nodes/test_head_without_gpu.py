@@ -27,8 +27,8 @@ pytestmark = [
 ]
 REWARD = """import only_on_node_1
 
-def score(response, **_):
-    return only_on_node_1.score(response)
+def score(data_source, solution_str, ground_truth, extra_info):
+    return only_on_node_1.score(solution_str)
 """
 
 
@@ -77,7 +77,7 @@ def test_an_error_that_a_worker_finds_is_the_answer(sums_data, shared):
     missing = shared / "package"
     missing.mkdir()
     reward = shared / "reward.py"
-    reward.write_text("import there_is_none\n\ndef score(response, **_):\n    return 1.0\n")
+    reward.write_text("import there_is_none\n")
     own = ["--save", str(run), "--executor", "ray", "--nproc-per-node", "1"]
     arguments = replace_flags([*COMMON, *files], [*own, "--reward-function", f"{reward}:score"])
     with Nodes(2, shared) as nodes:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.jobs import Job, train
 from tests.e2e.test_resume import check_equal
+from tests.faults.harness import command_of
 from tests.nodes import test_ray_nodes as ray
 from tests.nodes import test_torchrun_nodes as torchrun
 from tests.nodes.namespaces import Nodes, why_not
@@ -33,7 +34,7 @@ FENCED_S = 15.0
 
 def wait_until_no_rank_is_left(nodes: Nodes, node: int) -> None:
     deadline = time.monotonic() + FENCED_S
-    while any(b"megarl.train\0" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in nodes.pids(node)):
+    while any(b"megarl.train\0" in command_of(pid) for pid in nodes.pids(node)):
         assert time.monotonic() < deadline, nodes.log(node)
         time.sleep(0.2)
 
