@@ -22,7 +22,8 @@ from megarl.messages import decode
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.replay_log import Admit, Checkpoint, read_log
 from megarl.trainer.buffer import SampleBuffer
-from megarl.workers.request_stream import Answer, SavedAnswer
+from megarl.workers.answer import Answer
+from megarl.workers.open_episode import SavedEpisode
 from megarl.workers.store import RolloutSample
 from tests.workers.small_engine import SmallEngine, whole_response
 from tests.workers.test_episode_stream import GROUP_SIZE, LIMITS, Job, Pool, answers
@@ -385,7 +386,7 @@ def test_a_replay_of_branching_agents_asks_none_and_may_be_resumed(tmp_path, ste
         )
         computed = run(first, range(1, 8), tmp_path / "other")
         repeated = [*run(again, range(1, 4), tmp_path / "file")]
-        before, saved = len(again.samples), decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+        before, saved = len(again.samples), decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
         repeated += run(again, range(4, 8))
         assert repeated == computed and again.pool.num_opened == 0
         assert facts(again.samples) == facts(first.samples)
@@ -416,7 +417,7 @@ def test_after_a_checkpoint_agents_begin_anew_and_a_replay_repeats_that(
     resumed.inference.set_version(3)
     resumed.recorder.start(3)
     resumed.stream.load(answers(*groups), [path])
-    saved = decode(path.read_bytes(), list[SavedAnswer])
+    saved = decode(path.read_bytes(), list[SavedEpisode])
     finished = {one.answer.sample_id: one for one in saved if one.finish_reason is not None}
     after = [*run(resumed, range(4, 7))]
     resumed.finish()
@@ -452,7 +453,7 @@ def test_finished_episodes_of_a_checkpoint_keep_their_branches_and_are_not_train
         before.step(1)
     before.stream.save(tmp_path / "file", range(8))
     before.stream.save(tmp_path / "file", range(8))  # a second time: requests have begun anew since
-    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
     finished = {one.answer.sample_id: one for one in saved if one.finish_reason is not None}
     assert any(one.further for one in finished.values()) and len(finished) < 16
     after = job_of(tmp_path / "after", 5)

@@ -30,7 +30,8 @@ from megarl.trainer.buffer import SampleBuffer
 from megarl.workers import episode_stream
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.episode_stream import EpisodeStream
-from megarl.workers.request_stream import Answer, SavedAnswer
+from megarl.workers.answer import Answer
+from megarl.workers.open_episode import SavedEpisode
 from megarl.workers.store import RolloutSample, SampleTable
 from tests.workers.small_engine import STOP_TOKEN, SmallEngine, config, whole_response
 
@@ -303,7 +304,9 @@ def test_a_checkpoint_brings_the_environments_back_and_goes_on(tmp_path, seed):
     done = {sample.group for sample in before.samples}
     left = [visit for visit in visits if visit not in done or rng.random() < 0.5]
     before.stream.save(tmp_path / "file", left)
-    saved = {one.answer.sample_id: one for one in decode((tmp_path / "file").read_bytes(), list[SavedAnswer])}
+    saved = {
+        one.answer.sample_id: one for one in decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
+    }
     after = [Job(tmp_path / f"after{number}", seed + number) for number in range(2)]
     for number, job in enumerate(after):
         job.inference.set_version(1)
@@ -336,7 +339,7 @@ def test_a_checkpoint_knows_which_episodes_are_only_scored(tmp_path):
     before.stream.add(asked)
     before.step(40)
     before.stream.save(tmp_path / "file", range(6))
-    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
     assert {one.answer.greedy for one in saved if one.finish_reason is not None} == {False, True}
     after.stream.load(asked, [tmp_path / "file"])
     after.finish()
@@ -353,7 +356,7 @@ def test_an_episode_that_cannot_be_brought_back_begins_anew_and_is_named(tmp_pat
     before.stream.add(answers(*visits))
     before.step(60)
     before.stream.save(tmp_path / "file", visits)
-    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
     has_begun = {one.answer.sample_id for one in saved if one.finish_reason is None and one.events}
     finished = {one.answer.sample_id for one in saved if one.finish_reason is not None}
     assert has_begun and finished
@@ -386,7 +389,7 @@ def test_episodes_that_are_longer_than_the_context_now_begin_anew(tmp_path):
     before.stream.add(answers(3, 7, 10, 11))
     before.step(45)
     before.stream.save(tmp_path / "file", [3, 7, 10, 11])
-    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
     limit = sorted(len(one.answer.prompt) + len(one.answer.response) for one in saved)[4]
     after = Job(tmp_path / "after", 4, limits=replace(LIMITS, max_context_length=limit))
     after.inference.set_version(1)

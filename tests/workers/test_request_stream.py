@@ -22,7 +22,8 @@ from megarl.messages import decode
 from megarl.rollout.requests import Request
 from megarl.runtime.abort import Aborted
 from megarl.workers.pinned_engine import held_out
-from megarl.workers.request_stream import Answer, SavedAnswer
+from megarl.workers.answer import Answer
+from megarl.workers.request_stream import SavedAnswer
 from megarl.workers.store import RolloutSample
 from tests.workers import small_engine
 from tests.workers.small_engine import MAX_RESPONSE, STOP_TOKEN, experts_of, whole_response
