@@ -165,7 +165,8 @@ class SampleBuffer:
                 )
             if sample.sample_id in group.samples:
                 raise SampleBufferError(f"sample {sample.sample_id} was sampled more than once")
-            if group.is_finished or sample.branch == 0 and group.has_all_episodes:
+            is_full = len(group.samples) >= group.num_samples and group.num_finished == group.num_samples
+            if group.is_finished or is_full and sample.branch == 0:
                 raise SampleBufferError(
                     f"sample {sample.sample_id} is one more than the {group.num_samples} of visit {group.visit}"
                 )

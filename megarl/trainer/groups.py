@@ -39,16 +39,11 @@ class Group:
         return sum(sample.branch == 0 for sample in self.samples.values())
 
     @property
-    def has_all_episodes(self) -> bool:
-        """Whether no further episode is expected."""
-        # the first test is cheap, and false most of the time
-        return len(self.samples) >= self.num_samples and self.num_finished == self.num_samples
-
-    @property
     def is_finished(self) -> bool:
-        if not self.has_all_episodes:
+        if len(self.samples) < self.num_samples:  # cheap, and true most of the time
             return False
-        return len(self.samples) == sum(one.num_branches for one in self.samples.values() if one.branch == 0)
+        expected = sum(sample.num_branches for sample in self.samples.values() if sample.branch == 0)
+        return self.num_finished == self.num_samples and len(self.samples) == expected
 
     def record(self) -> dict[str, Any]:
         """Return the group as values that JSON can represent, without its samples."""

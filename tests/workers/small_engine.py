@@ -53,6 +53,8 @@ class SmallEngine(InferenceEngine):
     """Samples one token of each of the first `max_running` requests per step."""
 
     device, dtype, tensors, atlases = "cpu", torch.float32, {}, {}
+    computing = "step"
+    """Name of the method that computes a step."""
 
     def __init__(
         self,
