@@ -17,9 +17,9 @@ from megarl.runtime.relay import CommandTree
 
 @contextlib.contextmanager
 def no_further_file():
-    """The open files stay open, and no number is left for another one."""
+    """The open files stay open, and no number is left for another one. (With 0 poll(2) of one file would fail too.)"""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
     try:
         yield
     finally:
