@@ -52,7 +52,9 @@ def test_a_connection_waits_without_a_busy_loop_until_it_can_be_accepted(listeni
         with pytest.raises(TimeoutError):
             late.recv(1)
         spent = cpu_seconds(watch._thread) - before
-    assert spent < 0.1, f"a busy loop of {spent} s"  # it was 1.5; a try per second takes microseconds
+    assert spent < 0.02, (
+        f"a busy loop of {spent} s"
+    )  # 1.5 s where a core is free; a try per second takes microseconds
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == 1 and "Too many open files. A limit on open files (ulimit -n)" in told[0]
     late.settimeout(30.0)
