@@ -138,7 +138,8 @@ class SampleBuffer:
         waiting = self.waiting()
         sizes = [group.num_samples for group in waiting if group.engine not in live]
         routed = iter(route(len(sizes), loads, max(sizes, default=1)))
-        return [group.engine if group.engine in live else next(routed) for group in waiting]
+        engines = (group.engine for group in waiting)
+        return [next(routed) if engine is None or engine not in live else engine for engine in engines]
 
     def lose_engine(self, engine: int) -> list[Group]:
         """Let the unfinished groups of an engine wait for another engine, and return them. It gets no groups
