@@ -45,8 +45,7 @@ class DataCursor:
         return rows
 
     def next_visits(self, n: int) -> dict[int, int]:
-        """Take the next `n` rows. Returns visit -> row, in order. A visit is one use of a row, and visits are
-        numbered from 0 over the whole run."""
+        """Take the next `n` rows. Returns visit -> row, in order."""
         return self.visit(self.next_rows(n))
 
     def visit(self, rows: Sequence[int]) -> dict[int, int]:
@@ -57,7 +56,7 @@ class DataCursor:
         return dict(enumerate(rows, first))
 
     def state(self) -> dict[str, Any]:
-        """Return the position as values that JSON can hold, for `restore`."""
+        """Return the position as values that JSON can hold, for `restored`."""
         return {
             "num_rows": self.num_rows,
             "seed": self.seed,
@@ -66,24 +65,6 @@ class DataCursor:
             "offset": self._offset,
             "visits": self._num_visits,
         }
-
-    @classmethod
-    def restore(cls, state: dict[str, Any], num_rows: int | None = None) -> DataCursor:
-        """Return a cursor that continues where `state()` was taken.
-
-        Args:
-            num_rows: current size of the dataset.
-        Raises: ValueError if the size of the dataset has changed, because the order would differ.
-        """
-        if num_rows is not None and num_rows != state["num_rows"]:
-            raise ValueError(
-                f"the training data has {num_rows} rows, but the checkpoint was made with "
-                f"{state['num_rows']}: "
-                "resume with the same --train-data, or start a new run from the exported hf/ folder."
-            )
-        cursor = cls(state["num_rows"], state["seed"], state["shuffle"])
-        cursor.go_to(state)
-        return cursor
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Continue where `state()` was taken of a cursor with the same rows and the same seed."""
@@ -108,7 +89,15 @@ class DataCursor:
                 "the checkpoint was made with --curriculum or with limits of --difficulty-min and --difficulty-max. "
                 "Resume with one of them, or start a new run from the exported hf/ folder."
             )
-        return DataCursor.restore(state, self.num_rows)
+        if state["num_rows"] != self.num_rows:  # the order would differ
+            raise ValueError(
+                f"the training data has {self.num_rows} rows, but the checkpoint was made with "
+                f"{state['num_rows']}: resume with the same --train-data, or start a new run from the exported "
+                "hf/ folder."
+            )
+        cursor = DataCursor(self.num_rows, state["seed"], state["shuffle"])
+        cursor.go_to(state)
+        return cursor
 
     def _order_of_pass(self) -> list[int]:
         order = list(range(self.num_rows))

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megarl.runtime import signing
+from megarl.runtime.acceptor import Acceptor
 from megarl.runtime.keep_alive import KeepAlive, is_cut
 from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.process import NUM_NODES
@@ -79,7 +80,7 @@ class NodeWatch:
         """host:port, for the processes of the nodes."""
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._acceptor = Acceptor(self._selector, self._listener)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="watch_nodes", daemon=True)
         self._thread.start()
@@ -92,7 +93,7 @@ class NodeWatch:
 
     def _run(self) -> None:
         while not self._is_closed:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._acceptor.retry_s):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.data, _Connection):
@@ -101,14 +102,16 @@ class NodeWatch:
         for key in [*self._selector.get_map().values()]:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
+        self._acceptor.close()
         self._selector.close()
         self._wake.close()
 
     def _accept(self) -> None:
+        if (connection := self._acceptor.accept()) is None:
+            return
+        new = _Connection()
         try:
-            connection, _ = self._listener.accept()
             self._keep_alive.apply(connection)
-            new = _Connection()
             connection.setblocking(False)
             connection.sendall(new.challenge)
         except OSError as error:  # the node has gone meanwhile

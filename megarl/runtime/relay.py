@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from megarl.runtime import signing
+from megarl.runtime.acceptor import Acceptor
 from megarl.runtime.channel import (
     ACCEPTED,
     CHALLENGE_BYTES,
@@ -119,8 +120,7 @@ class Relay:
         """Peers with bytes that have not been offered to their sockets yet."""
         self._end_at: float | None = None
         self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._acceptor = Acceptor(self._selector, listener)
         self._upstream = None if upstream is None else _Peer(upstream, kind=b"parent")
         if self._upstream is not None:
             self._upstream.socket.setblocking(False)
@@ -129,7 +129,7 @@ class Relay:
     def run(self) -> None:
         """Pass messages on until the parent has ended, or nobody needs this relay."""
         while not self._is_over():
-            for key, events in self._selector.select(1.0):
+            for key, events in self._selector.select(min(1.0, self._acceptor.retry_s or 1.0)):
                 self._handle(key, events)
             for peer in [*self._changed]:
                 self._flush(peer)
@@ -138,6 +138,7 @@ class Relay:
         for key in [*self._selector.get_map().values()]:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
+        self._acceptor.close()
         self._selector.close()
 
     def _drop_strangers(self) -> None:
@@ -166,13 +167,11 @@ class Relay:
                 self._read(key.data)
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:  # it has gone meanwhile
-            logger.debug("a connection failed: %s", error)
+        if (connection := self._acceptor.accept()) is None:
             return
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # it may have gone meanwhile, which its first read finds
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = _Peer(connection)
         self._strangers[peer] = time.monotonic() + _SIGN_IN_S
         self._selector.register(connection, selectors.EVENT_READ, peer)

@@ -18,6 +18,7 @@ from megarl.data.cursor import DataCursor
 from megarl.data.measured_cursor import MeasuredCursor
 from megarl.data.mixture import MixtureCursor
 from megarl.packing import MiniBatch
+from megarl.role_names import TRAINED_KINDS
 from megarl.trainer.buffer import SampleBuffer
 from megarl.trainer.data_rows import SftRows
 from megarl.trainer.jumps import JumpWatch
@@ -72,7 +73,7 @@ class ActorState:
         """Consecutive steps in which the samples of each prompt had equal rewards."""
         clip_grad = {"policy": config.optimizer.clip_grad}
         if config.critic_optimizer is not None:
-            clip_grad["critic"] = config.critic_optimizer.clip_grad
+            clip_grad |= dict.fromkeys(("critic", "cost_critic"), config.critic_optimizer.clip_grad)
         self.jumps = JumpWatch(self.algorithm.needs_rollout, clip_grad, suffix)
         self.weight_of = {f"reward{suffix}": 1.0} if uses_rule_reward(config) else {}
         """Weight of each scoring role's score in the reward, by role."""
@@ -141,9 +142,11 @@ class ActorState:
     def note_unscored_updates(self, metrics: Mapping[str, float], step: int) -> str:
         """Return a warning if updates were skipped because every reward of their mini-batch failed, else
         ""."""
-        kinds = {"actor": "policy/updates_unscored", "critic": "critic/updates_unscored"}
+        names = {kind: "policy" if kind == "actor" else kind for kind in TRAINED_KINDS}
         said = " and ".join(
-            f"{metrics[name]:.0f} of {kind}{self.suffix}" for kind, name in kinds.items() if name in metrics
+            f"{metrics[counted]:.0f} of {kind}{self.suffix}"
+            for kind, name in names.items()
+            if (counted := f"{name}/updates_unscored") in metrics
         )
         return said and f"step {step}: updates left out, as every reward of their mini-batch failed: {said}."
 

@@ -130,18 +130,16 @@ class SampleBuffer:
 
         Args:
             num_engines: engines are numbered from 0."""
-        waiting = self.waiting()
-        live = set(range(num_engines)) - self.closed_engines
-        kept = {group.visit: group.engine for group in waiting if group.engine in live}
+        live = {*range(num_engines)} - self.closed_engines
         unfinished: Counter[int | None] = Counter()
         for group in self._groups.values():
-            engine = group.engine if group.is_issued else kept.get(group.visit)
-            unfinished[engine] += group.num_samples - group.num_finished
+            unfinished[group.engine] += group.num_samples - group.num_finished
         loads = [unfinished[engine] if engine in live else None for engine in range(num_engines)]
-        new = [group for group in waiting if group.visit not in kept]
-        size = max((group.num_samples for group in new), default=1)
-        routed = dict(zip((group.visit for group in new), route(len(new), loads, size), strict=True))
-        return [(kept | routed)[group.visit] for group in waiting]
+        waiting = self.waiting()
+        sizes = [group.num_samples for group in waiting if group.engine not in live]
+        routed = iter(route(len(sizes), loads, max(sizes, default=1)))
+        engines = (group.engine for group in waiting)
+        return [next(routed) if engine is None or engine not in live else engine for engine in engines]
 
     def lose_engine(self, engine: int) -> list[Group]:
         """Let the unfinished groups of an engine wait for another engine, and return them. It gets no groups

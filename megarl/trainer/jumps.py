@@ -36,7 +36,7 @@ class JumpWatch:
     Args:
         needs_rollout: False for supervised fine-tuning, whose loss is a cross-entropy. The loss of a policy
             gradient is about 0 and says nothing.
-        clip_grad: role of a metric, policy or critic -> --clip-grad of its optimizer, the floor of its
+        clip_grad: role of a metric (policy, critic, cost_critic) -> --clip-grad of its optimizer, the floor of its
             gradient norms.
         suffix: suffix of the actor's metrics ("", "_2"), for the message."""
 

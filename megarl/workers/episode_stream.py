@@ -31,10 +31,18 @@ from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.replay_log import Turns
 from megarl.rollout.requests import Request
 from megarl.runtime.abort import ABORT, Aborted
+from megarl.workers.answer import GREEDY, LAST_TURN, Answer
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.episodes import EpisodeSampler, episode_samples
-from megarl.workers.open_episode import OpenEpisode, fields_of, samples_of
-from megarl.workers.request_stream import GREEDY, LAST_TURN, Answer, RequestStream, SavedAnswer, SavedTurn
+from megarl.workers.open_episode import (
+    OpenEpisode,
+    SavedEpisode,
+    SavedTurn,
+    fields_of,
+    samples_of,
+    saved_episodes,
+)
+from megarl.workers.request_stream import RequestStream
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 
 if TYPE_CHECKING:
@@ -63,7 +71,7 @@ class EpisodeStream(RequestStream):
         sampler: EpisodeSampler,
         rows: Callable[[Answer], Mapping[str, Any]],
     ) -> None:
-        super().__init__(engine, table, self._not_single, report)
+        super().__init__(engine, table, report)
         self._environments = RepeatableEnvironments(sampler.environments, sampler.of_agents)
         self._play = Play(self._environments, sampler.chat, sampler.limits)
         self._limits, self._of_agents, self._rows = sampler.limits, sampler.of_agents, rows
@@ -72,10 +80,6 @@ class EpisodeStream(RequestStream):
         self._held_out: dict[str, list[RolloutSample]] = {}  # samples of finished ones, by name
         self._num_opened = self._num_requests = 0
         self._served_until = time.monotonic()
-
-    @staticmethod
-    def _not_single(answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
-        raise AssertionError("the sample of an episode is made when the episode has ended")
 
     # Requests are turns.
 
@@ -318,26 +322,26 @@ class EpisodeStream(RequestStream):
 
     # Checkpoints.
 
-    def _saved(self, unfinished: Sequence[Answer]) -> list[SavedAnswer]:
+    def _saved(self, unfinished: Iterable[Answer], finished: Iterable[RolloutSample]) -> list[SavedEpisode]:
         running: dict[str, list[Answer]] = {}
         for answer in unfinished:
             running.setdefault(self._open_of(answer).name, []).append(answer)
         mine = [one for one in self._open.values() if one.first.purpose == "train"]
-        return [one.saved(running.get(one.name, [])) for one in mine]
+        return [*(one.saved(running.get(one.name, [])) for one in mine), *saved_episodes(finished)]
 
     def load(self, answers: Sequence[Answer], files: Iterable[Path], **how: float) -> None:
         """Open whole groups of episodes as `add`, and go on where the files of `save` have left them.
 
         An episode begins anew if it is longer than --max-context-length allows now, or if the chat template
         makes another prompt of its messages."""
-        found = self._read(answers, files)
+        found = self._read(answers, files, SavedEpisode)
         self._missing.update(answer.group for answer in answers)
         self._look_at_plan()
         self._environments.is_live = False
         turns: list[Answer] = []
         for answer in answers:
             saved = found.get(answer.sample_id)
-            is_usable = saved is not None and all(map(self._fits, (saved, *saved.further)))
+            is_usable = saved is not None and all(self._fits(part.answer) for part in (saved, *saved.further))
             if is_usable and saved.finish_reason is not None:
                 self._finish(samples_of(saved))
                 continue
@@ -348,10 +352,10 @@ class EpisodeStream(RequestStream):
         self._report_whole_groups()
         self._look_at_plan()
 
-    def _fits(self, saved: SavedAnswer) -> bool:
-        return len(saved.answer.prompt) + len(saved.answer.response) <= self._limits.max_context_length
+    def _fits(self, answer: Answer) -> bool:
+        return len(answer.prompt) + len(answer.response) <= self._limits.max_context_length
 
-    def _go_on(self, one: OpenEpisode, saved: SavedAnswer) -> list[Answer]:
+    def _go_on(self, one: OpenEpisode, saved: SavedEpisode) -> list[Answer]:
         """Bring an episode to where it was saved. Returns the turns that it is at."""
         asked: dict[int, Answer] = {}
         for reply, answer in saved.events:
@@ -360,7 +364,7 @@ class EpisodeStream(RequestStream):
             if answer is not None:
                 number = answer.turn if answer.turn != LAST_TURN else max(asked, default=LAST_TURN)
                 turn = asked.pop(number, None)
-                if turn is None or not self._fits(SavedAnswer(replace(turn, response=answer.ids), None)):
+                if turn is None or not self._fits(replace(turn, response=answer.ids)):
                     return self._differs(one)
                 self._answered(one, answer)
             elif reply is not None:

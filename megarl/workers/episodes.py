@@ -23,8 +23,9 @@ from megarl.episodes.session import Branch
 from megarl.packing import branch_id
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.requests import Request
-from megarl.workers.request_stream import GREEDY, SavedTurn, sample_of
-from megarl.workers.request_stream import Answer as FirstTurn
+from megarl.workers.answer import GREEDY
+from megarl.workers.answer import Answer as FirstTurn
+from megarl.workers.open_episode import SavedTurn
 from megarl.workers.store import RolloutSample
 
 if TYPE_CHECKING:
@@ -183,8 +184,7 @@ def episode_samples(first: FirstTurn, episode: Episode, single: SavedTurn | None
         for number, branch in enumerate(branches)
     ]
     return [
-        sample_of(
-            answer,
+        answer.sample(
             "length" if episode.truncated else "stop",
             tuple(branch.holes),
             episode=episode.result if number == 0 else None,

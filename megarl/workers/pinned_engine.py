@@ -11,7 +11,7 @@ from dataclasses import replace
 from megarl.flow.events import HELD_OUT_FINISHED, FinishedGroups
 from megarl.packing import Sample
 from megarl.workers.leaving_engine import LeavingEngine
-from megarl.workers.request_stream import Answer
+from megarl.workers.answer import Answer
 from megarl.workers.store import RolloutBlock, RolloutSample
 
 

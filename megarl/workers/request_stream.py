@@ -17,83 +17,21 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from megarl.episodes.environments import Reply
-from megarl.episodes.episode import EpisodeResult
-from megarl.invariants import digest
 from megarl.messages import decode, encode
-from megarl.packing import run_lengths
 from megarl.rollout.interface import Output, Request
+from megarl.workers.answer import GREEDY, Answer
 from megarl.workers.held_out import is_held_out, with_own_ids
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 
 if TYPE_CHECKING:
     from megarl.rollout.engine import Engine, Response
-
-
-LAST_TURN = -1
-"""Stands for the number of an episode's last turn, and for that of an answer outside of episodes."""
-GREEDY = {"temperature": 0.0}
-"""Sampling parameters of greedy answers, in place of those of the others."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A response that is being sampled: its ids, its prompt, and the tokens that it has so far."""
-
-    sample_id: int
-    row: int
-    group: int
-    prompt: list[int]
-    key: int
-    """Key of its random draws, see megarl/rollout/draws.py."""
-    response: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token of `response`."""
-    purpose: str = "train"
-    """Name of the data set of the row: "train", or "eval" for a held-out episode."""
-    greedy: bool = False
-    """Whether the tokens are drawn at temperature 0, and not trained on."""
-    turn: int = LAST_TURN
-    """Number of the turn in its episode."""
-
-    def after(self, output: Output | Response) -> Answer:
-        """Return the answer, extended by the tokens of an output that continues it."""
-        return replace(
-            self,
-            response=[*self.response, *output.token_ids],
-            log_probs=[*self.log_probs, *output.log_probs],
-            versions=[*self.versions, *output.versions],
-        )
-
-    def first(self, number: int) -> Answer:
-        """Return the answer with its first `number` tokens only."""
-        return replace(
-            self,
-            response=self.response[:number],
-            log_probs=self.log_probs[:number],
-            versions=self.versions[:number],
-        )
-
-
-@dataclass(frozen=True)
-class SavedTurn:
-    """One answer of an episode, which it has got."""
-
-    ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    is_cut: bool
-    """Whether the answer ended at its limit of tokens."""
-    turn: int = LAST_TURN
-    """Number of the turn in its episode."""
 
 
 @dataclass(frozen=True)
@@ -107,22 +45,41 @@ class SavedAnswer:
     """dtype, sizes and content of the experts of its tokens."""
     over_old_cache: bool = False
     """Whether tokens may have been sampled over a KV cache of older weights (--weight-update keep)."""
-    events: list[tuple[Reply | None, SavedTurn | None]] = field(default_factory=list)
-    """Replies of the environment and answers of the model in an open episode, in order. `answer` is then the
-    turn that is being sampled. If none is, its prompt is the conversation so far."""
-    holes: tuple[tuple[int, int], ...] = ()
-    """Context in the response of a finished episode, see `RolloutSample`."""
-    episode: EpisodeResult | None = None
-    further: list[SavedAnswer] = field(default_factory=list)
-    """Of an episode: the other turns that are being sampled, or its other samples once it has ended."""
+
+    @classmethod
+    def of(cls, sample: RolloutSample, **more: Any) -> Self:
+        """Return a finished answer. Nothing is drawn any more, so it has no key."""
+        experts = None
+        if sample.experts is not None:
+            dtype = str(sample.experts.dtype).removeprefix("torch.")
+            experts = dtype, list(sample.experts.shape), sample.experts.numpy().tobytes()
+        ids, drawn = (sample.sample_id, sample.row, sample.group), (sample.log_probs, sample.versions)
+        answer = Answer(*ids, sample.prompt, 0, sample.response, *drawn, greedy=not sample.trained)
+        return cls(answer, "length" if sample.truncated else "stop", experts, **more)
 
     @property
-    def answer_versions(self) -> list[list[int]]:
-        """Versions of the tokens of each answer. An episode has several."""
-        answer, told = self.answer, [turn.versions for _, turn in self.events if turn is not None]
-        lengths = run_lengths(len(answer.prompt), len(answer.response), self.holes)[1::2]
-        own = [answer.versions[start:end] for start, end in pairwise([0, *accumulate(lengths)])]
-        return [*told, *own, *(versions for one in self.further for versions in one.answer_versions)]
+    def is_mixed(self) -> bool:
+        """Whether weights of several versions have sampled the tokens of one answer."""
+        return len({*self.answer.versions}) > 1
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """A key that is larger the further the answer has got. Several engines may have saved it."""
+        return self.finish_reason is not None, len(self.answer.response)
+
+    def cut(self, limit: int) -> tuple[Answer, str, torch.Tensor | None]:
+        """Return a finished answer with at most `limit` tokens, its finish reason, and the experts of its
+        tokens."""
+        assert self.finish_reason is not None
+        reason = "length" if len(self.answer.response) > limit else self.finish_reason
+        if self.experts is None:
+            return self.answer.first(limit), reason, None
+        dtype, sizes, content = self.experts
+        experts = torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(sizes)
+        return self.answer.first(limit), reason, experts[: len(self.answer.prompt) + limit]
+
+
+Saved = TypeVar("Saved", bound=SavedAnswer)
 
 
 class RequestStream:
@@ -130,18 +87,18 @@ class RequestStream:
 
     Args:
         table: gets the samples of finished groups.
-        make_sample: returns the sample of a finished answer, its finish reason and the experts of its tokens.
         report: is given the samples of groups that have finished.
+        has_experts: whether a sample gets the experts of its tokens.
     Raises: ValueError for --max-tokens-per-step if the engine cannot continue a response."""
 
     def __init__(
         self,
         engine: Engine,
         table: SampleTable[RolloutBlock],
-        make_sample: Callable[[Answer, str, torch.Tensor | None], RolloutSample],
         report: Callable[[list[RolloutSample]], None],
+        has_experts: bool = False,
     ) -> None:
-        self._engine, self._table, self._make_sample, self._report = engine, table, make_sample, report
+        self._engine, self._table, self._report, self._has_experts = engine, table, report, has_experts
         self._answers: dict[str, Answer] = {}  # unfinished, by request id
         self._how: dict[str, float] = {}
         self._max_tokens = engine.config.sampling.max_response_length
@@ -160,18 +117,15 @@ class RequestStream:
 
         Args:
             how: temperature, top_p and top_k of all requests."""
-        self._how = how
-        self._missing.update(answer.group for answer in answers)
-        self._queue(answers)
+        self.load(answers, (), **how)
 
-    def _queue(self, answers: Sequence[Answer]) -> None:
-        allowed = [self._allowed_tokens(answer) for answer in answers]
-        self._resting += [answer for answer, number in zip(answers, allowed, strict=True) if not number]
-        asked = [(answer, number) for answer, number in zip(answers, allowed, strict=True) if number]
-        requests = [self._request(answer, number) for answer, number in asked]
-        if requests:
-            self._engine.add(requests)
-        self._answers |= {request.id: one for request, (one, _) in zip(requests, asked, strict=True)}
+    def _queue(self, answers: Iterable[Answer]) -> None:
+        allowed = [(answer, self._allowed_tokens(answer)) for answer in answers]
+        self._resting += [answer for answer, number in allowed if not number]
+        asked = [(self._request(answer, number), answer) for answer, number in allowed if number]
+        if asked:
+            self._engine.add([request for request, _ in asked])
+        self._answers |= {request.id: answer for request, answer in asked}
 
     def _request(self, answer: Answer, max_tokens: int) -> Request:
         prompt = [*answer.prompt, *answer.response]
@@ -206,24 +160,33 @@ class RequestStream:
         self._engine.step()
         self.collect()
 
+    def drain(self) -> None:
+        """Take steps until every request is finished."""
+        while self.has_unfinished():
+            self.step()
+
     def collect(self) -> None:
         """Report the groups that the engine has finished by now, in its own steps and in those of calls."""
-        at_limit = []
-        for output in self._engine.take():
+        self._queue(self._take(self._engine.take()))  # a request may have begun at an earlier version
+        self._report_whole_groups()
+
+    def _take(self, outputs: Iterable[Output | Response]) -> list[Answer]:
+        """End the answers that these outputs finish. Returns the others, with the tokens that they have now."""
+        unfinished = []
+        for output in outputs:
             answer = self._answers.pop(output.id).after(output)
-            if self._is_at_limit(answer, output):
-                at_limit.append(answer)
+            if output.finish_reason is None or self._is_at_limit(answer, output):
+                unfinished.append(answer)
             else:
                 self._end(answer, output.finish_reason, output.experts)
-        self._queue(at_limit)  # its request may have begun at an earlier version
-        self._report_whole_groups()
+        return unfinished
 
     def _is_at_limit(self, answer: Answer, output: Output | Response) -> bool:
         """Return whether a request has ended because of --max-tokens-per-step."""
         return output.finish_reason == "length" and len(answer.response) < self._max_tokens
 
     def _end(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> None:
-        self._finish([self._make_sample(answer, finish_reason, experts)])
+        self._finish([answer.sample(finish_reason, experts=experts if self._has_experts else None)])
 
     def _finish(self, samples: Sequence[RolloutSample]) -> None:
         """Keep the sample of an answer, or all samples of an episode, until the group is whole."""
@@ -231,9 +194,8 @@ class RequestStream:
         self._finished.setdefault(samples[0].group, []).extend(samples)
 
     def _report_whole_groups(self) -> None:
-        whole = [group for group in self._finished if not self._missing[group]]
         done: list[RolloutSample] = []
-        for group in whole:
+        for group in [group for group in self._finished if not self._missing[group]]:
             del self._missing[group]
             samples = sorted(self._finished.pop(group), key=lambda sample: sample.sample_id)
             if is_held_out(group):
@@ -244,11 +206,6 @@ class RequestStream:
             self._table.add(RolloutBlock(done))
             self._report(done)
 
-    def drain(self) -> None:
-        """Take steps until every request is finished."""
-        while self.has_unfinished():
-            self.step()
-
     def abort(self) -> None:
         """Forget all unfinished requests."""
         self._engine.inference.abort([*self._answers])
@@ -257,21 +214,13 @@ class RequestStream:
     def give_up(self, path: Path) -> None:
         """Forget all requests of a failed engine, after taking what it has reported. The samples of
         unfinished groups are written to a file that `load` reads."""
-        known = {output.id: output for output in self._engine.inference.reported()}
-        known |= {output.id: output for output in self._engine.take()}
-        for name, answer in self._answers.items():
-            output = known.get(name)
-            answer = answer if output is None else answer.after(output)
-            if output is None or output.finish_reason is None or self._is_at_limit(answer, output):
-                self._resting.append(answer)
-            else:
-                self._end(answer, output.finish_reason, output.experts)
-        self._answers.clear()
+        outputs = {output.id: output for output in self._engine.inference.reported()}
+        outputs |= {output.id: output for output in self._engine.take()}
+        self._resting += self._take([outputs[name] for name in self._answers if name in outputs])
         self._report_whole_groups()
-        saved = self._saved(self._resting)
-        saved += _saved(sample for group in self._finished.values() for sample in group)
         partial = path.with_name(f".{path.name}.new")
-        partial.write_bytes(encode(saved))
+        unfinished = [*self._resting, *self._answers.values()]
+        partial.write_bytes(encode(self._saved(unfinished, chain(*self._finished.values()))))
         partial.replace(path)  # another rank may be reading
         self._clear()
 
@@ -289,13 +238,11 @@ class RequestStream:
             path: None on ranks that do not write.
             has_engine: False if the engine is gone, and its requests are given up."""
         wanted = {*visits}
-        unfinished = self._saved(self._begin_anew() if has_engine else [])
-        finished = [sample for group in self._finished.values() for sample in group]
-        finished += [self._table.block(sample).rollouts[sample] for sample in self._table]
-        saved = [*unfinished, *_saved(finished)]
+        unfinished = self._begin_anew() if has_engine else []
+        reported = [self._table.block(sample).rollouts[sample] for sample in self._table]
+        saved = self._saved(unfinished, chain(*self._finished.values(), reported))
         if self._engine.config.streaming.weight_update == "keep":
-            is_mixed = [any(len({*versions}) > 1 for versions in one.answer_versions) for one in saved]
-            saved = [replace(one, over_old_cache=mixed) for one, mixed in zip(saved, is_mixed, strict=True)]
+            saved = [replace(one, over_old_cache=one.is_mixed) for one in saved]
         data = encode([one for one in saved if one.answer.group in wanted])
         if path is not None:
             with open(path, "wb") as file:
@@ -303,9 +250,11 @@ class RequestStream:
                 os.fsync(file.fileno())
         return hashlib.sha256(data).hexdigest()
 
-    def _saved(self, unfinished: Sequence[Answer]) -> list[SavedAnswer]:
-        """Return unfinished answers as a checkpoint stores them."""
-        return [SavedAnswer(answer, None) for answer in unfinished]
+    def _saved(
+        self, unfinished: Iterable[Answer], finished: Iterable[RolloutSample]
+    ) -> Sequence[SavedAnswer]:
+        """Return answers and samples as a checkpoint stores them."""
+        return [*(SavedAnswer(answer, None) for answer in unfinished), *map(SavedAnswer.of, finished)]
 
     def _begin_anew(self) -> list[Answer]:
         """Let all unfinished requests begin again after their prefixes. Returns the unfinished answers."""
@@ -334,7 +283,7 @@ class RequestStream:
         A response that is longer than --max-response-length allows now is cut there, and counts as truncated.
         With --weight-update recompute the log-prob gate compares every token of the current weights, so a
         response that was sampled over a KV cache of older ones begins anew."""
-        found = self._read(answers, files)
+        found = self._read(answers, files, SavedAnswer)
         self._how = how
         self._missing.update(answer.group for answer in answers)
         missing = []
@@ -345,32 +294,24 @@ class RequestStream:
             elif saved.finish_reason is None:  # its last token comes from the engine, with its experts
                 missing.append(self._from(saved.answer.first(self._max_tokens - 1)))
             else:
-                self._end(*self._cut(saved))
+                self._end(*saved.cut(self._max_tokens))
         self._queue(missing)
         self._report_whole_groups()
 
-    def _read(self, answers: Sequence[Answer], files: Iterable[Path]) -> dict[int, SavedAnswer]:
+    def _read(self, answers: Iterable[Answer], files: Iterable[Path], kind: type[Saved]) -> dict[int, Saved]:
         """Return sample id -> what the files of `save` have of these answers, as far as it may be used."""
         wanted = {answer.sample_id for answer in answers}
         recomputes = self._engine.config.streaming.weight_update == "recompute"
-        found: dict[int, SavedAnswer] = {}
-        for one in (one for file in files for one in decode(file.read_bytes(), list[SavedAnswer])):
-            if one.answer.sample_id not in wanted or (recomputes and one.over_old_cache):
-                continue
-            known = found.get(one.answer.sample_id)
-            if known is None or _length(known) < _length(one):
-                found[one.answer.sample_id] = one
+        usable = [
+            one
+            for file in files
+            for one in decode(file.read_bytes(), list[kind])  # type: ignore[valid-type]
+            if one.answer.sample_id in wanted and not (recomputes and one.over_old_cache)
+        ]
+        found: dict[int, Saved] = {}
+        for one in sorted(usable, key=lambda one: one.progress, reverse=True):
+            found.setdefault(one.answer.sample_id, one)
         return found
-
-    def _cut(self, saved: SavedAnswer) -> tuple[Answer, str, torch.Tensor | None]:
-        """Return a finished answer, cut to the tokens that it may have, with its finish reason and its
-        experts."""
-        answer, experts, limit = saved.answer, _experts(saved), self._max_tokens
-        if len(answer.response) <= limit:
-            return answer, saved.finish_reason, experts
-        if experts is not None:
-            experts = experts[: len(answer.prompt) + limit]
-        return answer.first(limit), "length", experts
 
     def _from(self, answer: Answer) -> Answer:
         """Return the answer to continue after its saved tokens, or without these tokens if the engine cannot
@@ -379,72 +320,4 @@ class RequestStream:
         A stop string that begins in the prefix would not be found."""
         if self._engine.inference.cannot_continue is None and not self._engine.config.sampling.stop:
             return answer
-        return replace(answer, response=[], log_probs=[], versions=[])
-
-
-def _length(saved: SavedAnswer) -> tuple[bool, int, int]:
-    """Return a key that is larger the further an answer has got. Several engines may have saved the answer."""
-    num_tokens = sum(len(one.answer.response) for one in (saved, *saved.further))
-    return saved.finish_reason is not None, len(saved.events), num_tokens
-
-
-def sample_of(
-    answer: Answer, finish_reason: str, holes: tuple[tuple[int, int], ...] = (), **more: Any
-) -> RolloutSample:
-    """Return the sample of a finished answer, or of a conversation with these holes.
-
-    Args:
-        more: further fields of the sample."""
-    return RolloutSample(
-        answer.sample_id,
-        answer.row,
-        group=answer.group,
-        versions=answer.versions,
-        prompt=answer.prompt,
-        response=answer.response,
-        log_probs=answer.log_probs,
-        truncated=finish_reason == "length",
-        digest=digest(answer.prompt, answer.response, holes),
-        holes=holes,
-        trained=not answer.greedy,
-        **more,
-    )
-
-
-def _saved(samples: Iterable[RolloutSample]) -> list[SavedAnswer]:
-    """Return finished answers and episodes as a checkpoint stores them."""
-    found: dict[int, SavedAnswer] = {}
-    for sample in samples:  # the first sample of an episode comes before its others
-        saved = _saved_sample(sample)
-        if sample.branch == 0:
-            found[sample.sample_id] = saved
-        else:
-            found[sample.first_id].further.append(saved)
-    return [*found.values()]
-
-
-def _saved_sample(sample: RolloutSample) -> SavedAnswer:
-    experts = None
-    if sample.experts is not None:
-        dtype = str(sample.experts.dtype).removeprefix("torch.")
-        experts = dtype, list(sample.experts.shape), sample.experts.numpy().tobytes()
-    answer = Answer(
-        sample.sample_id,
-        sample.row,
-        sample.group,
-        sample.prompt,
-        0,  # nothing is drawn any more
-        sample.response,
-        sample.log_probs,
-        sample.versions,
-        greedy=not sample.trained,
-    )
-    reason = "length" if sample.truncated else "stop"
-    return SavedAnswer(answer, reason, experts, holes=sample.holes, episode=sample.episode)
-
-
-def _experts(saved: SavedAnswer) -> torch.Tensor | None:
-    if saved.experts is None:
-        return None
-    dtype, sizes, content = saved.experts
-    return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(sizes)
+        return answer.first(0)

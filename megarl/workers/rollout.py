@@ -27,6 +27,7 @@ from megarl.rollout.draws import draw_key
 from megarl.rollout.replay_log import Admit, Canary, Checkpoint, Evaluate
 from megarl.rollout.requests import Request
 from megarl.workers.actor import ActorRole
+from megarl.workers.answer import GREEDY, Answer
 from megarl.workers.engine_recorder import EngineRecorder
 from megarl.workers.engine_steps import EngineSteps
 from megarl.workers.episode_stream import EpisodeStream
@@ -37,12 +38,12 @@ from megarl.workers.leaving_engine import without_engine
 from megarl.workers.kv_cache import EngineKVCache, releases_here, with_kv_cache_bytes
 from megarl.workers.offload_manager import KV_CACHE, needs
 from megarl.workers.pinned_engine import PinnedEngine
-from megarl.workers.request_stream import Answer, RequestStream, sample_of
+from megarl.workers.request_stream import RequestStream
 from megarl.workers.shared_episodes import SharedEpisodes
-from megarl.workers.store import RolloutBlock, RolloutSample
+from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 
 if TYPE_CHECKING:
-    from megarl.rollout.engine import Engine, RolloutEngine
+    from megarl.rollout.engine import Engine, Response, RolloutEngine
 
 
 @implements(Rollout)
@@ -131,7 +132,7 @@ class RolloutRole(PinnedEngine):
             return
         table = self.store.source("train" + self.suffix)
         if self.episodes is None:
-            self.stream = RequestStream(self.engine, table, self._sample, self._report)
+            self.stream = RequestStream(self.engine, table, self._report, self._has_experts)
         else:
             self.stream = EpisodeStream(self.engine, table, self._report, self.episodes, self._row)
         self.recorder = EngineRecorder(
@@ -259,14 +260,8 @@ class RolloutRole(PinnedEngine):
                 adding=recorded,
                 **how,
             )
-            made = [
-                self._sample(answer.after(output), output.finish_reason, output.experts)
-                for answer, output in zip(answers, outputs, strict=True)
-            ]
-        rollouts.add(RolloutBlock(made))
-        if self.stream is not None:
-            self.stream.collect()
-        return self._records(made)
+            made = self._samples(answers, outputs)
+        return self._keep(rollouts, made)
 
     @needs(KV_CACHE)
     @without_engine(list)
@@ -305,14 +300,8 @@ class RolloutRole(PinnedEngine):
             ],
             self._recorded("canary", [(answer.group, answer.row) for answer in answers]),
         )
-        made = [
-            self._sample(answer.after(output), output.finish_reason, output.experts)
-            for answer, output in zip(answers, outputs, strict=True)
-        ]
-        rollouts.add(RolloutBlock(made))
-        if self.stream is not None:
-            self.stream.collect()
-        return [replace(record, trained=False) for record in self._records(made)]
+        made = self._samples(answers, outputs)
+        return [replace(record, trained=False) for record in self._keep(rollouts, made)]
 
     def _own(self, visits: Mapping[int, int], engines: Sequence[int] | None) -> list[tuple[int, int]]:
         """Return (visit, row) of those visits that this rank's engine samples."""
@@ -343,7 +332,7 @@ class RolloutRole(PinnedEngine):
         self, purpose: str, own: Sequence[tuple[int, int]], greedy: bool
     ) -> tuple[list[Answer], dict[str, float]]:
         """Return the responses to sample, none of them begun, and temperature, top_p and top_k."""
-        how = {"temperature": 0.0} if greedy else self._sampling()
+        how = GREEDY if greedy else self._sampling()
         return self._answers(purpose, own, greedy), how
 
     def _answers(self, purpose: str, visits: Sequence[tuple[int, int]], greedy: bool) -> list[Answer]:
@@ -364,8 +353,22 @@ class RolloutRole(PinnedEngine):
         """Return the row of an answer, as an environment gets it."""
         return self.datasets[answer.purpose][answer.row].columns
 
-    def _sample(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
-        return sample_of(answer, finish_reason, experts=experts if self._has_experts else None)
+    def _samples(self, answers: Sequence[Answer], outputs: Sequence[Response]) -> list[RolloutSample]:
+        """Return the samples of answers by what an engine has sampled for them."""
+        return [
+            answer.after(output).sample(
+                output.finish_reason, experts=output.experts if self._has_experts else None
+            )
+            for answer, output in zip(answers, outputs, strict=True)
+        ]
+
+    def _keep(self, rollouts: SampleTable[RolloutBlock], made: list[RolloutSample]) -> list[Sample]:
+        """Store the samples of a call that has waited for them, and report what has finished meanwhile. Returns
+        the driver's records of the samples."""
+        rollouts.add(RolloutBlock(made))
+        if self.stream is not None:
+            self.stream.collect()
+        return self._records(made)
 
     @cached_property
     def _has_experts(self) -> bool:

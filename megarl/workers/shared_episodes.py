@@ -14,7 +14,7 @@ from megarl.episodes.episode import FIRST_ACTOR, Episode
 from megarl.episodes.runner import play_to_end
 from megarl.episodes.shared import ActorEngines, Seat, SharedPlay
 from megarl.workers.episodes import EpisodeSampler
-from megarl.workers.request_stream import Answer
+from megarl.workers.answer import Answer
 from megarl.workers.store import RolloutSample
 
 Visits = Sequence[tuple[int, int]]

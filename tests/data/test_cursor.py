@@ -44,7 +44,7 @@ def test_first_position_is_uniform():
 def test_restored_cursor_goes_on_exactly(taken):
     cursor = DataCursor(10, seed=5)
     cursor.next_rows(taken)
-    restored = DataCursor.restore(json.loads(json.dumps(cursor.state())), num_rows=10)
+    restored = DataCursor(10).restored(json.loads(json.dumps(cursor.state())))
     assert restored.next_rows(40) == cursor.next_rows(40)
 
 
@@ -52,7 +52,7 @@ def test_checkpoints_of_before_visits_were_counted_go_on():
     cursor = DataCursor(10, seed=5)
     cursor.next_visits(23)
     state = {name: value for name, value in cursor.state().items() if name != "visits"}
-    assert DataCursor.restore(state).next_visits(3) == cursor.next_visits(3)
+    assert DataCursor(10).restored(state).next_visits(3) == cursor.next_visits(3)
 
 
 CALLS = st.one_of(st.integers(0, 30), st.lists(st.integers(0, 11), max_size=5))
@@ -71,7 +71,7 @@ def test_a_visit_is_counted_once_in_a_run(num_rows, calls, data):
         visits += made
         walked += list(made.values()) if isinstance(call, int) else []
         if data.draw(st.booleans()):
-            cursor = DataCursor.restore(json.loads(json.dumps(cursor.state())), num_rows)
+            cursor = DataCursor(num_rows).restored(json.loads(json.dumps(cursor.state())))
     assert visits == list(range(len(visits)))
     passes = [walked[start : start + num_rows] for start in range(0, len(walked), num_rows)]
     assert all(len({*one_pass}) == len(one_pass) for one_pass in passes)
@@ -79,6 +79,6 @@ def test_a_visit_is_counted_once_in_a_run(num_rows, calls, data):
 
 def test_changed_dataset_and_empty_dataset_are_refused():
     with pytest.raises(ValueError, match="has 11 rows, but the checkpoint was made with 10"):
-        DataCursor.restore(DataCursor(10).state(), num_rows=11)
+        DataCursor(11).restored(DataCursor(10).state())
     with pytest.raises(ValueError, match="dataset is empty"):
         DataCursor(0)

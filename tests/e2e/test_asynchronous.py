@@ -180,8 +180,9 @@ LINES = ["step=1/", "step=9/", "eval step=0/", "eval step=8/"]
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_an_evaluation_beside_training_has_the_scores_of_its_version(sums_data, tmp_path):
+@pytest.mark.timeout(1500)  # vLLM starts six engines
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+def test_an_evaluation_beside_training_has_the_scores_of_its_version(sums_data, tmp_path, backend):
     """The row of an evaluated step has what `megarl eval` says of the weights of that step, though later steps have
     trained meanwhile."""
     data, folder = str(sums_data / "test.parquet"), tmp_path / "run"
@@ -189,14 +190,14 @@ def test_an_evaluation_beside_training_has_the_scores_of_its_version(sums_data, 
         [*COMMON, "--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl")],
         [
             *("--nproc-per-node", "3", "--actor-ranks", "0", "--rollout-ranks", "1-2"),
-            *("--rollout-backend", "transformers", "--rollout-max-num-seqs", "4", "--staleness", "1"),
+            *("--rollout-backend", backend, "--rollout-max-num-seqs", "4", "--staleness", "1"),
             *("--train-iters", "16", "--lr", "1e-2", "--save", str(folder)),
             *("--eval-data", data, "--eval-interval", "8", "--eval-num-prompts", "16"),
             *("--eval-num-samples", "3", "--eval-engines", "1"),
         ],
     )
     script = str(Path(__file__).with_name("pinned_loop.py"))
-    output = succeed(script, "8,16", *flags, timeout=400, preloaded=True, folder=tmp_path).stdout
+    output = succeed(script, "8,16", *flags, timeout=600, preloaded=True, folder=tmp_path).stdout
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [*range(17)]
     evaluated = {row["step"]: row for row in metrics if "eval/reward" in row}
@@ -214,7 +215,7 @@ def test_an_evaluation_beside_training_has_the_scores_of_its_version(sums_data, 
         how = ("--temperature", "0.9", "--eval-num-prompts", "16", "--eval-num-samples", "3")
         how = (*how, "--eval-data", data)
         how = (*how, "--max-prompt-length", "32", "--max-response-length", "16")
-        how = (*how, "--reward-function", COMMON[-1], "--rollout-backend", "transformers")
+        how = (*how, "--reward-function", COMMON[-1], "--rollout-backend", backend)
         told = succeed(
             *("-m", "megarl.cli", "eval", "--model", model, *how, "--json"),
             timeout=200,

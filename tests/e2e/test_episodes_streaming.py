@@ -14,7 +14,7 @@ import pytest
 
 from megarl.messages import decode
 from megarl.rollout.replay_log import Turns, read_log
-from megarl.workers.request_stream import SavedAnswer
+from megarl.workers.open_episode import SavedEpisode
 from tests.e2e.jobs import LAYOUTS, Job, replace_flags, train
 from tests.e2e.test_resume import rows
 
@@ -107,7 +107,7 @@ def test_episodes_of_slow_environments_are_trained_on_once_and_in_time(sums_data
     for step in range(3, STEPS + 1):
         shutil.rmtree(job.folder / "checkpoints" / f"step_{step:06d}", ignore_errors=True)
     files = (job.folder / "checkpoints" / "step_000002" / "requests").iterdir()
-    saved = [one for path in files for one in decode(path.read_bytes(), list[SavedAnswer])]
+    saved = [one for path in files for one in decode(path.read_bytes(), list[SavedEpisode])]
     has_begun = any(one.finish_reason is None and one.events for one in saved)
     before = episodes(job.folder, range(1, 3))
     resumed = run(sums_data, tmp_path / "run", *FORMS[form], "--load", str(job.folder))

@@ -136,6 +136,12 @@ def check_update(actor: str, step: dict, found: dict[int, dict], start: Path) ->
     assert float(norm) == pytest.approx(metric["policy/grad_norm"], rel=2e-5)
 
 
+def check_rollout_time(step: dict) -> None:
+    """The time in which the episodes are played counts once: the call of the other actor takes what was played."""
+    first, second = step["time/rollout_s"], step["time_2/rollout_s"]
+    assert 0 <= second < 0.1 * first < 0.1 * step["time/step_s"]
+
+
 @pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)])
 def test_two_policies_play_in_the_same_episodes_and_each_learns_from_its_own(sums_data, tmp_path, backend):
     """The suite runs the engines that start faster."""
@@ -153,6 +159,7 @@ def test_two_policies_play_in_the_same_episodes_and_each_learns_from_its_own(sum
         scored = [row["reward"] for row in found[actor].values() if row["reward"] is not None]
         assert step[f"reward{suffix}/mean"] == pytest.approx(sum(scored) / len(scored))
         check_update(actor, step, found[actor], sums_data / "model")
+    check_rollout_time(step)
     silent = [episode for episode, row in found["actor_2"].items() if not row["turns"]]
     drawn = [[found[actor][episode]["response_ids"][0] for episode in silent] for actor in found]
     same = sum(one == other for one, other in zip(*drawn, strict=True))
@@ -183,6 +190,7 @@ def test_other_layouts_play_the_same_episodes(flags, sums_data, tmp_path):
         *flags,
     )
     check_episodes(logged(other), sums_data)
+    check_rollout_time(other.steps[0])
     for actor in ("actor", "actor_2"):
         mine, theirs = logged(one)[actor], logged(other)[actor]
         assert {key: row["response_ids"] for key, row in mine.items()} == {

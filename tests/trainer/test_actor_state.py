@@ -151,3 +151,27 @@ def test_actors_that_play_in_the_same_episodes_have_the_same_rows(tmp_path, trai
 def test_an_exchange_names_the_roles_that_there_are(trainer):
     with pytest.raises(ValueError, match=r"role \(critik\) must be one of those of the job: actor, critic\."):
         trainer.exchange(["values"], "critik", "actor")
+
+
+def test_a_warning_names_every_model_whose_updates_are_left_out(tmp_path):
+    """That of the critic of costs too, which has the critic's mini-batches."""
+    one, skipped = (
+        actor(config(tmp_path), "_2"),
+        {"policy/updates_unscored": 2.0, "critic/updates_unscored": 2.0},
+    )
+    said = "step 3: updates left out, as every reward of their mini-batch failed: "
+    assert one.note_unscored_updates({"policy/loss": 0.5}, 3) == ""
+    assert one.note_unscored_updates(skipped, 3) == f"{said}2 of actor_2 and 2 of critic_2."
+    skipped["cost_critic/updates_unscored"] = 1.0
+    assert one.note_unscored_updates(skipped, 3).endswith("2 of critic_2 and 1 of cost_critic_2.")
+
+
+def test_a_jump_of_the_critic_of_costs_is_seen_as_one_of_the_critic_is(tmp_path):
+    one = config(tmp_path)
+    one = replace(one, critic_optimizer=replace(one.optimizer, clip_grad=2.0))
+    for kind in ("critic", "cost_critic"):
+        watch = actor(one).jumps
+        assert not any(watch.note(step, {f"{kind}/grad_norm": 1.0}) for step in range(1, 20))
+        # 4.5 times (value + the critic's --clip-grad) is the least that counts: (11.5 + 2) / (1 + 2) = 4.5
+        assert watch.note(20, {f"{kind}/grad_norm": 11.4}) is None
+        assert f"{kind}/grad_norm jumped from 1 " in watch.note(21, {f"{kind}/grad_norm": 11.6})

@@ -23,7 +23,7 @@ def steps(num_rows: int, num_prompts: int, group: int, resumed_at: int) -> list[
     cursor, batches = DataCursor(num_rows, seed=1), []
     for step in range(1, 5):
         if step == resumed_at:
-            cursor = DataCursor.restore(json.loads(json.dumps(cursor.state())), num_rows)
+            cursor = DataCursor(num_rows).restored(json.loads(json.dumps(cursor.state())))
         batches.append(RolloutBatch(step, cursor.next_visits(num_prompts)))
         if step == 2:
             batches.append(RolloutBatch(step, cursor.visit(batches[-1].rows)))

@@ -16,7 +16,7 @@ from megarl.algorithms import REGISTRY
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, SamplingConfig, TrainConfig
 from megarl.rollout.engine import Engine
 from megarl.rollout.interface import InferenceEngine, Output, Request, Running
-from megarl.workers.request_stream import Answer, RequestStream
+from megarl.workers.request_stream import RequestStream
 from megarl.workers.store import RolloutBlock, RolloutSample, SampleTable
 
 MAX_RESPONSE = 12
@@ -53,6 +53,8 @@ class SmallEngine(InferenceEngine):
     """Samples one token of each of the first `max_running` requests per step."""
 
     device, dtype, tensors, atlases = "cpu", torch.float32, {}, {}
+    computing = "step"
+    """Name of the method that computes a step."""
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Stream:
         self.table: SampleTable[RolloutBlock] = SampleTable("train")
         self.reports: list[list[RolloutSample]] = []
         """One list of samples per report."""
-        self.stream = RequestStream(self.engine, self.table, _sample, self.reports.append)
+        self.stream = RequestStream(self.engine, self.table, self.reports.append, has_experts=True)
 
     @property
     def inference(self) -> SmallEngine:
@@ -202,17 +204,3 @@ class Stream:
         for _ in range(count):
             if self.stream.has_unfinished():
                 self.stream.step()
-
-
-def _sample(answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> RolloutSample:
-    return RolloutSample(
-        answer.sample_id,
-        answer.row,
-        answer.group,
-        answer.versions,
-        answer.prompt,
-        answer.response,
-        answer.log_probs,
-        finish_reason == "length",
-        experts,
-    )

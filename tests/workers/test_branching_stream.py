@@ -2,7 +2,7 @@
 
     pytest tests/workers/test_branching_stream.py
 
-The agents are objects of this file, which ask at random; everything else is as in test_episode_stream.py."""
+The agents are objects of this file, which ask at random; everything else is that of episode_job.py."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.episodes.environments import Reply, Request, Sampled
 from megarl.invariants import check_samples, check_versions
 from megarl.messages import decode
 from megarl.rollout.draws import AnswerKeys
-from megarl.rollout.replay_log import Admit, Checkpoint, read_log
-from megarl.trainer.buffer import SampleBuffer
-from megarl.workers.request_stream import Answer, SavedAnswer
+from megarl.rollout.replay_log import Checkpoint, read_log
+from megarl.workers.answer import Answer
+from megarl.workers.open_episode import SavedEpisode
 from megarl.workers.store import RolloutSample
 from tests.workers.small_engine import SmallEngine, whole_response
-from tests.workers.test_episode_stream import GROUP_SIZE, LIMITS, Job, Pool, answers
+from tests.workers.episode_job import GROUP_SIZE, LIMITS, Job, Pool, answers
 
 BRANCHING = replace(LIMITS, max_turns=12, max_branches=6)
 MAX_TOKENS = 5  # of an answer, where an agent asks for fewer than the job allows
@@ -165,6 +165,7 @@ class OwnSteps(SmallEngine):
         rng: chooses how many."""
 
     process = "engine"
+    computing = "compute"
 
     def __init__(self, max_running: int, rng: random.Random) -> None:
         super().__init__(max_running)
@@ -268,22 +269,6 @@ def job_of(
     return Job(folder, seed, replay, of_agents=True, pool=pool, **options)
 
 
-def watch(job: Job) -> list[tuple]:
-    """Return a list that gets what the engine computes in each step."""
-    name = "compute" if isinstance(job.inference, OwnSteps) else "step"
-    computed, step = [], getattr(job.inference, name)
-
-    def watched() -> None:
-        before = job.inference.num_steps
-        rows = [(one.request.key, len(one.tokens)) for one in job.inference.requests]
-        step()
-        if job.inference.num_steps > before:
-            computed.append((job.inference.version, tuple(rows)))
-
-    setattr(job.inference, name, watched)
-    return computed
-
-
 SCHEDULES = [("recompute", 1), ("wait", 2), ("keep", 2), ("recompute", 2), ("keep", 1), ("wait", 1)]
 
 
@@ -299,37 +284,15 @@ def test_each_token_of_a_tree_is_trained_on_once_and_in_time(tmp_path, staleness
         limits = replace(BRANCHING, max_context_length=longest)
         job = job_of(tmp_path / f"{seed}", seed, weight_update=weight_update, limits=limits)
         told = Told(job)
-        job.recorder.start(0)
-        buffer = SampleBuffer(3, staleness)
-        admitted, num_taken, trained = 0, 0, []
-        for step in range(1, 21):
-            new = buffer.num_to_admit(step - 1, 20)
-            visits = {visit: visit for visit in range(admitted, admitted + new)}
-            admitted += new
-            buffer.admit(visits, GROUP_SIZE, step - 1)
-            with job.recorder.taking_effect(Admit(step=step, version=step - 1, visits=tuple(visits))):
-                job.stream.add(answers(*buffer.issue([0] * new)))
-            job.step(job.rng.randrange(20))
-            while True:
-                buffer.add(sample.record((0,)) for sample in job.samples[num_taken:])
-                num_taken = len(job.samples)
-                if buffer.is_ready(step):
-                    break
-                job.stream.step()
-            groups = buffer.take(step)
+        trained = []
+        for step, buffer, groups, samples in job.train(staleness, 20, longest=20):
             records = [record for group in groups for record in group.samples.values()]
             assert len(groups) == 3  # of prompts, however many samples they have
             check_samples(records, {group.visit: GROUP_SIZE for group in groups}, longest)
             check_versions(records, step, staleness)
-            ids = {record.sample_id for record in records}
-            mine = [sample for sample in job.samples if sample.sample_id in ids]
-            trained += mine
-            num_mixed += sum(len({*one.versions}) > 1 for one in mine)
-            num_branches += sum(one.branch > 0 for one in mine)
-            if weight_update == "wait":
-                job.stream.drain()
-                assert not job.inference.requests
-            job.engine.commit(step)
+            trained += samples
+            num_mixed += sum(len({*one.versions}) > 1 for one in samples)
+            num_branches += sum(one.branch > 0 for one in samples)
             if job.rng.random() < 0.3:
                 with job.recorder.taking_effect(Checkpoint(step=step)):
                     job.stream.save(tmp_path / "file", [group.visit for group in buffer.groups])
@@ -340,26 +303,8 @@ def test_each_token_of_a_tree_is_trained_on_once_and_in_time(tmp_path, staleness
 
 
 def run(job: Job, steps: Sequence[int], path: Path | None = None) -> list[tuple]:
-    """Admit, sample and commit for some steps, with a checkpoint after step 3. Returns what the engine computed."""
-    computed = watch(job)
-    if steps[0] == 1:
-        job.recorder.start(0)
-    for number in steps:
-        visits = (2 * number, 2 * number + 1)
-        with job.recorder.taking_effect(Admit(step=number, version=number - 1, visits=visits)):
-            job.stream.add(answers(*visits))
-        job.step(job.rng.randrange(25))
-        job.recorder.catch_up()
-        job.engine.commit(number)
-        if number == 3 and path is not None:
-            with job.recorder.taking_effect(Checkpoint(step=3)):
-                job.stream.save(path, left(job))
-    return computed
-
-
-def left(job: Job) -> list[int]:
-    """Return the groups of steps 1 to 3 that are not finished."""
-    return sorted({2, 3, 4, 5, 6, 7} - {sample.group for sample in job.samples})
+    """Run some steps, with a checkpoint after step 3. Returns what the engine computed in each of its steps."""
+    return job.run(steps, 25, lambda step: job.save(path) if step == 3 and path is not None else None)
 
 
 def by_id(sample: RolloutSample) -> int:
@@ -385,7 +330,7 @@ def test_a_replay_of_branching_agents_asks_none_and_may_be_resumed(tmp_path, ste
         )
         computed = run(first, range(1, 8), tmp_path / "other")
         repeated = [*run(again, range(1, 4), tmp_path / "file")]
-        before, saved = len(again.samples), decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+        before, saved = len(again.samples), decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
         repeated += run(again, range(4, 8))
         assert repeated == computed and again.pool.num_opened == 0
         assert facts(again.samples) == facts(first.samples)
@@ -408,15 +353,15 @@ def test_after_a_checkpoint_agents_begin_anew_and_a_replay_repeats_that(
 ):
     path, how = tmp_path / "file", {"steps_by_itself": steps_by_itself}
     killed = job_of(tmp_path / "run", seed, **how)
-    computed = run(killed, range(1, 4), path)
-    computed, before, groups = [*computed], [*killed.samples], left(killed)
+    computed = [*killed.run(range(1, 4), 25)]
+    groups, before = killed.save(path), [*killed.samples]
     killed.step(7)
     resumed = job_of(tmp_path / "run", 50 + seed, **how)
     told = Told(resumed)
     resumed.inference.set_version(3)
     resumed.recorder.start(3)
     resumed.stream.load(answers(*groups), [path])
-    saved = decode(path.read_bytes(), list[SavedAnswer])
+    saved = decode(path.read_bytes(), list[SavedEpisode])
     finished = {one.answer.sample_id: one for one in saved if one.finish_reason is not None}
     after = [*run(resumed, range(4, 7))]
     resumed.finish()
@@ -452,7 +397,7 @@ def test_finished_episodes_of_a_checkpoint_keep_their_branches_and_are_not_train
         before.step(1)
     before.stream.save(tmp_path / "file", range(8))
     before.stream.save(tmp_path / "file", range(8))  # a second time: requests have begun anew since
-    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
     finished = {one.answer.sample_id: one for one in saved if one.finish_reason is not None}
     assert any(one.further for one in finished.values()) and len(finished) < 16
     after = job_of(tmp_path / "after", 5)
@@ -471,17 +416,8 @@ def test_finished_episodes_of_a_checkpoint_keep_their_branches_and_are_not_train
 
 def test_the_branching_episodes_of_a_lost_engine_begin_anew_in_another(tmp_path):
     job, other = job_of(tmp_path / "job", 1), job_of(tmp_path / "other", 2)
-    for one in (job, other):
-        one.recorder.start(0)
-    job.stream.add(answers(*range(6)))
-    job.step(25)
-    job.inference.report()
-    job.step(2)
-    job.stream.give_up(tmp_path / "file")
-    assert not job.stream.has_unfinished() and not job.pool.agents
-    done = {sample.group for sample in job.samples}
-    other.stream.load(answers(*[visit for visit in range(6) if visit not in done]), [tmp_path / "file"])
-    other.finish()
+    job.lose_engine(other, tmp_path / "file")
+    assert not job.pool.agents
     ids = Counter(sample.sample_id for sample in (*job.samples, *other.samples))
     assert {*ids.values()} == {1}
     whole = {one.first_id: one.num_branches for one in (*job.samples, *other.samples)}

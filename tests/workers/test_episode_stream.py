@@ -1,9 +1,6 @@
 """Episodes that outlive a call: their tokens, versions, checkpoints and replays.
 
-    pytest tests/workers/test_episode_stream.py
-
-The stream, the buffer, the chat and the log are the real ones. The engine is that of small_engine.py, and the
-environments are objects of this file that reply late, so that thousands of schedules can be tried."""
+pytest tests/workers/test_episode_stream.py"""
 
 from __future__ import annotations
 
@@ -12,185 +9,21 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megarl.config.schema import EpisodeConfig, StreamingConfig
-from megarl.episodes.chat import Chat
-from megarl.episodes.environments import Reply, Request, Sampled
-from megarl.episodes.episode import Limits
+from megarl.episodes.environments import Reply, Sampled
 from megarl.messages import decode
 from megarl.rollout.draws import AnswerKeys
-from megarl.rollout.engine import Engine
-from megarl.rollout.replay_log import Admit, Checkpoint, Commit, ReplayError, Turns, path_of, read_log
-from megarl.trainer.buffer import SampleBuffer
+from megarl.rollout.replay_log import Admit, Commit, ReplayError, Turns, path_of, read_log
 from megarl.workers import episode_stream
-from megarl.workers.engine_recorder import EngineRecorder
-from megarl.workers.episode_stream import EpisodeStream
-from megarl.workers.request_stream import Answer, SavedAnswer
-from megarl.workers.store import RolloutSample, SampleTable
-from tests.workers.small_engine import STOP_TOKEN, SmallEngine, config, whole_response
-
-GROUP_SIZE = 2
-LONGEST = 6  # tokens of an answer; without this limit most have more
-LIMITS = Limits(max_turns=10, max_response_length=LONGEST, max_context_length=400)
-FAILS = 5  # row % 7 of episodes whose environment fails at once
-
-
-class Letters:
-    """A tokenizer with one id per character."""
-
-    @staticmethod
-    def template(messages):
-        return "".join(f"[{one['content']}." for one in messages) + "]"
-
-    def render(self, messages, tools=()):
-        return self.template(messages)
-
-    def encode_prompts(self, prompts, tools=()):
-        return [[2 + ord(c) % 50 for c in self.render(one)] for one in prompts]
-
-    def encode_responses(self, texts):
-        return [[STOP_TOKEN if c == "." else 2 + ord(c) % 50 for c in text] for text in texts]
-
-    def decode_batch(self, sequences):
-        return ["".join(chr(48 + index) for index in ids if index != STOP_TOKEN) for ids in sequences]
-
-
-CHAT = Chat(Letters(), [STOP_TOKEN])
-
-
-def reply_of(row: int, texts: Sequence[str], salt: str = "") -> Reply:
-    """Return what the environment of a row replies after these answers."""
-    if not texts:
-        if row % 7 == FAILS:
-            return Reply(0, failure="planted", cause="raised")
-        return Reply(0, [{"role": "user", "content": f"r{row}{salt}"}])
-    is_last = len(texts) > row % 4
-    return Reply(0, [] if is_last else [{"role": "tool", "content": f"{len(texts[-1])}{salt}"}], 0.5, is_last)
-
-
-class Pool:
-    """Environments that reply after a random number of looks.
-
-    Args:
-        rng: chooses the delays.
-        salt: changes what they reply.
-        of_agents: whether they are agents, of which some first ask for a second conversation, and are
-            refused."""
-
-    def __init__(self, rng: random.Random, salt: str = "", of_agents: bool = False) -> None:
-        self.rng, self.salt, self.of_agents = rng, salt, of_agents
-        self.refused: set[tuple[int, int]] = set()
-        self.texts: dict[int, tuple[int, list[str]]] = {}
-        self.due: dict[int, int] = {}
-        self.num_opened = 0
-        self.stood_still = 0.0
-
-    def open(self, row: Mapping[str, Any]) -> int:
-        number = self.num_opened
-        self.num_opened += 1
-        self.texts[number], self.due[number] = (row["row"], []), self.rng.randrange(4)
-        return number
-
-    def step(self, episode: int, text: str, sampled: Sampled) -> None:
-        assert episode not in self.due
-        self.texts[episode][1].append(text)
-        self.due[episode] = self.rng.choice([0, 1, 2, 30])
-
-    def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
-        if self.of_agents:
-            assert code == "too_many_branches" and "--max-branches is 1" in message and not is_final
-            self.due[reply.episode] = self.rng.choice([0, 1, 2])
-        return self.of_agents
-
-    def extend(self, seconds: float) -> None:
-        self.stood_still += seconds
-
-    def end(self, episode: int) -> None:
-        del self.texts[episode]
-        self.due.pop(episode, None)
-
-    def replies(self, timeout_s: float) -> list[Reply]:
-        ready = [number for number, looks in self.due.items() if looks == 0]
-        self.due = {number: looks - 1 for number, looks in self.due.items() if looks}
-        row_and_texts = [(number, *self.texts[number]) for number in ready]
-        if self.of_agents:
-            return [self.request(number, row, texts) for number, row, texts in row_and_texts]
-        return [
-            replace(reply_of(row, texts, self.salt), episode=number) for number, row, texts in row_and_texts
-        ]
-
-    def request(self, number: int, row: int, texts: Sequence[str]) -> Reply:
-        reply, asked = replace(reply_of(row, texts, self.salt), episode=number), (number, len(texts))
-        if reply.done or reply.failure is not None:
-            return reply
-        if texts and row % 2 and asked not in self.refused:
-            self.refused.add(asked)
-            other = [{"role": "user", "content": "sub-agent"}]
-            return replace(reply, messages=other, reward=0.0, request=Request(100 + len(texts)))
-        return replace(reply, request=Request(len(texts), len(texts) - 1 if texts else None))
-
-    def close(self) -> None:
-        pass
-
-
-class Job:
-    """One engine with its stream, log and environments."""
-
-    def __init__(
-        self,
-        folder: Path,
-        seed: int = 0,
-        replay: Path | None = None,
-        weight_update: str = "recompute",
-        of_agents: bool = False,
-        salt: str = "",
-        max_running: int = 3,
-        limits: Limits = LIMITS,
-        pool: Pool | None = None,
-        engine: SmallEngine | None = None,
-    ) -> None:
-        self.rng = random.Random(seed)
-        job = replace(
-            config(folder),
-            streaming=StreamingConfig(staleness=2, weight_update=weight_update),
-            episodes=EpisodeConfig(env="env.py:Env"),
-        )
-        self.engine = Engine(job, None, "")
-        self.engine.inference = self.inference = engine or SmallEngine(max_running)
-        self.table: SampleTable = SampleTable("train")
-        self.samples: list[RolloutSample] = []
-        self.pool = pool or Pool(self.rng, salt, of_agents)
-        sampler = SimpleNamespace(environments=self.pool, chat=CHAT, limits=limits, of_agents=of_agents)
-        self.stream = EpisodeStream(
-            self.engine, self.table, self.samples.extend, sampler, lambda answer: {"row": answer.row}
-        )
-        self.recorder = EngineRecorder(
-            self.inference, self.stream.step, "rollout_0", folder, replay, timeout_s=5
-        )
-        self.stream.recorder = self.recorder
-        self.engine.committing = self.recorder.committing
-
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            if self.stream.has_unfinished() and not self.recorder.is_held():
-                self.stream.step()
-
-    def finish(self) -> None:
-        while self.stream.has_unfinished():
-            self.stream.step()
-
-
-def answers(*visits: int, purpose: str = "train") -> list[Answer]:
-    asked = [(visit, GROUP_SIZE * visit + index) for visit in visits for index in range(GROUP_SIZE)]
-    return [
-        Answer(sample, visit, visit, [2 + visit % 40, 3], key=7 * sample + 1, purpose=purpose)
-        for visit, sample in asked
-    ]
+from megarl.workers.answer import Answer
+from megarl.workers.open_episode import SavedEpisode
+from megarl.workers.store import RolloutSample
+from tests.workers.episode_job import CHAT, GROUP_SIZE, LIMITS, LONGEST, Job, Letters, Pool, answers, reply_of
+from tests.workers.small_engine import whole_response
 
 
 def played(answer: Answer, salt: str = "") -> tuple[list[int], list[int], int]:
@@ -240,34 +73,12 @@ def test_no_token_is_too_old_however_slow_the_environments(tmp_path, staleness, 
     num_mixed = 0
     for seed in range(2):
         job = Job(tmp_path / f"{seed}", seed, weight_update=weight_update)
-        job.recorder.start(0)
-        buffer = SampleBuffer(3, staleness)
-        admitted, num_taken, trained = 0, 0, []
-        for step in range(1, 31):
-            new = buffer.num_to_admit(step - 1, 30)
-            visits = {visit: visit for visit in range(admitted, admitted + new)}
-            admitted += new
-            buffer.admit(visits, GROUP_SIZE, step - 1)
-            record = Admit(step=step, version=step - 1, visits=tuple(visits))
-            with job.recorder.taking_effect(record):
-                job.stream.add(answers(*buffer.issue([0] * new)))
-            job.step(job.rng.randrange(12))
-            while True:
-                buffer.add(sample.record((0,)) for sample in job.samples[num_taken:])
-                num_taken = len(job.samples)
-                if buffer.is_ready(step):
-                    break
-                job.stream.step()
-            ids = {sample for group in buffer.take(step) for sample in group.samples}
-            for sample in job.samples:
-                if sample.sample_id in ids:
-                    trained.append(sample)
-                    assert all(0 <= step - 1 - version <= staleness for version in sample.versions)
-                    num_mixed += len({*sample.versions}) > 1
-            if weight_update == "wait":
-                job.stream.drain()
-                assert not job.inference.requests
-            job.engine.commit(step)
+        trained = []
+        for step, _, _, samples in job.train(staleness, 30, longest=12):
+            trained += samples
+            for sample in samples:
+                assert all(0 <= step - 1 - version <= staleness for version in sample.versions)
+                num_mixed += len({*sample.versions}) > 1
         check(trained, *range(90))
         assert not job.stream.has_unfinished() and not job.pool.texts
     assert num_mixed > 10  # episodes do span versions, with `wait` too
@@ -303,7 +114,9 @@ def test_a_checkpoint_brings_the_environments_back_and_goes_on(tmp_path, seed):
     done = {sample.group for sample in before.samples}
     left = [visit for visit in visits if visit not in done or rng.random() < 0.5]
     before.stream.save(tmp_path / "file", left)
-    saved = {one.answer.sample_id: one for one in decode((tmp_path / "file").read_bytes(), list[SavedAnswer])}
+    saved = {
+        one.answer.sample_id: one for one in decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
+    }
     after = [Job(tmp_path / f"after{number}", seed + number) for number in range(2)]
     for number, job in enumerate(after):
         job.inference.set_version(1)
@@ -336,7 +149,7 @@ def test_a_checkpoint_knows_which_episodes_are_only_scored(tmp_path):
     before.stream.add(asked)
     before.step(40)
     before.stream.save(tmp_path / "file", range(6))
-    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
     assert {one.answer.greedy for one in saved if one.finish_reason is not None} == {False, True}
     after.stream.load(asked, [tmp_path / "file"])
     after.finish()
@@ -353,7 +166,7 @@ def test_an_episode_that_cannot_be_brought_back_begins_anew_and_is_named(tmp_pat
     before.stream.add(answers(*visits))
     before.step(60)
     before.stream.save(tmp_path / "file", visits)
-    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
     has_begun = {one.answer.sample_id for one in saved if one.finish_reason is None and one.events}
     finished = {one.answer.sample_id for one in saved if one.finish_reason is not None}
     assert has_begun and finished
@@ -386,7 +199,7 @@ def test_episodes_that_are_longer_than_the_context_now_begin_anew(tmp_path):
     before.stream.add(answers(3, 7, 10, 11))
     before.step(45)
     before.stream.save(tmp_path / "file", [3, 7, 10, 11])
-    saved = decode((tmp_path / "file").read_bytes(), list[SavedAnswer])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
     limit = sorted(len(one.answer.prompt) + len(one.answer.response) for one in saved)[4]
     after = Job(tmp_path / "after", 4, limits=replace(LIMITS, max_context_length=limit))
     after.inference.set_version(1)
@@ -416,37 +229,16 @@ def test_an_episode_whose_prompt_differs_now_begins_anew(tmp_path, caplog, monke
     assert len(caplog.messages) == 4 and all("its prompt differs now" in line for line in caplog.messages)
 
 
-def watch(job: Job) -> list[tuple]:
-    """Return a list that gets what the engine computes in each step."""
-    computed, step = [], job.inference.step
+def run(job: Job) -> list[tuple]:
+    """Run eight steps with two evaluations. Returns what the engine computed in each of its steps."""
 
-    def watched() -> None:
-        if job.inference.requests:
-            rows = [(one.request.key, len(one.tokens)) for one in job.inference.requests]
-            computed.append((job.inference.version, tuple(rows)))
-        step()
-
-    job.inference.step = watched
-    return computed
-
-
-def run(job: Job, steps: Sequence[int] = range(1, 9), evaluates: bool = True) -> list[tuple]:
-    """Admit, sample, commit and evaluate for some steps. Returns what the engine computed in each step."""
-    computed = watch(job)
-    if steps[0] == 1:
-        job.recorder.start(0)
-    for number in steps:
-        visits = (2 * number, 2 * number + 1)
-        with job.recorder.taking_effect(Admit(step=number, version=number - 1, visits=visits)):
-            job.stream.add(answers(*visits))
-        job.step(job.rng.randrange(40))
-        job.recorder.catch_up()
-        job.engine.commit(number)
-        if evaluates and number % 3 == 0:
-            record = Admit(step=number + 1, version=number, visits=(3, 4))
+    def evaluate(step: int) -> None:
+        if step % 3 == 0:
+            record = Admit(step=step + 1, version=step, visits=(3, 4))
             held_out = job.stream.sample(answers(3, 4, purpose="eval"), job.recorder.taking_effect(record))
             check(held_out, 3, 4)
-    return computed
+
+    return job.run(range(1, 9), longest=40, after_step=evaluate)
 
 
 @pytest.mark.parametrize("of_agents", [False, True])
@@ -470,27 +262,20 @@ def test_a_replay_repeats_the_replies_at_their_engine_steps_without_the_environm
 def test_a_replay_repeats_a_run_that_was_killed_and_resumed(tmp_path, of_agents):
     """The run goes on from the checkpoint of step 3, where agents begin anew; its replay never stops."""
 
-    def checkpoint(job: Job, path: Path) -> list[int]:
-        done = {sample.group for sample in job.samples}
-        left = [visit for visit in range(2, 8) if visit not in done]
-        with job.recorder.taking_effect(Checkpoint(step=3)):
-            job.stream.save(path, left)
-        return left
-
     options = {"of_agents": of_agents, "max_running": 1}
     killed = Job(tmp_path / "run", 0, **options)
-    computed = run(killed, range(1, 4), evaluates=False)
-    left, before, num_steps = checkpoint(killed, tmp_path / "file"), [*killed.samples], len(computed)
+    computed = killed.run(range(1, 4), longest=40)
+    left, before, num_steps = killed.save(tmp_path / "file"), [*killed.samples], len(computed)
     killed.step(7)
     resumed = Job(tmp_path / "run", 1, **options)
     resumed.inference.set_version(3)
     resumed.recorder.start(3)
     resumed.stream.load(answers(*left), [tmp_path / "file"])
-    after = run(resumed, range(4, 7), evaluates=False)
+    after = resumed.run(range(4, 7), longest=40)
     again = Job(tmp_path / "again", 2, replay=tmp_path / "run", **options)
-    repeated = run(again, range(1, 4), evaluates=False)
-    assert checkpoint(again, tmp_path / "other") == left
-    more = run(again, range(4, 7), evaluates=False)
+    repeated = again.run(range(1, 4), longest=40)
+    assert again.save(tmp_path / "other") == left
+    more = again.run(range(4, 7), longest=40)
     assert repeated[:num_steps] + more == computed[:num_steps] + after
     expected = [*before, *resumed.samples]
     assert [(one.sample_id, one.versions, one.episode) for one in again.samples] == [
@@ -625,15 +410,6 @@ def test_held_out_episodes_do_not_disturb_those_of_training(tmp_path):
 
 def test_the_episodes_of_a_lost_engine_go_on_in_another(tmp_path):
     job, other = Job(tmp_path / "job", 1), Job(tmp_path / "other", 2)
-    for one in (job, other):
-        one.recorder.start(0)
-    job.stream.add(answers(*range(6)))
-    job.step(25)
-    job.inference.report()
-    job.step(2)
-    job.stream.give_up(tmp_path / "file")
-    assert not job.stream.has_unfinished() and not job.pool.texts
-    done = {sample.group for sample in job.samples}
-    other.stream.load(answers(*[visit for visit in range(6) if visit not in done]), [tmp_path / "file"])
-    other.finish()
+    job.lose_engine(other, tmp_path / "file")
+    assert not job.pool.texts
     check([*job.samples, *other.samples], *range(6))

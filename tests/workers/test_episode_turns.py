@@ -10,7 +10,7 @@ from megarl.episodes.runner import Turn
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.engine import Engine
 from megarl.workers.episodes import Turns
-from megarl.workers.request_stream import Answer
+from megarl.workers.answer import Answer
 from tests.workers.small_engine import MAX_RESPONSE, SmallEngine, config, whole_response
 
 KEYS = (11, 12)

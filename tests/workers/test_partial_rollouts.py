@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import StreamingConfig
-from megarl.workers.request_stream import Answer
+from megarl.workers.answer import Answer
 from tests.workers import small_engine
 from tests.workers.small_engine import STOP_TOKEN
 

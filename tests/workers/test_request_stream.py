@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from megarl.config.schema import StreamingConfig
-from megarl.messages import decode
+from megarl.messages import decode, encode
 from megarl.rollout.requests import Request
 from megarl.runtime.abort import Aborted
 from megarl.workers.pinned_engine import held_out
-from megarl.workers.request_stream import Answer, SavedAnswer
+from megarl.workers.answer import Answer
+from megarl.workers.request_stream import SavedAnswer
 from megarl.workers.store import RolloutSample
 from tests.workers import small_engine
 from tests.workers.small_engine import MAX_RESPONSE, STOP_TOKEN, experts_of, whole_response
@@ -188,6 +189,22 @@ def test_a_checkpoint_goes_on_with_any_number_of_engines(tmp_path, seed):
     assert {
         sample.sample_id for job in after for sample in (job.table.block(s).rollouts[s] for s in job.table)
     } == {sample.sample_id for sample in resumed}
+
+
+def test_a_file_of_a_checkpoint_in_which_answers_had_fields_of_episodes_is_read(tmp_path):
+    before, after = Stream(tmp_path), Stream(tmp_path)
+    before.stream.add(answers(*LONG[:2]), **SAMPLING)
+    before.step(8)
+    (file,) = save_all([before], tmp_path, LONG[:2])
+    saved = decode(file.read_bytes(), list[dict])
+    assert {one["finish_reason"] for one in saved} > {None}
+    earlier = {"events": [], "holes": [], "episode": None, "further": []}
+    file.write_bytes(encode([one | earlier for one in saved]))
+    after.stream.load(answers(*LONG[:2]), [file], **SAMPLING)
+    prompts = {one.request.id: one.request.prompt for one in after.inference.requests}
+    assert prompts == {one.request.id: one.request.prompt for one in before.inference.requests}
+    after.stream.drain()
+    check_samples(after.samples, *LONG[:2])
 
 
 def test_a_sample_that_no_file_has_begins_anew(tmp_path):

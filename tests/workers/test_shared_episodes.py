@@ -13,7 +13,7 @@ from megarl.episodes.chat import Chat
 from megarl.episodes.env_pool import EnvironmentPool
 from megarl.rollout.draws import draw_key
 from megarl.workers.episodes import EpisodeSampler
-from megarl.workers.request_stream import Answer
+from megarl.workers.answer import Answer
 from megarl.workers.shared_episodes import SharedEpisodes
 from tests.episodes.templates import tokenizer
 from tests.episodes.test_runner import ENVS, LIMITS, NAME

@@ -124,7 +124,7 @@ def measure(config: Any, sampler: Any, watched: Watched, dataset: Any, scale: fl
     """Play all episodes once, with the tools' times multiplied by `scale`."""
     from megarl.data.prompts import PromptDataset
     from megarl.rollout.draws import draw_key
-    from megarl.workers.request_stream import Answer
+    from megarl.workers.answer import Answer
 
     rows, answers = [], []
     for index in range(count):

@@ -374,21 +374,21 @@ def a_canary_skipped(module) -> None:
     )
 
 
-@planted("rank", "megarl.workers.rollout")
+@planted("rank", "megarl.workers.answer")
 def a_token_of_another_version(module) -> None:
     """The first token of a response has the version after that of the others."""
 
-    def sample(original, self, answer, *arguments):
-        made = original(self, answer, *arguments)
+    def sample(original, self, *arguments, **keywords):
+        made = original(self, *arguments, **keywords)
         made.versions[0] += 1
         return made
 
     wrap(
-        module.RolloutRole,
-        "_sample",
+        module.Answer,
+        "sample",
         sample,
         from_call=1,
-        counts=lambda self, answer, *arguments: len(answer.versions) > 1 and answer.group == 5,
+        counts=lambda self, *arguments, **keywords: len(self.versions) > 1 and self.group == 5,
     )
 
 
