@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megarl.algorithms.kl_controller import AdaptiveKLController, FixedKLController
+from megarl.algorithms.kl_controller import FixedKLController
 from megarl.algorithms.lagrange import LagrangeMultiplier
 from megarl.algorithms.reference_inputs import ReferenceColumn, ReferenceInputs
 from megarl.algorithms.several_scores import StepScores
@@ -281,7 +281,7 @@ class Algorithm(Section):
         """Return one error message per flag that does not fit a step of `num_samples` samples, or none."""
         return ()
 
-    def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
+    def build_kl_controller(self) -> FixedKLController:
         """Return the KL controller of a new run. The run passes the controller's `coef` to the loss as
         `kl_coef`, and updates the controller with the metric MEASURED_KL after each step."""
         return FixedKLController(0.0)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm, ScoreLossInputs
+from megarl.algorithms.preference import check_pairs, reward_metrics, slope_column, this_rank
 from megarl.config.errors import NonNegative
 from megarl.flow import Flow, symbolic_roles
 
@@ -78,28 +79,15 @@ class BradleyTerry(Algorithm):
         import torch
         from torch.nn.functional import logsigmoid
 
-        groups = inputs.group_ids.view(-1, 2)
-        assert bool((groups[:, 0] == groups[:, 1]).all()), "the two answers of a pair follow each other"
-        scores = inputs.sum_per_sample(inputs.old_scores).requires_grad_()
-        of_row = inputs.rewards.double()
+        check_pairs(inputs)
+        scores, of_row = inputs.sum_per_sample(inputs.old_scores).requires_grad_(), inputs.rewards.double()
         with torch.enable_grad():
             chosen, rejected = scores[::2], scores[1::2]
-            difference = chosen - rejected
             margin = self.margin * (of_row[::2] - of_row[1::2] if self.margin_from_scores else 1.0)
-            losses = -logsigmoid(difference - margin) + self.center_coef * (chosen + rejected).square()
-            loss = losses.mean()
-        (slope,) = torch.autograd.grad(loss, scores)
-        metrics = {
-            "policy/loss": loss,
-            "rewards/chosen": chosen.mean(),
-            "rewards/rejected": rejected.mean(),
-            "rewards/margins": difference.mean(),
-            "rewards/accuracies": (difference > 0).double().mean(),
-        }
-        # The parts of all ranks add up to the metric.
-        share = len(inputs.rows) / len(inputs.rewards)
-        parts = {name: value.item() * share for name, value in metrics.items()}
-        return {"advantages": inputs.spread(-slope).float()}, parts
+            losses = -logsigmoid(chosen - rejected - margin)
+            loss = (losses + self.center_coef * (chosen + rejected).square()).mean()
+        columns = slope_column(inputs, loss, scores)
+        return columns, this_rank(inputs, {"policy/loss": loss} | reward_metrics(chosen, rejected))
 
     def score_loss(self, inputs: ScoreLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return minus the sum of advantage times score, whose gradient is that of the mean pair loss. The

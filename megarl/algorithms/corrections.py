@@ -18,7 +18,9 @@ A token of weight 0 stays in the loss's denominators.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from megarl.config.errors import FieldRules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,51 +40,20 @@ class CorrectionFlags(Protocol):
     has_correction_column: bool
 
 
-class Correction(NamedTuple):
-    """One off-policy correction, as a row of the table that `megarl algorithms` prints."""
-
-    name: str
-    flags: str
-    paper: str
-    summary: str
-
-
-CORRECTIONS: tuple[Correction, ...] = (
-    Correction("TIS", "--tis-clip 2", "1802.01561", "a token is weighted by min(w, 2)"),
-    Correction(
-        "sequence TIS",
-        "--tis-clip 2 --tis-level sequence",
-        "",
-        "a response is weighted by min(product of w, 2)",
-    ),
-    Correction(
-        "IcePop",
-        "--mis-level token --mis-low 0.5 --mis-high 5 --tis-clip 5",
-        "2510.18855",
-        "a token is weighted by w, and by 0 where w is outside 0.5 to 5",
-    ),
-    Correction(
-        "sequence mask (MIS)",
-        "--mis-level sequence",
-        "",
-        "a response has no gradient where its product of w is outside 0.5 to 2",
-    ),
-    Correction(
-        "geometric mask",
-        "--mis-level geometric",
-        "",
-        "the same by the geometric mean of w, outside 0.99 to 1.01: does not depend on the length",
-    ),
-    Correction(
-        "token veto",
-        "--token-veto 1e-4",
-        "",
-        "a response has no gradient if one of its tokens has w below 1e-4",
-    ),
-)
-"""Corrections with their flags; w is the trainer's probability of a token divided by the engine's."""
 MIS_BOUNDS = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 """--mis-level -> defaults of --mis-low and --mis-high."""
+
+
+def correction_rules(flags: CorrectionFlags) -> FieldRules:
+    """Return the rules between the flags of the corrections."""
+    yield (
+        flags.tis_level == "token" or flags.tis_clip is not None,
+        "tis_level",
+        "needs --tis-clip. Try --tis-clip 2.",
+    )
+    for name in ("mis_low", "mis_high"):
+        is_read = flags.mis_level != "none" or getattr(flags, name) is None
+        yield is_read, name, "needs --mis-level token, sequence or geometric. Leave it out."
 
 
 def correction_weights(

@@ -13,13 +13,12 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.config.errors import Positive, Rule
+from megarl.config.errors import FieldRules, Positive, Rule
 from megarl.config.teachers import WEIGHED_RULE, are_weighed_teachers, weight_rules
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Distill(PolicyGradient):
     distill_clip: Positive | None = None
     """Bound of a token's advantage in nats, e.g. 10. Default: none."""
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+    def field_rules(self) -> FieldRules:
         yield from PolicyGradient.field_rules(self)
         yield from weight_rules(self.teachers, self.teacher_weights)
         yield self.kl_mode == "none", "kl_mode", "is not for distill: its advantage is the KL. Leave it out."
@@ -68,8 +67,7 @@ class Distill(PolicyGradient):
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return the advantages of one sample, a token at a time."""
         old, teacher = (inputs.columns(sample, name).tolist() for name in ("old_log_probs", "ref_log_probs"))
-        reward = inputs.rewards[inputs.episode(sample)]
-        has_reward = reward == reward  # not NaN
+        has_reward = inputs.has_reward(sample)
         bound = float("inf") if self.distill_clip is None else self.distill_clip
         values = [
             min(max(b - a, -bound), bound) if has_reward else 0.0 for a, b in zip(old, teacher, strict=True)

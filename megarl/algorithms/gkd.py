@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from megarl.algorithms.aggregation import LossAggregation, token_weights, total_weight
 from megarl.algorithms.base import Algorithm, LossInputs
-from megarl.config.errors import Count, Rule, above, below
+from megarl.config.errors import Count, FieldRules, Rule, above, below
 from megarl.config.teachers import TEACHERS_RULE, are_teachers
 from megarl.flow import Flow, symbolic_roles
 
@@ -51,13 +52,11 @@ class GKD(Algorithm):
     teacher_hint_key: str | None = None
     """Self-distillation: the teacher's prompt ends with this text of the row's extra_info, e.g. a solution,
     which the policy does not see. Default: none."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
-        "token-mean"
-    )
+    loss_aggregation: LossAggregation = "token-mean"
     """token-mean: tokens count the same. seq-mean-*: sequences do, by their tokens' mean or sum. dr-grpo: sum
     / --max-response-length."""
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+    def field_rules(self) -> FieldRules:
         rule = "is for --divergence jsd. Leave it out."
         needs_k = "needs --teacher-top-k: the output layers of several teachers would be on the actor's ranks. Try 64."
         yield not self.teachers or self.teacher_top_k is not None, "teachers", needs_k
@@ -96,18 +95,12 @@ class GKD(Algorithm):
         return Divergence(self.divergence, self.jsd_beta)
 
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
-        from megarl.kernels.aggregate import total_weight
-
         return total_weight(self.loss_aggregation, num_tokens, num_sequences, max_response_length)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the aggregated divergence. Metrics: policy/loss; per-token means distill/divergence and
         policy/entropy, the sampled estimate for the engine."""
-        from megarl.kernels.aggregate import token_weights
-
-        counts = inputs.num_tokens, inputs.num_sequences, inputs.max_response_length
-        weights = token_weights(self.loss_aggregation, inputs.response_lengths, *counts)
-        loss = (weights * inputs.divergence).sum()
+        loss = (token_weights(self.loss_aggregation, inputs) * inputs.divergence).sum()
         return loss, {
             "policy/loss": loss.detach(),
             "distill/divergence": inputs.divergence.detach().sum() / inputs.num_tokens,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.policy_gradient import PolicyGradient
+from megarl.algorithms.reference_kl import kl_costs, reference_kl
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +66,28 @@ def places_in_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return places
 
 
+def normalized_in_group(mine: float, group: Sequence[float], by_std: bool = True) -> tuple[float, float]:
+    """Return (mine - mean of the group) / (standard deviation + 1e-4) by plain arithmetic, and what it was divided by.
+
+    Args:
+        group: two or more numbers, including `mine`.
+        by_std: False divides by 1."""
+    mean, scale = math.fsum(group) / len(group), 1.0
+    if by_std:
+        scale = math.sqrt(math.fsum((one - mean) ** 2 for one in group) / (len(group) - 1)) + 1e-4
+    return (mine - mean) / scale, scale
+
+
+def rounded_size(advantage: float, scale: float, largest: float) -> float:
+    """Return the size of the terms of an advantage for `ReferenceColumn`.
+
+    Args:
+        scale: what the reward was divided by.
+        largest: size of the group's largest reward."""
+    # Rewards are rounded to fp32, which moves each deviation, and what it is divided by.
+    return largest / scale * (1 + abs(advantage)) + abs(advantage)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupAdvantage(PolicyGradient):
     """one advantage per response, from its group's rewards"""
@@ -99,7 +122,7 @@ class GroupAdvantage(PolicyGradient):
 
         Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef.
         """
-        kl, metrics = self._reference_kl(inputs)
+        kl, metrics = reference_kl(self, inputs)
         rewards = inputs.rewards
         if self.kl_mode == "reward":
             rewards = rewards - (inputs.kl_coef * inputs.sum_per_sample(kl)).to(rewards.dtype)
@@ -114,7 +137,7 @@ class GroupAdvantage(PolicyGradient):
             return None
         lengths = [len(inputs.columns(sample, "advantages")) for sample in inputs.samples]
         sums: list[float] = []
-        for per_token in self._reference_kl_costs(inputs, inputs.samples):
+        for per_token in kl_costs(self, inputs, inputs.samples):
             here = dict.fromkeys(inputs.rewards, 0.0)
             for sample, part in zip(inputs.samples, per_token.split(lengths), strict=True):
                 here[inputs.episode(sample)] += float(part.sum())
@@ -136,9 +159,7 @@ class GroupAdvantage(PolicyGradient):
                 found[member] = Peer(reward, inputs.lengths[member], member not in inputs.untrained)
                 sizes.append(abs(inputs.rewards[member]) + sums[count + at])
         if episode not in found or len(found) == 1:
-            return {"advantages": ReferenceColumn(values=[0.0] * num_tokens, magnitudes=[0.0] * num_tokens)}
+            return {"advantages": ReferenceColumn.constant(num_tokens)}
         advantage, scale = self.reference_advantage(found[episode], list(found.values()))
-        # Rewards are rounded to fp32, which moves each deviation, and what it is divided by.
-        magnitude = max(sizes) / scale * (1 + abs(advantage)) + abs(advantage)
-        column = ReferenceColumn(values=[advantage] * num_tokens, magnitudes=[magnitude] * num_tokens)
-        return {"advantages": column}
+        magnitude = rounded_size(advantage, scale, max(sizes))
+        return {"advantages": ReferenceColumn.constant(num_tokens, advantage, magnitude)}

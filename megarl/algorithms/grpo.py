@@ -8,15 +8,16 @@ token-mean and no KL by default. Dr. GRPO (2503.20783) is `--loss-aggregation dr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
-from megarl.algorithms.group_advantage import GroupAdvantage, Peer
-from megarl.algorithms.user_advantage import load_user_advantage
+from megarl.algorithms.group_advantage import GroupAdvantage, Peer, normalized_in_group
+from megarl.algorithms.reference_kl import reference_kl
 from megarl.algorithms.turn_advantages import reference_turn_advantages, turn_advantages
+from megarl.algorithms.user_advantage import load_user_advantage
+from megarl.config.errors import FieldRules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ class GRPO(GroupAdvantage):
     """path/to/file.py:function of your own that makes the advantages of a step's samples from their rewards,
     groups and lengths, in place of the group's mean and deviation. Default: none."""
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+    def field_rules(self) -> FieldRules:
         yield from GroupAdvantage.field_rules(self)
         if self.advantage is None:
             return
@@ -59,7 +60,7 @@ class GRPO(GroupAdvantage):
         """Return one advantage per response as the base class does, or with --turn-rewards one per answer."""
         if inputs.turns is None:
             return GroupAdvantage.compute_advantages(self, inputs)
-        _, metrics = self._reference_kl(inputs)
+        _, metrics = reference_kl(self, inputs)
         advantages = turn_advantages(inputs, self.normalize_advantages_by_std)
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
@@ -79,7 +80,5 @@ class GRPO(GroupAdvantage):
 
     def reference_advantage(self, mine: Peer, group: Sequence[Peer]) -> tuple[float, float]:
         """Return (reward - mean of its group) / (standard deviation + 1e-4)."""
-        mean = sum(peer.reward for peer in group) / len(group)
-        std = math.sqrt(sum((peer.reward - mean) ** 2 for peer in group) / (len(group) - 1))
-        scale = std + 1e-4 if self.normalize_advantages_by_std else 1.0
-        return (mine.reward - mean) / scale, scale
+        rewards = [peer.reward for peer in group]
+        return normalized_in_group(mine.reward, rewards, self.normalize_advantages_by_std)

@@ -11,6 +11,10 @@ process without torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Protocol
+
+from megarl.config.errors import FieldRules
 
 MEASURED_KL = "kl/per_response"
 """The metric of `compute_advantages` to update with: the mean over the step's samples of the KL summed over a
@@ -66,3 +70,43 @@ class AdaptiveKLController(FixedKLController):
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.coef = state["coef"]
+
+
+class KLFlags(Protocol):
+    """The fields of an algorithm that choose its KL to the reference, and the factor of the KL."""
+
+    kl_mode: str
+    kl_coef: float
+    kl_straight_through: bool
+    kl_controller: str
+    kl_target: float
+    kl_horizon: int
+
+
+def kl_rules(flags: KLFlags) -> FieldRules:
+    """Return the rules between the flags of the KL."""
+    is_none = flags.kl_mode == "none"
+    coef_rule = f"must be above 0 with --kl-mode {flags.kl_mode}. Try 0.001."
+    if is_none:
+        coef_rule = "must be 0 with --kl-mode none. Leave it out, or try --kl-mode loss."
+    yield is_none == (flags.kl_coef == 0), "kl_coef", coef_rule
+    has_term = not flags.kl_straight_through or flags.kl_mode == "loss"
+    yield has_term, "kl_straight_through", "needs --kl-mode loss. Leave it out."
+    is_fixed = flags.kl_controller != "adaptive" or not is_none
+    yield is_fixed, "kl_controller", "needs --kl-mode loss or reward. Leave it out."
+
+
+def build_kl_controller(flags: KLFlags) -> FixedKLController:
+    """Return the controller of --kl-controller."""
+    if flags.kl_controller == "adaptive":
+        return AdaptiveKLController(flags.kl_coef, flags.kl_target, flags.kl_horizon)
+    return FixedKLController(flags.kl_coef)
+
+
+def horizon_errors(flags: KLFlags, num_samples: int) -> Iterable[str]:
+    """Yield the error of a --kl-horizon that is too short for steps of `num_samples` samples."""
+    if flags.kl_controller == "adaptive" and MAX_ERROR * num_samples >= flags.kl_horizon:
+        yield (
+            f"--kl-horizon ({flags.kl_horizon}): must be above {MAX_ERROR} x the samples of a step "
+            f"({num_samples}), or the KL's factor may fall to 0 at once. Try {10 * num_samples}."
+        )

@@ -5,6 +5,8 @@ Plain floats: the driver runs this between two steps, in a process without torch
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Protocol
 
 MEAN_COST = "cost/mean"
 """The metric of `compute_advantages` to update with: the mean cost of the step's responses."""
@@ -79,3 +81,36 @@ class PIDMultiplier(LagrangeMultiplier):
 
     def _bounded(self, value: float) -> float:
         return min(max(value, 0.0), self.largest)
+
+
+class LagrangeFlags(Protocol):
+    """The fields of an algorithm that choose the rule of its multiplier."""
+
+    cost_limit: float
+    lagrange_init: float
+    lagrange_lr: float
+    lagrange_max: float
+    lagrange_update: str
+    lagrange_kp: float
+    lagrange_kd: float
+
+
+def build_multiplier(flags: LagrangeFlags) -> LagrangeMultiplier:
+    """Return the multiplier of --lagrange-update."""
+    common = (flags.lagrange_init, flags.lagrange_lr, flags.cost_limit, flags.lagrange_max)
+    if flags.lagrange_update == "pid":
+        return PIDMultiplier(*common, kp=flags.lagrange_kp, kd=flags.lagrange_kd)
+    return LagrangeMultiplier(*common)
+
+
+def multiplier_errors(flags: LagrangeFlags) -> Iterable[str]:
+    """Yield an error for each flag of the multiplier that does not fit the others."""
+    if flags.lagrange_init > flags.lagrange_max:
+        yield (
+            f"--lagrange-init ({flags.lagrange_init:g}): must be at most --lagrange-max "
+            f"({flags.lagrange_max:g}). Try --lagrange-max {2 * flags.lagrange_init:g}."
+        )
+    for name in ("lagrange_kp", "lagrange_kd"):
+        if getattr(flags, name) and flags.lagrange_update != "pid":
+            flag = f"--{name.replace('_', '-')} ({getattr(flags, name):g})"
+            yield f"{flag}: has no effect without --lagrange-update pid. Give both, or leave it out."

@@ -7,10 +7,54 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megarl.algorithms import REGISTRY
-from megarl.algorithms.corrections import CORRECTIONS, Correction
 from megarl.algorithms.ratio_transforms import TRANSFORMS
 
 _INSTRUCT_GPT = "--kl-mode reward --kl-estimator k1 --kl-coef 0.02"
+
+
+class Correction(NamedTuple):
+    """One off-policy correction,, with the flags that choose it."""
+
+    name: str
+    flags: str
+    paper: str
+    summary: str
+
+
+CORRECTIONS: tuple[Correction, ...] = (
+    Correction("TIS", "--tis-clip 2", "1802.01561", "a token is weighted by min(w, 2)"),
+    Correction(
+        "sequence TIS",
+        "--tis-clip 2 --tis-level sequence",
+        "",
+        "a response is weighted by min(product of w, 2)",
+    ),
+    Correction(
+        "IcePop",
+        "--mis-level token --mis-low 0.5 --mis-high 5 --tis-clip 5",
+        "2510.18855",
+        "a token is weighted by w, and by 0 where w is outside 0.5 to 5",
+    ),
+    Correction(
+        "sequence mask (MIS)",
+        "--mis-level sequence",
+        "",
+        "a response has no gradient where its product of w is outside 0.5 to 2",
+    ),
+    Correction(
+        "geometric mask",
+        "--mis-level geometric",
+        "",
+        "the same by the geometric mean of w, outside 0.99 to 1.01: does not depend on the length",
+    ),
+    Correction(
+        "token veto",
+        "--token-veto 1e-4",
+        "",
+        "a response has no gradient if one of its tokens has w below 1e-4",
+    ),
+)
+"""Corrections with their flags; w is the trainer's probability of a token divided by the engine's."""
 
 
 class Recipe(NamedTuple):

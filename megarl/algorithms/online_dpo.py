@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from megarl.algorithms.base import AdvantageInputs, Algorithm, advantage_metrics
 from megarl.algorithms.dpo import DPO
 from megarl.algorithms.group_advantage import places_in_groups
+from megarl.config.errors import FieldRules
 from megarl.flow import Flow
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class OnlineDPO(DPO):
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "response"
     relative_to_group: ClassVar[bool] = True
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+    def field_rules(self) -> FieldRules:
         rule = "is for answers in the data; these are sampled. Leave it out."
         yield not self.precompute_ref_log_probs, "precompute_ref_log_probs", rule
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, ReferenceInputs
-from megarl.algorithms.kl_controller import MAX_ERROR, AdaptiveKLController, FixedKLController
-from megarl.algorithms.corrections import MIS_BOUNDS, correction_weights
-from megarl.algorithms.positive_nll import nll_weights
+from megarl.algorithms.aggregation import LossAggregation, token_weights, total_weight
+from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs
+from megarl.algorithms.corrections import MIS_BOUNDS, correction_rules, correction_weights
+from megarl.algorithms.cross_entropy import nll_weights
+from megarl.algorithms.kl_controller import FixedKLController, build_kl_controller, horizon_errors, kl_rules
 from megarl.algorithms.proximal import old_log_probs_rules, proximal_log_probs
-from megarl.algorithms.reference_kl import kl_costs, reference_kl
-from megarl.algorithms.ratio_transforms import OPTIONS, TRANSFORMS, Transform
+from megarl.algorithms.ratio_transforms import OPTIONS, Transform
 from megarl.algorithms.token_selection import select_tokens
-from megarl.algorithms.user_policy_loss import transform_of
-from megarl.config.errors import Count, Fraction, NonNegative, Positive, Rule
-from megarl.config.errors import above, at_least, below, did_you_mean
+from megarl.algorithms.transformed_loss import transformed_loss
+from megarl.algorithms.user_policy_loss import transform_of, transform_or_reason
+from megarl.config.errors import Count, FieldRules, Fraction, NonNegative, Positive, Rule
+from megarl.config.errors import above, at_least, below
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,9 +67,7 @@ class PolicyGradient(Algorithm):
     computes them. engine: the engine's, which saves the pass; the log-prob gate then judges a step's first
     mini-batch in its update. interpolated: with --staleness, between these by the age of the weights (A-3PO),
     without a pass."""
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"] = (
-        "token-mean"
-    )
+    loss_aggregation: LossAggregation = "token-mean"
     """token-mean: tokens count the same. seq-mean-*: sequences do, by their tokens' mean or sum. dr-grpo: sum
     / --max-response-length."""
     kl_mode: Literal["none", "loss", "reward"] = "none"
@@ -128,7 +127,7 @@ class PolicyGradient(Algorithm):
 
     def __post_init__(self) -> None:
         """Replace None by the default of --policy-loss and --mis-level, then check the rules."""
-        transform, _ = self._transform_or_reason()
+        transform, _ = transform_or_reason(self.policy_loss)
         defaults = dict(transform.defaults) if transform else {}
         if self.mis_level in MIS_BOUNDS:
             defaults |= zip(("mis_low", "mis_high"), MIS_BOUNDS[self.mis_level])
@@ -137,87 +136,27 @@ class PolicyGradient(Algorithm):
                 object.__setattr__(self, name, default)
         Algorithm.__post_init__(self)
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        if self.kl_mode == "none":
-            kl_coef_rule = "must be 0 with --kl-mode none. Leave it out, or try --kl-mode loss."
-        else:
-            kl_coef_rule = f"must be above 0 with --kl-mode {self.kl_mode}. Try 0.001."
-        transform, reason = self._transform_or_reason()
-        unread = sorted(OPTIONS - transform.fields) if transform else ()
-        return [
-            (transform is not None, "policy_loss", reason),
-            *(
-                (
-                    getattr(self, name) is None,
-                    name,
-                    f"is not for --policy-loss {self.policy_loss}. Leave it out.",
-                )
-                for name in unread
-            ),
-            (self.tis_level in ("token", "sequence"), "tis_level", "must be token or sequence."),
-            (
-                self.tis_level == "token" or self.tis_clip is not None,
-                "tis_level",
-                "needs --tis-clip. Try --tis-clip 2.",
-            ),
-            (
-                self.mis_level in ("none", *MIS_BOUNDS),
-                "mis_level",
-                "must be none, token, sequence or geometric.",
-            ),
-            *(
-                (
-                    self.mis_level != "none" or getattr(self, name) is None,
-                    name,
-                    "needs --mis-level token, sequence or geometric. Leave it out.",
-                )
-                for name in ("mis_low", "mis_high")
-            ),
-            *(
-                (
-                    None in (bounds := (getattr(self, low), getattr(self, high))) or bounds[0] < bounds[1],
-                    high,
-                    f"must be above --{low.replace('_', '-')} ({bounds[0]}). Leave both out.",
-                )
-                for low, high in (("mis_low", "mis_high"), ("cov_low", "cov_high"))
-            ),
-            *self._old_log_probs_rules(),
-            (
-                self.positive_nll_coef > 0 or self.positive_nll_above == 0,
-                "positive_nll_above",
-                "needs --positive-nll-coef. Leave it out, or try --positive-nll-coef 0.1.",
-            ),
-            (self.kl_mode in ("none", "loss", "reward"), "kl_mode", "must be none, loss or reward."),
-            ((self.kl_mode == "none") == (self.kl_coef == 0), "kl_coef", kl_coef_rule),
-            (
-                not self.kl_straight_through or self.kl_mode == "loss",
-                "kl_straight_through",
-                "needs --kl-mode loss. Leave it out.",
-            ),
-            (self.kl_controller in ("fixed", "adaptive"), "kl_controller", "must be fixed or adaptive."),
-            (
-                self.kl_controller != "adaptive" or self.kl_mode != "none",
-                "kl_controller",
-                "needs --kl-mode loss or reward. Leave it out.",
-            ),
-        ]
-
-    def _old_log_probs_rules(self) -> list[tuple[bool, str, str]]:
-        return old_log_probs_rules(
+    def field_rules(self) -> FieldRules:
+        transform, reason = transform_or_reason(self.policy_loss)
+        yield transform is not None, "policy_loss", reason
+        for name in sorted(OPTIONS - transform.fields) if transform else ():
+            unread = f"is not for --policy-loss {self.policy_loss}. Leave it out."
+            yield getattr(self, name) is None, name, unread
+        yield from correction_rules(self)
+        for low, high in (("mis_low", "mis_high"), ("cov_low", "cov_high")):
+            least, most = getattr(self, low), getattr(self, high)
+            rule = f"must be above --{low.replace('_', '-')} ({least}). Leave both out."
+            yield None in (least, most) or least < most, high, rule
+        yield from old_log_probs_rules(
             self.old_log_probs,
             has_correction=self.has_correction,
             has_correction_column=self.has_correction_column,
             reads_old=self.kl_mode == "reward" or self.is_taught,
         )
-
-    def _transform_or_reason(self) -> tuple[Transform | None, str]:
-        """Return the ratio transform of --policy-loss, or None and what is wrong with the value."""
-        try:
-            transform = transform_of(self.policy_loss)
-        except ValueError as error:
-            return None, str(error)
-        near = did_you_mean(self.policy_loss, TRANSFORMS, prefix="")
-        return transform, f"must be one of {', '.join(TRANSFORMS)}, or path/to/file.py:function.{near}"
+        is_used = self.positive_nll_coef > 0 or self.positive_nll_above == 0
+        needs_coef = "needs --positive-nll-coef. Leave it out, or try --positive-nll-coef 0.1."
+        yield is_used, "positive_nll_above", needs_coef
+        yield from kl_rules(self)
 
     @property
     def _transform(self) -> Transform:
@@ -264,39 +203,36 @@ class PolicyGradient(Algorithm):
     @property
     def advantage_reads(self) -> tuple[str, ...]:
         reads_old = self.needs_reference or self.has_correction or self._transform.choose is not None
-        return (
-            "rewards",
-            *(self._old_column if reads_old else ()),
-            *(("ref_log_probs",) if self.needs_reference else ()),
-        )
+        return ("rewards", *(self._old_column if reads_old else ()), *self._ref_column)
 
     @property
     def advantage_writes(self) -> tuple[str, ...]:
-        returns = ("returns",) if self.needs_critic else ()
-        weights = ("correction_weights",) if self.has_correction_column else ()
-        return ("advantages", *returns, *weights, *self._other_columns)
+        return ("advantages", *(("returns",) if self.needs_critic else ()), *self._other_columns)
 
     @property
     def loss_reads(self) -> tuple[str, ...]:
-        of_reference = ("ref_log_probs",) if self.needs_reference else ()
-        weights = ("correction_weights",) if self.has_correction_column else ()
-        return (*self._old_column, "advantages", *of_reference, *weights, *self._other_columns)
-
-    @property
-    def _other_columns(self) -> tuple[str, ...]:
-        """Columns of terms that few jobs have, written beside the advantages and read by the loss."""
-        needed = {
-            "selected_tokens": self._transform.choose is not None,
-            "ce_weights": self.positive_nll_coef > 0,
-            "behavior_weights": self.interpolates_old,
-        }
-        return tuple(name for name, is_needed in needed.items() if is_needed)
+        return (*self._old_column, "advantages", *self._ref_column, *self._other_columns)
 
     @property
     def _old_column(self) -> tuple[str, ...]:
         """The name of the column with log-probs before the updates, as a tuple; () if the engine's log-probs
         replace it."""
         return () if self.takes_engine_log_probs else ("old_log_probs",)
+
+    @property
+    def _ref_column(self) -> tuple[str, ...]:
+        return ("ref_log_probs",) if self.needs_reference else ()
+
+    @property
+    def _other_columns(self) -> tuple[str, ...]:
+        """Columns of terms that few jobs have, written beside the advantages and read by the loss."""
+        needed = {
+            "correction_weights": self.has_correction_column,
+            "selected_tokens": self._transform.choose is not None,
+            "ce_weights": self.positive_nll_coef > 0,
+            "behavior_weights": self.interpolates_old,
+        }
+        return tuple(name for name, is_needed in needed.items() if is_needed)
 
     def shaped_reward(self, reward: float, length: int, max_response_length: int) -> float:
         """Return the reward less DAPO's penalty of long responses (arXiv:2503.14476, eq. 13)."""
@@ -309,10 +245,8 @@ class PolicyGradient(Algorithm):
         return self.overlong_filter and truncated
 
     def compute_corrections(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        if (
-            not self.has_correction or self.interpolates_old
-        ):  # the loss computes the weights anew in each update
-            return {}, {}
+        if self.interpolates_old or not self.has_correction:
+            return {}, {}  # interpolated: the loss computes the weights anew in each update
         return correction_weights(self, inputs)
 
     def select_tokens(
@@ -327,36 +261,16 @@ class PolicyGradient(Algorithm):
         if not self.positive_nll_coef:
             return {}
         is_right = (given > self.positive_nll_above) & ~left_out & (inputs.mini_batches >= 0)
-        return {
-            "ce_weights": inputs.spread(nll_weights(is_right, inputs.sample_lengths, inputs.mini_batches))
-        }
+        weights = nll_weights(is_right, inputs.sample_lengths, inputs.mini_batches)
+        return {"ce_weights": inputs.spread(weights)}
 
     def step_errors(self, num_samples: int) -> Iterable[str]:
-        if self.kl_controller == "adaptive" and MAX_ERROR * num_samples >= self.kl_horizon:
-            yield (
-                f"--kl-horizon ({self.kl_horizon}): must be above {MAX_ERROR} x the samples of a step "
-                f"({num_samples}), or the KL's factor may fall to 0 at once. Try {10 * num_samples}."
-            )
+        return horizon_errors(self, num_samples)
 
-    def build_kl_controller(self) -> FixedKLController | AdaptiveKLController:
-        if self.kl_controller == "adaptive":
-            return AdaptiveKLController(self.kl_coef, self.kl_target, self.kl_horizon)
-        return FixedKLController(self.kl_coef)
-
-    def _reference_kl(self, inputs: AdvantageInputs) -> tuple[Tensor | None, dict[str, float]]:
-        """Return the [N] KL estimate of each token to the reference, before the updates, and its metrics;
-        (None, {}) without a reference.
-
-        Metrics: kl/per_response, the mean over the step's samples with a reward of a response's sum, if there
-            is such a sample; kl/coef.
-        """
-        if not self.needs_reference:
-            return None, {}
-        return reference_kl(self.kl_estimator, inputs)
+    def build_kl_controller(self) -> FixedKLController:
+        return build_kl_controller(self)
 
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
-        from megarl.kernels.aggregate import total_weight
-
         total = total_weight(self.loss_aggregation, num_tokens, num_sequences, max_response_length)
         return total if self._token_tis is None else min(self._token_tis, 1.0) * total
 
@@ -365,11 +279,6 @@ class PolicyGradient(Algorithm):
         """The upper bound of the importance weight that the loss computes for each token; None without such a
         weight."""
         return self.tis_clip if self.tis_level == "token" else None
-
-    def _reference_kl_costs(self, inputs: ReferenceInputs, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return, for each token of these samples, what the KL takes off its reward, and the size of the
-        terms of that sum; [n] fp64 each."""
-        return kl_costs(self.kl_estimator, inputs, samples)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return policy loss + kl_coef * KL - entropy_coef * entropy, and metrics. All terms have the same
@@ -380,38 +289,25 @@ class PolicyGradient(Algorithm):
         (without `needs_entropy` -rollout_log_probs, the sampled estimate for the engine), if used
         policy/ref_kl and policy/tis_weight; policy/ratio_deviation_max, of |ratio - 1|.
         """
-        from megarl.kernels.aggregate import token_weights
         from megarl.kernels.policy_loss import PolicyLossColumns, policy_loss
 
-        n, has_kernel = inputs.num_tokens, self._transform.loss is None
-        advantages = inputs.advantages
-        old_log_probs = proximal_log_probs(inputs) if self.interpolates_old else inputs.old_log_probs
-        if has_kernel and inputs.correction_weights is not None:
-            advantages = advantages * inputs.correction_weights  # the loss is proportional to them
-        weights = token_weights(
-            self.loss_aggregation,
-            inputs.response_lengths,
-            n,
-            inputs.num_sequences,
-            inputs.max_response_length,
-        )
+        formula, advantages = self._transform.loss, inputs.advantages
+        if formula is None and inputs.correction_weights is not None:
+            advantages = advantages * inputs.correction_weights  # the kernel's loss is proportional to them
         columns = PolicyLossColumns(
-            inputs.log_probs,
-            old_log_probs,
-            advantages,
-            weights,
+            log_probs=inputs.log_probs,
+            old_log_probs=proximal_log_probs(inputs) if self.interpolates_old else inputs.old_log_probs,
+            advantages=advantages,
+            weights=token_weights(self.loss_aggregation, inputs),
             rollout_log_probs=inputs.rollout_log_probs,
             ref_log_probs=inputs.ref_log_probs if self.needs_reference else None,
             entropy=inputs.entropy if self.needs_entropy else -inputs.rollout_log_probs,
         )
-        if has_kernel:
-            names = ("rollout_log_probs", "ref_log_probs", "entropy")
-            others = {name: getattr(columns, name) for name in names}
-            loss, stats = policy_loss(*columns[:4], self._options(inputs), **others)
+        options = self._loss_options(inputs.kl_coef)
+        if formula is None:
+            loss, stats = policy_loss(**columns._asdict(), options=options)
         else:
-            from megarl.algorithms.transformed_loss import transformed_loss
-
-            loss, stats = transformed_loss(self, columns, inputs)
+            loss, stats = transformed_loss(formula, self, columns, options, inputs)
         totals = {
             "clip_fraction": stats.num_clipped,
             "dual_clip_fraction": stats.num_dual_clipped,
@@ -420,6 +316,7 @@ class PolicyGradient(Algorithm):
             "ref_kl": stats.ref_kl_sum,
             "tis_weight": stats.tis_weight_sum,
         }
+        n = inputs.num_tokens
         metrics = {f"policy/{name}": total / n for name, total in totals.items() if total is not None}
         metrics |= {"policy/loss": loss.detach(), "policy/ratio_deviation_max": stats.ratio_deviation_max}
         if inputs.ce_weights is not None:
@@ -427,17 +324,18 @@ class PolicyGradient(Algorithm):
             loss, metrics["policy/positive_nll"] = loss + self.positive_nll_coef * nll, nll.detach()
         return loss, metrics
 
-    def _options(self, inputs: LossInputs) -> PolicyLossOptions:
-        """Return the options of the policy-loss kernel."""
+    def _loss_options(self, kl_coef: float) -> PolicyLossOptions:
+        """Return the options of the policy loss, of which a ratio transform without a kernel has the corrections, the
+        KL and the entropy."""
         from megarl.kernels.policy_loss import PolicyLossOptions
 
         return PolicyLossOptions(
-            kind=self.policy_loss,
+            kind="cispo" if self.policy_loss == "cispo" else "ppo",
             clip_eps_low=self.clip_eps_low,
             clip_eps_high=self.clip_eps_high,
             clip_ratio_c=self.clip_ratio_c,
             tis_clip=self._token_tis,
-            kl_coef=inputs.kl_coef if self.kl_mode == "loss" else 0.0,
+            kl_coef=kl_coef if self.kl_mode == "loss" else 0.0,
             kl_estimator=self.kl_estimator,
             kl_straight_through=self.kl_straight_through,
             entropy_coef=self.entropy_coef,

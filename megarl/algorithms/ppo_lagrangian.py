@@ -13,23 +13,19 @@ to the cost, and there is no pretraining term.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
-from megarl.algorithms.lagrange import MEAN_COST, LagrangeMultiplier, PIDMultiplier
+from megarl.algorithms.costs import NO_KL, cost_metrics, costs_as_rewards, references_of_costs
+from megarl.algorithms.lagrange import LagrangeMultiplier, build_multiplier, multiplier_errors
 from megarl.algorithms.ppo import PPO
-from megarl.algorithms.whitening import sums_for_whitening, whitened, whitened_reference
+from megarl.algorithms.whitening import reference_sums, whitened, whitened_columns
 from megarl.config.errors import NonNegative, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_NO_KL = {"kl_mode": "none", "kl_coef": 0.0, "kl_controller": "fixed", "kl_straight_through": False}
-"""Costs have no KL taken off them."""
-_OF_COST = {"values": "cost_values", "returns": "cost_returns"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,22 +60,10 @@ class PPOLagrangian(PPO):
     """Gain of the growth of the mean cost from one step to the next. With --lagrange-update pid."""
 
     def step_errors(self, num_samples: int) -> Iterable[str]:
-        yield from PPO.step_errors(self, num_samples)
-        if self.lagrange_init > self.lagrange_max:
-            yield (
-                f"--lagrange-init ({self.lagrange_init:g}): must be at most --lagrange-max "
-                f"({self.lagrange_max:g}). Try --lagrange-max {2 * self.lagrange_init:g}."
-            )
-        for name in ("lagrange_kp", "lagrange_kd"):
-            if getattr(self, name) and self.lagrange_update != "pid":
-                flag = f"--{name.replace('_', '-')} ({getattr(self, name):g})"
-                yield f"{flag}: has no effect without --lagrange-update pid. Give both, or leave it out."
+        return [*PPO.step_errors(self, num_samples), *multiplier_errors(self)]
 
     def build_multiplier(self) -> LagrangeMultiplier:
-        common = (self.lagrange_init, self.lagrange_lr, self.cost_limit, self.lagrange_max)
-        if self.lagrange_update == "pid":
-            return PIDMultiplier(*common, kp=self.lagrange_kp, kd=self.lagrange_kd)
-        return LagrangeMultiplier(*common)
+        return build_multiplier(self)
 
     @property
     def advantage_reads(self) -> tuple[str, ...]:
@@ -100,47 +84,27 @@ class PPOLagrangian(PPO):
 
         Metrics: those of PPO; cost/multiplier, and cost/mean if a response has a reward;
         cost_critic/value_mean, cost_critic/return_mean and cost_critic/explained_variance."""
-        import torch
-
-        assert inputs.scores is not None
-        factor, here = inputs.scores.multiplier, inputs.counted_rows
-        costs = torch.tensor(inputs.scores.required(self.cost_score, "--cost-score"), dtype=torch.float32)
+        factor, costs = inputs.scores.multiplier, costs_as_rewards(inputs, self.cost_score)
         of_reward, metrics = self._part().compute_advantages(inputs)
-        as_rewards = replace(inputs, rewards=costs, values=inputs.cost_values)
-        of_cost, cost_metrics = self._part(**_NO_KL).compute_advantages(as_rewards)
+        of_cost, of_critic = self._part(**NO_KL).compute_advantages(costs)
         advantages = (of_reward["advantages"] - factor * of_cost["advantages"]) / (1 + factor)
         if self.whiten_advantages:
             advantages = whitened(inputs, advantages)
-        metrics |= {f"cost_{name}": v for name, v in cost_metrics.items() if name.startswith("critic/")}
-        metrics["cost/multiplier"] = factor * len(here) / inputs.num_trained
-        if inputs.num_scored:
-            metrics[MEAN_COST] = costs[here].double().nansum().item() / inputs.num_scored
-        columns = of_reward | {"advantages": advantages, "cost_returns": of_cost["returns"]}
-        return columns, metrics | advantage_metrics(inputs, advantages)
+        metrics |= cost_metrics(inputs, costs.rewards, of_critic) | advantage_metrics(inputs, advantages)
+        return of_reward | {"advantages": advantages, "cost_returns": of_cost["returns"]}, metrics
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float] | None:
-        if not self.whiten_advantages:
-            return None
-        scored = [one for one in inputs.samples if not math.isnan(inputs.rewards[inputs.episode(one)])]
-        of_samples = (self._references(inputs, one)["advantages"].values for one in scored)
-        return sums_for_whitening(value for values in of_samples for value in values)
+        return reference_sums(inputs, self._references) if self.whiten_advantages else None
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return advantages and both returns of one sample, computed a token at a time from its end."""
         found = self._references(inputs, sample)
-        if self.whiten_advantages and not math.isnan(inputs.rewards[inputs.episode(sample)]):
-            mixed = found["advantages"]
-            found["advantages"] = whitened_reference(mixed.values, mixed.magnitudes, inputs.sums)
-        return found
+        return whitened_columns(inputs, sample, found) if self.whiten_advantages else found
 
     def _references(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return the columns of one sample before whitening."""
-        assert inputs.scores is not None
-        factor, episode = inputs.scores.multiplier, inputs.episode(sample)
-        cost = inputs.scores.of[self.cost_score][inputs.positions[episode]]
-        columns = lambda one, name: inputs.columns(one, _OF_COST.get(name, name))
-        as_rewards = replace(inputs, rewards={episode: cost}, columns=columns)
+        factor, costs = inputs.scores.multiplier, references_of_costs(inputs, sample, self.cost_score)
         found = self._part().reference_advantages(inputs, sample)
-        of_cost = self._part(**_NO_KL).reference_advantages(as_rewards, sample)
+        of_cost = self._part(**NO_KL).reference_advantages(costs, sample)
         mixed = found["advantages"].plus(of_cost["advantages"], -factor).times(1 / (1 + factor))
         return found | {"advantages": mixed, "cost_returns": of_cost["returns"]}

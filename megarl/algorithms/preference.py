@@ -12,7 +12,7 @@ over any context-parallel ranks. A step makes one update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -47,6 +47,39 @@ class Answers(NamedTuple):
         return self.log_probs / self.lengths
 
 
+def check_pairs(inputs: AdvantageInputs) -> None:
+    """Assert that samples 2 p and 2 p + 1 are the chosen and the rejected answer of pair p."""
+    groups = inputs.group_ids.view(-1, 2)
+    assert bool((groups[:, 0] == groups[:, 1]).all()), "the two answers of a pair follow each other"
+
+
+def slope_column(inputs: AdvantageInputs, loss: Tensor, of_samples: Tensor) -> dict[str, Tensor]:
+    """Return the column advantages, the negative derivative of the loss by the number of each token's sample.
+
+    Args:
+        of_samples: [S], from which the loss was computed."""
+    import torch
+
+    (slope,) = torch.autograd.grad(loss, of_samples)
+    return {"advantages": inputs.spread(-slope).float()}
+
+
+def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of [P] rewards of chosen and of rejected answers, means over the pairs."""
+    return {
+        "rewards/chosen": chosen.mean(),
+        "rewards/rejected": rejected.mean(),
+        "rewards/margins": (chosen - rejected).mean(),
+        "rewards/accuracies": (chosen > rejected).double().mean(),
+    }
+
+
+def this_rank(inputs: AdvantageInputs, metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return this rank's part of metrics that all ranks know. The parts of all ranks add up to the metric."""
+    share = len(inputs.counted_rows) / len(inputs.rewards)
+    return {name: value.item() * share for name, value in metrics.items()}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preference(Algorithm):
     """learning from pairs"""
@@ -74,12 +107,7 @@ class Preference(Algorithm):
 
     def pair_metrics(self, chosen: Answers, rejected: Answers) -> dict[str, Tensor]:
         """Return the metrics of a step beside policy/loss, means over its pairs."""
-        of_chosen, of_rejected = self.implicit_rewards(chosen), self.implicit_rewards(rejected)
-        return {
-            "rewards/chosen": of_chosen.mean(),
-            "rewards/rejected": of_rejected.mean(),
-            "rewards/margins": (of_chosen - of_rejected).mean(),
-            "rewards/accuracies": (of_chosen > of_rejected).double().mean(),
+        return reward_metrics(self.implicit_rewards(chosen), self.implicit_rewards(rejected)) | {
             "logps/chosen": chosen.log_probs.mean(),
             "logps/rejected": rejected.log_probs.mean(),
         }
@@ -101,8 +129,7 @@ class Preference(Algorithm):
         ones."""
         import torch
 
-        groups = inputs.group_ids.view(-1, 2)
-        assert bool((groups[:, 0] == groups[:, 1]).all()), "the two answers of a pair follow each other"
+        check_pairs(inputs)
         rows = torch.arange(len(inputs.rewards))
         return rows[0::2], rows[1::2]
 
@@ -128,13 +155,10 @@ class Preference(Algorithm):
             return {"advantages": torch.zeros(int(inputs.response_lengths.sum()))}, {"policy/loss": 0.0}
         with torch.enable_grad():
             loss = self.pair_losses(chosen, rejected).mean()
-        (slope,) = torch.autograd.grad(loss, log_probs)
+        columns = slope_column(inputs, loss, log_probs)
         with torch.no_grad():
-            metrics = {"policy/loss": loss, **self.pair_metrics(chosen, rejected)}
-        # The parts of all ranks add up to the metric.
-        share = len(inputs.counted_rows) / len(inputs.rewards)
-        parts = {name: value.item() * share for name, value in metrics.items()}
-        return {"advantages": inputs.spread(-slope).float()}, parts
+            metrics = {"policy/loss": loss} | self.pair_metrics(chosen, rejected)
+        return columns, this_rank(inputs, metrics)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return minus the sum of advantage times log-prob, whose gradient is that of the mean pair loss. The

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.config.errors import FieldRules
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -40,34 +42,23 @@ def proximal_log_probs(inputs: LossInputs) -> Tensor:
 
 def old_log_probs_rules(
     value: str, has_correction: bool, has_correction_column: bool, reads_old: bool
-) -> list[tuple[bool, str, str]]:
-    """Return the rules of --old-log-probs, for `field_rules`.
+) -> FieldRules:
+    """Return the rules of --old-log-probs.
 
     Args:
         reads_old: whether advantages are computed from the log-probs of before the step."""
-    is_interpolated = value == "interpolated"
-    return [
-        (
-            value in ("trainer", "engine", "interpolated"),
-            "old_log_probs",
-            "must be trainer, engine or interpolated.",
-        ),
-        (
-            value != "engine" or not has_correction,
-            "old_log_probs",
-            "with engine, corrections by the ratio of trainer and engine (--tis-clip, --mis-level, "
-            "--token-veto) do nothing. Leave them out, or try trainer.",
-        ),
-        (
-            not is_interpolated or not has_correction_column,
-            "old_log_probs",
-            "with interpolated, nothing is computed before the step that --tis-level sequence, --mis-level or "
-            "--token-veto could judge. Leave them out, or try trainer.",
-        ),
-        (
-            not is_interpolated or not reads_old,
-            "old_log_probs",
-            "with interpolated, no pass computes the log-probs of before the step, from which advantages or "
-            "rewards are computed here. Try trainer.",
-        ),
-    ]
+    engine = (
+        "with engine, corrections by the ratio of trainer and engine (--tis-clip, --mis-level, --token-veto) do "
+        "nothing. Leave them out, or try trainer."
+    )
+    column = (
+        "with interpolated, nothing is computed before the step that --tis-level sequence, --mis-level or "
+        "--token-veto could judge. Leave them out, or try trainer."
+    )
+    reads = (
+        "with interpolated, no pass computes the log-probs of before the step, from which advantages or rewards are "
+        "computed here. Try trainer."
+    )
+    yield value != "engine" or not has_correction, "old_log_probs", engine
+    yield value != "interpolated" or not has_correction_column, "old_log_probs", column
+    yield value != "interpolated" or not reads_old, "old_log_probs", reads

@@ -11,14 +11,14 @@ weights, so the paper's stages are steps: its stage of several updates on one se
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.group_advantage import places_in_groups
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.config.errors import Count
+from megarl.algorithms.reference_kl import reference_kl
+from megarl.config.errors import Count, FieldRules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ class RAFT(PolicyGradient):
     raft_min_reward: float | None = None
     """Keep a response only if its reward is at least this. Default: none."""
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
+    def field_rules(self) -> FieldRules:
         yield from PolicyGradient.field_rules(self)
         rule = "is not for raft: a response is kept by its reward alone. Try --kl-mode loss, or leave it out."
         yield self.kl_mode != "reward", "kl_mode", rule
@@ -66,7 +66,7 @@ class RAFT(PolicyGradient):
         Metrics: raft/kept, the number of kept responses; raft/reward, their mean reward; those of
         `advantage_metrics`, and with a reference kl/per_response and kl/coef.
         """
-        _, metrics = self._reference_kl(inputs)
+        _, metrics = reference_kl(self, inputs)
         is_kept = ~self.left_out(inputs)
         here = is_kept[inputs.counted_rows]
         count = max(int(is_kept.sum()), 1)
@@ -89,5 +89,5 @@ class RAFT(PolicyGradient):
         )
         is_enough = self.raft_min_reward is None or mine >= self.raft_min_reward
         value = float(not math.isnan(mine) and better < self.raft_keep and is_enough)
-        values = [value] * len(inputs.columns(sample, "advantages"))
-        return {"advantages": ReferenceColumn(values=values, magnitudes=values)}
+        num_tokens = len(inputs.columns(sample, "advantages"))
+        return {"advantages": ReferenceColumn.constant(num_tokens, value, value)}

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megarl.algorithms.token_selection import Choose, drawn_within_bounds, largest_covariance
 
@@ -64,72 +64,7 @@ class Tokens(NamedTuple):
 
 Loss = tuple["Tensor", "Tensor | None"]
 """Loss of each token, and whether the clip or mask took its gradient away (None: there is none)."""
-
-
-def _pessimistic(tokens: Tokens, ratio: Tensor, flags: TransformFlags) -> Loss:
-    """Return the loss of the ratio or of the clipped ratio, whichever is larger."""
-    loss = -tokens.advantages * ratio
-    bounds = 1 - flags.clip_eps_low, 1 + flags.clip_eps_high
-    clipped = -tokens.advantages * ratio.clamp(*bounds)
-    return loss.maximum(clipped), clipped > loss
-
-
-def reinforce(tokens: Tokens, flags: TransformFlags) -> Loss:
-    return -tokens.advantages * tokens.log_probs, None
-
-
-def sapo(tokens: Tokens, flags: TransformFlags) -> Loss:
-    is_positive = tokens.advantages > 0
-    tau = flags.sapo_tau_pos * is_positive + flags.sapo_tau_neg * ~is_positive
-    gate = (tau * (tokens.ratio - 1)).sigmoid() * 4 / tau
-    return -tokens.advantages * gate, None
-
-
-def dppo_tv(tokens: Tokens, flags: TransformFlags) -> Loss:
-    moved = tokens.log_probs.detach().exp() - tokens.rollout_log_probs.exp()
-    is_held = moved * tokens.advantages.sign() > flags.dppo_threshold
-    return -tokens.advantages * tokens.ratio * ~is_held, is_held
-
-
-def dppo_kl(tokens: Tokens, flags: TransformFlags) -> Loss:
-    log_pi, log_mu = tokens.log_probs.detach(), tokens.rollout_log_probs
-    pi, mu = log_pi.exp(), log_mu.exp()
-    # 1 - probability is at least the spacing of fp32 numbers below 1.
-    rest_pi, rest_mu = (1 - pi).clamp(min=6e-8), (1 - mu).clamp(min=6e-8)
-    divergence = mu * (log_mu - log_pi) + (1 - mu) * (rest_mu.log() - rest_pi.log())
-    is_held = ((pi - mu) * tokens.advantages > 0) & (divergence > flags.dppo_threshold)
-    return -tokens.advantages * tokens.ratio * ~is_held, is_held
-
-
-def clip_cov(tokens: Tokens, flags: TransformFlags) -> Loss:
-    loss, is_clipped = _pessimistic(tokens, tokens.ratio, flags)
-    assert tokens.selected is not None and is_clipped is not None
-    is_selected = tokens.selected > 0
-    return loss * ~is_selected, is_clipped | is_selected
-
-
-def kl_cov(tokens: Tokens, flags: TransformFlags) -> Loss:
-    assert tokens.selected is not None
-    return (
-        -tokens.advantages * tokens.ratio + flags.cov_kl_coef * tokens.selected * tokens.log_ratio.abs(),
-        None,
-    )
-
-
-def gspo(tokens: Tokens, flags: TransformFlags) -> Loss:
-    return _pessimistic(tokens, tokens.response_mean(tokens.log_ratio).exp(), flags)
-
-
-def gspo_token(tokens: Tokens, flags: TransformFlags) -> Loss:
-    mean = tokens.response_mean(tokens.log_ratio.detach())
-    return _pessimistic(tokens, (mean + tokens.log_probs - tokens.log_probs.detach()).exp(), flags)
-
-
-def gmpo(tokens: Tokens, flags: TransformFlags) -> Loss:
-    clipped = tokens.log_ratio.clamp(-flags.clip_eps_low, flags.clip_eps_high)
-    is_held = (tokens.log_ratio - clipped) * tokens.advantages > 0
-    mean = tokens.response_mean(clipped.where(is_held, tokens.log_ratio))
-    return -tokens.advantages * mean.exp(), is_held
+Formula = Callable[[Tokens, TransformFlags], Loss]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +74,7 @@ class Transform:
     paper: str
     """Number on arXiv."""
     summary: str
-    loss: Callable[[Tokens, TransformFlags], Loss] | None = None
+    loss: Formula | None = None
     """None: the kernel of policy_loss.py."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Field of the algorithm that the transform reads -> its default."""
@@ -161,78 +96,125 @@ class Transform:
 _CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}
 _GSPO_CLIP = {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4}
 
-TRANSFORMS: dict[str, Transform] = {
-    "ppo": Transform(
-        paper="1707.06347",
-        summary="a clipped token has no gradient",
-        defaults=_CLIP,
-        optional=("clip_ratio_c",),
-    ),
-    "cispo": Transform(
-        paper="2506.13585",
-        summary="the clip only bounds the ratio that weighs a token's gradient",
-        defaults=_CLIP,
-    ),
-    "reinforce": Transform(
-        paper="2402.14740",
-        summary="no ratio: the log-prob, weighted by the advantage",
-        loss=reinforce,
-        has_ratio=False,
-    ),
-    "sapo": Transform(
-        paper="2511.20347",
-        summary="a smooth gate around ratio 1 in place of a clip",
-        loss=sapo,
-        defaults={"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05},
-    ),
-    "dppo-tv": Transform(
-        paper="2602.04879",
-        summary="no gradient where the probability has moved too far from the engine's",
-        loss=dppo_tv,
-        defaults={"dppo_threshold": 0.15},
-    ),
-    "dppo-kl": Transform(
-        paper="2602.04879",
-        summary="the same, by the KL of token against all others",
-        loss=dppo_kl,
-        defaults={"dppo_threshold": 0.05},
-    ),
-    "clip-cov": Transform(
-        paper="2505.22617",
-        summary="ppo's clip, and no gradient at some tokens whose log-prob and advantage covary most",
-        loss=clip_cov,
-        defaults=_CLIP | {"cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-        choose=drawn_within_bounds,
-    ),
-    "kl-cov": Transform(
-        paper="2505.22617",
-        summary="no clip, and a penalty of moving the tokens whose log-prob and advantage covary most",
-        loss=kl_cov,
-        defaults={"cov_share": 2e-3, "cov_kl_coef": 1.0},
-        choose=largest_covariance,
-    ),
-    "gspo": Transform(
-        paper="2507.18071",
-        summary="ppo's clip of one ratio per response, the geometric mean of its tokens'",
-        loss=gspo,
-        defaults=_GSPO_CLIP,
-        token_level=False,
-    ),
-    "gspo-token": Transform(
-        paper="2507.18071",
-        summary="gspo's value and clip, each token's gradient by its own advantage",
-        loss=gspo_token,
-        defaults=_GSPO_CLIP,
-        token_level=False,
-    ),
-    "gmpo": Transform(
-        paper="2507.20673",
-        summary="geometric mean of ratios that are clipped one by one, in log space",
-        loss=gmpo,
-        defaults={"clip_eps_low": 0.4, "clip_eps_high": 0.4},
-        token_level=False,
-    ),
-}
+TRANSFORMS: dict[str, Transform] = {}
 """--policy-loss -> its formula, its paper and the flags that it reads."""
-OPTIONS = frozenset().union(*(transform.fields for transform in TRANSFORMS.values()))
+
+
+def transform(name: str, paper: str, **options: Any) -> Callable[[Formula], Formula]:
+    """Add the decorated function to TRANSFORMS as the loss of one value of --policy-loss. Its docstring is the
+    summary that `megarl algorithms` prints.
+
+    Args:
+        options: further fields of `Transform`."""
+
+    def add(loss: Formula) -> Formula:
+        TRANSFORMS[name] = Transform(paper=paper, summary=loss.__doc__ or "", loss=loss, **options)
+        return loss
+
+    return add
+
+
+def _pessimistic(tokens: Tokens, ratio: Tensor, flags: TransformFlags) -> Loss:
+    """Return the loss of the ratio or of the clipped ratio, whichever is larger."""
+    loss = -tokens.advantages * ratio
+    bounds = 1 - flags.clip_eps_low, 1 + flags.clip_eps_high
+    clipped = -tokens.advantages * ratio.clamp(*bounds)
+    return loss.maximum(clipped), clipped > loss
+
+
+TRANSFORMS["ppo"] = Transform(
+    paper="1707.06347",
+    summary="a clipped token has no gradient",
+    defaults=_CLIP,
+    optional=("clip_ratio_c",),
+)
+TRANSFORMS["cispo"] = Transform(
+    paper="2506.13585",
+    summary="the clip only bounds the ratio that weighs a token's gradient",
+    defaults=_CLIP,
+)
+
+
+@transform("reinforce", "2402.14740", has_ratio=False)
+def reinforce(tokens: Tokens, flags: TransformFlags) -> Loss:
+    """no ratio: the log-prob, weighted by the advantage"""
+    return -tokens.advantages * tokens.log_probs, None
+
+
+@transform("sapo", "2511.20347", defaults={"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05})
+def sapo(tokens: Tokens, flags: TransformFlags) -> Loss:
+    """a smooth gate around ratio 1 in place of a clip"""
+    is_positive = tokens.advantages > 0
+    tau = flags.sapo_tau_pos * is_positive + flags.sapo_tau_neg * ~is_positive
+    gate = (tau * (tokens.ratio - 1)).sigmoid() * 4 / tau
+    return -tokens.advantages * gate, None
+
+
+@transform("dppo-tv", "2602.04879", defaults={"dppo_threshold": 0.15})
+def dppo_tv(tokens: Tokens, flags: TransformFlags) -> Loss:
+    """no gradient where the probability has moved too far from the engine's"""
+    moved = tokens.log_probs.detach().exp() - tokens.rollout_log_probs.exp()
+    is_held = moved * tokens.advantages.sign() > flags.dppo_threshold
+    return -tokens.advantages * tokens.ratio * ~is_held, is_held
+
+
+@transform("dppo-kl", "2602.04879", defaults={"dppo_threshold": 0.05})
+def dppo_kl(tokens: Tokens, flags: TransformFlags) -> Loss:
+    """the same, by the KL of token against all others"""
+    log_pi, log_mu = tokens.log_probs.detach(), tokens.rollout_log_probs
+    pi, mu = log_pi.exp(), log_mu.exp()
+    # 1 - probability is at least the spacing of fp32 numbers below 1.
+    rest_pi, rest_mu = (1 - pi).clamp(min=6e-8), (1 - mu).clamp(min=6e-8)
+    divergence = mu * (log_mu - log_pi) + (1 - mu) * (rest_mu.log() - rest_pi.log())
+    is_held = ((pi - mu) * tokens.advantages > 0) & (divergence > flags.dppo_threshold)
+    return -tokens.advantages * tokens.ratio * ~is_held, is_held
+
+
+@transform(
+    "clip-cov",
+    "2505.22617",
+    defaults=_CLIP | {"cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+    choose=drawn_within_bounds,
+)
+def clip_cov(tokens: Tokens, flags: TransformFlags) -> Loss:
+    """ppo's clip, and no gradient at some tokens whose log-prob and advantage covary most"""
+    loss, is_clipped = _pessimistic(tokens, tokens.ratio, flags)
+    assert tokens.selected is not None and is_clipped is not None
+    is_selected = tokens.selected > 0
+    return loss * ~is_selected, is_clipped | is_selected
+
+
+@transform(
+    "kl-cov", "2505.22617", defaults={"cov_share": 2e-3, "cov_kl_coef": 1.0}, choose=largest_covariance
+)
+def kl_cov(tokens: Tokens, flags: TransformFlags) -> Loss:
+    """no clip, and a penalty of moving the tokens whose log-prob and advantage covary most"""
+    assert tokens.selected is not None
+    penalty = flags.cov_kl_coef * tokens.selected * tokens.log_ratio.abs()
+    return -tokens.advantages * tokens.ratio + penalty, None
+
+
+@transform("gspo", "2507.18071", defaults=_GSPO_CLIP, token_level=False)
+def gspo(tokens: Tokens, flags: TransformFlags) -> Loss:
+    """ppo's clip of one ratio per response, the geometric mean of its tokens'"""
+    return _pessimistic(tokens, tokens.response_mean(tokens.log_ratio).exp(), flags)
+
+
+@transform("gspo-token", "2507.18071", defaults=_GSPO_CLIP, token_level=False)
+def gspo_token(tokens: Tokens, flags: TransformFlags) -> Loss:
+    """gspo's value and clip, each token's gradient by its own advantage"""
+    mean = tokens.response_mean(tokens.log_ratio.detach())
+    return _pessimistic(tokens, (mean + tokens.log_probs - tokens.log_probs.detach()).exp(), flags)
+
+
+@transform("gmpo", "2507.20673", defaults={"clip_eps_low": 0.4, "clip_eps_high": 0.4}, token_level=False)
+def gmpo(tokens: Tokens, flags: TransformFlags) -> Loss:
+    """geometric mean of ratios that are clipped one by one, in log space"""
+    clipped = tokens.log_ratio.clamp(-flags.clip_eps_low, flags.clip_eps_high)
+    is_held = (tokens.log_ratio - clipped) * tokens.advantages > 0
+    mean = tokens.response_mean(clipped.where(is_held, tokens.log_ratio))
+    return -tokens.advantages * mean.exp(), is_held
+
+
+OPTIONS = frozenset().union(*(one.fields for one in TRANSFORMS.values()))
 """Fields of the algorithm that some transform reads."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -55,6 +56,10 @@ class ReferenceInputs:
         """Return the id under which reward, group and length of a sample are found."""
         return self.episode_of.get(sample, sample)
 
+    def has_reward(self, sample: int) -> bool:
+        """Return whether the reward of a sample did not fail."""
+        return not math.isnan(self.rewards[self.episode(sample)])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceColumn:
@@ -66,6 +71,11 @@ class ReferenceColumn:
     magnitudes: Sequence[float]
     """[n], the size of the numbers that each value is a sum of: in fp32 it may be wrong by this times the
     rounding of a few operations."""
+
+    @staticmethod
+    def constant(num_tokens: int, value: float = 0.0, magnitude: float = 0.0) -> ReferenceColumn:
+        """Return the column of a sample whose tokens all have one value; 0 for a sample that teaches nothing."""
+        return ReferenceColumn(values=[value] * num_tokens, magnitudes=[magnitude] * num_tokens)
 
     def times(self, factor: float) -> ReferenceColumn:
         """Return the column multiplied by a number."""

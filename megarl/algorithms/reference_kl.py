@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceInputs
 from megarl.algorithms.kl_controller import MEASURED_KL
@@ -14,14 +14,24 @@ if TYPE_CHECKING:
     from megarl.kernels.kl import KLEstimator
 
 
-def reference_kl(estimator: KLEstimator, inputs: AdvantageInputs) -> tuple[Tensor, dict[str, float]]:
-    """Return the [N] KL estimate of each token to the reference, and this rank's part of its metrics.
+class ReferenceKLFlags(Protocol):
+    """The fields of an algorithm that decide whether and how its KL to the reference is estimated."""
+
+    needs_reference: bool
+    kl_estimator: KLEstimator
+
+
+def reference_kl(flags: ReferenceKLFlags, inputs: AdvantageInputs) -> tuple[Tensor | None, dict[str, float]]:
+    """Return the [N] KL estimate of each token to the reference, and this rank's part of its metrics; (None, {})
+    without a reference.
 
     Metrics: kl/per_response, the mean over the step's trained samples with a reward of a response's sum, if
         there is such a sample; kl/coef."""
+    if not flags.needs_reference:
+        return None, {}
     from megarl.kernels.kl import kl_estimate
 
-    kl = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, estimator)
+    kl = kl_estimate(inputs.old_log_probs, inputs.ref_log_probs, flags.kl_estimator)
     metrics = {"kl/coef": inputs.kl_coef * len(inputs.counted_rows) / inputs.num_trained}
     if num_scored := inputs.num_scored:
         is_scored = inputs.spread(~inputs.rewards.isnan())
@@ -30,7 +40,7 @@ def reference_kl(estimator: KLEstimator, inputs: AdvantageInputs) -> tuple[Tenso
 
 
 def kl_costs(
-    estimator: KLEstimator, inputs: ReferenceInputs, samples: Sequence[int]
+    flags: ReferenceKLFlags, inputs: ReferenceInputs, samples: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return, for each token of these samples, what the KL takes off its reward, and the size of the terms of
     that sum; [n] fp64 each."""
@@ -42,7 +52,7 @@ def kl_costs(
         for name in ("old_log_probs", "ref_log_probs")
     )
     d = log_probs - ref_log_probs
-    match estimator:
+    match flags.kl_estimator:
         case "k1":
             kl = d
         case "abs":

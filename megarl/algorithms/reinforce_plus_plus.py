@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
+from megarl.algorithms.gae import reference_gae, step_gae, token_rewards
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.algorithms.whitening import sums_for_whitening, whitened_reference
+from megarl.algorithms.whitening import reference_sums, whitened_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,19 +36,13 @@ class ReinforcePlusPlus(PolicyGradient):
         Metrics: advantage/max_abs, reward/failed, with a reference kl/per_response and kl/coef."""
         import torch
 
-        from megarl.kernels.gae import gae, whiten
+        from megarl.kernels.gae import whiten
 
-        kl, metrics = self._reference_kl(inputs)
-        is_scored, lengths = inputs.spread(~inputs.rewards.isnan()), inputs.response_lengths
-        ends, has_tokens = lengths.cumsum(0), lengths > 0
-        token_rewards = -inputs.kl_coef * kl if self.kl_mode == "reward" else torch.zeros(len(is_scored))
-        token_rewards[ends[has_tokens] - 1] += self._centred(inputs)[inputs.rows][has_tokens]
-        cu_seqlens = torch.cat([ends.new_zeros(1), ends])
+        rewards, metrics = token_rewards(self, inputs, self._centred(inputs))
         # Without a critic, GAE with gamma and lambda 1 sums the rewards from each token on.
-        sums = gae(
-            token_rewards, torch.zeros_like(token_rewards), is_scored, cu_seqlens, gamma=1.0, gae_lambda=1.0
-        )
-        advantages = whiten(sums.advantages, is_scored, inputs.sum_over_ranks(sums.stats))
+        returns = step_gae(inputs, rewards, torch.zeros_like(rewards), gamma=1.0, gae_lambda=1.0)
+        is_scored = inputs.spread(~inputs.rewards.isnan())
+        advantages = whiten(returns.advantages, is_scored, inputs.sum_over_ranks(returns.stats))
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)
 
     def _centred(self, inputs: AdvantageInputs) -> Tensor:
@@ -61,33 +56,23 @@ class ReinforcePlusPlus(PolicyGradient):
         return reward
 
     def reference_sums(self, inputs: ReferenceInputs) -> list[float]:
-        """Return sum, sum of squares and count of this rank's returns."""
-        of_samples = (self._reference_returns(inputs, sample)[0] for sample in inputs.samples)
-        return sums_for_whitening(value for returns in of_samples for value in returns)
+        return reference_sums(inputs, self._references)
 
     def reference_advantages(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
         """Return one sample's whitened returns, added up from its last token."""
-        returns, sizes = self._reference_returns(inputs, sample)
-        if not returns:
-            nothing = [0.0] * len(inputs.columns(sample, "advantages"))
-            return {"advantages": ReferenceColumn(values=nothing, magnitudes=nothing)}
-        return {"advantages": whitened_reference(returns, sizes, inputs.sums)}
+        return whitened_columns(inputs, sample, self._references(inputs, sample))
 
-    def _reference_returns(self, inputs: ReferenceInputs, sample: int) -> tuple[list[float], list[float]]:
-        """Return one sample's returns and the sizes of their terms; two empty lists if its reward failed."""
-        episode = inputs.episode(sample)
-        rewards = [inputs.rewards[member] for member in inputs.groups[episode]]
-        valid = [reward for reward in rewards if not math.isnan(reward)]
-        if math.isnan(inputs.rewards[episode]):
-            return [], []
-        num_tokens = len(inputs.columns(sample, "advantages"))
-        costs = sizes = [0.0] * num_tokens
-        if self.kl_mode == "reward":
-            costs, sizes = (part.tolist() for part in self._reference_kl_costs(inputs, [sample]))
-        reward = self._reference_reward(inputs.rewards[episode], valid)
-        size = 2 * max(map(abs, valid))
-        tokens = range(num_tokens)
-        return [reward - math.fsum(costs[t:]) for t in tokens], [size + math.fsum(sizes[t:]) for t in tokens]
+    def _references(self, inputs: ReferenceInputs, sample: int) -> dict[str, ReferenceColumn]:
+        """Return one sample's returns before whitening."""
+        num_tokens, episode = len(inputs.columns(sample, "advantages")), inputs.episode(sample)
+        if not inputs.has_reward(sample):
+            return {"advantages": ReferenceColumn.constant(num_tokens)}
+        group = [inputs.rewards[member] for member in inputs.groups[episode]]
+        valid = [reward for reward in group if not math.isnan(reward)]
+        reward, values = self._reference_reward(inputs.rewards[episode], valid), [0.0] * num_tokens
+        returns = reference_gae(self, inputs, sample, reward, values, gamma=1.0, gae_lambda=1.0)
+        size = 2 * max(map(abs, valid))  # of the reward, from which the baseline may take nearly all
+        return {"advantages": replace(returns, magnitudes=[size + one for one in returns.magnitudes])}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from megarl.algorithms.ratio_transforms import Tokens, TransformFlags
-from megarl.algorithms.user_policy_loss import transform_of
+from megarl.algorithms.ratio_transforms import Formula, Tokens, TransformFlags
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.algorithms.base import LossInputs
-    from megarl.kernels.kl import KLEstimator
-    from megarl.kernels.policy_loss import PolicyLossColumns, PolicyLossStats
-
-
-class PolicyLossFlags(TransformFlags, Protocol):
-    """The fields of an algorithm that the policy loss reads."""
-
-    policy_loss: str
-    tis_clip: float | None
-    tis_level: str
-    kl_mode: str
-    kl_estimator: KLEstimator
-    kl_straight_through: bool
-    entropy_coef: float
+    from megarl.kernels.policy_loss import PolicyLossColumns, PolicyLossOptions, PolicyLossStats
 
 
 def transformed_loss(
-    flags: PolicyLossFlags, columns: PolicyLossColumns, inputs: LossInputs
+    formula: Formula,
+    flags: TransformFlags,
+    columns: PolicyLossColumns,
+    options: PolicyLossOptions,
+    inputs: LossInputs,
 ) -> tuple[Tensor, PolicyLossStats]:
     """Return the sum of the weighted losses of N tokens with KL and entropy terms, and statistics, as
     `policy_loss` does for its kinds. Differentiable in `log_probs` and `entropy` only."""
@@ -49,26 +39,22 @@ def transformed_loss(
         selected=inputs.selected_tokens,
         response_mean=lambda values: response_mean(values, inputs.sequence_ids),
     )
-    transform = transform_of(flags.policy_loss)
-    assert (
-        transform is not None and transform.loss is not None
-    )  # the caller has asked for a transform without a kernel
-    losses, is_held = transform.loss(tokens, flags)
+    losses, is_held = formula(tokens, flags)
     weights, tis_weight_sum, ref_kl_sum = columns.weights, None, None
-    if flags.tis_clip is not None and flags.tis_level == "token":
-        log_w = (columns.old_log_probs - columns.rollout_log_probs).clamp(max=math.log(flags.tis_clip))
+    if options.tis_clip is not None:
+        log_w = (columns.old_log_probs - columns.rollout_log_probs).clamp(max=math.log(options.tis_clip))
         weights, tis_weight_sum = weights * log_w.exp(), log_w.exp().sum()
     if inputs.correction_weights is not None:
         weights = weights * inputs.correction_weights
     total = (losses * weights).sum()
     if columns.ref_log_probs is not None:
-        straight = flags.kl_straight_through
-        kl = kl_estimate(columns.log_probs, columns.ref_log_probs, flags.kl_estimator, straight)
+        how = options.kl_estimator, options.kl_straight_through
+        kl = kl_estimate(columns.log_probs, columns.ref_log_probs, *how)
         ref_kl_sum = kl.detach().sum()
-        if flags.kl_mode == "loss":
-            total = total + inputs.kl_coef * (columns.weights * kl).sum()
-    if flags.entropy_coef != 0:
-        total = total - flags.entropy_coef * (columns.weights * columns.entropy).sum()
+        if options.kl_coef != 0:
+            total = total + options.kl_coef * (columns.weights * kl).sum()
+    if options.entropy_coef != 0:
+        total = total - options.entropy_coef * (columns.weights * columns.entropy).sum()
     moved = log_ratio.detach()
     zero = moved.new_zeros(())
     return total, PolicyLossStats(

@@ -67,8 +67,7 @@ def reference_turn_advantages(
     mine = inputs.turns.get(sample)
     members = [inputs.turns[one] for one in inputs.groups[sample] if inputs.turns.get(one) is not None]
     if mine is None or len(members) == 1:
-        nothing = [0.0] * len(inputs.columns(sample, "advantages"))
-        return {"advantages": ReferenceColumn(values=nothing, magnitudes=nothing)}
+        return {"advantages": ReferenceColumn.constant(len(inputs.columns(sample, "advantages")))}
     means = [math.fsum(turns.returns) / len(turns.returns) for turns in members]
     mean, scale = math.fsum(means) / len(members), 1.0
     if normalize_by_std:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megarl.config.user_algorithm import is_in_file
-from megarl.files.user_code import run_file
+from megarl.files.user_code import check_call, load_from_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,17 +27,13 @@ def load_user_advantage(name: str) -> AdvantageFunction:
     Raises: ValueError if there is no such file or function, the file fails, or the function cannot be called
         so.
     """
+    if not is_in_file(name):
+        raise ValueError(f"there is no file {name.rpartition(':')[0] or name}. {_WANTED}")
+    function = load_from_file(name, "--advantage", "megarl_advantage_", _WANTED)
     path, _, own_name = name.rpartition(":")
-    if not is_in_file(name) or not os.path.isfile(path):
-        raise ValueError(f"there is no file {path or name}. {_WANTED}")
-    function = vars(run_file(path, f"--advantage ({name})", "megarl_advantage_")).get(own_name)
     if not callable(function):
-        found = "defines no" if function is None else f"defines {type(function).__name__} as"
-        raise ValueError(f"{path} {found} {own_name}. {_WANTED}")
-    try:
-        inspect.signature(function).bind(None, None, None)
-    except TypeError as error:
-        raise ValueError(f"{own_name}{inspect.signature(function)}: {error}. {_WANTED}") from None
+        raise ValueError(f"{path} defines {type(function).__name__} as {own_name}. {_WANTED}")
+    check_call(function, own_name, 3, _WANTED)
 
     def checked(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
         advantages = function(rewards.clone(), group_ids.clone(), lengths.clone())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import os
-from collections.abc import Callable
 from dataclasses import replace
 
-from megarl.algorithms.ratio_transforms import OPTIONS, TRANSFORMS, Loss, Tokens, Transform, TransformFlags
+from megarl.algorithms.ratio_transforms import OPTIONS, TRANSFORMS, Formula, Loss
+from megarl.algorithms.ratio_transforms import Tokens, Transform, TransformFlags
+from megarl.config.errors import did_you_mean
 from megarl.config.user_algorithm import is_in_file
-from megarl.files.user_code import run_file
+from megarl.files.user_code import check_call, load_from_file
 
 _WANTED = (
     "Wanted path/to/file.py:function, with def function(tokens, flags) that returns the loss of each token and "
@@ -25,6 +24,16 @@ def transform_of(name: str) -> Transform | None:
     return load_user_policy_loss(name) if is_in_file(name) else TRANSFORMS.get(name)
 
 
+def transform_or_reason(name: str) -> tuple[Transform | None, str]:
+    """Return the ratio transform that a value of --policy-loss names, or None and what is wrong with the value."""
+    try:
+        transform = transform_of(name)
+    except ValueError as error:
+        return None, str(error)
+    near = did_you_mean(name, TRANSFORMS, prefix="")
+    return transform, f"must be one of {', '.join(TRANSFORMS)}, or path/to/file.py:function.{near}"
+
+
 @functools.cache
 def load_user_policy_loss(name: str) -> Transform:
     """Run the user's file and return the ratio transform that it defines. A later call returns the same one.
@@ -33,36 +42,22 @@ def load_user_policy_loss(name: str) -> Transform:
     the tokens of whole responses. A `Transform` says itself what it reads.
     Raises: ValueError if there is no such file or name, the file fails, or the function cannot be called with
         tokens and flags."""
-    path, _, own_name = name.rpartition(":")
-    if not os.path.isfile(path):
-        raise ValueError(f"there is no file {path}. {_WANTED}")
-    found = vars(run_file(path, f"--policy-loss ({name})", "megarl_policy_loss_")).get(own_name)
-    if found is None:
-        raise ValueError(f"{path} defines no {own_name}. {_WANTED}")
-    if isinstance(found, Transform):
-        transform = found
-    elif callable(found):
-        transform = Transform(
-            paper="", summary="", loss=found, optional=tuple(sorted(OPTIONS)), token_level=False
-        )
-    else:
+    found = load_from_file(name, "--policy-loss", "megarl_policy_loss_", _WANTED)
+    own_name = name.rpartition(":")[2]
+    if not isinstance(found, Transform) and callable(found):
+        options = tuple(sorted(OPTIONS))
+        found = Transform(paper="", summary="", loss=found, optional=options, token_level=False)
+    if not isinstance(found, Transform):
         raise ValueError(f"{own_name} is {type(found).__name__}, not a function. {_WANTED}")
-    if transform.loss is None:
+    if found.loss is None:
         raise ValueError(f"{own_name} has no loss. {_WANTED}")
-    if unknown := sorted(transform.fields - OPTIONS):
+    if unknown := sorted(found.fields - OPTIONS):
         raise ValueError(f"{own_name} reads {unknown[0]}, which must be one of {', '.join(sorted(OPTIONS))}.")
-    _check_signature(transform.loss, own_name)
-    return replace(transform, loss=_checked(transform.loss, name))
+    check_call(found.loss, own_name, 2, _WANTED)
+    return replace(found, loss=_checked(found.loss, name))
 
 
-def _check_signature(function: Callable[..., object], name: str) -> None:
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise ValueError(f"{name}{inspect.signature(function)}: {error}. {_WANTED}") from None
-
-
-def _checked(loss: Callable[[Tokens, TransformFlags], Loss], name: str) -> Callable[..., Loss]:
+def _checked(loss: Formula, name: str) -> Formula:
     """Return the function wrapped in a check of its results, because a loss of another shape would be
     broadcast."""
 

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import operator
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ _MOST_LOOKED_AT = 1000
 
 Errors = Iterator[str]
 """Errors of a configuration, one line each: `flag (value): rule. Try another value.`"""
+FieldRules = Iterable[tuple[bool, str, str]]
+"""(whether it holds, field, text of the rule) of each rule of a section's fields."""
 
 
 class ConfigError(ExplainedError, ValueError):
@@ -101,11 +104,21 @@ def field_types(cls: type) -> dict[str, object]:
 
 
 def rules_in(hint: object) -> Iterator[Rule | Bound]:
-    """Yield the rules of an annotation and of its alternatives, e.g. of X in `X | None`."""
+    """Yield the rules of an annotation, or of X if the annotation is `X | None`."""
     yield from (item for item in getattr(hint, "__metadata__", ()) if isinstance(item, (Rule, Bound)))
-    for argument in typing.get_args(hint):
-        if typing.get_origin(hint) is not typing.Annotated:
-            yield from rules_in(argument)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        yield one_of(*arguments)
+    elif origin in (typing.Union, types.UnionType):
+        members = [argument for argument in arguments if argument is not type(None)]
+        yield from rules_in(members[0]) if len(members) == 1 else ()
+
+
+def one_of(*choices: object) -> Rule:
+    """Return the rule that a value is one of the choices."""
+    *first, last = map(str, choices)
+    words = f"{', '.join(first)} or {last}" if first else last
+    return Rule(lambda value: value in choices, f"must be {words}.")
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -123,8 +136,8 @@ class Section:
 
     __slots__ = ()
 
-    def field_rules(self) -> Iterable[tuple[bool, str, str]]:
-        """Return (whether it holds, field, text of the rule) for the rules that no annotation can state."""
+    def field_rules(self) -> FieldRules:
+        """Return the rules that no annotation can state."""
         return ()
 
     def __post_init__(self) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 
-from megarl.files.user_code import run_file
+from megarl.files.user_code import load_from_file
 
 _WANTED = (
     "Wanted path/to/file.py:Class, a frozen dataclass that is a subclass of megarl.algorithms.Algorithm."
@@ -27,12 +26,7 @@ def load_user_algorithm(name: str) -> type:
 
     The class gets `name` as its name, so that resolved.args names the file.
     Raises: ValueError if there is no such file or class, the file fails, or the class is no algorithm."""
-    path, _, class_name = name.rpartition(":")
-    if not os.path.isfile(path):
-        raise ValueError(f"there is no file {path}. {_WANTED}")
-    cls = vars(run_file(path, f"--algorithm ({name})", "megarl_algorithm_")).get(class_name)
-    if cls is None:
-        raise ValueError(f"{path} defines no {class_name}. {_WANTED}")
+    cls = load_from_file(name, "--algorithm", "megarl_algorithm_", _WANTED)
     for rule in _broken_rules(cls):
         raise ValueError(f"{rule} {_WANTED}")
     cls.name = name

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from types import ModuleType
 
 
@@ -31,6 +33,30 @@ def run_file(path: str, flag: str, prefix: str) -> ModuleType:
             f"{traceback.format_exc()}"
         ) from None
     return module
+
+
+def load_from_file(name: str, flag: str, prefix: str, wanted: str) -> object:
+    """Run the file of path/to/file.py:name and return what it defines under the name.
+
+    Args:
+        flag, prefix: as for `run_file`, the flag without its value.
+        wanted: sentence that ends the errors and says what the flag takes.
+    Raises: ValueError if there is no such file or name, or the file fails."""
+    path, _, own_name = name.rpartition(":")
+    if not os.path.isfile(path):
+        raise ValueError(f"there is no file {path or name}. {wanted}")
+    found = vars(run_file(path, f"{flag} ({name})", prefix)).get(own_name)
+    if found is None:
+        raise ValueError(f"{path} defines no {own_name}. {wanted}")
+    return found
+
+
+def check_call(function: Callable[..., object], name: str, num_arguments: int, wanted: str) -> None:
+    """Raise ValueError if a user's function cannot be called with so many arguments by position."""
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments)
+    except TypeError as error:
+        raise ValueError(f"{name}{inspect.signature(function)}: {error}. {wanted}") from None
 
 
 def _advice(error: BaseException, path: str) -> str:

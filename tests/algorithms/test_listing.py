@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.algorithms.corrections import CORRECTIONS, MIS_BOUNDS
-from megarl.algorithms.listing import RECIPES, as_markdown, as_text
+from megarl.algorithms.corrections import MIS_BOUNDS
+from megarl.algorithms.listing import CORRECTIONS, RECIPES, as_markdown, as_text
 from megarl.algorithms.ratio_transforms import TRANSFORMS
 from megarl.config.loader import load_config
 from megarl.config.rules_algorithm import CONDITIONS, condition_notes, conditions

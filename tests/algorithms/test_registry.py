@@ -61,6 +61,12 @@ def test_needs():
         (dict(kl_coef=-0.1, kl_mode="loss"), r"kl_coef \(-0.1\): must be at least 0"),
         (dict(kl_coef=math.nan, kl_mode="loss"), r"kl_coef \(nan\)"),
         (dict(kl_mode="both", kl_coef=0.1), r"kl_mode \(both\): must be none, loss or reward"),
+        (dict(kl_estimator="k4"), r"kl_estimator \(k4\): must be k1, abs, k2 or k3\."),
+        (
+            dict(loss_aggregation="mean"),
+            r"loss_aggregation \(mean\): must be token-mean, seq-mean-token-mean,",
+        ),
+        (dict(old_log_probs="mine"), r"old_log_probs \(mine\): must be trainer, engine or interpolated\."),
         (dict(clip_eps_low=1.5), r"clip_eps_low \(1.5\): must be at most 1"),
         (dict(clip_eps_high=-0.1), r"clip_eps_high \(-0.1\)"),
         (dict(clip_ratio_c=1.0), r"clip_ratio_c \(1.0\): must be above 1"),

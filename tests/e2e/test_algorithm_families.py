@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.algorithms.corrections import CORRECTIONS
+from megarl.algorithms.listing import CORRECTIONS
 from megarl.algorithms.ratio_transforms import TRANSFORMS
 from tests.e2e.jobs import Job, train
 

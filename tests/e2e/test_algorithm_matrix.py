@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,11 @@ from tests.e2e.jobs import train
 
 pytestmark = pytest.mark.nightly
 ENV = f"{Path(__file__).with_name('envs.py')}:LowerCase"
+AGENT = f"{sys.executable} -S {Path(__file__).with_name('slow_agent.py')}"
+SEVERAL = ("--max-turns", "3", "--max-context-length", "72", "--max-response-length", "8")
 TURNS = {
     "one turn": (),
-    "several turns": (
-        *("--env", ENV, "--max-turns", "3", "--max-context-length", "72", "--max-response-length", "8"),
-        *("--reward-max-failed-share", "1"),
-    ),
+    "several turns": ("--env", ENV, *SEVERAL, "--reward-max-failed-share", "1"),
 }
 COSTS = f"{Path(__file__).with_name('cost_reward.py')}:letters"
 REASONS = ("--staleness (1)", f"--env ({ENV})")
@@ -44,7 +44,12 @@ def data_of(name: str, sums_data: Path, folder: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name, way", itertools.product(REGISTRY, WAYS), ids=lambda one: str(one))
 def test_it_trains_or_says_why_not(sums_data, tmp_path, name, way: Way):
-    flags = ["--algorithm", name, "--staleness", str(way.staleness), "--train-iters", "2", *TURNS[way.turns]]
+    flags = ["--algorithm", name, "--staleness", str(way.staleness), "--train-iters", "2"]
+    if way.turns == "several turns" and REGISTRY[name].needs_cost_critic:
+        # An environment gives one reward. The cost is a score of a rule, which judges an agent's last answer.
+        flags += ["--agent-command", AGENT, *SEVERAL]
+    else:
+        flags += TURNS[way.turns]
     flags += data_of(name, sums_data, tmp_path)
     if REGISTRY[name].is_taught:
         flags += ["--reference-model", str(sums_data / "model")]
