@@ -17,9 +17,11 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import selectors
@@ -38,31 +40,43 @@ PRELOADED = (
     "megatron.core.models.gpt",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.cli_args",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.executor.uniproc_executor",
     "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.layers.quantization.online.base",
     "transformers.models.qwen3",
+    "megarl.megatron.policy",
+    "megarl.megatron.value_model",
+    "megarl.trainer.__main__",
     "megarl.trainer.loop",
+    "megarl.workers.worker",
     "megarl.workers.actor",
     "megarl.workers.critic",
     "megarl.workers.reference",
     "megarl.workers.reward",
     "megarl.workers.rollout",
 )
-OPTIONS = {"-u", "-P"}
-"""Options of the interpreter that a child may be asked for. The server has the effect of both."""
+OPTIONS = {"-u", "-P", "-B"}
+"""Options of the interpreter that a child may be asked for, beside -W. The server has their effect."""
+MAX_FILES = 253
+"""Descriptors that the kernel lets a message have."""
 
 
 @dataclass
 class Request:
-    """What a child runs: `arguments` of the interpreter, in a folder and an environment."""
+    """What a child runs: `arguments` of the interpreter, in a folder and an environment, with open files.
+
+    `numbers` are the client's numbers of the files: 0, 1, 2, and others that it has inherited."""
 
     arguments: list[str]
     folder: str
     environment: dict[str, str]
     parent: int
-    streams: list[int] = field(default_factory=list)
+    numbers: list[int]
+    files: list[int] = field(default_factory=list)
 
 
 def main(folder: str, controller: int) -> None:
@@ -72,8 +86,12 @@ def main(folder: str, controller: int) -> None:
         # vLLM for the CPU replaces streams and events of torch.cuda, which tests/hostcuda are about
         if not (os.environ.get("HOSTCUDA") and name.startswith("vllm.")):
             importlib.import_module(name)
+    if not os.environ.get("HOSTCUDA"):
+        prepare_vllm()
     gc.collect()
     gc.freeze()  # children share the memory of what is loaded
+    # vLLM thaws everything when an engine ends, and then looks at every object twice, 1.3 s of a core each time.
+    gc.freeze = gc.unfreeze = lambda: None
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"{folder}/socket.new")
     server.listen(64)
@@ -81,6 +99,21 @@ def main(folder: str, controller: int) -> None:
     request = serve(server, until)
     if request is not None:
         end_with(run, request)
+
+
+def prepare_vllm() -> None:
+    """Do once what takes vLLM 0.7 s of a core at the start of an engine where all of this is imported: it sets
+    the level of each of its loggers, and looks for its Triton kernels in every module."""
+    from megarl.rollout.environment import prepare_environment
+
+    prepare_environment()
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms import current_platform
+
+    configure_logging_if_needed(LoggingConfig())
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def serve(server: socket.socket, until: int) -> Request | None:
@@ -107,8 +140,8 @@ def serve(server: socket.socket, until: int) -> Request | None:
                         os.close(pidfd)
                     os.setsid()
                     return request
-                for stream in request.streams:
-                    os.close(stream)
+                for file in request.files:
+                    os.close(file)
                 children[connection] = pid, os.pidfd_open(pid)
                 selector.register(connection, selectors.EVENT_READ, connection)
                 selector.register(children[connection][1], selectors.EVENT_READ, connection)
@@ -137,15 +170,15 @@ def _kill_group(pid: int) -> None:
 
 
 def receive(connection: socket.socket) -> Request:
-    """Return the request of a client, with its three standard streams."""
-    streams = array.array("i")
-    data, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(3 * streams.itemsize))
+    """Return the request of a client, with its open files."""
+    files = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(MAX_FILES * files.itemsize))
     for _, _, content in ancillary:
-        streams.frombytes(content)
+        files.frombytes(content)
     size, _, data = data.partition(b"\n")
     while len(data) < int(size):
         data += connection.recv(1 << 20)
-    return Request(*json.loads(data), streams.tolist())
+    return Request(*json.loads(data), files.tolist())
 
 
 def end_with(function: Callable[[Request], None], request: Request) -> None:
@@ -174,9 +207,13 @@ def end_with(function: Callable[[Request], None], request: Request) -> None:
 
 def run(request: Request) -> None:
     """Become the process that was asked for."""
-    for number, stream in enumerate(request.streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    beyond = max(request.numbers) + 1  # first out of the way: a number may be that of another file here
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, beyond) for file in request.files]
+    for file in request.files:
+        os.close(file)
+    for number, file in zip(request.numbers, moved, strict=True):
+        os.dup2(file, number)
+        os.close(file)
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
@@ -184,14 +221,17 @@ def run(request: Request) -> None:
     sys.stdout.reconfigure(write_through=True)
     sys.stderr.reconfigure(write_through=True)
     arguments = list(request.arguments)
-    while arguments[0] in OPTIONS:
-        del arguments[0]
+    while arguments[0] in OPTIONS or arguments[0].startswith("-W"):
+        if (option := arguments.pop(0)) not in OPTIONS:
+            sys.warnoptions.append(option[2:])  # for the processes that it starts; here only -Wignore occurs
     sys.path[:0] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if "PYTHONPATH" in os.environ:  # as the interpreter does at its start
         sys.modules.pop("sitecustomize", None)  # a distribution's own, which the server has imported
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module("sitecustomize")
     sys.executable = os.path.join(os.environ["MEGARL_TEST_FORK_FOLDER"], "python")
+    if os.environ.get("MEGARL_TEST_PRELOADED_ENGINES") == "1":
+        multiprocessing.set_executable(sys.executable)
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

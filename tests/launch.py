@@ -19,6 +19,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FOLDER, CONTROLLER = "MEGARL_TEST_FORK_FOLDER", "MEGARL_TEST_CONTROLLER"
+PRELOADED_ENGINES = {"MEGARL_TEST_PRELOADED_ENGINES": "1"}
+"""Environment in which what a preloaded process spawns by multiprocessing is preloaded too: vLLM's processes of
+an engine. Not for tests that look for these, or stop them: such a process has another id than its parent knows."""
 _START_S = 240.0
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.launch import preloaded_python, run
+from tests.launch import PRELOADED_ENGINES, preloaded_python, run
 
 BOTH = pytest.mark.parametrize("preloaded", [False, True], ids=["anew", "preloaded"])
 
@@ -67,6 +67,23 @@ def test_signals_arrive(preloaded, signum, tmp_path):
     assert process.stdout.readline() == "up\n"
     process.send_signal(signum)
     assert process.wait(30) == 40 + signum
+
+
+def test_what_multiprocessing_spawns_is_preloaded_where_it_may_be():
+    """Its start hands over a pipe by number, and asks for options of the interpreter."""
+    code = (
+        "import multiprocessing, sys\n"
+        "sys.warnoptions.append('ignore:resource_tracker:UserWarning')\n"
+        "here, there = (context := multiprocessing.get_context('spawn')).Pipe()\n"
+        "what = \"__import__('os').write(1, b'vllm' if 'vllm' in __import__('sys').modules else b'nothing')\"\n"
+        "for process in (context.Process(target=exec, args=(what,)), context.Process(target=there.send, args=(7,))):\n"
+        "    process.start(); process.join(); assert process.exitcode == 0\n"
+        "print('', here.recv())"
+    )
+    for environment, loaded in (({}, "nothing"), (PRELOADED_ENGINES, "vllm")):
+        done = run("-c", code, timeout=100, preloaded=True, environment=environment)
+        wanted = "nothing" if os.environ.get("MEGARL_TEST_PRELOADED") == "0" else loaded
+        assert (done.stdout, done.stderr) == (f"{wanted} 7\n", "")
 
 
 def test_a_child_ends_with_its_client(tmp_path):

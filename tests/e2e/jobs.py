@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import preloaded_python
+from tests.launch import PRELOADED_ENGINES, preloaded_python
 
 COMMON = [
     "--algorithm",
@@ -133,7 +133,7 @@ def train(data: Path, save: Path, *flags: str, fault: str | None = None, timeout
         text=True,
         timeout=timeout,
         cwd=save.parent,
-        env=dict(os.environ, PYTHONSAFEPATH="1", **SECRETS),
+        env=dict(os.environ, PYTHONSAFEPATH="1", **PRELOADED_ENGINES, **SECRETS),
     )
     check_nothing_is_told(done.stdout, save)
     return Job(done.returncode, done.stdout, save)

@@ -21,6 +21,7 @@ import pytest
 from megarl.trainer.resume_command import with_flags
 from tests.e2e.jobs import COMMON, STARTING, replace_flags, train
 from tests.e2e.test_cli_jobs import MEASURED, processes, wait_until
+from tests.launch import preloaded_python
 
 HERE = Path(__file__).parent
 STEP_S = 0.4  # of the slow engine: 6.4 s for the 16 tokens of a rollout
@@ -29,7 +30,7 @@ STEP_S = 0.4  # of the slow engine: 6.4 s for the 16 tokens of a rollout
 class SlowJob:
     """In the rollout of step 3 when this is made, with an engine whose ranks take each step together."""
 
-    def __init__(self, data: Path, folder: Path, *flags: str):
+    def __init__(self, data: Path, folder: Path, *flags: str, python: str = sys.executable):
         self.folder, self.mark = folder, f"MEGARL_TEST_JOB={folder.name}-{os.getpid()}"
         arguments = [
             *COMMON,
@@ -44,7 +45,7 @@ class SlowJob:
         env = dict([*os.environ.items(), self.mark.split("=")], PYTHONSAFEPATH="1", PYTHONPATH=str(HERE))
         with open(folder / "out", "w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "slow_rollout", str(STEP_S), str(folder), *arguments],
+                [python, "-P", "-m", "slow_rollout", str(STEP_S), str(folder), *arguments],
                 stdout=out,
                 stderr=out,
                 stdin=subprocess.DEVNULL,
@@ -112,7 +113,8 @@ TP2 = ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2
 
 @pytest.mark.timeout(300)
 def test_sigterm_leaves_the_rollout_and_saves_the_last_whole_step(sums_data, tmp_path):
-    job = SlowJob(sums_data, tmp_path, *TP2)
+    """The nightly tests below, and the nightly run of this one, start the processes anew."""
+    job = SlowJob(sums_data, tmp_path, *TP2, python=preloaded_python())
     try:
         stop(job)
     finally:

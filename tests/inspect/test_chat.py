@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from megarl.data.tokenizer import load_tokenizer
 from megarl.inspect import chat as chat_command
 from megarl.inspect.terminal import visible
+from tests.launch import preloaded_python
 
 NUM_TOKENS = 12
 
@@ -163,7 +164,7 @@ def test_errors_name_flag_value_rule_and_advice(arguments, words, model, chat, t
 
 
 def test_a_pipe_gets_the_answers_alone(model):
-    command = [sys.executable, "-m", "megarl.cli", "chat", "--model", model, "--temperature", "0"]
+    command = [preloaded_python(), "-m", "megarl.cli", "chat", "--model", model, "--temperature", "0"]
     done = subprocess.run(
         [*command, "--max-response-length", str(NUM_TOKENS)],
         input=b"1+1 ?\n\xff\n",

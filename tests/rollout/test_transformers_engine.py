@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from megarl.rollout.out_of_process import OutOfProcessEngine
 from megarl.rollout.processes import EngineDied
 from megarl.rollout.requests import Output, Request
 from megarl.rollout.transformers_engine import EngineOptions, TransformersEngine
+from tests.launch import preloaded_python
 from tests.rollout import jobs
 
 FP32_LIMIT = 1e-5  # seen: 2.4e-6; a wrong weight or mask is above 0.1
@@ -350,8 +352,9 @@ def world() -> Iterator[None]:
 
 
 @pytest.mark.timeout(120)
-def test_an_engine_in_a_process_of_its_own(world, folders, models, engine, asked):
+def test_an_engine_in_a_process_of_its_own(world, folders, models, engine, asked, monkeypatch):
     """Weights come through shared memory. The samples are those of the engine here, and a death is named."""
+    monkeypatch.setattr(sys, "executable", preloaded_python())
     shape, ours = ModelShape.load(folders[1]), jobs.full_tensors(reference(folders[1]))
     config = jobs.job(folders[1], sampling={"max_response_length": LENGTH}, backend="transformers")
     outside = OutOfProcessEngine(config, shape, [0], [0])

@@ -10,11 +10,19 @@ import time
 import uuid
 from pathlib import Path
 
+from tests.launch import preloaded_python
+
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 DRIVER = [sys.executable, "-P", "-m", "job_driver"]
 END_WITHIN_S = 10.0  # from the failure until the last process of the attempt is gone
 START_WITHIN_S = 45.0  # torch imports in four processes on two busy cores
+
+
+def preloaded(command: list[str]) -> list[str]:
+    """The command with an interpreter that has imported everything (tests/launch.py), for jobs whose subject
+    is neither how processes start nor what signals do to them. The nightly run starts these anew too."""
+    return [preloaded_python(), *command[1:]]
 
 
 class Job:

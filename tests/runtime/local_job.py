@@ -12,6 +12,9 @@ from pathlib import Path
 
 from handles import Handle
 
+sys.executable = os.environ.get("RANKS_PYTHON", sys.executable)
+"""Interpreter of the ranks."""
+
 
 def rank_main(scenario: str, folder: str) -> int:
     import torch.distributed as dist

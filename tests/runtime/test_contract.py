@@ -11,10 +11,11 @@ import pytest
 from megarl.runtime.abort import ABORT
 from megarl.runtime.inline_executor import InlineExecutor
 from tests.runtime import executor_contract as contract
-from tests.runtime.jobs import END_WITHIN_S, TORCHRUN, Job
+from tests.runtime.jobs import END_WITHIN_S, TORCHRUN, Job, preloaded
 from tests.runtime.thread_executor import Agreement, ThreadExecutor
 
 CHECKS = [check.__name__ for check in contract.CHECKS]
+ANEW = [sys.executable, "-P", "-m"]
 IN_PROCESS = [name for name in contract.FAILURES if name not in ("deadline", "death")]
 
 
@@ -67,10 +68,10 @@ def run_on_two_nodes(folder) -> dict[str, str | None]:
     return run_job(folder, [*command, "-m"], 1, processes=2, MEGARL_JOB_SECRET="s" * 64)
 
 
-def run_on_own(folder, ends: tuple[str, ...], started_by: str = "") -> dict[str, str | None]:
+def run_on_own(
+    folder, ends: tuple[str, ...], started_by: str = "", command: list[str] = ANEW
+) -> dict[str, str | None]:
     """Ranks that an executor starts itself: one job that ends well, and one for each of these failures."""
-    # Ray gives its workers a nice value of 15, which starves them beside other tests.
-    command = [sys.executable, "-P", "-m"]
     return run_job(folder, command, 0, started_by, ",".join(ends))
 
 
@@ -79,11 +80,13 @@ ALL_ENDS = ("raises", "idle", "result_type", "deadline", "death", "killed")
 RUN = {
     "inline": lambda folder: run_in_process(inline),
     "threads": lambda folder: run_in_process(threads),
-    "own_processes": lambda folder: run_on_own(folder, ("raises", "deadline", "death")),
+    "own_processes": lambda folder: run_on_own(
+        folder, ("raises", "deadline", "death"), command=preloaded(ANEW)
+    ),
     "own_processes_ends": lambda folder: run_on_own(folder, ALL_ENDS),
     "ray": lambda folder: run_on_own(folder, ("raises",), "ray"),
     "ray_ends": lambda folder: run_on_own(folder, ALL_ENDS, "ray"),
-    "torchrun": lambda folder: run_job(folder, [*TORCHRUN, "-m"], 1),
+    "torchrun": lambda folder: run_job(folder, [*preloaded(TORCHRUN), "-m"], 1),
     "two_nodes": run_on_two_nodes,
 }
 ENDS = {

@@ -3,12 +3,12 @@ tests/runtime/test_flow_job.py`"""
 
 import pytest
 
-from tests.runtime.jobs import TORCHRUN
+from tests.runtime.jobs import TORCHRUN, preloaded
 
 
 @pytest.mark.timeout(120)
 def test_a_flow_overlaps_and_ends_with_the_error_of_a_node(job):
-    launched = job.start([*TORCHRUN, "-m", "job_worker", "flows", str(job.folder)])
+    launched = job.start([*preloaded(TORCHRUN), "-m", "job_worker", "flows", str(job.folder)])
     assert launched.wait(100) == 1, job.stderr()
     seen = job.seen()
     # Two nodes that sleep 1 s on disjoint meshes: one after the other they take 2 s.

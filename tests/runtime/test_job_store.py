@@ -13,7 +13,7 @@ from megarl.runtime import signing
 from megarl.runtime.channel import CHALLENGE_BYTES, CHILD, REFUSED, frame
 from megarl.runtime.messages import Call, encode
 from megarl.runtime.signing import ForgedMessage, SecretError, agree, check_secret, job_secret, sign, verify
-from tests.runtime.jobs import START_WITHIN_S
+from tests.runtime.jobs import START_WITHIN_S, preloaded
 
 ONE_NODE = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -22,7 +22,8 @@ ONE_NODE = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_
 def test_a_job_listens_on_loopback_only_and_runs_nobody_elses_commands(job):
     """Of the store, of gloo's pairs, and of the driver, which closes the connection of whoever has not signed
     in."""
-    process = job.start([sys.executable, "-P", "-m", "local_job", "attacked", str(job.folder)])
+    command = preloaded([sys.executable, "-P", "-m", "local_job", "attacked", str(job.folder)])
+    process = job.start(command)
     job.wait_for("ready")
     seen = json.loads(job.read("ready"))
     assert len(seen["listening"]) >= 3 and {host for host, _ in seen["listening"]} == {"127.0.0.1"}, seen

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.jobs import DRIVER, END_WITHIN_S, START_WITHIN_S
+from tests.launch import preloaded_python
+from tests.runtime.jobs import DRIVER, END_WITHIN_S, START_WITHIN_S, preloaded
 
 HERE = Path(__file__).parent
 LAUNCH_RANKS = (
@@ -21,7 +22,7 @@ LAUNCH_RANKS = (
 def test_a_failure_is_one_message_and_the_executors_agree(job, monkeypatch):
     """Under our own launcher nothing but the one message is printed. The driver had the same conversation as
     with inline, below."""
-    launcher = job.start([*DRIVER, "fails", str(job.folder)])
+    launcher = job.start([*preloaded(DRIVER), "fails", str(job.folder)])
     assert launcher.wait(START_WITHIN_S) == 1, job.stderr()
     end_s = job.wait_until_gone(END_WITHIN_S) - float(job.read("failed_at_0"))
     assert end_s < END_WITHIN_S
@@ -92,7 +93,7 @@ def test_the_launcher_names_a_rank_that_was_killed(job):
 @pytest.mark.timeout(120)
 def test_a_ranks_death_is_told_and_not_what_it_does_to_its_peers(job):
     """Rank 0 is in a collective with the rank that dies, and raises at once."""
-    launcher = job.start([*DRIVER, "dies", str(job.folder)])
+    launcher = job.start([*DRIVER, "dies", str(job.folder)], RANKS_PYTHON=preloaded_python())
     assert launcher.wait(START_WITHIN_S) == 1
     job.wait_until_gone(END_WITHIN_S)
     killed = (
@@ -104,7 +105,7 @@ def test_a_ranks_death_is_told_and_not_what_it_does_to_its_peers(job):
 
 @pytest.mark.timeout(120)
 def test_a_bad_input_is_told_without_a_traceback(job):
-    launcher = job.start([*DRIVER, "refuses", str(job.folder)])
+    launcher = job.start([*preloaded(DRIVER), "refuses", str(job.folder)])
     assert launcher.wait(START_WITHIN_S) == 2
     assert job.stderr() == "train_iters (0) must be at least 1.\n"
     job.wait_until_gone(END_WITHIN_S)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.launch import preloaded_python
 from tests.runtime.jobs import END_WITHIN_S
 
 COMMAND = [sys.executable, "-P", "-m", "local_job"]
@@ -45,7 +46,7 @@ def test_one_job_after_another_in_one_process(job):
 
 @pytest.mark.timeout(120)
 def test_ctrl_c_is_a_keyboard_interrupt_and_no_rank_outlives_it(job):
-    process = job.start([*COMMAND, "waits", str(job.folder)])
+    process = job.start([*COMMAND, "waits", str(job.folder)], RANKS_PYTHON=preloaded_python())
     job.wait_for("ready")
     time.sleep(0.5)  # until it waits
     start = time.time()

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import preloaded_python
 from tests.runtime.jobs import DRIVER, END_WITHIN_S, TORCHRUN, Job
 
 
-def started(job: Job, scenario: str, command: list[str] = DRIVER):
-    process = job.start([*command, scenario, str(job.folder)])
+def started(job: Job, scenario: str, command: list[str] = DRIVER, **env: str):
+    process = job.start([*command, scenario, str(job.folder)], **env)
     job.wait_for("ready")
     time.sleep(0.3)  # until the calls have begun
     return process
@@ -69,8 +70,9 @@ STOPPED, INTERRUPTED = (
 )
 def test_from_the_first_signal_to_the_exit_more_of_them_change_nothing(job, scenario, first, code, told):
     """The driver gets one after the other, also while it unwinds and while its interpreter shuts down. After
-    a Ctrl-C of both kinds; while a job stops in order a Ctrl-C would end it at once."""
-    process = started(job, scenario)
+    a Ctrl-C of both kinds; while a job stops in order a Ctrl-C would end it at once. No signal is sent to the
+    ranks, which are therefore forked from a process that has imported torch."""
+    process = started(job, scenario, RANKS_PYTHON=preloaded_python())
     others = (signal.SIGTERM,) if first == signal.SIGTERM else (signal.SIGINT, signal.SIGTERM)
     process.send_signal(first)
     wait_until_taken(process)

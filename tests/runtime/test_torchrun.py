@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.launch import run
-from tests.runtime.jobs import END_WITHIN_S, START_WITHIN_S, TORCHRUN
+from tests.runtime.jobs import END_WITHIN_S, START_WITHIN_S, TORCHRUN, preloaded
 
 
 def check_healthy(seen: dict, world_is: str) -> None:
@@ -131,10 +131,8 @@ def test_without_torchrun_rank_0_hosts_the_store(job):
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "MEGARL_JOB_SECRET": "s" * 32}
-    ranks = [
-        job.start([sys.executable, "-P", "-m", "job_worker", "healthy", str(job.folder)], RANK=str(r), **env)
-        for r in range(2)
-    ]
+    command = preloaded([sys.executable, "-P", "-m", "job_worker", "healthy", str(job.folder)])
+    ranks = [job.start(command, RANK=str(rank), **env) for rank in range(2)]
     assert [rank.wait(START_WITHIN_S + 30) for rank in ranks] == [0, 0], job.stderr()
     check_healthy(job.seen(), world_is="/none/attempt_0")
     assert job.stderr() == ""
