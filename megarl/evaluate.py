@@ -21,10 +21,11 @@ def main(argv: list[str]) -> int:
     from megarl.evaluation.arguments import load_evaluation_on_rank, split_options
 
     def in_process(executor: Executor, config: TrainConfig, inputs: dict[str, Inputs], size: int) -> None:
+        from megarl.evaluation.arguments import names_of_models
         from megarl.evaluation.job import evaluate_job
 
         options, _ = split_options(argv)
-        evaluate_job(executor, config, inputs, size, options=options, model=config.model.model)
+        evaluate_job(executor, config, inputs, size, options=options, models=names_of_models(config))
 
     say = line_on(sys.stderr if "--json" in argv else None)
     return run(argv, "megarl.evaluation.driver", in_process, False, load_evaluation_on_rank, say)

@@ -25,6 +25,11 @@ def suffix_of(index: int) -> str:
     return f"_{index + 1}" if index else ""
 
 
+def number_of(suffix: str) -> int:
+    """Return the number that flags have for a suffix: 1 for "", 2 for "_2"."""
+    return int(suffix[1:]) if suffix else 1
+
+
 def actor_suffix(role: str, roles: Container[str]) -> str:
     """Return the suffix ("", "_2") of the actor that a role works for.
 

@@ -156,7 +156,7 @@ def job_errors(config: TrainConfig, world_size: int, new_run: bool) -> list[str]
         shape, critic_shape, errors = _load_shapes(of_actor)
         return errors + check(of_actor, shape, world_size, new_run, critic_shape)
 
-    errors = [*of_all_actors(config, errors_of), *actors_errors(config, world_size, new_run)]
+    errors = [*of_all_actors(config, errors_of), *actors_errors(config, world_size)]
     errors = errors or elastic_errors(config)
     return errors or (checkpoint_errors(config) if new_run else [])
 
@@ -239,15 +239,13 @@ def _with_number(line: str, number: int) -> str:
     return re.sub(r"--(no-)?([a-z][a-z0-9-]*)", flag, line)
 
 
-def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> Errors:
+def actors_errors(config: TrainConfig, world_size: int) -> Errors:
     """Yield an error per broken rule about several actors in one job; none for a job with one actor."""
     if config.placement.num_actors == 1 and not config.others:
         return
     head, actors = f"--num-actors ({config.placement.num_actors})", configs_of_actors(config)
     if config.placement.num_actors != len(actors):
         yield f"{head}: must be the number of actors that are configured ({len(actors)})."
-    if not new_run:
-        yield f"{head}: an evaluation has one model. Leave it out."
     if not all(of_actor.algorithm.needs_rollout for of_actor in actors.values()):
         yield (
             f"{head}: each actor must learn from samples, and supervised fine-tuning does not. Start a job "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from megarl.config.hf_config import ModelShape
@@ -83,6 +84,15 @@ def trains_in_fp32(config: TrainConfig) -> bool:
 def configs_of_actors(config: TrainConfig) -> dict[str, TrainConfig]:
     """Return suffix -> configuration of each actor; the suffix is "" for the first, "_2" for the second."""
     return {suffix_of(index): one for index, one in enumerate((config, *config.others))}
+
+
+def with_each_actor(config: TrainConfig, change: Callable[[TrainConfig, str], TrainConfig]) -> TrainConfig:
+    """Return the configuration of a job in which every actor's is changed.
+
+    Args:
+        change: configuration and suffix of an actor -> its new configuration."""
+    first, *others = (change(one, suffix) for suffix, one in configs_of_actors(config).items())
+    return replace(first, others=tuple(others))
 
 
 def actors_of_episode(config: TrainConfig) -> list[str]:

@@ -11,6 +11,7 @@ from megarl.config.flags import algorithm_name, flag_name, words_of
 from megarl.config.mesh import engine_mode
 from megarl.config.roles import place
 from megarl.config.schema import TrainConfig
+from megarl.role_names import number_of
 
 _SAME = {
     "batch": ("seed", "num_prompts", "num_samples_per_prompt"),
@@ -51,7 +52,7 @@ def _engines(suffix: str, of_actor: TrainConfig, first: TrainConfig, world_size:
     placed, errors = place(of_actor, world_size)
     if errors or (ranks := place(first, world_size)[0]["rollout"]) is None:
         return  # they are reported
-    number = int(suffix[1:]) if suffix else 1
+    number = number_of(suffix)
     if engine_mode(of_actor, world_size) == "in-process":
         flag = numbered("rollout-engine", number)
         yield (
@@ -77,7 +78,7 @@ def _differences(suffix: str, of_actor: TrainConfig, first: TrainConfig) -> Erro
         for name in names:
             value, wanted = (getattr(getattr(one, section), name) for one in (of_actor, first))
             if value != wanted:
-                flag = numbered(flag_name(name), int(suffix[1:]))
+                flag = numbered(flag_name(name), number_of(suffix))
                 yield (
                     f"--{flag} ({words_of(value)}): with --share-episodes all actors play in the same episodes, and "
                     f"the first actor has {words_of(wanted)}. Leave it out."

@@ -352,7 +352,9 @@ async def _report(
     except web.HTTPException as error:
         refused = BadRequest(f"{request.method} {request.path[:200]}: {error.reason}", "not_found")
         refused.status = error.status
-    except (ConnectionError, asyncio.CancelledError):
+    except ConnectionError:  # the agent is gone in the middle of its request: nobody reads an answer
+        return web.Response(status=400)
+    except asyncio.CancelledError:
         raise
     except Exception:
         _LOG.exception("a request of an agent failed")

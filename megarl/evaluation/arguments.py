@@ -6,22 +6,32 @@ So a job's own args file works: its flags of training have no effect."""
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.algorithms import REGISTRY, samples
-from megarl.config.args_file import COMMAND_LINE, Reader
+from megarl.config.args_file import COMMAND_LINE, Occurrence, Reader, numbered
 from megarl.config.errors import ConfigError, raise_errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.render import help_of
+from megarl.config.roles import configs_of_actors, with_each_actor
 from megarl.config.rules_training import NO_EVAL_DATA
 from megarl.config.schema import CheckpointConfig, LoRAConfig, StreamingConfig, TrainConfig
 from megarl.files.checkpoints import run_of_model
-from megarl.inspect.models import model_folder
+from megarl.inspect.models import (
+    ambiguous_model,
+    model_errors,
+    model_folder,
+    models_of_others,
+    num_actors_of_run,
+    shares_episodes,
+)
 from megarl.loggers.base import flags_of
+from megarl.role_names import number_of
 
 DEFAULTS = ["--algorithm", "grpo", "--train-iters", "1", "--train-data", "--save", "unused"]
 """Flags that the configuration of every job needs, and an evaluation has no use for."""
@@ -30,6 +40,7 @@ SUFFIX, ARGUMENTS = ".jsonl", "resolved.args"
 _HELP = """\
 usage: megarl eval --model RUN [--eval-num-samples N] [--out FILE] [--json] ...
        megarl eval --model M --eval-data D ...
+       megarl eval --model M --actor-2-model M2 --num-actors 2 --share-episodes --env E --eval-data D ...
 
 Sample answers to held-out rows, score them by a rule, and print the scores with confidence intervals. The
 first form repeats the last evaluation of a run: data, reward, lengths, temperature and ranks are the run's
@@ -37,6 +48,10 @@ first form repeats the last evaluation of a run: data, reward, lengths, temperat
 The second form is for any other model or data. M is a Hugging Face folder, a run, or a checkpoint of a run,
 and everything that you do not give has a default of its own. @file.args of a job gives the evaluation the
 job's settings; its flags of training have no effect.
+
+The third form lets two policies play in the same episodes, each when the environment names it. Of a run with
+several actors, --model RUN is enough: each plays with its own weights. A flag without a number, such as
+--temperature, is every actor's, and --actor-2-temperature is the second one's.
 
   --out FILE.jsonl
         Write every sample into this file, which `megarl show FILE` reads.
@@ -67,6 +82,7 @@ _SHOWN = {
         "env_verifiers_client",
         "env_verifiers_config",
         "max_branches",
+        "share_episodes",
         "tool_call_parser",
         "reasoning_parser",
     ),
@@ -83,7 +99,7 @@ _SHOWN = {
         "stop_token_ids",
     ),
     "batch": ("seed",),
-    "placement": ("nproc_per_node", "nnodes", "executor", "ray_address"),
+    "placement": ("nproc_per_node", "nnodes", "num_actors", "executor", "ray_address"),
     "rollout": ("tensor_parallel_size", "dtype", "gpu_memory_utilization", "max_num_seqs"),
 }
 """Section -> fields whose flags `megarl eval --help` shows."""
@@ -103,6 +119,10 @@ _TEXTS = {
     "model can read if that is less.",
     "max-response-length": "Tokens of a response; a longer one is cut there. Default: 1024, or what the "
     "prompts leave of what the model can read if that is less.",
+    "num-actors": "Policies that are evaluated. Each has a model of its own: --actor-2-model M. Default: 1, or "
+    "those of the run in --model.",
+    "share-episodes": "All policies play in the same episodes of --env, each when the environment names it. "
+    "Default: as in the run in --model, else off.",
     "nproc-per-node": "Ranks on this machine. They share the rows.",
 }
 """Flag -> its text in `megarl eval --help`, where it differs from that of a training job."""
@@ -150,7 +170,8 @@ def with_settings_of_run(argv: Sequence[str]) -> list[str]:
     has_data = any(one.base == "eval-data" or one.place != COMMAND_LINE for one in given.occurrences)
     if has_data or given.misses_flags or given.errors or not words or len(words[-1]) != 1:
         return list(argv)
-    run = run_of_model(Path(words[-1][0].text))
+    name = words[-1][0].text
+    run = run_of_model(Path(name))
     if run is None:
         return list(argv)
     try:
@@ -159,7 +180,65 @@ def with_settings_of_run(argv: Sequence[str]) -> list[str]:
         return list(argv)
     if settings.get("eval-data") in (None, "true") or not samples(settings.get("algorithm")):
         return list(argv)
+    if (count := num_actors_of_run(run)) > 1 and not models_of_others(name):
+        raise ConfigError(
+            [
+                f"--model ({name}): is the model of one actor of a run with {count}. Give the run, --model {run}, or "
+                "evaluate this one alone, on --eval-data."
+            ]
+        )
     return [f"@{run / ARGUMENTS}", *argv]
+
+
+def with_models_of_run(argv: Sequence[str]) -> list[str]:
+    """Return the command line with an --actor-N-model for each actor that has none, if --model is of a run with
+    several actors.
+
+    With --env, the policies of a run that has trained them in the same episodes play together, also without
+    --num-actors.
+
+    Raises: ConfigError if the run has fewer actors than --num-actors."""
+    given = Reader()
+    given.read(argv)
+    typed = [one for one in given.occurrences if one.place == COMMAND_LINE and len(one.words) == 1]
+    models = [one for one in typed if one.base == "model" and one.number == 1]
+    if given.misses_flags or given.errors or not models:
+        return list(argv)
+    own = {
+        one.number: one.words[0].text
+        for one in typed
+        if one.base in ("model", "actor-model") and one.number > 1
+    }
+    raise_errors([error for number, named in own.items() for error in ambiguous_model(number, named)])
+    name = models[-1].words[0].text
+    others, count = models_of_others(name), _num_actors(given.occurrences)
+    if not others:
+        return list(argv)
+    extra: list[str] = []
+    if count is None:
+        if not shares_episodes(run_of_model(Path(name))) or all(
+            one.base != "env" for one in given.occurrences
+        ):
+            return list(argv)
+        count = len(others) + 1
+        extra = ["--num-actors", str(count), "--share-episodes"]
+    missing = [number for number in range(2, count + 1) if number not in own]
+    if unknown := [number for number in missing if number not in others]:
+        raise ConfigError(
+            [
+                f"--num-actors ({count}): --model ({name}) is of a run with {len(others) + 1} actors. Try "
+                f"{len(others) + 1}, or name a model of the others: --{numbered('model', unknown[0])} M."
+            ]
+        )
+    words = [word for number in missing for word in (f"--{numbered('model', number)}", others[number])]
+    return [*argv, *extra, *words]
+
+
+def _num_actors(given: Sequence[Occurrence]) -> int | None:
+    """Return the value of --num-actors; None if it is not given, or is no number."""
+    found = [one for one in given if one.base == "num-actors" and len(one.words) == 1]
+    text = max(found, key=lambda one: one.level).words[0].text if found else ""
+    return int(text) if text.isdecimal() else None
 
 
 def load_evaluation(argv: Sequence[str]) -> TrainConfig:
@@ -183,14 +262,17 @@ def load_evaluation(argv: Sequence[str]) -> TrainConfig:
     if "random-init" in typed:
         errors.append("--random-init: an evaluation is of the weights in --model. Leave it out.")
     raise_errors(errors)
-    return replace(
+    return with_each_actor(
         config,
-        model=replace(config.model, random_init=False),
-        lora=LoRAConfig(),  # exports and checkpoints are evaluated with their adapters merged
-        data=replace(config.data, train_data=()),
-        run=replace(config.run, eval_interval=0, log_with=()),
-        streaming=StreamingConfig(),
-        checkpoint=CheckpointConfig(),
+        lambda of_actor, _: replace(
+            of_actor,
+            model=replace(of_actor.model, random_init=False),
+            lora=LoRAConfig(),  # exports and checkpoints are evaluated with their adapters merged
+            data=replace(of_actor.data, train_data=()),
+            run=replace(of_actor.run, eval_interval=0, log_with=()),
+            streaming=StreamingConfig(),
+            checkpoint=CheckpointConfig(),
+        ),
     )
 
 
@@ -199,27 +281,49 @@ def load_evaluation_on_rank(argv: Sequence[str]) -> TrainConfig:
 
     Raises: ConfigError also for a checkpoint without export, which one process would have to export first."""
     _, argv = split_options(argv)
-    argv = with_settings_of_run(argv)
+    argv = with_models_of_run(with_settings_of_run(argv))
     config = load_evaluation(argv)
-    folder = model_folder(config.model.model)
-    if folder is None:
-        name = config.model.model
-        raise ConfigError(
-            [
-                f"--model ({name}): is a checkpoint, which `megarl eval` exports first and torchrun's ranks "
-                "do not. Export it: megarl convert --model M --load CHECKPOINT --save OUT, and give OUT."
-            ]
-        )
-    return with_model(config, folder, argv)
+    folders = {name: model_folder(name) for name in names_of_models(config).values()}
+    raise_errors(
+        [
+            f"--{numbered('model', number_of(suffix))} ({name}): is a checkpoint, which `megarl eval` exports first "
+            "and torchrun's ranks do not. Export it: megarl convert --model M --load CHECKPOINT --save OUT, and give "
+            "OUT."
+            for suffix, name in names_of_models(config).items()
+            if folders[name] is None
+        ]
+    )
+    return with_models(config, {name: folder for name, folder in folders.items() if folder is not None}, argv)
 
 
-def with_model(config: TrainConfig, folder: Path, argv: Sequence[str]) -> TrainConfig:
-    """Return the configuration with the model's Hugging Face folder, and with the default lengths for this
-    model where `argv` gives none."""
-    config = replace(config, model=replace(config.model, model=str(folder)))
+def names_of_models(config: TrainConfig) -> dict[str, str]:
+    """Return suffix -> --model of each actor."""
+    return {suffix: one.model.model for suffix, one in configs_of_actors(config).items()}
+
+
+def with_models(config: TrainConfig, folders: Mapping[str, Path], argv: Sequence[str]) -> TrainConfig:
+    """Return the configuration with the Hugging Face folders of the actors' models, and with the default lengths
+    for these models where `argv` gives none.
+
+    Args:
+        folders: --model of an actor -> its folder."""
     given = Reader()
     given.read(argv)
-    names = {one.base for one in given.occurrences}
+
+    def change(of_actor: TrainConfig, suffix: str) -> TrainConfig:
+        number, folder = number_of(suffix), folders[of_actor.model.model]
+        names = {one.base.removeprefix("actor-") for one in given.occurrences if one.number in (1, number)}
+        return _with_model(of_actor, folder, names)
+
+    return with_each_actor(config, change)
+
+
+def _with_model(config: TrainConfig, folder: Path, names: set[str]) -> TrainConfig:
+    """Return the configuration of one actor with its model's folder and default lengths.
+
+    Args:
+        names: flags that are given."""
+    config = replace(config, model=replace(config.model, model=str(folder)))
     limit = ModelShape.load(str(folder)).max_position_embeddings
     prompt, response = config.sampling.max_prompt_length, config.sampling.max_response_length
     if "max-prompt-length" not in names:
@@ -231,19 +335,18 @@ def with_model(config: TrainConfig, folder: Path, argv: Sequence[str]) -> TrainC
     return replace(config, sampling=sampling)
 
 
-def model_errors(name: str) -> list[str]:
-    """Return the error of a --model that is no model, run or checkpoint; [] if it is one."""
-    try:
-        model_folder(name)
-    except ConfigError as error:
-        return list(error.errors)
-    return []
-
-
-def check_model(config: TrainConfig) -> None:
-    """Raise ConfigError if --model is no model, together with all other errors that do not depend on it."""
+def check_models(config: TrainConfig) -> None:
+    """Raise ConfigError if a --model is no model, together with all other errors that do not depend on it."""
     from megarl.config.check import job_errors
 
-    if errors := model_errors(config.model.model):
+    flags: dict[str, str] = {}  # by model: actors with the same one have one error
+    for suffix, name in names_of_models(config).items():
+        flags.setdefault(name, numbered("model", number_of(suffix)))
+    if errors := [error for name, flag in flags.items() for error in model_errors(name, flag)]:
         others = job_errors(config, config.placement.world_size, new_run=False)
-        raise_errors([*errors, *(error for error in others if not error.startswith("--model "))])
+        raise_errors([*errors, *(error for error in others if not _is_of_model(error))])
+
+
+def _is_of_model(error: str) -> bool:
+    """Return whether an error is about an actor's --model."""
+    return re.match(r"(actor_\d+: )?--(actor-\d+-)?model ", error) is not None

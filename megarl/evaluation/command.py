@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 from collections.abc import Sequence
@@ -10,11 +11,15 @@ from pathlib import Path
 
 from megarl.checks.job import check_everything
 from megarl.config.render import write_args
+from megarl.config.roles import with_each_actor
+from megarl.config.schema import TrainConfig
 from megarl.evaluation.arguments import (
-    check_model,
+    check_models,
     load_evaluation,
+    names_of_models,
     split_options,
-    with_model,
+    with_models,
+    with_models_of_run,
     with_settings_of_run,
 )
 from megarl.inspect.models import base_model, checkpoint_of, exported, model_folder
@@ -22,22 +27,29 @@ from megarl.trainer.executors import has_rank_processes
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate a model. Raises: ConfigError with all errors, before a rank is started."""
+    """Evaluate a model, or the models of several actors. Raises: ConfigError with all errors, before a rank is
+    started."""
     options, rest = split_options(argv)
-    rest = with_settings_of_run(rest)
+    rest = with_models_of_run(with_settings_of_run(rest))
     given = load_evaluation(rest)
-    check_model(given)
-    name = given.model.model
-    folder = model_folder(name)
-    config = with_model(given, folder or base_model(checkpoint_of(Path(name))), rest)
-    # the weights of a checkpoint have no folder yet
-    checked = replace(config, model=replace(config.model, random_init=folder is None))
-    check_everything(checked, config.placement.world_size, new_run=False)
-    with exported(name) as folder, tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch:
-        config = replace(config, model=replace(config.model, model=str(folder)))
+    check_models(given)
+    names = names_of_models(given)
+    found = {name: model_folder(name) for name in names.values()}
+    folders = {name: folder or base_model(checkpoint_of(Path(name))) for name, folder in found.items()}
+    config = with_models(given, folders, rest)
+
+    def checked(of_actor: TrainConfig, suffix: str) -> TrainConfig:
+        # the weights of a checkpoint have no folder yet
+        return replace(of_actor, model=replace(of_actor.model, random_init=found[names[suffix]] is None))
+
+    check_everything(with_each_actor(config, checked), config.placement.world_size, new_run=False)
+    with contextlib.ExitStack() as stack:
+        folders = {name: stack.enter_context(exported(name)) for name in found}
+        config = with_models(given, folders, rest)
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-eval-"))
         from megarl.evaluation.job import evaluate_job, progress_of
 
-        job = functools.partial(evaluate_job, options=options, model=name)
+        job = functools.partial(evaluate_job, options=options, models=names)
         if not has_rank_processes(config):
             from megarl.train import run_in_process
 

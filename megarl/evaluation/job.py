@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.mesh import role_meshes
+from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.evaluation.arguments import Options
 from megarl.evaluation.report import as_json, sample_lines, table
 from megarl.flow import Actor, Reward, Rollout
+from megarl.futures import Future
 from megarl.trainer.announce import Say, line_on, reminding, wait_for_setups
 from megarl.trainer.evaluation import Answering, HeldOut, answer_rows, run
 from megarl.trainer.weights import sync_weights
@@ -28,48 +30,80 @@ def evaluate_job(
     world_size: int,
     *,
     options: Options,
-    model: str,
+    models: Mapping[str, str],
 ) -> None:
-    """Load --model into the engines, answer --eval-data, and print the scores. The job's other roles are not
-    set up.
+    """Load the model of each actor into its engines, answer --eval-data, and print the scores. The job's other
+    roles are not set up.
 
     Args:
         options: whether the result is a table or JSON, and the file for the samples.
-        model: --model as the user gave it."""
-    actor, rollout, reward = (
-        Actor(executor, "actor"),
-        Rollout(executor, "rollout"),
-        Reward(executor, "reward"),
-    )
-    say = progress_of(options)
-    # an evaluation computes no gradients: no optimizer is built
-    setups = {
-        "actor": actor.setup(is_trained=False),
-        "rollout": rollout.setup(),
-        "reward": reward.setup(),
-    }
+        models: suffix of an actor -> --model as the user gave it."""
+    say, meshes, configs = progress_of(options), role_meshes(config, world_size), configs_of_actors(config)
+    setups: dict[str, Future[Any]] = {}
+    for suffix in configs:
+        # an evaluation computes no gradients: no optimizer is built
+        setups[f"actor{suffix}"] = Actor(executor, f"actor{suffix}").setup(is_trained=False)
+        setups[f"rollout{suffix}"] = Rollout(executor, f"rollout{suffix}").setup()
+        setups[f"reward{suffix}"] = Reward(executor, f"reward{suffix}").setup()
     wait_for_setups(setups, say)
-    sync_weights(executor, role_meshes(config, world_size), version=0).result()
-    rows = inputs[""].eval_rows(config.run.eval_num_prompts)
-    num_logged = -1 if options.out is not None else 0
-    modes = [True] if config.sampling.temperature == 0 else [False, True]
-    results: dict[bool, HeldOut] = {}
-    for greedy in modes:
-        with reminding(say, _evaluating(config, len(rows), greedy)):
-            by = Answering.by_all(rollout, reward)
-            results[greedy] = run(answer_rows(by, rows, config, greedy, num_logged))
-    sampled, greedy = results.get(False), results[True]
+    for synced in [sync_weights(executor, meshes, version=0, suffix=suffix) for suffix in configs]:
+        synced.result()
+    held_out = _answers(executor, configs, inputs, -1 if options.out is not None else 0, say)
+    _report(config, models, held_out, options)
+    for suffix in configs:
+        Rollout(executor, f"rollout{suffix}").shut_down().result()
+        Reward(executor, f"reward{suffix}").shut_down().result()
+
+
+def _answers(
+    executor: Executor,
+    configs: Mapping[str, TrainConfig],
+    inputs: Mapping[str, Inputs],
+    num_logged: int,
+    say: Say,
+) -> dict[str, dict[bool, HeldOut]]:
+    """Return suffix of each actor -> whether greedy -> its answers. There are greedy ones only if every
+    temperature is 0."""
+    found: dict[str, dict[bool, HeldOut]] = {suffix: {} for suffix in configs}
+    only_greedy = all(one.sampling.temperature == 0 for one in configs.values())
+    for greedy in [True] if only_greedy else [False, True]:  # actors may play in the same episodes: in turns
+        for suffix, config in configs.items():
+            rows = inputs[suffix].eval_rows(config.run.eval_num_prompts)
+            by = Answering.by_all(Rollout(executor, f"rollout{suffix}"), Reward(executor, f"reward{suffix}"))
+            who = f"actor{suffix}: " if len(configs) > 1 else ""
+            with reminding(say, who + _evaluating(config, len(rows), greedy)):
+                found[suffix][greedy] = run(answer_rows(by, rows, config, greedy, num_logged))
+    return found
+
+
+def _report(
+    config: TrainConfig,
+    models: Mapping[str, str],
+    held_out: Mapping[str, Mapping[bool, HeldOut]],
+    options: Options,
+) -> None:
+    """Write the samples into --out, and the scores of each actor to stdout."""
     if options.out is not None:
         with open(options.out, "w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in sample_lines(sampled, greedy))
-    result = as_json(config, model, sampled, greedy)
+            for suffix, of_actor in held_out.items():
+                lines = sample_lines(of_actor.get(False), of_actor[True], suffix)
+                file.writelines(f"{line}\n" for line in lines)
+    results = {
+        f"actor{suffix}": as_json(
+            of_actor, models[suffix], held_out[suffix].get(False), held_out[suffix][True]
+        )
+        for suffix, of_actor in configs_of_actors(config).items()
+    }
     if options.as_json:
+        result = results if len(results) > 1 else results["actor"]
         sys.stdout.write(json.dumps(result, allow_nan=False) + "\n")
     else:
-        sys.stdout.write(table(result, options.out))
+        tables = [
+            (f"{actor}\n" if len(results) > 1 else "") + table(result, options.out)
+            for actor, result in results.items()
+        ]
+        sys.stdout.write("\n".join(tables))
     sys.stdout.flush()
-    rollout.shut_down().result()
-    reward.shut_down().result()
 
 
 def progress_of(options: Options) -> Say:

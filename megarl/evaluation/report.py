@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megarl.config.schema import TrainConfig
+from megarl.role_names import with_suffix
 from megarl.trainer.eval_scores import EvalSample, Estimate, Scores, of_sources, powers_of_two
 from megarl.trainer.evaluation import GREEDY, SAMPLED, HeldOut
 
@@ -157,8 +158,10 @@ def _notes(result: Mapping[str, object], out: Path | None) -> Iterator[str]:
         yield f"samples: {out}; look at them with `megarl show {out}`"
 
 
-def sample_lines(sampled: HeldOut | None, greedy: HeldOut) -> Iterator[str]:
-    """Yield one JSON object per sample, in the form of a run's rollouts/eval.jsonl."""
+def sample_lines(sampled: HeldOut | None, greedy: HeldOut, suffix: str = "") -> Iterator[str]:
+    """Yield one JSON object per sample of an actor, in the form of a run's rollouts/eval.jsonl."""
     for name, held_out in ((SAMPLED, sampled), (GREEDY, greedy)):
         for record in held_out.records if held_out is not None else ():
-            yield json.dumps({"name": name, **record}, ensure_ascii=False)
+            of_actor = {"actor": f"actor{suffix}"} if suffix else {}
+            named = {"name": with_suffix(name, suffix), **of_actor, **record}
+            yield json.dumps(named, ensure_ascii=False)

@@ -4,6 +4,7 @@
     echo '23-5-1 ?' | megarl chat --model runs/a     from a pipe: the answers only, one after the other
     megarl chat --model runs/a --single-turn         every line begins a conversation of its own
     megarl chat --model runs/a --env my_env.py:Env   the environment talks to the model, about one row
+    megarl chat --model A --actor-2-model B --env my_env.py:Env    two policies in one episode
 
 The conversation goes through the model's chat template. The line /new begins another conversation. A model
 that was trained on single questions has never seen a second one: ask it with --single-turn."""
@@ -11,16 +12,26 @@ that was trained on single questions has never seen a second one: ask it with --
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.inspect.arguments import Parser, number, whole
 from megarl.inspect.chat_model import answer, load_model, longest
-from megarl.inspect.episode_chat import add_flags, begin_episode, check_flags, show_episode
+from megarl.inspect.episode_chat import (
+    Player,
+    add_flags,
+    check_flags,
+    models_of_actors,
+    row_of,
+    show_episode,
+)
 from megarl.inspect.models import exported
 from megarl.inspect.terminal import closed_pipe_is_the_end
 
@@ -32,28 +43,34 @@ NEW = "/new"
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
-    row = begin_episode(arguments) if arguments.env is not None else None
+    models = {1: arguments.model}
+    if arguments.env is not None:
+        models, row = models_of_actors(arguments), row_of(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is downloaded
-    with exported(arguments.model) as folder:
-        sys.stderr.write(f"[loading {arguments.model} with transformers]\n")
-        sys.stderr.flush()
-        try:
-            tokenizer = load_tokenizer(str(folder), "--model")
-        except ValueError as error:
-            raise ConfigError([str(error)]) from error
-        if tokenizer.template is None:
-            raise ConfigError(
-                [
-                    f"--model ({arguments.model}): its tokenizer has no chat template. Put a "
-                    f"chat_template.jinja into {folder}."
-                ]
-            )
-        model = load_model(folder, arguments, tokenizer)
-        with closed_pipe_is_the_end():
-            if row is not None:
-                return show_episode(arguments, row, tokenizer, model)
-            _talk(arguments, tokenizer, model)
+    with contextlib.ExitStack() as stack:
+        folders = {name: stack.enter_context(exported(name)) for name in dict.fromkeys(models.values())}
+        players = {n: _player(n, name, folders[name], arguments) for n, name in models.items()}
+        stack.enter_context(closed_pipe_is_the_end())
+        if arguments.env is not None:
+            return show_episode(arguments, row, players)
+        _talk(arguments, players[1].tokenizer, players[1].model)
     return 0
+
+
+def _player(number: int, name: str, folder: Path, arguments: argparse.Namespace) -> Player:
+    """Load an actor's model and tokenizer. Raises: ConfigError."""
+    flag = f"--{numbered('model', number)}"
+    sys.stderr.write(f"[loading {name} with transformers]\n")
+    sys.stderr.flush()
+    try:
+        tokenizer = load_tokenizer(str(folder), flag)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    if tokenizer.template is None:
+        raise ConfigError(
+            [f"{flag} ({name}): its tokenizer has no chat template. Put a chat_template.jinja into {folder}."]
+        )
+    return Player(name, tokenizer, load_model(folder, arguments, tokenizer, name, number))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -78,7 +95,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="every line is a conversation of its own; default: a line continues the conversation",
     )
-    add_flags(parser)
+    add_flags(parser, argv)
     arguments = parser.parse(argv)
     check_flags(arguments)
     return arguments

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.algorithms import samples
+from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import Tokenizer
 from megarl.files.checkpoints import run_of_model
-from megarl.inspect.runs import argument_of
+from megarl.inspect.runs import actor_argument_of, argument_of
 from megarl.inspect.terminal import encodable, visible
 
 if TYPE_CHECKING:
@@ -23,10 +24,17 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes for a character of which only the first bytes are there."""
 
 
-def load_model(folder: Path, arguments: argparse.Namespace, tokenizer: Tokenizer) -> PreTrainedModel:
+def load_model(
+    folder: Path, arguments: argparse.Namespace, tokenizer: Tokenizer, name: str, number: int = 1
+) -> PreTrainedModel:
     """Load the model with transformers, which gives the first answer of a tiny model on a CPU in 4 s.
 
-    vLLM takes 24 s: it measures memory, plans a cache and starts a process, which pays for many requests."""
+    vLLM takes 24 s: it measures memory, plans a cache and starts a process, which pays for many requests.
+
+    Args:
+        folder: the model's Hugging Face folder.
+        name: --model as the user gave it.
+        number: number of the actor that answers with the model."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
@@ -39,7 +47,9 @@ def load_model(folder: Path, arguments: argparse.Namespace, tokenizer: Tokenizer
         )
     except Exception as error:  # a foreign library on a foreign folder
         raise ConfigError(
-            [f"--model ({arguments.model}): transformers cannot load it: {type(error).__name__}: {error}"]
+            [
+                f"--{numbered('model', number)} ({name}): transformers cannot load it: {type(error).__name__}: {error}"
+            ]
         ) from error
     own = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
@@ -50,7 +60,7 @@ def load_model(folder: Path, arguments: argparse.Namespace, tokenizer: Tokenizer
         top_k=0,
         top_p=1.0,
         max_new_tokens=arguments.max_response_length
-        or length_of_run(arguments.model)
+        or length_of_run(name, number)
         or min(_MAX_TOKENS, longest(model) // 2),
         eos_token_id=sorted(ends),
         pad_token_id=tokenizer.pad_token_id,
@@ -60,14 +70,20 @@ def load_model(folder: Path, arguments: argparse.Namespace, tokenizer: Tokenizer
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def length_of_run(model: str) -> int | None:
+def length_of_run(model: str, number: int = 1) -> int | None:
     """Return the --max-response-length of the run that trained a model. None if no run did, or if the run
     sampled nothing (supervised fine-tuning)."""
     run = run_of_model(Path(model))
     if run is None or not samples(argument_of(run, "algorithm")):
         return None
-    length = argument_of(run, "max-response-length")
-    return int(length) if length is not None and length.isdecimal() else None
+    return limit_of_run(model, "max-response-length", number)
+
+
+def limit_of_run(model: str, flag: str, number: int) -> int | None:
+    """Return a limit that the run that trained a model has for an actor; None if there is no such number."""
+    run = run_of_model(Path(model))
+    value = actor_argument_of(run, flag, number) if run is not None else None
+    return int(value) if value is not None and value.isdecimal() else None
 
 
 def longest(model: PreTrainedModel) -> int:

@@ -1,5 +1,5 @@
-"""Play an episode of a model with an environment, on one row of the data, and show the conversation: `megarl
-chat --env`.
+"""Play an episode of one or several models with an environment, on one row of the data, and show the
+conversation: `megarl chat --env`.
 
     user       439-38 ?
     assistant  439-38
@@ -8,42 +8,67 @@ chat --env`.
     reward     1
     done       stop, reward 1, 2 answers
 
+Where several policies play, each line names who speaks, and to whom:
+
+    user > actor    47 ?
+    actor           47
+    user > actor_2  47 ?
+    actor_2         47
+
 The limits are those of training, and the answers are sampled with transformers."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.args_file import number_and_base, numbered
 from megarl.config.environments import environments, names, of_source
 from megarl.config.errors import ConfigError, raise_errors
 from megarl.config.rules_episodes import environment_errors
 from megarl.config.schema import EpisodeConfig, SamplingConfig
-from megarl.data.prompts import PromptDataset
+from megarl.data.prompts import Prompt, PromptDataset
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.chat import Chat
 from megarl.episodes.env_pool import EnvironmentPool
-from megarl.episodes.episode import Episode, Limits
-from megarl.episodes.runner import Answer, Turn, play
+from megarl.episodes.environments import Environments, Reply
+from megarl.episodes.episode import FIRST_ACTOR, Episode, Limits
+from megarl.episodes.runner import Answer, Turn, failure_of, play_to_end, reward_of
+from megarl.episodes.shared import ActorEngines, Seat, SharedPlay
 from megarl.files.checkpoints import run_of_model
 from megarl.inspect.arguments import whole
-from megarl.inspect.chat_model import answer, longest
+from megarl.inspect.chat_model import answer, limit_of_run, longest
+from megarl.inspect.models import ambiguous_model, model_errors, models_of_others, shares_episodes
 from megarl.inspect.runs import argument_of
 from megarl.inspect.terminal import encodable, visible
+from megarl.role_names import suffix_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_NAME_WIDTH = 10
 _DEFAULTS = {"env_python": None, "row": 0, "data": None, "max_turns": None, "max_context_length": None}
 """Flags that need --env, and their defaults."""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a conversation with an environment."""
+@dataclass(frozen=True, slots=True)
+class Player:
+    """The model that answers as one actor."""
+
+    name: str
+    """--model as the user gave it."""
+    tokenizer: Tokenizer
+    model: PreTrainedModel
+
+
+def add_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Add the flags of a conversation with an environment.
+
+    Args:
+        argv: the command line, which says of how many actors there are models."""
     group = parser.add_argument_group("with an environment")
     group.add_argument(
         "--env",
@@ -65,6 +90,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 1024),
         help="tokens of the conversation; default: the run's, or all that the model can read",
     )
+    numbers = {number_and_base(word.removeprefix("--").partition("=")[0])[0] for word in argv}
+    for number in sorted({2, *numbers} - {1}):
+        group.add_argument(
+            f"--{numbered('model', number)}",
+            help=f"model of the policy that answers where the environment names actor_{number}; default: that of the "
+            "run in --model, if its actors have played in the same episodes",
+        )
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
@@ -74,9 +106,33 @@ def check_flags(arguments: argparse.Namespace) -> None:
             raise ConfigError(["--single-turn: the environment leads the conversation. Leave it out."])
         raise_errors([*environment_errors(_episodes(arguments))])
         return
-    for name, default in _DEFAULTS.items():
-        if getattr(arguments, name) != default:
+    given = {name: getattr(arguments, name) != default for name, default in _DEFAULTS.items()}
+    given |= {numbered("model", number): True for number in _models_given(arguments)}
+    for name, is_given in given.items():
+        if is_given:
             raise ConfigError([f"--{name.replace('_', '-')}: has no effect without --env. Leave it out."])
+
+
+def _models_given(arguments: argparse.Namespace) -> dict[int, str]:
+    """Return number -> --actor-N-model of the actors that have one."""
+    found = {number_and_base(name.replace("_", "-"))[0]: value for name, value in vars(arguments).items()}
+    return {number: name for number, name in sorted(found.items()) if number > 1 and name is not None}
+
+
+def models_of_actors(arguments: argparse.Namespace) -> dict[int, str]:
+    """Return number of each actor -> its model, the first one's first. Raises: ConfigError."""
+    own = _models_given(arguments)
+    raise_errors([error for number, name in own.items() for error in ambiguous_model(number, name)])
+    is_shared = shares_episodes(run_of_model(Path(arguments.model)))
+    models = {1: arguments.model} | (models_of_others(arguments.model) if is_shared else {}) | own
+    missing, last = next(number for number in range(1, len(models) + 2) if number not in models), max(models)
+    if missing < last:
+        flag = f"--{numbered('model', last)} ({models[last]})"
+        raise ConfigError([f"{flag}: there is no actor {missing}. Give --{numbered('model', missing)} too."])
+    raise_errors(
+        [e for number, name in models.items() for e in model_errors(name, numbered("model", number))]
+    )
+    return dict(sorted(models.items()))
 
 
 def _episodes(arguments: argparse.Namespace) -> EpisodeConfig:
@@ -84,8 +140,8 @@ def _episodes(arguments: argparse.Namespace) -> EpisodeConfig:
     return EpisodeConfig(env=(*arguments.env,), env_python=None if python is None else (*python,))
 
 
-def begin_episode(arguments: argparse.Namespace) -> Episode:
-    """Return a new episode on the row that the flags name. Raises: ConfigError if there is no such row."""
+def row_of(arguments: argparse.Namespace) -> Prompt:
+    """Return the row that the flags name. Raises: ConfigError if there is no such row."""
     flag, files = "--data", arguments.data
     if files is None:
         flag, files = _data_of_run(arguments.model)
@@ -105,7 +161,7 @@ def begin_episode(arguments: argparse.Namespace) -> Episode:
                 f"{', '.join(map(str, names(specs)))}. Try another row, or name its environment."
             ]
         )
-    return Episode(rows[arguments.row].columns)
+    return rows[arguments.row]
 
 
 def _data_of_run(model: str) -> tuple[str, str]:
@@ -121,71 +177,124 @@ def _data_of_run(model: str) -> tuple[str, str]:
     )
 
 
-def show_episode(
-    arguments: argparse.Namespace, episode: Episode, tokenizer: Tokenizer, model: PreTrainedModel
-) -> int:
-    """Play the episode, and write its messages and rewards to stdout as they come.
+def show_episode(arguments: argparse.Namespace, row: Prompt, players: Mapping[int, Player]) -> int:
+    """Play an episode, and write its messages and rewards to stdout as they come.
 
+    Args:
+        players: number of each actor -> its model, the first one's first.
     Returns: 1 if the environment has failed, else 0. Raises: ConfigError if it cannot be loaded."""
-    ends = model.generation_config.eos_token_id
-    speaker = _Speaker(episode, tokenizer, model)
-    config = _episodes(arguments)
+    named = {f"actor{suffix_of(number - 1)}": (number, player) for number, player in players.items()}
+    screen = _Screen([*named])
+    seats = {
+        actor: Seat(
+            Chat(player.tokenizer, player.model.generation_config.eos_token_id),
+            _limits(arguments, player, number),
+        )
+        for actor, (number, player) in named.items()
+    }
+    engines = ActorEngines({actor: _Speaker(actor, player, screen) for actor, (_, player) in named.items()})
+    others = {actor: Episode(row.columns) for actor in seats if actor != FIRST_ACTOR}
+    episode, config = Episode(row.columns, others=others), _episodes(arguments)
     with EnvironmentPool(environments(config), config.env_timeout_s, 1) as pool:
         try:
-            play([episode], speaker, pool, Chat(tokenizer, ends), _limits(arguments, model))
+            play_to_end(_ShownPlay(pool, seats, screen), [episode], engines, pool)
         except ValueError as error:
             raise ConfigError([str(error)]) from error
-    speaker.show_new()
-    result = episode.result
-    if result.failure is not None:
-        sys.stderr.write(f"[the environment has failed ({result.cause}): {visible(result.failure)}]\n")
+    if episode.failure is not None:
+        sys.stderr.write(f"[the environment has failed ({episode.cause}): {visible(episode.failure)}]\n")
         return 1
-    answers = f"{result.num_turns} answer{'s' if result.num_turns != 1 else ''}"
-    _write("done", f"{result.finish_reason}, reward {result.reward:g}, {answers}")
+    screen.show_end(episode)
     return 0
 
 
-def _limits(arguments: argparse.Namespace, model: PreTrainedModel) -> Limits:
-    """Return the limits of an episode: those of the flags, or else those of the run that trained the
+def _limits(arguments: argparse.Namespace, player: Player, number: int) -> Limits:
+    """Return an actor's limits in an episode: those of the flags, or else those of the run that trained its
     model."""
-    run = run_of_model(Path(arguments.model))
-
-    def of_run(flag: str) -> int | None:
-        value = argument_of(run, flag) if run is not None else None
-        return int(value) if value is not None and value.isdecimal() else None
-
-    most = longest(model)
-    context = arguments.max_context_length or of_run("max-context-length") or most
+    most = longest(player.model)
+    context = arguments.max_context_length or limit_of_run(player.name, "max-context-length", number) or most
+    turns = arguments.max_turns or limit_of_run(player.name, "max-turns", number)
     return Limits(
-        arguments.max_turns or of_run("max-turns") or SamplingConfig().max_turns,
-        model.generation_config.max_new_tokens,
+        turns or SamplingConfig().max_turns,
+        player.model.generation_config.max_new_tokens,
         min(context, most),
     )
 
 
+class _Screen:
+    """Writes who says what, with the names of all speakers in one column.
+
+    Args:
+        actors: names of the actors of the episode."""
+
+    def __init__(self, actors: Sequence[str]) -> None:
+        self._actors, self._is_shared = actors, len(actors) > 1
+        self._width = max(map(len, actors)) + len("user > ") if self._is_shared else 10
+
+    def begin_answer(self, actor: str) -> None:
+        """Write the name of the actor whose answer is written next."""
+        sys.stdout.write((actor if self._is_shared else "assistant").ljust(self._width) + " ")
+
+    def show_reply(self, reply: Reply, is_last: bool) -> None:
+        """Write the rewards of a reply, and its messages for the actor that answers next.
+
+        Args:
+            is_last: whether no actor answers, as the episode has ended."""
+        rewards = {actor: reward_of(reply, actor) for actor in self._actors}
+        given = {actor: f"{reward:g}" for actor, reward in rewards.items() if reward is not None}
+        if given:
+            is_same = reply.rewards is None
+            self._write("reward", given[FIRST_ACTOR] if is_same else _each(given))
+        listener = f" > {reply.actor or FIRST_ACTOR}" if self._is_shared else ""
+        for message in () if is_last else reply.messages:
+            self._write(f"{message['role']}{listener}", str(message.get("content", "")))
+
+    def show_end(self, episode: Episode) -> None:
+        """Write how the episode has ended, and what each actor has earned in how many answers."""
+        results = {actor: record.result for actor, record in episode.seats.items()}
+        said = {actor: _result(one.reward, one.num_turns) for actor, one in results.items()}
+        self._write("done", f"{episode.finish}, {_each(said) if self._is_shared else said[FIRST_ACTOR]}")
+
+    def _write(self, name: str, text: str) -> None:
+        indent = " " * (self._width + 1)
+        shown = encodable(visible(text)).replace("\n", f"\n{indent}")
+        sys.stdout.write(f"{visible(name).ljust(self._width)} {shown}\n")
+        sys.stdout.flush()
+
+
+def _each(texts: Mapping[str, str]) -> str:
+    return "; ".join(f"{actor}: {text}" for actor, text in texts.items())
+
+
+def _result(reward: float | None, num_answers: int) -> str:
+    answers = f"{num_answers} answer{'s' if num_answers != 1 else ''}"
+    return f"reward {reward:g}, {answers}" if reward is not None else "never asked"
+
+
+class _ShownPlay(SharedPlay):
+    """An episode that is shown as it is played."""
+
+    def __init__(self, environments: Environments, seats: Mapping[str, Seat], screen: _Screen) -> None:
+        super().__init__(environments, seats)
+        self._screen = screen
+
+    def _after(self, reply: Reply) -> Iterable[Turn]:
+        failure = failure_of(reply, self._seats)
+        if failure is not None and reply.failure is None:
+            last = numbered("model", len(self._seats) + 1)
+            raise ConfigError([f"--env: {failure[1]}; here each has a model: --{last} M."])
+        turns = super()._after(reply)
+        if failure is None:
+            self._screen.show_reply(reply, is_last=not turns)
+        return turns
+
+
 class _Speaker:
-    """The model as the engine of one episode: each step samples one answer and shows it.
+    """An actor's model as the engine of one episode: each step samples one answer and shows it."""
 
-    It also shows what has happened since the last answer."""
-
-    def __init__(self, episode: Episode, tokenizer: Tokenizer, model: PreTrainedModel) -> None:
-        self._episode, self._tokenizer, self._model = episode, tokenizer, model
+    def __init__(self, actor: str, player: Player, screen: _Screen) -> None:
+        self._actor, self._player, self._screen = actor, player, screen
         self._turns: list[Turn] = []
         self._answers: list[Answer] = []
-        self._num_messages = self._num_rewards = 0  # that are shown
-
-    def show_new(self) -> None:
-        """Write the rewards and messages that have come since the last answer."""
-        for reward in self._episode.turn_rewards[self._num_rewards :]:
-            if reward is not None:
-                _write("reward", f"{reward:g}")
-        self._num_rewards = len(self._episode.turn_rewards)
-        session = self._episode.session
-        messages = session.turns[-1].conversation if session is not None else []
-        for message in messages[self._num_messages :]:
-            if message["role"] != "assistant":  # answers are shown while they are sampled
-                _write(message["role"], str(message.get("content", "")))
-        self._num_messages = len(messages)
 
     def add(self, turns: Sequence[Turn]) -> None:
         self._turns += turns
@@ -195,19 +304,11 @@ class _Speaker:
 
     def step(self) -> None:
         turn = self._turns.pop()
-        self.show_new()
-        sys.stdout.write("assistant".ljust(_NAME_WIDTH) + " ")
-        made = answer(turn.prompt, self._tokenizer, self._model, turn.max_tokens)
+        self._screen.begin_answer(self._actor)
+        made = answer(turn.prompt, self._player.tokenizer, self._player.model, turn.max_tokens)
         nothing = [0] * len(made.ids)
         self._answers.append(Answer(turn.index, made.ids, nothing, nothing, made.is_cut, turn.number))
 
     def take(self) -> list[Answer]:
         answers, self._answers = self._answers, []
         return answers
-
-
-def _write(name: str, text: str) -> None:
-    indent = " " * (_NAME_WIDTH + 1)
-    shown = encodable(visible(text)).replace("\n", f"\n{indent}")
-    sys.stdout.write(f"{visible(name).ljust(_NAME_WIDTH)} {shown}\n")
-    sys.stdout.flush()

@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError, try_path
-from megarl.files.checkpoints import MANIFEST, checkpoints_in, is_one_checkpoint
-from megarl.inspect.runs import argument_of, is_run
+from megarl.files.checkpoints import MANIFEST, checkpoints_in, is_one_checkpoint, run_of_model
+from megarl.inspect.runs import actor_argument_of, argument_of, is_run
+from megarl.role_names import kind_and_suffix, number_of
 
 _MAX_SHARD_BYTES = 5 * 10**9
 
@@ -42,6 +44,15 @@ def model_folder(name: str) -> Path | None:
     raise ConfigError([f"--model ({name}): {reason}.{advice}"])
 
 
+def model_errors(name: str, flag: str = "model") -> list[str]:
+    """Return the error of a --model that is no model, run or checkpoint; [] if it is one."""
+    try:
+        model_folder(name)
+    except ConfigError as error:
+        return [text.replace("--model", f"--{flag}", 1) for text in error.errors]
+    return []
+
+
 def checkpoint_of(folder: Path | str) -> Path | None:
     """Return the actor's checkpoint in a run's newest complete checkpoint, or in this checkpoint of a job."""
     if (folder / MANIFEST).is_file():
@@ -49,6 +60,47 @@ def checkpoint_of(folder: Path | str) -> Path | None:
     jobs = [folder] if is_one_checkpoint(folder) else checkpoints_in(folder)
     found = (job / "actor" for job in jobs if (job / "actor" / MANIFEST).is_file())
     return next(found, None)
+
+
+def num_actors_of_run(run: Path | None) -> int:
+    """Return the number of actors of a run; 1 without a run."""
+    count = argument_of(run, "num-actors") if run is not None else None
+    return int(count) if count is not None and count.isdecimal() else 1
+
+
+def shares_episodes(run: Path | None) -> bool:
+    """Return whether the actors of a run have played in the same episodes."""
+    return run is not None and argument_of(run, "share-episodes") == "true"
+
+
+def models_of_others(name: str) -> dict[int, str]:
+    """Return number -> model of the second and further actors of the run that --model means: hf_2/ beside its hf/,
+    or actor_2/ in the same checkpoint.
+
+    Returns {} for the model of one actor, and for a path that is not of a run with several."""
+    folder = Path(name)
+    run = run_of_model(folder)
+    numbers = range(2, num_actors_of_run(run) + 1)
+    if run is None or not numbers:
+        return {}
+    if folder == run / "hf" or folder == run and is_model(run / "hf"):
+        return {number: str(run / f"hf_{number}") for number in numbers}
+    checkpoint = checkpoint_of(folder) if folder == run or is_one_checkpoint(folder) else None
+    if checkpoint is None:
+        return {}
+    return {number: str(checkpoint.with_name(f"actor_{number}")) for number in numbers}
+
+
+def ambiguous_model(number: int, name: str) -> list[str]:
+    """Return the error of the --actor-N-model of one actor that names a run or checkpoint of several; [] if it
+    names a model."""
+    if not (others := models_of_others(name)) or Path(name).name == "hf":
+        return []
+    own = others.get(number) or others[2]
+    return [
+        f"--{numbered('model', number)} ({name}): has the models of {len(others) + 1} actors. Name one of them, "
+        f"e.g. {own}."
+    ]
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -61,7 +113,7 @@ def base_model(checkpoint: Path) -> Path:
 
     Raises: ConfigError if it cannot be found."""
     run = run_of(checkpoint)
-    base = argument_of(run, "model")
+    base = actor_argument_of(run, "model", number_of(kind_and_suffix(checkpoint.name)[1]))
     if base is None or not is_model(Path(base)):
         raise ConfigError(
             [

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError, try_path
 from megarl.config.rules_files import RUN_FILES
 from megarl.files.checkpoints import is_one_checkpoint, step_of
@@ -94,3 +95,9 @@ def argument_of(folder: Path, flag: str) -> str | None:
         return None
     words = shlex.split(flags_of(arguments.read_text(encoding="utf-8")).get(flag, ""))
     return words[0] if len(words) == 1 else None
+
+
+def actor_argument_of(folder: Path, flag: str, number: int) -> str | None:
+    """Return the value of a flag for the actor with a number in a run's resolved.args; None as `argument_of`."""
+    own = argument_of(folder, numbered(flag, number)) if number > 1 else None
+    return argument_of(folder, flag) if own is None else own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
 
@@ -176,3 +177,95 @@ def test_torchrun_s_ranks_refuse_a_checkpoint_without_an_export(tmp_path, model)
         load_evaluation_on_rank(["--model", str(part), *data])
     config = load_evaluation_on_rank(["--model", str(model), *data, "--json"])
     assert config.sampling.max_response_length == 256
+
+
+# ------------------------------------------------------------------ several actors
+
+
+@pytest.fixture
+def pair(model, tmp_path):
+    """A run in which two actors have played in the same episodes, with the exports of both."""
+    run = tmp_path / "pair"
+    run.mkdir()
+    for name in ("hf", "hf_2"):
+        shutil.copytree(model, run / name)
+    (tmp_path / "env.py").write_text("class Env:\n    def reset(self, row):\n        return row['prompt']\n")
+    flags = (
+        f"--algorithm ppo --model {model} --train-data gone.jsonl --train-iters 3 --save {run} --num-actors 2 "
+        f"--share-episodes --env {tmp_path}/env.py:Env --eval-data {tmp_path}/rows.jsonl --max-prompt-length 32 "
+        "--max-response-length 48 --actor-2-temperature 0.7"
+    )
+    (run / "resolved.args").write_text(flags.replace(" --", "\n--") + "\n")
+    return run
+
+
+def test_a_run_of_two_actors_is_evaluated_with_the_weights_of_each(pair, started):
+    """Also by its hf/, and with other weights for the second; the settings are those of each."""
+    other = pair.parent / "other"
+    shutil.copytree(pair / "hf", other)
+    for given, second in (
+        ((pair,), pair / "hf_2"),
+        ((pair / "hf",), pair / "hf_2"),
+        ((pair, "--actor-2-model", other), other),
+    ):
+        assert evaluate("--model", *given, "--top-p", 0.5) == 3
+        config, on_ranks = started.pop()
+        assert config == on_ranks and config.episodes.share_episodes
+        (of_second,) = config.others
+        assert (config.model.model, of_second.model.model) == (str(pair / "hf"), str(second))
+        assert (config.sampling.temperature, of_second.sampling.temperature) == (1.0, 0.7)
+        assert config.sampling.top_p == of_second.sampling.top_p == 0.5
+        assert of_second.data.train_data == () and of_second.sampling.max_response_length == 48
+
+
+def test_other_data_and_a_run_s_models(pair, tmp_path, started):
+    """With --env all policies of the run play; without, and for another number, the user says how many."""
+    data = ("--eval-data", tmp_path / "rows.jsonl")
+    env = ("--env", f"{tmp_path}/env.py:Env")
+    assert evaluate("--model", pair, *data, *env) == 3
+    config = started.pop()[0]
+    assert config.episodes.share_episodes and [one.model.model for one in config.others] == [
+        str(pair / "hf_2")
+    ]
+    assert config.others[0].sampling.temperature == 1.0
+    assert evaluate("--model", pair, *data, "--max-response-length", 7, "--num-actors", 2) == 3
+    config = started.pop()[0]
+    assert not config.episodes.share_episodes and config.others[0].model.model == str(pair / "hf_2")
+    assert config.others[0].sampling.max_response_length == 7
+    assert evaluate("--model", pair / "hf_2", *data) == 3
+    config = started.pop()[0]
+    assert config.model.model == str(pair / "hf_2") and config.others == ()
+    flags = (
+        "--num-actors",
+        2,
+        "--share-episodes",
+        "--actor-2-model",
+        pair / "hf_2",
+        "--actor-2-max-response-length",
+        9,
+    )
+    assert evaluate("--model", pair / "hf", *data, *env, *flags) == 3
+    config = started.pop()[0]
+    assert (config.sampling.max_response_length, config.others[0].sampling.max_response_length) == (256, 9)
+
+
+def test_models_that_do_not_fit_the_number_of_actors_are_refused_by_name(pair, tmp_path, started, capsys):
+    data = ("--eval-data", tmp_path / "rows.jsonl")
+    assert errors(capsys, "--model", pair, *data, "--num-actors", 3) == [
+        f"--num-actors (3): --model ({pair}) is of a run with 2 actors. Try 2, or name a model of the others: "
+        "--actor-3-model M."
+    ]
+    assert errors(capsys, "--model", pair / "hf_2") == [
+        f"--model ({pair}/hf_2): is the model of one actor of a run with 2. Give the run, --model {pair}, or "
+        "evaluate this one alone, on --eval-data."
+    ]
+    assert errors(capsys, "--model", pair / "hf", "--actor-2-model", pair) == [
+        f"--actor-2-model ({pair}): has the models of 2 actors. Name one of them, e.g. {pair}/hf_2."
+    ]
+    (error,) = errors(capsys, "--model", pair, *data, "--actor-2-model", pair / "hf_2")
+    assert error.startswith("--actor-2-model") and "Try --num-actors 2." in error
+    shutil.rmtree(pair / "hf_2")
+    (error,) = errors(capsys, "--model", pair)
+    assert error.startswith(f"--actor-2-model ({pair}/hf_2): there is no such folder.")
+    (tmp_path / "env.py").write_text("class Env: pass\n")
+    assert started == []

@@ -1,6 +1,8 @@
 """An environment for whole jobs, from which an untrained model gets different rewards and turns."""
 
+import asyncio
 import os
+import random
 import time
 
 
@@ -80,3 +82,53 @@ class Pair:
             return [], reward, True
         self.next_actor = "actor_2" if judged == "actor" else "actor"
         return [{"role": "user", "content": f"{self.num} {len(text)} é"}], {judged: reward}, False
+
+
+class Tools:
+    """Ends an episode after one answer. Once a file exists, it calls a tool in each of four turns, and a call takes
+    0.1 to 5 s.
+
+    It writes into the folder of that file when a call begins and ends, and when an episode ends, a byte each."""
+
+    def reset(self, row):
+        self.slow, self.turn, self.draws = os.environ["MEGARL_TEST_SLOW"], 0, random.Random(id(self))
+        return row["prompt"]
+
+    async def step(self, text):
+        self.turn += 1
+        reward = sum(c.islower() for c in text) / 20
+        if not os.path.exists(self.slow):
+            return [], reward, True
+        self.count("begun")
+        await asyncio.sleep(0.1 * 50 ** self.draws.random())
+        self.count("ended")
+        if self.turn == 4:
+            self.count("over")
+        return [{"role": "tool", "content": f"{self.turn}"}], reward, self.turn == 4
+
+    def count(self, name):
+        with open(f"{self.slow}.{name}.{os.getpid()}", "a") as file:
+            file.write("+")
+
+
+class Talking:
+    """Replies with tools' results and questions, which depend on the answer only, and shows a tool."""
+
+    WORDS = ("é", "日本", "🙂", "\n\n", " ", "twelve", '{"a": 1}', "</think>", "the result of 12")
+
+    def reset(self, row):
+        add = {"name": "add", "description": "a + b", "parameters": {"type": "object", "properties": {}}}
+        self.tools, self.turn = [{"type": "function", "function": add}], 0
+        return row["prompt"]
+
+    def step(self, text):
+        self.turn += 1
+        draws = random.Random(text)
+        messages = [
+            {
+                "role": draws.choice(["tool", "tool", "user"]),
+                "content": " ".join(draws.choices(self.WORDS, k=4)),
+            }
+            for _ in range(draws.choice([1, 1, 2]))
+        ]
+        return messages, sum(c.islower() for c in text) / 20, draws.random() < 0.1

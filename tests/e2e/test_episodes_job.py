@@ -4,6 +4,7 @@ pytest tests/e2e/test_episodes_job.py"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -88,6 +91,38 @@ def test_episodes_of_several_turns_are_sampled_logged_and_trained_on(sums_data, 
     assert all(row["policy/grad_norm"] > 0 for row in job.steps)
 
 
+ONE_RANK = ("--nproc-per-node", "1")
+
+
+@pytest.fixture(scope="module")
+def one(sums_data, tmp_path_factory) -> Job:
+    """The job on one rank."""
+    return job_of(sums_data, tmp_path_factory.mktemp("one") / "run", *ONE_RANK)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--tensor-model-parallel-size", "2"),
+        ("--context-parallel-size", "2"),
+        ("--pipeline-model-parallel-size", "2"),
+        (*ONE_RANK, "--max-tokens-per-micro-batch", "1"),
+        (*ONE_RANK, "--max-tokens-per-micro-batch", "80"),
+    ],
+    ids=["dp2", "tp2", "cp2", "pp2", "each alone", "in small packs"],
+)
+def test_any_layout_and_packing_gives_the_loss_and_gradients_of_one_rank(flags, one, sums_data, tmp_path):
+    """Over the two updates of a step. By default all samples of a mini-batch are one pack. The tolerance is that of
+    fp32 sums in another order."""
+    other = job_of(sums_data, tmp_path / "other", *flags)
+    wanted, found = one.steps[0], other.steps[0]
+    assert wanted["policy/grad_norm"] > 0 and wanted["turns/max"] > 1
+    for name in ("policy/loss", "policy/entropy", "policy/grad_norm", "advantage/max_abs"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-7), name
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "flags",
@@ -103,9 +138,9 @@ def test_episodes_of_several_turns_are_sampled_logged_and_trained_on(sums_data, 
     ],
     ids=["tp2", "transformers", "cp2", "pp2", "ppo", "process each", "turn rewards", "inline"],
 )
-def test_other_layouts_sample_and_train_on_the_same_episodes(flags, sums_data, tmp_path):
-    """The first step has the same episodes; its numbers are equal but for rounding."""
-    job, other = (job_of(sums_data, tmp_path / "a"), job_of(sums_data, tmp_path / "b", *flags))
+def test_other_layouts_sample_and_train_on_the_same_episodes(flags, one, sums_data, tmp_path):
+    """The first step has the same episodes."""
+    job, other = one, job_of(sums_data, tmp_path / "other", *flags)
     check_rows(other, sums_data)
     same = ("turns/mean", "reward/mean", "response/length_mean", "batch/tokens", "reward/failed")
     assert {name: other.steps[0][name] for name in same} == {name: job.steps[0][name] for name in same}
@@ -159,33 +194,101 @@ def test_several_environments_train_and_are_evaluated_each(sums_data, tmp_path):
 @pytest.mark.nightly
 def test_sigterm_ends_a_job_whose_episodes_wait_for_tools(sums_data, tmp_path):
     """The driver saves the last completed step, and no process is left, an environment's neither."""
-    slow, mark = tmp_path / "slow", f"MEGARL_TEST_JOB={tmp_path}"
-    arguments = [*COMMON, *("--model", sums_data / "model", "--train-data", sums_data / "train.jsonl")]
-    arguments += ["--save", tmp_path / "run"]
-    flags = ["--env", ENV.replace("LowerCase", "Waiting"), "--train-iters", "500"]
-    environment = dict([mark.split("=")], MEGARL_TEST_SLOW=str(slow), PYTHONSAFEPATH="1")
-    with open(tmp_path / "out", "w") as out:
-        job = subprocess.Popen(
-            [sys.executable, "-m", "megarl.cli", "train", *replace_flags([*map(str, arguments)], flags)],
+    with started(sums_data, tmp_path, "Waiting", "--train-iters", "500") as job:
+        job.wait_for_step(2)
+        time.sleep(3)
+        job.terminate(within_s=20)
+
+
+NUM_EPISODES = 1000
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_sigterm_ends_a_job_with_a_thousand_episodes_within_seconds_and_it_can_be_resumed(
+    sums_data, tmp_path, monkeypatch
+):
+    """Their tools take 0.1 to 5 s. No process is left: no rank, engine or environment."""
+    sizes = (
+        "--num-prompts",
+        "125",
+        "--num-samples-per-prompt",
+        "8",
+        "--global-batch-size",
+        str(NUM_EPISODES),
+    )
+    flags = (*sizes, "--max-turns", "4", "--max-context-length", "72", "--max-response-length", "8")
+    run = tmp_path / "run"
+    with started(sums_data, tmp_path, "Tools", *flags, "--train-iters", "3") as job:
+        job.wait_for_step(1)
+        wait_until(lambda: job.num_calls("begun") >= NUM_EPISODES // 2, 200)
+        num_waiting, num_over = job.num_calls("begun") - job.num_calls("ended"), job.num_calls("over")
+        num_processes = len(processes(job.mark))
+        seconds = job.terminate(within_s=20)
+        print(f"{num_waiting} calls waited, {num_processes} processes ended within {seconds:.1f} s")
+        assert num_waiting > 0 and num_over < NUM_EPISODES / 10 and num_processes > NUM_EPISODES / 16
+    assert [row["step"] for row in Job(143, "", run).steps] == [1]
+    env = ("--env", ENV.replace("LowerCase", "Tools"))
+    monkeypatch.setenv("MEGARL_TEST_SLOW", str(tmp_path / "never"))
+    again = train(sums_data, run, *env, *flags, "--train-iters", "2", "--load", str(run))
+    assert again.returncode == 0, again.output
+    assert [(row["step"], row["reward/failed"], row["turns/mean"]) for row in again.steps] == [
+        *((step, 0, 1.0) for step in (1, 2))
+    ]
+
+
+@dataclass
+class Started:
+    """A job in the background, whose environments become slow after a step."""
+
+    process: subprocess.Popen
+    folder: Path
+    mark: str
+
+    def output(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: f"step={step}/" in self.output() or self.process.poll() is not None, 300)
+        (self.folder / "slow").touch()
+
+    def num_calls(self, what: str) -> int:
+        """Number of calls of all environments that have begun or ended."""
+        return sum(path.stat().st_size for path in self.folder.glob(f"slow.{what}.*"))
+
+    def terminate(self, within_s: float) -> float:
+        """Send SIGTERM. Returns the seconds until no process of the job was left."""
+        begun = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 143, self.output()
+        wait_until(lambda: not processes(self.mark), 5)
+        seconds = time.monotonic() - begun
+        assert "its checkpoint is" in self.output() and seconds < within_s, (seconds, self.output())
+        return seconds
+
+
+@contextlib.contextmanager
+def started(data: Path, folder: Path, env: str, *flags: str) -> Iterator[Started]:
+    """Start a job in `folder`, and kill what is left of it at the end."""
+    mark = f"MEGARL_TEST_JOB={folder}"
+    arguments = [*COMMON, "--model", str(data / "model"), "--train-data", str(data / "train.jsonl")]
+    arguments += ["--save", str(folder / "run")]
+    arguments = replace_flags(arguments, ["--env", ENV.replace("LowerCase", env), *flags])
+    variables = dict([mark.split("=")], MEGARL_TEST_SLOW=str(folder / "slow"), PYTHONSAFEPATH="1")
+    with open(folder / "out", "w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.cli", "train", *arguments],
             stdout=out,
             stderr=out,
-            env=os.environ | environment,
+            env=os.environ | variables,
             start_new_session=True,
         )
     try:
-        wait_until(lambda: "step=2/" in (tmp_path / "out").read_text() or job.poll() is not None, 200)
-        slow.touch()
-        time.sleep(3)
-        started = time.monotonic()
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(40) == 143, (tmp_path / "out").read_text()
-        assert time.monotonic() - started < 20
-        assert "its checkpoint is" in (tmp_path / "out").read_text()
-        wait_until(lambda: not processes(mark), 5)
+        yield Started(process, folder, mark)
     finally:
         for pid in processes(mark):
             os.kill(pid, signal.SIGKILL)
-        job.wait()
+        process.wait()
 
 
 @pytest.mark.nightly

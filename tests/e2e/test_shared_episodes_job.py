@@ -256,3 +256,46 @@ def test_each_actor_has_a_reward_of_its_own_in_an_evaluation(sums_data, tmp_path
     }
     assert all(row["eval/reward"] != row["eval_2/reward"] for row in evaluated)
     assert "critic/loss" in job.steps[0] and "critic_2/loss" not in job.steps[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+def test_eval_of_a_run_plays_both_policies_as_its_last_evaluation_did(sums_data, tmp_path, backend):
+    """Both means of both actors, bit for bit, from the run alone, by its exports and by its checkpoint; and every
+    answer of the first row, which the job has logged."""
+    flags = (
+        "--eval-data",
+        str(sums_data / "test.parquet"),
+        "--eval-interval",
+        "1",
+        "--eval-num-prompts",
+        "8",
+    )
+    flags += ("--save-interval", "1", "--rollout-backend", backend)
+    job = job_of(sums_data, tmp_path / "run", *ONE_RANK, *flags)
+    last, folder = job.metrics[-1], job.folder / "checkpoints" / "step_000001"
+    assert last["eval/reward"] != last["eval_2/reward"]
+    for arguments in ((job.folder, "--json"), (folder,)):
+        command = ("-m", "megarl.cli", "eval", "--model", *arguments, "--out", "samples.jsonl")
+        said = succeed(*command, timeout=400, preloaded=True, folder=tmp_path).stdout
+        rows = [json.loads(one) for one in (tmp_path / "samples.jsonl").read_text().splitlines()]
+        for name in ("eval/reward", "eval/reward_greedy", "eval_2/reward", "eval_2/reward_greedy"):
+            scored = [row["reward"] for row in rows if row["name"] == name and row["reward"] is not None]
+            assert sum(scored) / len(scored) == last[name] > 0
+        logged_ = (job.folder / "rollouts" / "eval.jsonl").read_text().splitlines()[-4:]
+        for row in map(json.loads, logged_):
+            (same,) = [one for one in rows if one["name"] == row["name"] and one["sample_id"] == 0]
+            assert same["reward"] == row["reward"] and same["num_turns"] == row["num_turns"]
+        if "--json" not in arguments:
+            assert [line for line in said.splitlines() if line in ("actor", "actor_2")] == [
+                "actor",
+                "actor_2",
+            ]
+            continue
+        found = json.loads(said)
+        for actor, suffix in (("actor", ""), ("actor_2", "_2")):
+            assert found[actor]["all"]["reward"]["value"] == last[f"eval{suffix}/reward"]
+            assert found[actor]["all"]["reward_greedy"]["value"] == last[f"eval{suffix}/reward_greedy"]
+    shown = succeed("-m", "megarl.cli", "show", "samples.jsonl", "--worst", "1", timeout=60, folder=tmp_path)
+    assert "eval" in shown.stdout

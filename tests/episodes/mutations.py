@@ -48,3 +48,25 @@ def mutated(rng: random.Random, valid: dict) -> bytes:
             at = rng.randrange(len(data))
             data[at : at + rng.randint(0, 3)] = rng.randbytes(rng.randint(0, 3))
     return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.1 else data)
+
+
+TEXTS = ("text", "content", "thinking", "system", "instructions", "description")
+"""Keys whose values may be any text."""
+LETTERS = 'aé日🙂\n\t "\\<|{}[]0\u202e\uffff'
+
+
+def variant(rng: random.Random, valid: dict) -> bytes:
+    """Return a request that is as valid as the given one: with other texts, another order of keys, and JSON written
+    in another way."""
+
+    def changed(value, key: str = ""):
+        if isinstance(value, dict):
+            items = rng.sample([*value.items()], len(value))
+            return {name: changed(one, name) for name, one in items}
+        if isinstance(value, list):
+            return [changed(one) for one in value]
+        is_text = isinstance(value, str) and key in TEXTS
+        return "x" + "".join(rng.choices(LETTERS, k=rng.randint(0, 30))) if is_text else value
+
+    how = {"ensure_ascii": rng.random() < 0.5, "indent": rng.choice([None, 2]), "separators": (" , ", " : ")}
+    return json.dumps(changed(valid), **how).encode()

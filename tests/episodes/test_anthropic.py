@@ -15,8 +15,8 @@ import pytest
 from megarl.episodes.anthropic_requests import read_messages_request
 from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat_requests import read_chat_request
+from tests.episodes.mutations import mutated, variant
 from tests.episodes.test_proxy import HI, Answering
-from tests.episodes.test_proxy import mutated as mutated_of
 from tests.episodes.test_tool_calls import Calling
 
 TOOLS = [
@@ -263,14 +263,17 @@ VALID = ask(
 
 @pytest.mark.parametrize("server", [Calling], indirect=True)
 @pytest.mark.parametrize(
-    "count", [300, pytest.param(5000, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])]
+    "count", [300, pytest.param(6300, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])]
 )
 def test_mutated_requests_are_answered_or_refused_with_a_reason(server, count):
     """Every mutant has an episode of its own. A bystander's conversation goes on unharmed."""
     rng, statuses = random.Random(0), []
     assert post(server, ask(HI))[0] == 200
     for episode in range(1, count):
-        status, reply = post(server, mutated_of(rng, VALID), server.proxy.open(episode))
+        is_valid = rng.random() < 0.2
+        data = variant(rng, VALID) if is_valid else mutated(rng, VALID)
+        status, reply = post(server, data, server.proxy.open(episode))
+        assert status == 200 or not is_valid, (data, reply)
         statuses.append(status)
         if status == 200:
             assert b"event: message_stop" in reply if isinstance(reply, bytes) else reply["content"]

@@ -16,7 +16,8 @@ from megarl.episodes.chat_requests import read_chat_request
 from megarl.episodes.environments import Usage
 from megarl.episodes.responses_requests import read_responses_request, responses_body, responses_events
 from tests.episodes.test_anthropic import post as post_to
-from tests.episodes.test_proxy import HI, Answering, mutated
+from tests.episodes.mutations import mutated, variant
+from tests.episodes.test_proxy import HI, Answering
 from tests.episodes.test_tool_calls import TOOLS as CHAT_TOOLS
 from tests.episodes.test_tool_calls import Calling
 
@@ -186,13 +187,16 @@ VALID = ask(
 
 @pytest.mark.parametrize("server", [Calling], indirect=True)
 @pytest.mark.parametrize(
-    "count", [300, pytest.param(5000, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])]
+    "count", [300, pytest.param(6300, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])]
 )
 def test_mutated_requests_are_answered_or_refused_with_a_reason(server, count):
     """Every mutant has an episode of its own."""
     rng, statuses = random.Random(0), []
     for episode in range(1, count):
-        status, reply = post(server, mutated(rng, VALID), server.proxy.open(episode))
+        is_valid = rng.random() < 0.2
+        data = variant(rng, VALID) if is_valid else mutated(rng, VALID)
+        status, reply = post(server, data, server.proxy.open(episode))
+        assert status == 200 or not is_valid, (data, reply)
         statuses.append(status)
         if status == 200:
             assert b"event: response.completed" in reply if isinstance(reply, bytes) else reply["output"]

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.data.tokenizer import load_tokenizer
@@ -40,17 +41,21 @@ def chat(megarl, monkeypatch):
     return talk
 
 
-def greedy(model: str, *messages: str) -> str:
+def greedy(model: str, *messages: str, count: int = NUM_TOKENS) -> str:
     """The next answer to user and assistant's turns, by an argmax over plain transformers' logits."""
-    tokenizer = load_tokenizer(model)
     roles = [("user", "assistant")[turn % 2] for turn in range(len(messages))]
     conversation = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
-    prompt = ids = tokenizer.encode_prompt(conversation)
+    tokenizer = load_tokenizer(model)
+    return tokenizer.decode(greedy_ids(model, tokenizer.encode_prompt(conversation), count))
+
+
+def greedy_ids(model: str, prompt: list[int], count: int = NUM_TOKENS) -> list[int]:
+    ids, end = prompt, load_tokenizer(model).eos_token_id
     plain = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
-    while len(ids) < len(prompt) + NUM_TOKENS and ids[-1:] != [tokenizer.eos_token_id] or ids is prompt:
+    while len(ids) < len(prompt) + count and ids[-1:] != [end] or ids is prompt:
         with torch.no_grad():
             ids = [*ids, plain(torch.tensor([ids])).logits[0, -1].argmax().item()]
-    return tokenizer.decode(ids[len(prompt) :])
+    return ids[len(prompt) :]
 
 
 def test_answers_follow_the_conversation_until_it_begins_anew(model, chat):
@@ -243,3 +248,125 @@ def test_flags_of_an_environment_that_cannot_be(flags, says, model, chat, env, r
     given = [{"ENV": env, "ROWS": rows}.get(flag, flag) for flag in flags]
     code, _, err = chat("", "--model", model, *given)
     assert code == 2 and re.search(re.escape(says).replace(r"\.\*", ".*"), err), err
+
+
+# ------------------------------------------------------------------ several policies in one episode
+
+
+@pytest.fixture(scope="module")
+def other(model, tmp_path_factory) -> str:
+    """A model with other weights, whose chat template puts an `x` before each user's message."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    changed = {name: one + 0.1 * torch.randn(one.shape, generator=generator) for name, one in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings["chat_template"] = settings["chat_template"].replace(
+        "message['content']", "'x' + message['content']"
+    )
+    config.write_text(json.dumps(settings))
+    assert greedy(str(folder), "1+1 ?") not in (greedy(model, "1+1 ?"), greedy(model, "x1+1 ?"))
+    return str(folder)
+
+
+@pytest.fixture
+def two(tmp_path) -> str:
+    """An environment that asks actor_2 first, then actor twice. In row 2 it then names a third."""
+    (tmp_path / "two.py").write_text(
+        "class Two:\n"
+        "    def reset(self, row):\n"
+        "        self.num, self.third, self.next_actor = 0, row['index'] == 2, 'actor_2'\n"
+        "        return row['prompt']\n"
+        "    def step(self, text):\n"
+        "        self.num += 1\n"
+        "        self.next_actor = 'actor_3' if self.third else 'actor'\n"
+        "        rewards = [{'actor_2': 0.25}, None, {'actor': 1.0, 'actor_2': 0.5}][self.num - 1]\n"
+        "        return [{'role': 'user', 'content': f'{self.num}+1 ?'}], rewards, self.num == 3\n"
+    )
+    return f"{tmp_path / 'two.py'}:Two"
+
+
+def lines_of_two(model: str, other: str) -> list[str]:
+    """What the episode on row 1 shows, from plain transformers' logits of each model on the ids that it has sampled."""
+    tokenizer = load_tokenizer(model)
+    prompt = tokenizer.encode_prompt([{"role": "user", "content": "1+1 ?"}])
+    first = greedy_ids(model, prompt)
+    assert len(first) == NUM_TOKENS and tokenizer.eos_token_id not in first  # cut
+    between = tokenizer.encode_response("<|end|><|user|>2+1 ?<|end|><|assistant|>")
+    second = greedy_ids(model, [*prompt, *first, *between])
+    lines = [
+        "user > actor_2 1+1 ?",
+        f"actor_2        {visible(greedy(other, '1+1 ?'))}",
+        "reward         actor_2: 0.25",
+        "user > actor   1+1 ?",
+        f"actor          {visible(tokenizer.decode(first))}",
+        "user > actor   2+1 ?",
+        f"actor          {visible(tokenizer.decode(second))}",
+        "reward         actor: 1; actor_2: 0.5",
+        "done           stop, actor: reward 1, 2 answers; actor_2: reward 0.75, 1 answer",
+    ]
+    return "\n".join(lines).split("\n")
+
+
+def test_two_models_answer_where_the_environment_names_them(model, other, chat, two, rows):
+    flags = ("--env", two, "--data", rows)
+    code, out, err = chat("", "--model", model, "--actor-2-model", other, *flags, "--row", 1)
+    assert (code, out.split("\n")[:-1]) == (0, lines_of_two(model, other)), err
+    code, out, err = chat("", "--model", model, "--actor-2-model", other, *flags, "--row", 2)
+    assert code == 2 and "the environment names 'actor_3'" in err and "--actor-3-model M" in err
+
+
+@pytest.mark.nightly
+def test_a_run_of_several_actors_brings_the_models_of_all(
+    model, other, chat, two, rows, open_run, megarl, tmp_path
+):
+    """By its exports, else by the actors of its newest checkpoint; with the limits of each actor."""
+    run, limits = tmp_path / "run", "--max-response-length 12\n--actor-2-max-response-length 5"
+    models = f"--model {model}\n--actor-2-model {other}"
+    with open_run(run, f"--num-actors 2\n--share-episodes\n--eval-data {rows}\n{models}\n{limits}") as record:
+        record.begin_step()
+        record.record_step(1, {}, num_tokens=1)
+    expected = lines_of_two(model, other)
+    short = visible(greedy(other, "1+1 ?", count=5))
+    checkpoint = run / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    for name, folder in (("actor", model), ("actor_2", other)):
+        assert megarl("convert", "--model", folder, "--save", checkpoint / name, "--to", "checkpoint")[0] == 0
+    given = ("--env", two, "--row", 1, "--temperature", 0)
+    for path in (run, checkpoint):
+        code, out, err = megarl("chat", "--model", path, *given, "--max-response-length", NUM_TOKENS)
+        assert (code, out.split("\n")[:-1]) == (
+            0,
+            expected,
+        ) and f"exporting {checkpoint / 'actor_2'}" in err, err
+    for name, folder in (("hf", model), ("hf_2", other)):
+        (run / name).symlink_to(folder)
+    for path in (run, run / "hf"):
+        code, out, err = megarl("chat", "--model", path, *given)
+        assert code == 0 and f"actor_2        {short}\n" in out and "exporting" not in err, err
+    code, _, err = chat("", "--model", model, "--actor-2-model", run, "--env", two, "--data", rows)
+    assert code == 2 and f"--actor-2-model ({run}): has the models of 2 actors. Name one" in err
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (("--actor-2-model", "MODEL"), "--actor-2-model: has no effect without --env"),
+        (
+            ("--actor-3-model", "MODEL", "--env", "TWO", "--data", "ROWS"),
+            "there is no actor 2. Give --actor-2-model too",
+        ),
+        (
+            ("--actor-2-model", "nowhere", "--env", "TWO", "--data", "ROWS"),
+            "--actor-2-model (nowhere): there is no such folder",
+        ),
+        (("--env", "TWO", "--data", "ROWS"), "the environment names 'actor_2'"),
+    ],
+)
+def test_a_wrong_number_of_models_is_refused_by_name(flags, says, model, chat, two, rows):
+    given = [{"TWO": two, "ROWS": rows, "MODEL": model}.get(flag, flag) for flag in flags]
+    code, out, err = chat("", "--model", model, *given)
+    assert (code, out) == (2, "") and says in err, err

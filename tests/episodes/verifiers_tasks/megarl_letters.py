@@ -1,4 +1,4 @@
-"""The calculator of examples/calculator_env.py as a taskset of the package verifiers, for test_agents_job.py.
+"""The game of tests/e2e/letters.py as a taskset of the package verifiers, for test_agents_job.py.
 
 Its tasks are the rows of the file that MEGARL_TEST_ROWS names. Without the variable it has none."""
 
@@ -17,35 +17,27 @@ from verifiers.v1.taskset import Taskset
 from verifiers.v1.trace import Trace
 from verifiers.v1.utils.decorators import reward
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
-from calculator_env import Calculator
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "e2e"))
+from letters import reward_of
 
 __all__ = ["Problems", "Program"]
 
 
-class ProblemData(TaskData):
-    truth: str = ""
-
-
-class Problem(Task[ProblemData]):
+class Problem(Task[TaskData]):
     @reward
-    async def solved(self, trace: Trace) -> float:
-        """What the calculator gives the last answer; 0 if a limit came before a final one."""
+    async def written(self, trace: Trace) -> float:
+        """The sum of what the game gives for each answer."""
         answers = [node.message.content for node in trace.nodes if node.message.role == "assistant"]
-        calculator = Calculator()
-        calculator.truth = self.data.truth
-        return calculator.step(answers[-1])[1] or 0.0
+        return float(sum(map(reward_of, answers), 0.0))
 
 
 class Problems(Taskset[Problem, vf.TasksetConfig]):
     def load(self) -> Iterable[Problem]:
         path = os.environ.get("MEGARL_TEST_ROWS")
         for line in Path(path).read_text().splitlines() if path else ():
-            row = json.loads(line)
-            (question,) = row["prompt"]
-            data = ProblemData(prompt=question["content"], truth=row["reward_model"]["ground_truth"])
-            yield Problem(data, self.config.task)
+            (question,) = json.loads(line)["prompt"]
+            yield Problem(TaskData(prompt=question["content"]), self.config.task)
 
 
 class Program(CountingProgram):
-    FILE = "calculator_program.py"
+    FILE = "letters_program.py"
