@@ -86,7 +86,8 @@ def check_same(as_class: Job, other_job: Job) -> None:
     rounding after updates.
 
     Which turns share a batch of the engine changes its logits in the last bits, about 1e-6: that decides over a token
-    once in a million, not among these few hundred."""
+    once in a million, not among these few hundred. `mismatch/*` and the entropy, which is the mean of the engine's
+    log-probs here, show it."""
     assert len(as_class.steps) == len(other_job.steps) == 3
     for step, (one, other) in enumerate(zip(as_class.steps, other_job.steps, strict=True), 1):
         for row, same in zip(rows_of(as_class, step), rows_of(other_job, step), strict=True):
@@ -94,6 +95,7 @@ def check_same(as_class: Job, other_job: Job) -> None:
                 assert row[name] == same[name], (step, name)
         names = [name for name in one if not name.startswith((*MEASURED, "mismatch/"))]
         wanted, found = ({name: job[name] for name in names} for job in (one, other))
+        assert found.pop("policy/entropy") == pytest.approx(wanted.pop("policy/entropy"), abs=1e-5)
         assert found == (wanted if step == 1 else pytest.approx(wanted, rel=1e-3, abs=1e-6)), step
         assert max(one["mismatch/max_abs"], other["mismatch/max_abs"]) < 5e-5
         assert one["reward/failed"] == 0 and one["turns/max"] > 1
