@@ -174,7 +174,7 @@ def test_commands_end_where_they_should(job, monkeypatch, tmp_path):
         ["convert", "--to", "x"],
     )
     assert [cli.main(argv) for argv in commands] == [3, 4, 5, 6]
-    assert calls == [(save, [job], "the training", {}), "inline", held_out, ["--to", "x"]]
+    assert calls == [(save, [job], "the training", {"is_checked": False}), "inline", held_out, ["--to", "x"]]
 
 
 def test_graph_prints_and_draws_the_flow_and_needs_config_json_alone(tmp_path, write_model, capsys):

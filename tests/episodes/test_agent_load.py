@@ -35,7 +35,7 @@ def blocked_again_and_again(agents: AgentPool) -> Iterator[list[float]]:
     stop = threading.Event()
 
     def block() -> None:
-        while not stop.wait(2 * BLOCKED_S):
+        while not stop.wait(2 * BLOCKED_S if times else 0.1):
             times.append(time.monotonic())
             agents._proxy._in_loop(time.sleep, BLOCKED_S)
 

@@ -35,7 +35,7 @@ def command_tree():
 
 
 def node_watch():
-    return NodeWatch(LOOPBACK, lambda node, reason: None)
+    return NodeWatch(LOOPBACK, lambda node, reason: None, lambda node, rank: None)
 
 
 @pytest.mark.timeout(60)

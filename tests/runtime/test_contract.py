@@ -15,7 +15,6 @@ from tests.runtime.jobs import END_WITHIN_S, TORCHRUN, Job, preloaded
 from tests.runtime.thread_executor import Agreement, ThreadExecutor
 
 CHECKS = [check.__name__ for check in contract.CHECKS]
-ANEW = [sys.executable, "-P", "-m"]
 IN_PROCESS = [name for name in contract.FAILURES if name not in ("deadline", "death")]
 
 
@@ -68,11 +67,9 @@ def run_on_two_nodes(folder) -> dict[str, str | None]:
     return run_job(folder, [*command, "-m"], 1, processes=2, MEGARL_JOB_SECRET="s" * 64)
 
 
-def run_on_own(
-    folder, ends: tuple[str, ...], started_by: str = "", command: list[str] = ANEW
-) -> dict[str, str | None]:
+def run_on_own(folder, ends: tuple[str, ...], started_by: str = "") -> dict[str, str | None]:
     """Ranks that an executor starts itself: one job that ends well, and one for each of these failures."""
-    return run_job(folder, command, 0, started_by, ",".join(ends))
+    return run_job(folder, [sys.executable, "-P", "-m"], 0, started_by, ",".join(ends))
 
 
 ALL_ENDS = ("raises", "idle", "result_type", "deadline", "death", "killed")
@@ -80,9 +77,7 @@ ALL_ENDS = ("raises", "idle", "result_type", "deadline", "death", "killed")
 RUN = {
     "inline": lambda folder: run_in_process(inline),
     "threads": lambda folder: run_in_process(threads),
-    "own_processes": lambda folder: run_on_own(
-        folder, ("raises", "deadline", "death"), command=preloaded(ANEW)
-    ),
+    "own_processes": lambda folder: run_on_own(folder, ("raises", "deadline", "death")),
     "own_processes_ends": lambda folder: run_on_own(folder, ALL_ENDS),
     "ray": lambda folder: run_on_own(folder, ("raises",), "ray"),
     "ray_ends": lambda folder: run_on_own(folder, ALL_ENDS, "ray"),
