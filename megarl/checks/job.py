@@ -119,6 +119,7 @@ def examine(
         *dict.fromkeys(note for seen in previews.values() for note in seen.notes),
         *(of_all_actors(config, condition_notes) if new_run else ()),
         *(checkpoint_notes(config) if new_run else ()),
+        *(_untried(config) if new_run else ()),
         *version_notes(),
     ]
     lines = [
@@ -151,6 +152,21 @@ def _certain(parts: Sequence[Part], is_share: bool) -> Iterator[Part]:
             yield replace(part, bytes=part.bytes + more)
         elif part.name not in ESTIMATED:
             yield part
+
+
+def _untried(config: TrainConfig) -> Iterator[str]:
+    """Yield notes about what a user may think that the job or its check does, and that it does not."""
+    if config.data.eval_data and not config.run.eval_interval and algorithm_of(config).needs_rollout:
+        yield (
+            "--eval-data is given and --eval-interval is 0: the job evaluates nothing. Add --eval-interval 10, "
+            "or evaluate its run with megarl eval"
+        )
+    if config.episodes.env:
+        env = " ".join(config.episodes.env)
+        yield (
+            f"--env ({env}): is played when the job starts, not by this check. megarl chat --model "
+            f"{config.model.model} --env {env} --data {' '.join(config.data.train_data)} plays an episode"
+        )
 
 
 def _gpu_errors(config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine) -> Errors:

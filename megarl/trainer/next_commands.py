@@ -20,7 +20,8 @@ def next_commands(config: TrainConfig) -> str:
             f"The reward model is in {model}. To look at the run:\n  megarl plot {run}\n"
             f"To train with it: --reward-model {model}"
         )
-    looks = [f"megarl plot {run}", f"megarl chat --model {run}"]
+    plays = f" --env {shlex.join(config.episodes.env)}" if config.episodes.env else ""
+    looks = [f"megarl plot {run}", f"megarl chat --model {run}{plays}"]
     if needs_rollout:
         looks.insert(0, f"megarl show {run}")
     lines = [f"The model is in {model}. To look at the run:", f"  {'    '.join(looks)}"]

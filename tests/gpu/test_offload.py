@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(660),  # on the emulated device the first test waits some minutes for a CPU
+]
 
 
 @pytest.fixture(scope="module")
