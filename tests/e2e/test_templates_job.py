@@ -68,5 +68,5 @@ def test_the_gate_holds_on_every_sampled_token_of_every_turn(name, sums_data, tm
             )
         assert num_changed > len(rows)  # what encoding the texts again would lose
         assert step["mismatch/tokens"] == sampled and step["mismatch/max_abs"] < 5e-5
-        assert 0 < step["response/truncated"] and step["turns/max"] == 4 and step["policy/grad_norm"] > 0
+        assert 0 < step["response/truncated"] and step["turns/max"] >= 3 and step["policy/grad_norm"] > 0
         assert step["reward/failed"] == 0 and any("日本" in str(row["turns"]) for row in rows)
