@@ -95,7 +95,7 @@ def train(argv: list[str]) -> int:
     """Check the job as `megarl check` does, run it in this process or on ranks that it starts, and return the
     exit code."""
     from megarl.trainer.executors import has_rank_processes
-    from megarl.trainer.worker_check import checked_on_worker
+    from megarl.trainer.worker_check import CHECK_AND_TRY, checked_on_worker
 
     if "RANK" in os.environ:
         sys.stderr.write(
@@ -114,7 +114,7 @@ def train(argv: list[str]) -> int:
                 f"{placement.nproc_per_node} ... -m megarl.train with the same arguments."
             ]
         )
-    code = checked_on_worker(config, "megarl.trainer.preflight", argv)
+    code = checked_on_worker(config, CHECK_AND_TRY, argv)
     if code:
         return code
     if code is None:

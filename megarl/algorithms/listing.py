@@ -13,7 +13,7 @@ _INSTRUCT_GPT = "--kl-mode reward --kl-estimator k1 --kl-coef 0.02"
 
 
 class Correction(NamedTuple):
-    """One off-policy correction,, with the flags that choose it."""
+    """One off-policy correction, with the flags that choose it."""
 
     name: str
     flags: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from megarl.checks.replay import replay_errors
 from megarl.checks.syncs import sync_errors, unplanned
 from megarl.checks.weights import weight_errors
 from megarl.config.check import job_errors, of_all_actors
+from megarl.config.environments import flags_of_environments
 from megarl.config.errors import Errors, raise_errors
 from megarl.config.flags import algorithm_name
 from megarl.config.installed import version_notes
@@ -162,10 +164,11 @@ def _untried(config: TrainConfig) -> Iterator[str]:
             "or evaluate its run with megarl eval"
         )
     if config.episodes.env:
-        env = " ".join(config.episodes.env)
+        model, data = ["--model", config.model.model], ["--data", *config.data.train_data[:1]]
+        words = shlex.join([*model, *flags_of_environments(config.episodes), *data])
         yield (
-            f"--env ({env}): is played when the job starts, not by this check. megarl chat --model "
-            f"{config.model.model} --env {env} --data {' '.join(config.data.train_data)} plays an episode"
+            f"--env ({' '.join(config.episodes.env)}): is played when the job starts, not by this check. megarl "
+            f"chat {words} plays an episode"
         )
 
 

@@ -72,3 +72,9 @@ def of_source(specs: Sequence[EnvSpec], data_source: object) -> EnvSpec | None:
 def names(specs: Iterable[EnvSpec]) -> list[str]:
     """Return the names of the environments that have one."""
     return [spec.name for spec in specs if spec.name is not None]
+
+
+def flags_of_environments(config: EpisodeConfig) -> list[str]:
+    """Return the words of --env and --env-python; [] without an environment."""
+    python = ["--env-python", *config.env_python] if config.env_python else []
+    return ["--env", *config.env, *python] if config.env else []

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from megarl.algorithms.base import algorithm_of
+from megarl.config.environments import flags_of_environments
 from megarl.config.schema import TrainConfig
 
 
@@ -20,8 +21,8 @@ def next_commands(config: TrainConfig) -> str:
             f"The reward model is in {model}. To look at the run:\n  megarl plot {run}\n"
             f"To train with it: --reward-model {model}"
         )
-    plays = f" --env {shlex.join(config.episodes.env)}" if config.episodes.env else ""
-    looks = [f"megarl plot {run}", f"megarl chat --model {run}{plays}"]
+    plays = [shlex.join(flags_of_environments(config.episodes))] if config.episodes.env else []
+    looks = [f"megarl plot {run}", " ".join([f"megarl chat --model {run}", *plays])]
     if needs_rollout:
         looks.insert(0, f"megarl show {run}")
     lines = [f"The model is in {model}. To look at the run:", f"  {'    '.join(looks)}"]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megarl.algorithms import REGISTRY
 from megarl.algorithms.base import algorithm_of
-from megarl.checks.job import check_everything
 from megarl.config.check import check_job
 from megarl.config.environments import environments
 from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
-from megarl.config.loader import load_config
 from megarl.config.reward_models import needs_ground_truth, rule_judges_agents, uses_rule_reward
 from megarl.config.roles import actors_of_episode, configs_of_actors
 from megarl.config.rules_data import rows_error
@@ -26,7 +22,6 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer
 from megarl.episodes.probe import probe_environments
 from megarl.rewards.pool import RewardPool, probe_reward
-from megarl.runtime.process import keep_checkout_off_path, quiet_libraries
 
 
 @dataclass(frozen=True)
@@ -42,21 +37,6 @@ class Inputs:
     def eval_rows(self, count: int | None) -> dict[int, str]:
         """Return the first `count` held-out rows (None: all), each with its data source."""
         return {row: prompt.data_source for row, prompt in enumerate((self.evaluation or ())[:count])}
-
-
-def main(argv: list[str]) -> int:
-    """Check a job and try its inputs on this machine, for a driver elsewhere. Returns 0, or 2 with the errors
-    on stderr."""
-    keep_checkout_off_path()
-    quiet_libraries()
-    try:
-        config = load_config(argv, REGISTRY)
-        check_everything(config, config.placement.world_size)
-        read_inputs(config, config.placement.world_size)
-    except ValueError as error:  # ConfigError is one
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
 
 
 def read_inputs(
@@ -138,7 +118,3 @@ def _probe(config: TrainConfig, datasets: list[tuple[PromptDataset, str]], suffi
         with RewardPool(config.data, num_workers=1) as pool:
             for dataset, flag in datasets:
                 probe_reward(pool, dataset, flag)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,6 @@
-"""Check a job on the kind of machine that will run it, where the driver's own has no GPU."""
+"""Check a job on the kind of machine that will run it, where the driver's own has no GPU.
+
+python -m megarl.trainer.worker_check @job.args     on a node: check the job, read its inputs and try them"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from collections.abc import Sequence
 from megarl.config.errors import ConfigError
 from megarl.config.installed import installed_version, visible_gpus
 from megarl.config.schema import TrainConfig
-from megarl.runtime.process import ON_WORKER
+from megarl.runtime.process import ON_WORKER, keep_checkout_off_path, quiet_libraries
+
+
+CHECK_AND_TRY = "megarl.trainer.worker_check"
+"""Module that checks a job and tries its inputs, as the start of a training job does."""
 
 
 def checked_on_worker(config: TrainConfig, module: str, argv: Sequence[str]) -> int | None:
@@ -40,3 +46,26 @@ def checked_on_worker(config: TrainConfig, module: str, argv: Sequence[str]) -> 
     sys.stdout.flush()
     sys.stderr.write(errors)
     return code
+
+
+def main(argv: list[str]) -> int:
+    """Check a job and try its inputs on this machine. Returns 0, or 2 with the errors on stderr."""
+    from megarl.algorithms import REGISTRY
+    from megarl.checks.job import check_everything
+    from megarl.config.loader import load_config
+    from megarl.trainer.preflight import read_inputs
+
+    keep_checkout_off_path()
+    quiet_libraries()
+    try:
+        config = load_config(argv, REGISTRY)
+        check_everything(config, config.placement.world_size)
+        read_inputs(config, config.placement.world_size)
+    except ValueError as error:  # ConfigError is one
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

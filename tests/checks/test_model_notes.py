@@ -90,3 +90,23 @@ def test_check_notes_them(job, tmp_path):  # noqa: F811
         f"note: --model ({tmp_path / 'model'}): its tokenizer has no tokens for 's', 'u', 'm' in the first "
         "rows of --train-data, so the model reads these texts without them. It may be the model of another task"
     )
+
+
+def test_check_says_what_neither_it_nor_the_job_does(job, tmp_path, monkeypatch):  # noqa: F811
+    """An environment is not played by the check, and held-out rows need an interval."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env.py").write_text(
+        "class Env:\n    def reset(self, row): ...\n    def step(self, text): ...\n"
+    )
+    data = str(tmp_path / "train.jsonl")
+
+    def said(*flags: str) -> list[str]:
+        lines = examine(load_config([job, *flags], REGISTRY), 2, machine=Machine(10**11)).lines
+        return [line for line in lines if "--env (" in line or "evaluates nothing" in line]
+
+    assert said() == []
+    assert said("--eval-data", data, "--eval-interval", "5") == []
+    (held_out,) = said("--eval-data", data)
+    assert held_out.startswith("note: --eval-data is given and --eval-interval is 0")
+    (played,) = said("--env", "env.py:Env", "--max-turns", "2", "--max-context-length", "200")
+    assert "megarl chat --model " in played and f"--env env.py:Env --data {data} plays" in played

@@ -200,7 +200,7 @@ def pair(model, tmp_path):
 
 
 def test_a_run_of_two_actors_is_evaluated_with_the_weights_of_each(pair, started):
-    """Also by its hf/, and with other weights for the second; the settings are those of each."""
+    """The run may be named by its folder hf, too, and the second actor may get other weights; each actor keeps its settings."""
     other = pair.parent / "other"
     shutil.copytree(pair / "hf", other)
     for given, second in (

@@ -29,7 +29,7 @@ class Table:
         return DOCS / self.document
 
     def rows(self, text: str | None = None) -> dict[str, str]:
-        """Key -> the row, in the order of the document (or of `text`, if it is given)."""
+        """Return key -> row of the table, in the order of the document, or of `text` if that is given."""
         lines = (self.file.read_text() if text is None else text).splitlines()
         start = lines.index(self.head[0]) + len(self.head)
         found = {}

@@ -12,17 +12,11 @@ import re
 import pytest
 
 from tests.e2e.jobs import Job, train
-from tests.nodes.namespaces import Nodes, why_not
+from tests.nodes.namespaces import Nodes
 from tests.nodes import test_torchrun_nodes as torchrun
-from tests.nodes.test_ray_nodes import exit_code, shared, start, wait_for_steps
+from tests.nodes.test_ray_nodes import exit_code, start, wait_for_steps
 
-__all__ = ["shared"]  # a fixture
-REASON = why_not()
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = pytest.mark.timeout(900)
 STEPS = ("--save-interval", "1", "--train-iters", "12")
 
 

@@ -15,16 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import COMMON, replace_flags
-from tests.nodes.namespaces import Nodes, address, why_not
-from tests.nodes.test_ray_nodes import RAY_NODE, copy_data, exit_code, shared
+from tests.nodes.namespaces import Nodes, address
+from tests.nodes.test_ray_nodes import RAY_NODE, copy_data, exit_code
 
-__all__ = ["shared"]  # a fixture
-REASON = why_not()
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = pytest.mark.timeout(400)
 REWARD = """import only_on_node_1
 
 def score(data_source, solution_str, ground_truth, extra_info):

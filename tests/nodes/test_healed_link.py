@@ -16,16 +16,9 @@ from tests.e2e.jobs import Job, train
 from tests.e2e.test_resume import check_equal
 from tests.faults.harness import command_of
 from tests.nodes import test_ray_nodes as ray
-from tests.nodes.namespaces import Nodes, why_not
-from tests.nodes.test_ray_nodes import shared
+from tests.nodes.namespaces import Nodes
 
-__all__ = ["shared"]  # a fixture
-REASON = why_not()
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = pytest.mark.timeout(600)
 STEPS = ("--save-interval", "1", "--train-iters", "12")
 FENCED_S = 15.0
 """Limit for the end of the ranks of a node that is cut off."""

@@ -22,16 +22,9 @@ from tests.e2e.jobs import Job, train
 from tests.e2e.test_resume import check_equal
 from tests.nodes import test_ray_nodes as ray
 from tests.nodes import test_torchrun_nodes as torchrun
-from tests.nodes.namespaces import Nodes, address, why_not
-from tests.nodes.test_ray_nodes import shared
+from tests.nodes.namespaces import Nodes, address
 
-__all__ = ["shared"]  # a fixture
-REASON = why_not()
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = pytest.mark.timeout(600)
 ALGORITHMS = {
     "grpo": (),
     "ppo": ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.01", "--critic-lr", "1e-2"),

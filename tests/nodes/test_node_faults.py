@@ -11,16 +11,10 @@ from tests.e2e.jobs import COMMON, replace_flags
 from tests.faults import table
 from tests.faults.cases import ACROSS_NODES, LAUNCHERS, Case
 from tests.faults.nodes_job import NodesJob
-from tests.nodes.namespaces import Nodes, why_not
-from tests.nodes.test_ray_nodes import copy_data, shared
+from tests.nodes.namespaces import Nodes
+from tests.nodes.test_ray_nodes import copy_data
 
-__all__ = ["shared"]  # a fixture
-REASON = why_not()
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize("case", ACROSS_NODES, ids=lambda case: case.name)

@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from megarl.runtime.signing import JOB_SECRET
-from tests.nodes.namespaces import Nodes, address, why_not
+from tests.nodes.namespaces import Nodes, address
 from tests.runtime.test_node_watch import SCRIPT, SHORT, limits, until
 
-REASON = why_not()
-pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_cut_link_is_noticed_at_both_ends():

@@ -11,31 +11,17 @@ import re
 import secrets
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.jobs import COMMON, replace_flags
-from tests.nodes.namespaces import Nodes, address, why_not
+from tests.nodes.namespaces import Nodes, address
 
 RAY_NODE = Path(__file__).with_name("ray_node.sh")
-REASON = why_not()
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = pytest.mark.timeout(400)
 RAY = ("--executor", "ray", "--nnodes", "2", "--nproc-per-node", "1")
-
-
-@pytest.fixture
-def shared():
-    """A folder that all nodes see; each has a /tmp of its own."""
-    folder = Path(tempfile.mkdtemp(prefix="megarl-nodes-", dir="/var/tmp"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 def copy_data(data: Path, folder: Path) -> tuple[Path, list[str]]:

@@ -19,14 +19,11 @@ from tests.e2e.jobs import COMMON, Job, replace_flags, train
 from tests.e2e.test_resume import check_equal
 from tests.nodes.namespaces import Nodes
 from tests.nodes.slurm_cluster import Slurm, environment, why_not
-from tests.nodes.test_ray_nodes import shared
 
-__all__ = ["shared"]  # a fixture
 ROOT = Path(__file__).resolve().parents[2]
 REASON = why_not()
 LIMIT_S = 600.0
 pytestmark = [
-    pytest.mark.nightly,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]

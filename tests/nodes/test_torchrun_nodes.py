@@ -17,16 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import COMMON, replace_flags
-from tests.nodes.namespaces import Nodes, address, why_not
-from tests.nodes.test_ray_nodes import check_folder_is_told, copy_data, shared, wait_for_steps
+from tests.nodes.namespaces import Nodes, address
+from tests.nodes.test_ray_nodes import check_folder_is_told, copy_data, wait_for_steps
 
-__all__ = ["shared"]  # a fixture
-REASON = why_not()
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = pytest.mark.timeout(400)
 TORCHRUN = ("--nproc-per-node", "1", "--rdzv-backend", "c10d")
 
 

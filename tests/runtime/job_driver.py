@@ -32,7 +32,7 @@ from megarl.flow import Flow, Node
 from megarl.runtime.abort import ABORT
 
 sys.executable = os.environ.get("RANKS_PYTHON", sys.executable)
-"""Interpreter of the ranks."""
+"""Path of the Python that runs the ranks of the job."""
 CALL_TIMEOUT_S, LATE_S = 60.0, 2.0
 RANKS = {"actor": [0, 1], "left": [0], "right": [1]}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from handles import Handle
 
 sys.executable = os.environ.get("RANKS_PYTHON", sys.executable)
-"""Interpreter of the ranks."""
+"""Path of the Python that runs the ranks of the job."""
 
 
 def rank_main(scenario: str, folder: str) -> int:

@@ -30,12 +30,17 @@ def eager_policy_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, weight
     return (torch.maximum(-advantages * ratio, -advantages * clipped) * weights).sum()
 
 
+def sizes(small: bool) -> tuple[int, int, int]:
+    """Return the numbers of tokens and hidden values, and the vocabulary size, of a case."""
+    if small:
+        return 128, 64, 1000
+    return (32768, 4096, 152064) if CUDA else (2048, 1024, 32000)
+
+
 def head_case(small: bool, entropy_coef: float = 0.0, idle: float = 0.0) -> Case:
     """The case "output layer". A share `idle` of the sequences has no advantage, as groups of equal rewards
     have not."""
-    num_tokens, num_hidden, vocab_size = (32768, 4096, 152064) if CUDA else (2048, 1024, 32000)
-    if small:
-        num_tokens, num_hidden, vocab_size = 128, 64, 1000
+    num_tokens, num_hidden, vocab_size = sizes(small)
     head = Head.random(num_tokens, num_hidden, vocab_size, entropy_coef, idle)
     contenders = [
         Contender("fused_linear_policy_loss", head.fused),
@@ -59,9 +64,7 @@ def head_case(small: bool, entropy_coef: float = 0.0, idle: float = 0.0) -> Case
 def losses_case(small: bool) -> Case:
     """The case "output layer" with every policy loss of `grpo` that looks at tokens alone, by itself and with
     truncated importance weights: the same layer, so the same memory and time."""
-    num_tokens, num_hidden, vocab_size = (32768, 4096, 152064) if CUDA else (2048, 1024, 32000)
-    if small:
-        num_tokens, num_hidden, vocab_size = 128, 64, 1000
+    num_tokens, num_hidden, vocab_size = sizes(small)
     head = Head.random(num_tokens, num_hidden, vocab_size, entropy_coef=0.0, idle=0.0)
     contenders = [
         Contender(name + (", tis" if tis_clip else ""), functools.partial(head.fused_with, name, tis_clip))
