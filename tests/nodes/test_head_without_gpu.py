@@ -71,7 +71,7 @@ def test_an_error_that_a_worker_finds_is_the_answer(sums_data, shared):
     missing = shared / "package"
     missing.mkdir()
     reward = shared / "reward.py"
-    reward.write_text("import there_is_none\n")
+    reward.write_text(REWARD.replace("only_on_node_1", "there_is_none"))
     own = ["--save", str(run), "--executor", "ray", "--nproc-per-node", "1"]
     arguments = replace_flags([*COMMON, *files], [*own, "--reward-function", f"{reward}:score"])
     with Nodes(2, shared) as nodes:
