@@ -20,7 +20,10 @@ FLAGS = {"processes": (), "ray": ("--executor", "ray")}
 
 def nightly_but_one(executor: str, case: Case):
     is_default = executor == "processes" and case.name == QUICK
-    marks = () if is_default else pytest.mark.nightly
+    marks = [] if is_default else [pytest.mark.nightly]
+    if executor == "ray" and (case.kind, case.victim) == ("SIGKILL", "driver"):
+        reason = "two agents of the Ray that the driver has started outlive it (docs/cluster_failures.md)"
+        marks.append(pytest.mark.xfail(reason=reason, strict=True))
     return pytest.param(executor, case, id=f"{executor}-{case.name}", marks=marks)
 
 
