@@ -15,7 +15,7 @@ from megarl.trainer.rollout_batch import RolloutBatch
 class RewardsFailed(ExplainedError, RuntimeError):
     """More rewards of a step failed than --reward-max-failed-share allows."""
 
-    read_on = "docs/data_and_rewards.md, section Your own reward; of an environment docs/agents.md, section When an environment fails"
+    read_on = "docs/data_and_rewards.md, section Your own reward"
 
 
 def take_scores(
