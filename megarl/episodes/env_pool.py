@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any
 
 from megarl.config.environments import EnvSpec, of_source
@@ -63,6 +64,8 @@ class EnvironmentPool:
     def __init__(self, specs: Sequence[EnvSpec], timeout_s: float, episodes_per_process: int) -> None:
         self._specs, self._timeout_s, self._per_process = specs, timeout_s, episodes_per_process
         self._processes: list[_Process] = []
+        self._selector = selectors.DefaultSelector()  # kept, since a look comes before every step of the engine
+        self._late_at = math.inf  # no process or call is late before
         self._of_episode: dict[int, _Process] = {}
         self._lost: dict[int, Reply] = {}  # the process of the episode has ended
         self._ready: list[Reply] = []  # replies that need no process
@@ -76,9 +79,9 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill all processes of the pool."""
-        for process in self._processes:
-            process.kill()
-        self._processes.clear()
+        for process in [*self._processes]:
+            self._kill(process)
+        self._selector.close()
 
     @property
     def descriptors(self) -> list[int]:
@@ -145,8 +148,7 @@ class EnvironmentPool:
         process.episodes.discard(episode)
         process.calls = {call: one for call, one in process.calls.items() if one.episode != episode}
         if process.is_retired and not process.episodes:
-            process.kill()
-            self._processes.remove(process)
+            self._kill(process)
         else:
             process.tell({"op": "end", "episode": episode})
 
@@ -154,18 +156,18 @@ class EnvironmentPool:
         """Return the replies that have arrived, in order. Waits at most `timeout_s` seconds for the first.
 
         Raises: ValueError if a process cannot load the environment."""
-        now = time.monotonic()
-        limits = [process.deadline() for process in self._processes]
-        first = min((limit for limit in limits if limit is not None), default=now + timeout_s)
-        patience = 0.0 if self._ready else max(0.0, min(timeout_s, first - now))
-        readable = wait(self._processes, patience) if self._processes else []
+        patience = 0.0 if self._ready else max(0.0, min(timeout_s, self._late_at - time.monotonic()))
+        readable = [key.data for key, _ in self._selector.select(patience)]
         found, self._ready = self._ready, []
-        for process in list(self._processes):
+        for process in readable:
+            found += self._read(process)
+        for process in self._processes:
             process.flush()
-            if process in readable:
-                found += self._read(process)
-            if process in self._processes:
+        if time.monotonic() >= self._late_at:
+            for process in [*self._processes]:
                 found += self._late(process)
+            limits = [process.deadline() for process in self._processes]
+            self._late_at = min((limit for limit in limits if limit is not None), default=math.inf)
         return found
 
     def _with_room(self, spec: EnvSpec) -> _Process:
@@ -175,12 +177,16 @@ class EnvironmentPool:
         if not free:
             free = [_Process(spec, self._per_process)]
             self._processes += free
+            self._selector.register(free[0], selectors.EVENT_READ, free[0])
+            self._late_at = min(self._late_at, free[0].start_by)
         return min(free, key=lambda one: len(one.episodes))
 
     def _ask(self, episode: int, **request: object) -> None:
         call, process = self._num_calls, self._of_episode[episode]
         self._num_calls += 1
-        process.calls[call] = _Call(episode, time.monotonic() + self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        process.calls[call] = _Call(episode, deadline)
+        self._late_at = min(self._late_at, deadline)
         process.tell({"call": call, "episode": episode, **request})
 
     def _read(self, process: _Process) -> list[Reply]:
@@ -197,7 +203,9 @@ class EnvironmentPool:
             if reply.error is not None:
                 raise ValueError(reply.error)
             if reply.ready:
-                process.begin(time.monotonic() + self._timeout_s)
+                deadline = time.monotonic() + self._timeout_s
+                process.begin(deadline)
+                self._late_at = min(self._late_at, deadline)
             elif (call := process.calls.pop(reply.call, None)) is not None:  # else it came too late
                 found.append(_reply(call.episode, reply))
         return found
@@ -221,13 +229,18 @@ class EnvironmentPool:
         """Kill a process, and return a failure for each of its episodes that waits for a reply.
 
         The other ones fail at their next call."""
-        process.kill()
-        self._processes.remove(process)
+        self._kill(process)
         failure = f"the process of the environment {why}"
         for episode in process.episodes:
             del self._of_episode[episode]
             self._lost[episode] = Reply(episode, failure=failure, cause=cause)
         return [self._lost[call.episode] for call in process.calls.values() if call.episode in self._lost]
+
+
+    def _kill(self, process: _Process) -> None:
+        self._processes.remove(process)
+        self._selector.unregister(process)
+        process.kill()
 
 
 def command(python: str | None) -> list[str]:
@@ -293,7 +306,7 @@ class _Process:
         self._unsent, self._unread = b"", b""
 
     def fileno(self) -> int:
-        """Return the file descriptor of the replies, so that `wait` accepts a process."""
+        """Return the file descriptor of the replies, so that a selector accepts a process."""
         return self._process.stdout.fileno()
 
     def can_take(self, limit: int) -> bool:
