@@ -64,7 +64,9 @@ class EnvironmentPool:
     def __init__(self, specs: Sequence[EnvSpec], timeout_s: float, episodes_per_process: int) -> None:
         self._specs, self._timeout_s, self._per_process = specs, timeout_s, episodes_per_process
         self._processes: list[_Process] = []
-        self._selector = selectors.DefaultSelector()  # kept, since a look comes before every step of the engine
+        self._selector = (
+            selectors.DefaultSelector()
+        )  # kept, since a look comes before every step of the engine
         self._late_at = math.inf  # no process or call is late before
         self._of_episode: dict[int, _Process] = {}
         self._lost: dict[int, Reply] = {}  # the process of the episode has ended
@@ -235,7 +237,6 @@ class EnvironmentPool:
             del self._of_episode[episode]
             self._lost[episode] = Reply(episode, failure=failure, cause=cause)
         return [self._lost[call.episode] for call in process.calls.values() if call.episode in self._lost]
-
 
     def _kill(self, process: _Process) -> None:
         self._processes.remove(process)

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, thread
 from typing import Any
 
 from megarl.episodes.adapters import ADAPTERS, PACKAGES
@@ -128,7 +128,7 @@ class Environments:
         except EpisodeFailure as error:
             reply = {"failure": _printable(str(error)), "cause": error.cause}
         except (Exception, SystemExit) as error:  # the user's code may raise anything
-            text = f"{op} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            text = f"{op} raised {type(error).__name__}: {error}\n{_traceback(error)}"
             reply = {"failure": _printable(text[-_LONGEST_MESSAGE:]), "cause": "raised"}
         self._write({"call": request["call"], **reply})
 
@@ -208,6 +208,15 @@ def _next_actor(environment: object) -> dict[str, str]:
     if actor is not None and not isinstance(actor, str):
         raise Malformed(f"the environment's `next_actor` is {actor!r:.300}; wanted a name, as 'actor_2'")
     return {} if actor is None else {"actor": actor}
+
+
+def _traceback(error: BaseException) -> str:
+    """Return the traceback of an error that a call has raised, from the first line of the user's code on."""
+    entry = error.__traceback__
+    assert entry is not None
+    while entry.tb_next is not None and entry.tb_frame.f_code.co_filename in (__file__, thread.__file__):
+        entry = entry.tb_next
+    return "".join(traceback.format_exception(type(error), error, entry))
 
 
 def _printable(text: str) -> str:

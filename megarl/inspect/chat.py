@@ -45,14 +45,14 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     models = {1: arguments.model}
     if arguments.env is not None:
-        models, row = models_of_actors(arguments), row_of(arguments)
+        models, (where, row) = models_of_actors(arguments), row_of(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing is downloaded
     with contextlib.ExitStack() as stack:
         folders = {name: stack.enter_context(exported(name)) for name in dict.fromkeys(models.values())}
         players = {n: _player(n, name, folders[name], arguments) for n, name in models.items()}
         stack.enter_context(closed_pipe_is_the_end())
         if arguments.env is not None:
-            return show_episode(arguments, row, players)
+            return show_episode(arguments, where, row, players)
         _talk(arguments, players[1].tokenizer, players[1].model)
     return 0
 

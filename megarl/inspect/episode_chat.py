@@ -1,6 +1,7 @@
 """Play an episode of one or several models with an environment, on one row of the data, and show the
 conversation: `megarl chat --env`.
 
+    row        7 of test.jsonl
     user       439-38 ?
     assistant  439-38
     tool       401
@@ -140,8 +141,8 @@ def _episodes(arguments: argparse.Namespace) -> EpisodeConfig:
     return EpisodeConfig(env=(*arguments.env,), env_python=None if python is None else (*python,))
 
 
-def row_of(arguments: argparse.Namespace) -> Prompt:
-    """Return the row that the flags name. Raises: ConfigError if there is no such row."""
+def row_of(arguments: argparse.Namespace) -> tuple[str, Prompt]:
+    """Return the row that the flags name, and where it stands. Raises: ConfigError if there is no such row."""
     flag, files = "--data", arguments.data
     if files is None:
         flag, files = _data_of_run(arguments.model)
@@ -161,7 +162,7 @@ def row_of(arguments: argparse.Namespace) -> Prompt:
                 f"{', '.join(map(str, names(specs)))}. Try another row, or name its environment."
             ]
         )
-    return rows[arguments.row]
+    return f"{arguments.row} of {files}", rows[arguments.row]
 
 
 def _data_of_run(model: str) -> tuple[str, str]:
@@ -177,10 +178,13 @@ def _data_of_run(model: str) -> tuple[str, str]:
     )
 
 
-def show_episode(arguments: argparse.Namespace, row: Prompt, players: Mapping[int, Player]) -> int:
+def show_episode(
+    arguments: argparse.Namespace, where: str, row: Prompt, players: Mapping[int, Player]
+) -> int:
     """Play an episode, and write its messages and rewards to stdout as they come.
 
     Args:
+        where: number and file of the row.
         players: number of each actor -> its model, the first one's first.
     Returns: 1 if the environment has failed, else 0. Raises: ConfigError if it cannot be loaded."""
     named = {f"actor{suffix_of(number - 1)}": (number, player) for number, player in players.items()}
@@ -196,6 +200,7 @@ def show_episode(arguments: argparse.Namespace, row: Prompt, players: Mapping[in
     others = {actor: Episode(row.columns) for actor in seats if actor != FIRST_ACTOR}
     episode, config = Episode(row.columns, others=others), _episodes(arguments)
     with EnvironmentPool(environments(config), config.env_timeout_s, 1) as pool:
+        screen.show("row", where)
         try:
             play_to_end(_ShownPlay(pool, seats, screen), [episode], engines, pool)
         except ValueError as error:
@@ -243,18 +248,19 @@ class _Screen:
         given = {actor: f"{reward:g}" for actor, reward in rewards.items() if reward is not None}
         if given:
             is_same = reply.rewards is None
-            self._write("reward", given[FIRST_ACTOR] if is_same else _each(given))
+            self.show("reward", given[FIRST_ACTOR] if is_same else _each(given))
         listener = f" > {reply.actor or FIRST_ACTOR}" if self._is_shared else ""
         for message in () if is_last else reply.messages:
-            self._write(f"{message['role']}{listener}", str(message.get("content", "")))
+            self.show(f"{message['role']}{listener}", str(message.get("content", "")))
 
     def show_end(self, episode: Episode) -> None:
         """Write how the episode has ended, and what each actor has earned in how many answers."""
         results = {actor: record.result for actor, record in episode.seats.items()}
         said = {actor: _result(one.reward, one.num_turns) for actor, one in results.items()}
-        self._write("done", f"{episode.finish}, {_each(said) if self._is_shared else said[FIRST_ACTOR]}")
+        self.show("done", f"{episode.finish}, {_each(said) if self._is_shared else said[FIRST_ACTOR]}")
 
-    def _write(self, name: str, text: str) -> None:
+    def show(self, name: str, text: str) -> None:
+        """Write a text with its name in front."""
         indent = " " * (self._width + 1)
         shown = encodable(visible(text)).replace("\n", f"\n{indent}")
         sys.stdout.write(f"{visible(name).ljust(self._width)} {shown}\n")

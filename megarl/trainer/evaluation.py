@@ -17,7 +17,7 @@ from megarl.packing import Sample, by_episode
 from megarl.role_names import with_suffix
 from megarl.trainer.episode_metrics import by_environment, readable
 from megarl.trainer.eval_scores import EvalSample, Scores, of_sources, powers_of_two
-from megarl.trainer.scores import RewardsFailed, means_of_scores
+from megarl.trainer.scores import EpisodesFailed, RewardsFailed, means_of_scores
 from megarl.trainer.state import TrainState
 
 SAMPLED, GREEDY = "eval/reward", "eval/reward_greedy"
@@ -110,7 +110,7 @@ def answer_rows(
         reason = "length" if is_truncated else "stop"
         reason = record.get("finish_reason", reason)  # of an episode
         records.append(record | {"row": row, "data_source": sources[row], "finish_reason": reason})
-    asked = [one for one, record in zip(samples, records) if record.get("cause") != SILENT]
+    asked = [(one, record) for one, record in zip(samples, records) if record.get("cause") != SILENT]
     _check_failed(asked, config.data.reward_max_failed_share)
     return HeldOut(samples, records)
 
@@ -127,13 +127,14 @@ def _generate(by: Answering, rows: Iterable[int], greedy: bool) -> Steps[list[li
             return generated
 
 
-def _check_failed(samples: list[EvalSample], max_share: float) -> None:
-    failed = [sample for sample in samples if sample.reward is None]
+def _check_failed(samples: list[tuple[EvalSample, Record]], max_share: float) -> None:
+    failed = [(sample, record) for sample, record in samples if sample.reward is None]
     if len(failed) > max_share * len(samples):
-        raise RewardsFailed(
+        first, record = failed[0]
+        raise (EpisodesFailed if "cause" in record else RewardsFailed)(
             f"{len(failed)} of {len(samples)} rewards of the evaluation have failed, and "
             f"--reward-max-failed-share ({max_share:g}) allows {int(max_share * len(samples))}. "
-            f"The first, of row {failed[0].row}: {failed[0].failure}"
+            f"The first, of row {first.row}: {first.failure}"
         )
 
 

@@ -18,6 +18,12 @@ class RewardsFailed(ExplainedError, RuntimeError):
     read_on = "docs/data_and_rewards.md, section Your own reward"
 
 
+class EpisodesFailed(RewardsFailed):
+    """The rewards are missing because environments or agents have failed."""
+
+    read_on = "docs/agents.md, section When an environment fails"
+
+
 def take_scores(
     batch: RolloutBatch, role: str, per_rank: Iterable[Iterable[Record]], weight_of: Mapping[str, float]
 ) -> None:
@@ -77,15 +83,16 @@ def check_failed_rewards(batch: RolloutBatch, roles: Sequence[str], max_share: f
     failed = [one for one, reward in batch.rewards.items() if reward is None and one not in silent]
     if len(failed) <= max_share * len(batch.rewards):
         return
-    reasons = (batch.records[role][sample].get("failure") for sample in failed for role in roles)
+    records = (batch.records[role][sample] for sample in failed for role in roles)
+    first = next((record for record in records if record.get("failure")), {})
     unexplained = next(
         f"{role} gave none for sample {sample}"
         for sample in failed
         for role in roles
         if batch.score_of(role, sample) is None
     )
-    raise RewardsFailed(
+    raise (EpisodesFailed if "cause" in first else RewardsFailed)(
         f"{len(failed)} of {len(batch.rewards)} rewards have failed, and --reward-max-failed-share "
         f"({max_share:g}) allows "
-        f"{int(max_share * len(batch.rewards))}. The first: {next(filter(None, reasons), unexplained)}"
+        f"{int(max_share * len(batch.rewards))}. The first: {first.get('failure', unexplained)}"
     )

@@ -41,6 +41,17 @@ def test_more_end_the_run_with_the_first_reason():
         check_failed_rewards(step_of(None, None, *[1.0] * 8, failure="it hung"), ["reward"], 0.1)
 
 
+def test_failed_episodes_lead_to_their_page():
+    batch = step_of(None, 1.0, failure="it hung")
+    with pytest.raises(RewardsFailed) as of_a_reward:
+        check_failed_rewards(batch, ["reward"], 0.0)
+    batch.records["reward"][0]["cause"] = "timeout"
+    with pytest.raises(RewardsFailed) as of_an_episode:
+        check_failed_rewards(batch, ["reward"], 0.0)
+    assert "Your own reward" in of_a_reward.value.read_on
+    assert "When an environment fails" in of_an_episode.value.read_on
+
+
 def test_an_actor_that_was_asked_for_nothing_has_not_failed():
     batch = step_of(None, None, 1.0, 1.0, failure="it hung")
     batch.records["reward"][0]["cause"] = "silent"
