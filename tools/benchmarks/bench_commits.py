@@ -1,4 +1,4 @@
-"""Compare step time, start-up and memory of the quickstart's GRPO between checkouts of megarl, which take
+"""Compare step time, CPU seconds, start-up and memory of the quickstart's GRPO between checkouts of megarl, which take
 turns.
 
     python tools/benchmarks/bench_commits.py OLD NEW --checkpoint runs/quickstart/sft_mixed/hf
@@ -64,7 +64,9 @@ def main() -> int:
 def train(
     checkout: Path, arguments: argparse.Namespace, name: str, more_flags: Sequence[str]
 ) -> dict[str, float]:
-    """Run one job of a checkout. Returns its median seconds per step, seconds of start-up, and peak bytes."""
+    """Run one job of a checkout.
+
+    Returns: its median seconds per step, CPU seconds per step of all processes, seconds of start-up, peak bytes."""
     folder = arguments.out / name
     files = [
         "--model",
@@ -79,15 +81,22 @@ def train(
     recipe = f"@{checkout.resolve()}/configs/quickstart_grpo.args"
     words = [*command, recipe, *flags, "--train-iters", arguments.steps, "--nproc-per-node", 2, *more_flags]
     env = {variable: value for variable, value in os.environ.items() if variable != "OMP_NUM_THREADS"}
-    measured = measured_process.run([*map(str, words)], folder.with_suffix(".log"), env)
+    measured = measured_process.run([*map(str, words)], folder.with_suffix(".log"), env, is_step)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row["time/step_s"] for row in rows if "time/step_s" in row]
-    first = next(at for at, line in measured.lines if re.match(r"step=1/", line))
+    first = next(at for at, line in measured.lines if is_step(line))
+    (_, cpu_before), *_, (_, cpu_after) = measured.cpu_seconds[SKIPPED_STEPS - 1 :]
     return {
         "step_s": median(steps[SKIPPED_STEPS:]),
+        "cpu_s_per_step": (cpu_after - cpu_before) / (len(measured.cpu_seconds) - SKIPPED_STEPS),
         "startup_s": first - steps[0] - measured.started_at,
         "peak_memory_bytes": measured.peak_memory_bytes,
     }
+
+
+def is_step(line: str) -> bool:
+    """Return whether a line is the one that a job prints after a step."""
+    return re.match(r"step=\d+/", line) is not None
 
 
 def summary(repeats: list[list[dict[str, float]]], index: int, name: str) -> str:
