@@ -28,7 +28,9 @@ ON_WORKER = "MEGARL_ON_WORKER"
 """Environment variable of a check that runs on a node of a Ray cluster for a driver without GPUs."""
 NUM_NODES = "MEGARL_NUM_NODES"
 """Environment variable of the driver beside rank 0: number of nodes on which torchrun runs."""
-_RANK_VARIABLES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
+ATTEMPT = "MEGARL_ATTEMPT"
+"""Environment variable of ranks under torchrun_agent.py: number of the attempt, from 0."""
+_RANK_VARIABLES = (ATTEMPT, "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
 
 
 def without_rank(env: Mapping[str, str]) -> dict[str, str]:
@@ -51,8 +53,15 @@ def store_prefix(env: Mapping[str, str] = os.environ) -> str:
 
     Args:
         env: environment of a rank."""
-    run, attempt = env.get("TORCHELASTIC_RUN_ID", "none"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"megarl/{run}/attempt_{attempt}"
+    return f"megarl/{env.get('TORCHELASTIC_RUN_ID', 'none')}/attempt_{attempt_number(env)}"
+
+
+def attempt_number(env: Mapping[str, str]) -> int:
+    """Return how often the job has been started before, in the environment of a rank.
+
+    torchrun counts for each node how often it has started ranks there, so a node that has taken the place of
+    another counts from 0. ATTEMPT is the same on all nodes."""
+    return int(env.get(ATTEMPT) or env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def end_with_parent(parent: int, death_signal: signal.Signals = signal.SIGTERM) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from megarl.runtime.process import attempt_number
 from megarl.files.checkpoints import checkpoints_in, step_of
 from megarl.config.rules_files import goes_on
 from megarl.config.schema import TrainConfig
@@ -42,7 +43,7 @@ def continued(config: TrainConfig) -> TrainConfig:
 def attempt_under_torchrun(env: Mapping[str, str] = os.environ) -> int:
     """Return how often torchrun has restarted the job, on a rank or in the driver beside it."""
     prefix = re.search(r"/attempt_(\d+)$", env.get("MEGARL_STORE_PREFIX", ""))
-    return int(prefix[1] if prefix else env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return int(prefix[1]) if prefix else attempt_number(env)
 
 
 def where_it_goes_on(config: TrainConfig) -> str:

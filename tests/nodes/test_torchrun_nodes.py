@@ -46,12 +46,15 @@ def start(
 
 
 def start_node(nodes: Nodes, node: int, **env: str) -> subprocess.Popen:
-    """Start torchrun on one node, as `start` does on all."""
+    """Start torchrun on one node, as `start` did or will do on all.
+
+    SKIPPED_PIDS=n in `env` gives torchrun a process id that is larger by n: it names itself by address and id, and a
+    new namespace counts from 1 again."""
     command, secret = json.loads((nodes.folder / "torchrun.json").read_text())
     where = ["--rdzv-endpoint", f"{address(0)}:29500", "--local-addr", address(node)]
     # below a shell: nothing inside a process namespace can kill its first process
-    shell = ["bash", "-c", '"$@"; exit $?', "torchrun"]
-    torchrun = [*shell, sys.executable, "-m", "torch.distributed.run", *where, *command]
+    shell = ["bash", "-c", 'for i in $(seq ${SKIPPED_PIDS:-0}); do true & done; "$@"; exit $?', "torchrun"]
+    torchrun = [*shell, sys.executable, "-m", "megarl.runtime.torchrun_agent", *where, *command]
     return nodes.start(node, torchrun, **secret, **env)
 
 

@@ -66,4 +66,5 @@ def test_a_run_that_began_at_anothers_checkpoint_begins_there_again(run, tmp_pat
 def test_the_attempt_under_torchrun():
     """Ranks and the driver beside rank 0 are told differently."""
     rank, driver = {"TORCHELASTIC_RESTART_COUNT": "2"}, {"MEGARL_STORE_PREFIX": "megarl/some/attempt_3"}
-    assert [attempt_under_torchrun(env) for env in ({}, rank, driver)] == [0, 2, 3]
+    on_a_new_node = {"TORCHELASTIC_RESTART_COUNT": "0", "MEGARL_ATTEMPT": "1"}
+    assert [attempt_under_torchrun(env) for env in ({}, rank, driver, on_a_new_node)] == [0, 2, 3, 1]

@@ -47,7 +47,7 @@ if [ -z "$nproc" ]; then
   nproc=$({ nvidia-smi --list-gpus 2> /dev/null || true; } | grep -c '^GPU' || true)
   [ "$nproc" -gt 0 ] || nproc=1
 fi
-rendezvous=(--standalone)
+launcher=(torch.distributed.run --standalone)
 if [ "$nnodes" != 1 ]; then
   [ -n "$head" ] || fail "--head (not given): must name a node of the job that all others reach. Try --head $(hostname)."
   [ -n "${MEGARL_JOB_SECRET:-}" ] || fail "MEGARL_JOB_SECRET (variable, not set): must be the same on all nodes. Try \
@@ -58,10 +58,11 @@ import sys
 from megarl.runtime.network import address_towards
 print(address_towards(sys.argv[1], int(sys.argv[2])))' "$head" "$port") || fail "--head ($head): cannot be resolved here. \
 Try its address."
-  rendezvous=(--nnodes "$nnodes" --rdzv-backend c10d --rdzv-endpoint "$head:$port" --local-addr "$own"
+  # torchrun, but a node may take the place of one that was lost
+  launcher=(megarl.runtime.torchrun_agent --nnodes "$nnodes" --rdzv-backend c10d --rdzv-endpoint "$head:$port" --local-addr "$own"
     --rdzv-id "${MEGARL_RDZV_ID:-megarl}")
 fi
-command=("$python" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$nproc" --max-restarts "$restarts"
+command=("$python" -m "${launcher[@]}" --nproc-per-node "$nproc" --max-restarts "$restarts"
   -m megarl.train "$@")
 if [ -n "$dry" ]; then
   echo "${command[*]}"
