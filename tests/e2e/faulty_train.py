@@ -70,14 +70,14 @@ def _multiply_a_loss(model: type) -> None:
 
 
 def engine_step_fails() -> None:
-    """The 20th step that an engine takes between calls (--staleness)."""
+    """The 5th step that an engine takes between calls (--staleness)."""
     from megarl.workers.request_stream import RequestStream
 
     original, steps = RequestStream.step, []
 
     def step(self):
         steps.append(None)
-        if len(steps) == 20:
+        if len(steps) == 5:
             raise RuntimeError("planted")
         original(self)
 
