@@ -59,8 +59,8 @@ NOT_RUN = {
     'python -m pytest tests/faults/test_faults.py tests/nodes/test_node_faults.py -m "" --write-table': "the same",
     'python -m pytest tests/faults/test_silent_faults.py -m "" --write-table': "its cases are nightly tests",
     'python -m pytest tests/faults/test_graded_faults.py -m "" --write-table': "its cases are nightly tests",
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 --local-addr "
-    "OWN_ADDRESS -m megarl.train @job.args --nnodes 2 --nproc-per-node 8": "needs two nodes",
+    "python -m megarl.runtime.torchrun_agent --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
+    "HEAD:29500 --local-addr OWN_ADDRESS -m megarl.train @job.args --nnodes 2 --nproc-per-node 8": "needs two nodes",
     "megarl doctor --nnodes 2 --head node0 --folder /shared/runs": "needs two machines; tests/doctor/test_nodes.py "
     "runs it",
     "export MEGARL_JOB_SECRET=...": "tests/tools/test_launch_scripts.py runs the script on two nodes",
