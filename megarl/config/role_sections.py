@@ -21,6 +21,7 @@ from megarl.config.errors import (
     section,
 )
 
+_VLLM_TEMPERATURE = Rule(lambda t: not t > 2, "must be at most 2, as vLLM samples at no higher one. Try 1.0.")
 _RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 RecomputeModules = Annotated[
     tuple[str, ...],
@@ -184,9 +185,10 @@ class SamplingConfig(Section):
     temperature: Annotated[
         NonNegative,
         Rule(lambda t: not 0 < t < 0.01, "must be at least 0.01, to which vLLM raises it. Try 0.01."),
+        _VLLM_TEMPERATURE,
     ] = 1.0
-    """Sampling temperature, at least 0.01: vLLM raises a lower one to that. The trainer's log-probs use the
-    same."""
+    """Sampling temperature, from 0.01 to 2: vLLM raises a lower one to that and refuses a higher one. The
+    trainer's log-probs use the same."""
     top_p: PositiveFraction = 1.0
     """Nucleus sampling. Training needs 1.0: otherwise the sampled distribution is not the policy's."""
     top_k: Natural = 0
@@ -291,8 +293,8 @@ class RewardModelConfig(Section):
     one, is a failed reward."""
     judge_max_tokens: Count = 512
     """Tokens of a judge's answer, at most."""
-    judge_temperature: NonNegative = 0.0
-    """Sampling temperature of judges; 0 is greedy."""
+    judge_temperature: Annotated[NonNegative, _VLLM_TEMPERATURE] = 0.0
+    """Sampling temperature of judges, at most 2; 0 is greedy."""
     judge_max_model_len: Annotated[int, at_least(2)] | None = None
     """Tokens of question and answer together, at most; a longer question is a failed reward. Default:
     --judge-max-tokens, the template's characters and twice --max-prompt-length and --max-response-length, or

@@ -105,6 +105,7 @@ MISTAKES = {
         temperature 0
         temperature -1
         temperature 0.009
+        temperature 2.1
         top-p 0.9
         top-p 0
         top-k 5

@@ -358,6 +358,14 @@ def test_flags_of_one_actor():
             "--temperature 0.0099",
             "--temperature (0.0099): must be at least 0.01, to which vLLM raises it. Try 0.01.",
         ),
+        (
+            "--temperature 2.1",
+            "--temperature (2.1): must be at most 2, as vLLM samples at no higher one. Try 1.0.",
+        ),
+        (
+            "--judge-temperature 3",
+            "--judge-temperature (3): must be at most 2, as vLLM samples at no higher one. Try 1.0.",
+        ),
     ],
 )
 def test_wrong_flags_of_one_actor(flags, message):

@@ -86,6 +86,7 @@ def test_no_token_is_too_old_and_no_prompt_is_lost(scenario):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @settings(max_examples=50_000, deadline=None)
 @given(SCENARIOS)
 def test_no_token_is_too_old_and_no_prompt_is_lost_in_many_runs(scenario):

@@ -101,7 +101,7 @@ def kill_at_start(folder: Path) -> dict:
 
 def hot(role: RewardModelRole) -> list[dict]:
     options = role.judge.options
-    role.judge.options = replace(options, judge_temperature=1e4)
+    role.judge.options = replace(options, judge_temperature=2.0)
     records = role.score(ROWS)
     role.judge.options = options
     return records

@@ -25,9 +25,9 @@ from tests.workers.run_data_plane import WORLD_SIZE
 MESH = MeshSpec((0,))
 
 
-def run_rounds(folder: Path, rounds: int) -> None:
+def run_rounds(folder: Path, rounds: int, timeout: float = 120) -> None:
     script = Path(__file__).with_name("run_data_plane.py")
-    run_ranks(WORLD_SIZE, lambda rank: [script, folder, rank, rounds], timeout=120)
+    run_ranks(WORLD_SIZE, lambda rank: [script, folder, rank, rounds], timeout=timeout)
 
 
 def test_columns_written_on_one_mesh_arrive_on_every_other_bit_for_bit(tmp_path):
@@ -35,8 +35,9 @@ def test_columns_written_on_one_mesh_arrive_on_every_other_bit_for_bit(tmp_path)
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_in_many_more_rounds(tmp_path):
-    run_rounds(tmp_path, rounds=1500)
+    run_rounds(tmp_path, rounds=1500, timeout=900)
 
 
 def test_roles_with_one_mesh_have_one_batch_shard():
