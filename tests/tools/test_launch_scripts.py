@@ -29,7 +29,7 @@ SECRET = "0123456789abcdef" * 4
 def run(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MEGARL_", "SLURM_"))}
     return subprocess.run(
-        ["bash", str(LAUNCH / script), *arguments],
+        [str(LAUNCH / script), *arguments],  # as the page says: the file is executable
         env=clean | {"PYTHON": sys.executable} | env,
         capture_output=True,
         text=True,
