@@ -116,7 +116,8 @@ def ending_if_refused() -> Iterator[None]:
 def _connect() -> KeyValueStore:
     from megarl.runtime.mailbox import connect
 
-    return connect(timeout_s=_CONNECTED_S)
+    store: KeyValueStore = connect(timeout_s=_CONNECTED_S)
+    return store
 
 
 def tell(reason: str) -> None:

@@ -63,6 +63,9 @@ NOT_RUN = {
     "OWN_ADDRESS -m megarl.train @job.args --nnodes 2 --nproc-per-node 8": "needs two nodes",
     "megarl doctor --nnodes 2 --head node0 --folder /shared/runs": "needs two machines; tests/doctor/test_nodes.py "
     "runs it",
+    "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...": "needs two machines; tests/nodes/ray_node.sh starts Ray so",
+    "ray start --head --port 6379": "the same",
+    "ray start --address HEAD:6379": "the same",
     "export MEGARL_JOB_SECRET=...": "tests/tools/test_launch_scripts.py runs the script on two nodes",
     "tools/launch/torchrun.sh --nnodes 2 --head node0 --nproc-per-node 8 -- @job.args": "needs two nodes; "
     "tests/tools/test_launch_scripts.py runs it",
