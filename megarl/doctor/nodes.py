@@ -8,6 +8,7 @@ result."""
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import secrets
@@ -97,7 +98,8 @@ def _meet(meeting: Meeting) -> tuple[Any, int]:
     import torch.distributed as dist
 
     address = socket.gethostbyname(meeting.head)
-    is_head = address_towards(address, meeting.port) == address
+    # a host name that /etc/hosts maps to 127.0.1.1 is this machine's own
+    is_head = ipaddress.ip_address(address).is_loopback or address_towards(address, meeting.port) == address
     timeout = timedelta(seconds=meeting.wait_s)
     is_master = is_head and _is_free(address, meeting.port)
     try:

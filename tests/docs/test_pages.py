@@ -73,8 +73,9 @@ NOT_RUN = {
     "@job.args": "needs SLURM; tests/tools/test_launch_scripts.py has stand-ins",
     "megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray --ray-address HEAD:6379": "needs a "
     "cluster; tests/nodes makes a small one",
-    "ray job submit -- megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray": "needs a cluster "
-    "with Ray's job server",
+    "ray job submit -- megarl train @/shared/job.args --nnodes 2 --nproc-per-node 8 --executor ray": "needs a "
+    "cluster with Ray's job server",
+    "tools/launch/ray_submit.sh --address http://127.0.0.1:8265 --nnodes 2 --nproc-per-node 8 -- @job.args": "the same",
     "megarl balance runs/sync": "tests/inspect/test_balance.py runs it on recorded rows",
     "(Pdb) import pdb; pdb.post_mortem(self._failure.__cause__.__traceback__)": "needs a role that raises; "
     "tests/runtime/test_inline.py stands there",

@@ -98,6 +98,17 @@ def test_a_head_that_does_not_listen_is_told():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(120)
+def test_a_head_whose_name_is_127_0_1_1_meets_the_others():
+    """Debian maps a machine's own name to this address, which is no interface's."""
+    port = free_port()
+    nodes = [start(port, "--head", "127.0.1.1") for _ in range(2)]
+    for node in nodes:
+        said, errors = node.communicate(timeout=100)
+        assert node.returncode == 0 and json.loads(said)["ok"], (said, errors)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(120)
 def test_every_machine_says_that_a_secret_differs():
     port = free_port()
     nodes = [start(port), start(port, MEGARL_JOB_SECRET="f" * 64)]

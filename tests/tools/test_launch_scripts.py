@@ -50,6 +50,15 @@ def test_a_node_takes_the_address_by_which_it_reaches_the_head():
     assert rendezvous in done.stdout.replace("--local-addr ::1", "--local-addr 127.0.0.1"), done.stderr
 
 
+def test_a_node_whose_name_is_a_loopback_address_takes_that_of_the_named_interface(tmp_path):
+    """Debian maps a machine's own name to 127.0.1.1, which the other nodes do not reach."""
+    several = ("--nnodes", "2", "--nproc-per-node", "8", "--head", "Localhost", "--dry-run", "--", ARGS)
+    asked = run("torchrun.sh", *several, MEGARL_JOB_SECRET=SECRET)
+    assert asked.returncode == 2 and asked.stderr.startswith("GLOO_SOCKET_IFNAME (variable, not set)"), asked
+    done = run("torchrun.sh", *several, MEGARL_JOB_SECRET=SECRET, GLOO_SOCKET_IFNAME="lo")
+    assert "--local-addr 127.0.0.1" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     "script, arguments, told",
     [
