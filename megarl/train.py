@@ -71,17 +71,15 @@ def main(
             )
         check_secret()
         choose_interface()
-    except (ConfigError, SecretError, InterfaceError) as error:  # each node reports its own
+    except (ConfigError, SecretError, InterfaceError) as error:
         start_verdict.tell(str(error))
-        if is_first:
-            start_verdict.publish(str(error))
+        start_verdict.refuse(str(error))
         return 2
     except BaseException as error:
-        if is_first:
-            start_verdict.publish(f"{type(error).__name__}: {error}")
+        start_verdict.refuse(f"{type(error).__name__}: {error}")
         raise
     if is_first:
-        start_verdict.publish("")
+        start_verdict.allow()
     return work(config, argv, rank, driver)
 
 
@@ -103,14 +101,14 @@ def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) ->
     from megarl.runtime.worker_loop import answer_health, fail_to_start, serve
     from megarl.workers.worker import build_roles, join_world
 
-    if rank and not driver_pid and (reason := start_verdict.await_start(config.placement.call_timeout_s)):
-        start_verdict.tell(reason)
+    if rank and not driver_pid and not start_verdict.await_start(config.placement.call_timeout_s):
         end_process(2)
     health = answer_health(rank) if has_own_store() else None
     try:
-        if health is not None and has_node_watch():
-            start_node_watch_process(connect())
-        join_world(config.placement.call_timeout_s)
+        with start_verdict.ending_if_refused():
+            if health is not None and has_node_watch():
+                start_node_watch_process(connect())
+            join_world(config.placement.call_timeout_s)
         if health is None and has_node_watch():  # rank 0 hosts the store, from here on
             start_node_watch_process(connect())
     except Exception as error:  # process boundary

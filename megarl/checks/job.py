@@ -198,8 +198,10 @@ def _group_warnings(config: TrainConfig) -> Errors:
 def _core_warnings(
     config: TrainConfig, world_size: int, new_run: bool, ranks: int, machine: Machine
 ) -> Errors:
-    """Yield a warning if there are more ranks than CPU cores on a machine without GPUs."""
-    if machine.has_gpu or machine.num_cores is None or ranks <= machine.num_cores:
+    """Yield a warning if there are more ranks than CPU cores on a machine without GPUs.
+
+    A job of several machines is often checked on one that takes no part in it."""
+    if machine.has_gpu or machine.num_cores is None or ranks <= machine.num_cores or ranks < world_size:
         return
     cores = f"{machine.num_cores} CPU core{'s' if machine.num_cores > 1 else ''}"
     yield (

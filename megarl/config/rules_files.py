@@ -185,6 +185,8 @@ def _save(folder: Path) -> Errors:
     taken = next((name for name in RUN_FILES if (folder / name).exists()), None)
     advice = f"Try --save {free_name(folder)}."
     if taken is not None:
+        if checkpoints_in(folder):
+            advice = f"Try --save {free_name(folder)}, or continue that run with --load {folder}."
         yield f"--save ({folder}): holds another run ({taken}), which would be overwritten. {advice}"
     elif folder.exists() and not folder.is_dir():
         yield f"--save ({folder}): is a file; it must be a folder, which is created. {advice}"

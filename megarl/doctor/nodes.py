@@ -8,6 +8,7 @@ result."""
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import secrets
@@ -67,44 +68,64 @@ def check_nodes(meeting: Meeting) -> list[dict[str, Any]]:
         raise InterfaceError(f"--head ({meeting.head}): cannot be resolved here: {error.strerror}.") from None
     os.environ |= {name: value for name, value in env.items() if name.endswith("SOCKET_IFNAME")}
     interface = env.get(GLOO_INTERFACE, "gloo's own choice")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else a page of C++ frames beside the result
     start = time.perf_counter()
     try:
         store, number = _meet(meeting)
-        nodes = _tell(
-            store, number, meeting.nnodes, {"interface": interface, "address": address_of(interface)}
-        )
-    except Exception as error:  # whatever torch raises after the time is over
+        facts = {"interface": interface, "address": address_of(interface)}
+        nodes = _tell(store, number, meeting.nnodes, facts)
+    except _NotMet as error:
+        return [_result("rendezvous", False, str(error), start)]
+    except Exception as error:  # whatever torch raises if a machine ends meanwhile
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        return [_result("rendezvous", False, f"{text} (all {meeting.nnodes} must be started)", start)]
+        return [_result("rendezvous", False, text, start)]
     names = [f"{node['node']} ({node['address']} on {node['interface']})" for node in nodes]
     results = [_result("rendezvous and interfaces", True, ", ".join(names), start)]
     results += [_clocks(nodes), _versions(nodes)]
     if meeting.folder is not None:
         results.append(_shared_folder(store, number, meeting.nnodes, Path(meeting.folder)))
     results.append(_bandwidth(store, number, meeting.nnodes))
-    _wait_for_all(store, "end", meeting.nnodes)
-    if number == 0:
-        time.sleep(0.5)  # the others read the last key from the store of this process
+    _end_together(store, "end", meeting.nnodes)
     return results
 
 
+class _NotMet(Exception):
+    """Raised with what the user should look at if the machines do not find each other."""
+
+
 def _meet(meeting: Meeting) -> tuple[Any, int]:
-    """Return the store where all machines have met, and the number of this one: 0 for the head."""
+    """Return the store where all machines have met, and the number of this one, by which they came."""
     import torch.distributed as dist
 
     address = socket.gethostbyname(meeting.head)
-    is_head = address_towards(address, meeting.port) == address
+    # a host name that /etc/hosts maps to 127.0.1.1 is this machine's own
+    is_head = ipaddress.ip_address(address).is_loopback or address_towards(address, meeting.port) == address
     timeout = timedelta(seconds=meeting.wait_s)
-    client = dist.TCPStore(
-        address,
-        meeting.port,
-        is_master=is_head and _is_free(address, meeting.port),
-        wait_for_workers=False,
-        timeout=timeout,
-    )
+    is_master = is_head and _is_free(address, meeting.port)
+    try:
+        client = dist.TCPStore(
+            address, meeting.port, is_master=is_master, wait_for_workers=False, timeout=timeout
+        )
+    except dist.DistNetworkError:
+        raise _NotMet(
+            f"port {meeting.port} of --head ({meeting.head}, {address}) was not reached within "
+            f"{meeting.wait_s:g} s. Start this command there too, and let the port through (--port names "
+            "another one)"
+        ) from None
     store = dist.PrefixStore(_PREFIX, client)
     number = store.add("numbers", 1) - 1
-    _wait_for_all(store, "met", meeting.nnodes)
+    store.set(f"came/{number}", signing.sign(socket.gethostname().encode(), f"came/{number}"))
+    try:
+        _wait_for_all(store, "met", meeting.nnodes)
+    except dist.DistStoreError:
+        came = [
+            bytes(signing.verify(store.get(key), key)).decode()
+            for key in (f"came/{other}" for other in range(store.add("numbers", 0)))
+        ]
+        raise _NotMet(
+            f"{len(came)} of {meeting.nnodes} machines came within {meeting.wait_s:g} s: {', '.join(came)}. "
+            "Start this command on the others too, or wait for longer with --wait-s"
+        ) from None
     return store, number
 
 
@@ -129,7 +150,20 @@ def _tell(store: Any, number: int, nnodes: int, facts: dict[str, str | None]) ->
     key = f"facts/{number}"
     store.set(key, signing.sign(json.dumps(body).encode(), key))
     keys = [f"facts/{other}" for other in range(nnodes)]
-    return [json.loads(bytes(signing.verify(store.get(key), key))) for key in keys]
+    told = {key: store.get(key) for key in keys}
+    try:
+        return [json.loads(bytes(signing.verify(signed, key))) for key, signed in told.items()]
+    except signing.ForgedMessage:
+        _end_together(
+            store, "forged", nnodes
+        )  # every machine finds one that is not signed with its own secret
+        raise _NotMet(f"{signing.JOB_SECRET} is not the same on all machines. {signing.HOW}") from None
+
+
+def _end_together(store: Any, name: str, nnodes: int) -> None:
+    """Wait for all machines, then until they have read the last key: the store is in one of their processes."""
+    _wait_for_all(store, name, nnodes)
+    time.sleep(0.5)
 
 
 def _clocks(nodes: list[dict[str, Any]]) -> dict[str, Any]:

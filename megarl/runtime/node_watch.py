@@ -33,10 +33,12 @@ from megarl.runtime.process import NUM_NODES
 logger = logging.getLogger(__name__)
 WATCH_KEY = "watch/address"
 """Key of the job's store with the address of the driver's NodeWatch."""
-ACCEPTED, RANK_ENDED = b"+", b"-%d"
-"""Messages to and from a node: its connection is accepted, and a rank of it has ended."""
+ACCEPTED, RANK_ENDS, RANK_ENDED = b"+", b"?%d", b"-%d"
+"""Messages to and from a node: its connection is accepted; a rank of it ends; it has ended and said nothing."""
+LAST_WORDS_S = 2.0
+"""Seconds between the two, for what the rank or its agent says. A node that is killed closes the connection."""
 CHALLENGE_BYTES, _MOST_BYTES = 16, 1 << 16
-_RANK = re.compile(RANK_ENDED.replace(b"%d", rb"(\d{1,9})"))
+_RANK = re.compile(rb"([?-])(\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ class NodeWatch:
     Args:
         address: IP address of this machine by which the nodes reach it.
         on_lost: called on another thread with a node that is lost, and with the reason in words.
-        on_rank_ended: called there with a node and its rank that has ended.
-        keep_alive: when a silent node counts as lost."""
+        on_rank_ended: called there with a node and its rank that has ended and has said nothing.
+        keep_alive: when a silent node counts as lost.
+        on_rank_ends: called `LAST_WORDS_S` seconds before `on_rank_ended`."""
 
     def __init__(
         self,
@@ -71,8 +74,9 @@ class NodeWatch:
         on_lost: Callable[[Node, str], object],
         on_rank_ended: Callable[[Node, int], object],
         keep_alive: KeepAlive = KeepAlive(),
+        on_rank_ends: Callable[[Node, int], object] = lambda node, rank: None,
     ) -> None:
-        self._on_lost, self._on_rank_ended = on_lost, on_rank_ended
+        self._on_lost, self._on_rank = on_lost, {b"?": on_rank_ends, b"-": on_rank_ended}
         self._keep_alive, self._is_closed = keep_alive, False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
@@ -134,13 +138,16 @@ class NodeWatch:
         if data and known.node is None:
             self._greet(connection, known, data)
             return
-        self._drop(connection)
+        told = _RANK.findall(data)
+        if not told or told[-1][0] == b"-":
+            self._drop(connection)
         if known.node is None or self._is_closed:
             return
         if not data:
             self._on_lost(known.node, reason)
-        elif (found := _RANK.fullmatch(data)) and int(found[1]) in known.node.ranks:
-            self._on_rank_ended(known.node, int(found[1]))
+        for what, rank in told:
+            if int(rank) in known.node.ranks:
+                self._on_rank[what](known.node, int(rank))
 
     def _greet(self, connection: socket.socket, known: _Connection, data: bytes) -> None:
         """Read the first message of a node: a line with its name and ranks, signed with the job's secret."""

@@ -2,7 +2,7 @@
 
     python -m megarl.runtime.node_watch_process ADDRESS PID FIRST_RANK NUM_RANKS IDLE_S INTERVAL_S PROBES
 
-    a rank of the node ends   tell the driver, and end, once the rank's own message had time to arrive
+    a rank of the node ends   tell the driver, again once the rank's own message had time to arrive, and end
     the driver ends           end: its end ends the ranks
     the driver is not reached end the ranks of this node and the process that started them
 
@@ -23,12 +23,17 @@ from pathlib import Path
 
 from megarl.runtime import signing
 from megarl.runtime.keep_alive import KeepAlive, is_cut
-from megarl.runtime.node_watch import ACCEPTED, CHALLENGE_BYTES, RANK_ENDED, challenge_name, read_bytes
+from megarl.runtime.node_watch import (
+    ACCEPTED,
+    CHALLENGE_BYTES,
+    LAST_WORDS_S,
+    RANK_ENDED,
+    RANK_ENDS,
+    challenge_name,
+    read_bytes,
+)
 
 _CONNECTED_S, _AGENT_S = 60.0, 3.0
-_LAST_WORDS_S = (
-    2.0  # for what a rank or its agent says of its end; if the node is killed, this process dies meanwhile
-)
 
 
 def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> int:
@@ -42,8 +47,10 @@ def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> in
         number_of = {own: ranks[0]} | _other_ranks(agent_pid, rank_pid)
         ready, _, _ = select.select([connection.fileno(), *number_of], [], [])
         if connection.fileno() not in ready:
-            time.sleep(_LAST_WORDS_S)
-            connection.sendall(RANK_ENDED % number_of[ready[0]])
+            rank = number_of[ready[0]]
+            connection.sendall(RANK_ENDS % rank)
+            time.sleep(LAST_WORDS_S)
+            connection.sendall(RANK_ENDED % rank)
             return 0
         read_bytes(connection, 1)  # raises if the driver is not reached
         return 0

@@ -292,7 +292,8 @@ def join(address: str | None, num_ranks: int = 1) -> bool:
             raise RuntimeError(
                 f"Ray at {address or 'this machine'} cannot be reached: {str(error).strip()}. "
                 "--ray-address takes host:port of the cluster's head, or auto on one of its nodes; "
-                "without it and without RAY_ADDRESS a Ray is started here."
+                "without it and without RAY_ADDRESS a Ray is started here. A cluster with a token needs "
+                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here too."
             ) from None
     return True
 

@@ -26,7 +26,7 @@ from megarl.runtime.channel import split
 from megarl.runtime.job_store import LOOPBACK
 from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.mailbox import Mailbox, connect
-from megarl.runtime.node_watch import WATCH_KEY, Node, NodeWatch, node_lost, rank_ended
+from megarl.runtime.node_watch import LAST_WORDS_S, WATCH_KEY, Node, NodeWatch, node_lost, rank_ended
 from megarl.runtime.messages import (
     Call,
     Command,
@@ -102,6 +102,7 @@ class StoreExecutor(ProcessExecutor):
         self._free_since = dict.fromkeys(self._world, 0.0)
         self._is_ending = self._is_over = False
         self._node_watch: NodeWatch | None = None
+        self._ending_ranks: set[int] = set()
         self._num_questions = 0
         self._reports: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         num_children = world_size if nodes is None else len(children_of(None, nodes.count))
@@ -146,8 +147,11 @@ class StoreExecutor(ProcessExecutor):
             if not self._is_ending:
                 self.fail(rank_ended(node, describe_rank(rank), self.where()))
 
+        def keep_rank(node: Node, rank: int) -> None:
+            self._ending_ranks.add(rank)
+
         assert self._nodes is not None
-        self._node_watch = NodeWatch(self._nodes.address, report, report_rank)
+        self._node_watch = NodeWatch(self._nodes.address, report, report_rank, on_rank_ends=keep_rank)
         self._mailbox.set(WATCH_KEY, self._node_watch.address)
 
     def _issue(self, call: Call) -> CallFuture:
@@ -289,6 +293,9 @@ class StoreExecutor(ProcessExecutor):
 
     def _take_failure(self, rank: int, failure: Failure) -> None:
         time.sleep(self.death_first_s)
+        deadline = time.monotonic() + LAST_WORDS_S + self.death_first_s
+        while self._ending_ranks - {rank} and self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.05)  # a rank of another node has died, which is the cause and about to be reported
         if not self.is_shutting_down():
             self.fail(RemoteError(rank, failure))
 

@@ -982,6 +982,10 @@ def test_files(findings, tmp_path):
     assert findings(f"--save {run}") == [
         f"--save ({run}): holds another run (metrics.jsonl), which would be overwritten. Try --save {run}-3."
     ]
+    (run / "checkpoints" / "step_000002").mkdir(parents=True)
+    assert findings(f"--save {run}")[0].endswith(
+        f"Try --save {run}-3, or continue that run with --load {run}."
+    )
     (run / "metrics.jsonl").rename(run / "resolved.args")
     assert "holds another run (resolved.args)" in findings(f"--save {run}")[0]
     assert "is a file" in findings(f"--save {text}")[0] and findings(f"--save {tmp_path}/old-2") == []

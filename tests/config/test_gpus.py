@@ -139,6 +139,12 @@ def test_more_ranks_than_cores_are_warned_of(job, ranks, machine, advice, monkey
         assert said[0].endswith(advice)
 
 
+def test_a_job_of_several_machines_is_not_warned_of_the_cores_of_this_one(job):
+    config = load_config([job, "--nnodes", "2", "--nproc-per-node", "8"], REGISTRY)
+    report = examine(config, 16, machine=Machine(10**12, num_cores=2))
+    assert report.errors == () and report.warnings == ()
+
+
 @pytest.mark.parametrize("quota, cores", [("150000 100000", 2), ("20000 100000", 1), ("max 100000", 9)])
 def test_a_containers_share_of_the_cores_counts(quota, cores, tmp_path, monkeypatch):
     (tmp_path / "cpu.max").write_text(f"{quota}\n")

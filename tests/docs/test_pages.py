@@ -63,6 +63,9 @@ NOT_RUN = {
     "HEAD:29500 --local-addr OWN_ADDRESS -m megarl.train @job.args --nnodes 2 --nproc-per-node 8": "needs two nodes",
     "megarl doctor --nnodes 2 --head node0 --folder /shared/runs": "needs two machines; tests/doctor/test_nodes.py "
     "runs it",
+    "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...": "needs two machines; tests/nodes/ray_node.sh starts Ray so",
+    "ray start --head --port 6379": "the same",
+    "ray start --address HEAD:6379": "the same",
     "export MEGARL_JOB_SECRET=...": "tests/tools/test_launch_scripts.py runs the script on two nodes",
     "tools/launch/torchrun.sh --nnodes 2 --head node0 --nproc-per-node 8 -- @job.args": "needs two nodes; "
     "tests/tools/test_launch_scripts.py runs it",
@@ -70,8 +73,9 @@ NOT_RUN = {
     "@job.args": "needs SLURM; tests/tools/test_launch_scripts.py has stand-ins",
     "megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray --ray-address HEAD:6379": "needs a "
     "cluster; tests/nodes makes a small one",
-    "ray job submit -- megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray": "needs a cluster "
-    "with Ray's job server",
+    "ray job submit -- megarl train @/shared/job.args --nnodes 2 --nproc-per-node 8 --executor ray": "needs a "
+    "cluster with Ray's job server",
+    "tools/launch/ray_submit.sh --address http://127.0.0.1:8265 --nnodes 2 --nproc-per-node 8 -- @job.args": "the same",
     "megarl balance runs/sync": "tests/inspect/test_balance.py runs it on recorded rows",
     "(Pdb) import pdb; pdb.post_mortem(self._failure.__cause__.__traceback__)": "needs a role that raises; "
     "tests/runtime/test_inline.py stands there",

@@ -77,10 +77,46 @@ def test_folders_of_the_same_name_that_are_not_one(tmp_path):
 @pytest.mark.timeout(60)
 def test_a_machine_that_does_not_come_is_told():
     node = start(free_port(), "--wait-s", "2")
-    report = json.loads(node.communicate(timeout=50)[0])
-    (failed,) = report["tests"]
-    assert node.returncode == 1 and failed["test"] == "rendezvous"
-    assert failed["text"].endswith("(all 2 must be started)")
+    said, errors = node.communicate(timeout=50)
+    (failed,) = json.loads(said)["tests"]
+    assert node.returncode == 1 and failed["test"] == "rendezvous" and not errors, errors
+    assert failed["text"].startswith(f"1 of 2 machines came within 2 s: {socket.gethostname()}. Start this")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(60)
+def test_a_head_that_does_not_listen_is_told():
+    port = free_port()
+    node = start(port, "--wait-s", "2", "--head", "192.0.2.1", GLOO_SOCKET_IFNAME="lo")  # RFC 5737: nobody's
+    said, errors = node.communicate(timeout=50)
+    (failed,) = json.loads(said)["tests"]
+    assert node.returncode == 1 and not errors, errors
+    assert failed["text"].startswith(
+        f"port {port} of --head (192.0.2.1, 192.0.2.1) was not reached within 2 s"
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(120)
+def test_a_head_whose_name_is_127_0_1_1_meets_the_others():
+    """Debian maps a machine's own name to this address, which is no interface's."""
+    port = free_port()
+    nodes = [start(port, "--head", "127.0.1.1") for _ in range(2)]
+    for node in nodes:
+        said, errors = node.communicate(timeout=100)
+        assert node.returncode == 0 and json.loads(said)["ok"], (said, errors)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(120)
+def test_every_machine_says_that_a_secret_differs():
+    port = free_port()
+    nodes = [start(port), start(port, MEGARL_JOB_SECRET="f" * 64)]
+    for node in nodes:
+        said, errors = node.communicate(timeout=100)
+        (failed,) = json.loads(said)["tests"]
+        assert node.returncode == 1 and failed["test"] == "rendezvous" and not errors, errors
+        assert failed["text"].startswith("MEGARL_JOB_SECRET is not the same on all machines. Try export")
 
 
 def test_a_short_secret_is_asked_for():

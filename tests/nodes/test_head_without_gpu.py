@@ -66,6 +66,38 @@ def test_a_worker_checks_and_tries_what_the_head_does_not_have(sums_data, shared
     ]
 
 
+OWN_LOOP = """import sys
+
+import megarl
+
+with megarl.GRPOTrainer(megarl.load_config(*sys.argv[1:])) as trainer:
+    for step in trainer.steps():
+        trainer.update(trainer.rollout())
+"""
+
+
+@pytest.mark.parametrize("module", ["only_on_node_1", "there_is_none"])
+def test_a_program_of_the_users_own_lets_a_worker_check_too(sums_data, shared, module):
+    run, files = copy_data(sums_data, shared)
+    package, reward, program = shared / "package", shared / "reward.py", shared / "own loop.py"
+    package.mkdir()
+    (package / "only_on_node_1.py").write_text("def score(text):\n    return float(len(text) % 2)\n")
+    reward.write_text(REWARD.replace("only_on_node_1", module))
+    program.write_text(OWN_LOOP)
+    own = ["--save", str(run), "--executor", "ray", "--nproc-per-node", "1"]
+    arguments = replace_flags([*COMMON, *files], [*own, "--reward-function", f"{reward}:score"])
+    with Nodes(2, shared) as nodes:
+        code = run_on_head(
+            nodes, [sys.executable, str(program), *arguments], package, PYTHONPATH=str(package)
+        )
+        log = nodes.log(0)
+    if module == "only_on_node_1":
+        assert code == 0 and (run / "metrics.jsonl").read_text().count("\n") == 3, log
+    else:
+        assert code == 1 and "ConfigError" in log and "there_is_none" in log, log
+        assert "[checked on node1]" in log and not run.exists(), log
+
+
 def test_an_error_that_a_worker_finds_is_the_answer(sums_data, shared):
     run, files = copy_data(sums_data, shared)
     missing = shared / "package"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -16,10 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megarl.runtime.keep_alive import KeepAlive
+from megarl.runtime.messages import Failure
 from megarl.runtime.node_watch import Node, NodeWatch
-from megarl.runtime.signing import JOB_SECRET
+from megarl.runtime.signing import JOB_SECRET, job_secret
+from megarl.runtime.store_executor import Nodes, StoreExecutor
 
 SCRIPT = Path(__file__).with_name("watched_node.py")
 SHORT, USUAL = KeepAlive(1, 1, 2), KeepAlive()
@@ -45,7 +47,7 @@ def watch_processes(pid: int) -> list[int]:
 @pytest.fixture
 def start(tmp_path):
     """Start processes of watched_node.py; all of them end with the test."""
-    env = os.environ | {JOB_SECRET: secrets.token_hex(32)}
+    env = os.environ | {JOB_SECRET: job_secret()}
     started: list[subprocess.Popen] = []
 
     def start(*arguments: object) -> subprocess.Popen:
@@ -105,6 +107,24 @@ def test_the_end_of_a_rank_is_told_and_is_not_the_loss_of_its_node(start, tmp_pa
     until((tmp_path / "ended").exists, 5)
     assert not (tmp_path / "lost").exists()
     assert json.loads((tmp_path / "ended").read_text()) == [socket.gethostname(), 1]
+
+
+@pytest.mark.timeout(60)
+def test_the_death_of_a_rank_is_reported_before_what_it_makes_of_its_peers(start, tmp_path):
+    """A killed rank makes the collectives of the others raise at once, before its end counts as silent."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    executor = StoreExecutor({"actor": [0, 1]}, 2, 60.0, store, nodes=Nodes("127.0.0.1", 1))
+    executor.death_first_s = 0.5  # as in a job
+    executor.watch_nodes()
+    assert executor._node_watch is not None
+    (tmp_path / "address").write_text(executor._node_watch.address)
+    start("agent", 1, 0, *limits(SHORT))
+    until((tmp_path / "held_1").exists, 20)
+    time.sleep(1.0)  # the watch has signed in
+    os.kill(int((tmp_path / "rank_1").read_text()), signal.SIGKILL)
+    executor._take_failure(0, Failure("actor", "update", "step 3", "RuntimeError: gloo: Read error", ""))
+    executor._end()
+    assert str(executor.failure).startswith("[rank 1] has ended on node ")
 
 
 def test_only_nodes_that_know_the_secret_are_listened_to(caplog):

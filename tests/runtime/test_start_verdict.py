@@ -12,9 +12,11 @@ import re
 import secrets
 import socket
 import subprocess
+import time
 
 import pytest
 
+from megarl.runtime import start_verdict
 from tests.e2e.jobs import COMMON, replace_flags
 from tests.launch import preloaded_python
 
@@ -23,8 +25,12 @@ STATIC = ("--master-addr", "127.0.0.1", "--master-port", "{port}")
 C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:{port}", "--rdzv-id", "job")
 
 
-def run_on_two_nodes(data, folder, rendezvous, *flags, given=None, timeout=90):
-    """The output of both agents, after both have ended by themselves."""
+def run_on_two_nodes(data, folder, rendezvous, *flags, given=None, timeout=90, ranks=1):
+    """The output of both agents, after both have ended by themselves.
+
+    Args:
+        given: secret of each node. Default: one for both.
+        ranks: of each node."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -36,7 +42,7 @@ def run_on_two_nodes(data, folder, rendezvous, *flags, given=None, timeout=90):
         "--save",
         str(folder / "run"),
     )
-    arguments = replace_flags([*COMMON, *files], ["--nnodes", "2", "--nproc-per-node", "1", *flags])
+    arguments = replace_flags([*COMMON, *files], ["--nnodes", "2", "--nproc-per-node", str(ranks), *flags])
     given = given or [secrets.token_hex(32)] * 2
     agents = []
     for node in range(2):
@@ -50,7 +56,7 @@ def run_on_two_nodes(data, folder, rendezvous, *flags, given=None, timeout=90):
             "--nnodes",
             "2",
             "--nproc-per-node",
-            "1",
+            str(ranks),
             *where,
         ]
         agents.append(
@@ -106,6 +112,26 @@ def test_a_missing_secret_of_rank_0_is_told(sums_data, tmp_path):
     outputs, _ = run_on_two_nodes(sums_data, tmp_path, STATIC, given=["short", secrets.token_hex(32)])
     assert "MEGARL_JOB_SECRET (variable, 5 characters)" in outputs[0]
     assert "MEGARL_JOB_SECRET is not the same on all nodes" in outputs[1]
+
+
+@pytest.mark.nightly
+def test_an_error_of_the_flags_is_said_once_per_node_without_waiting(sums_data, tmp_path):
+    """Every rank finds this error by itself, so no node may wait for another one to hear it."""
+    begin = time.monotonic()
+    outputs, codes = run_on_two_nodes(sums_data, tmp_path, C10D, "--lr", "-1", ranks=2)
+    assert codes == [1, 1] and [output.count("--lr (-1): must be at least 0") for output in outputs] == [1, 1]
+    assert time.monotonic() - begin < start_verdict._HEARD_S
+
+
+@pytest.mark.nightly
+def test_a_node_that_cannot_start_ends_the_others_that_can(sums_data, tmp_path):
+    given = [secrets.token_hex(32) for _ in range(2)]
+    outputs, codes = run_on_two_nodes(sums_data, tmp_path, C10D, given=given)
+    assert codes == [1, 1]
+    for output in outputs:
+        assert output.count("MEGARL_JOB_SECRET is not the same on all nodes") == 1, output
+        assert re.search(r"exitcode *: 2", output)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.nightly

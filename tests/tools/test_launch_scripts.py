@@ -29,7 +29,7 @@ SECRET = "0123456789abcdef" * 4
 def run(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MEGARL_", "SLURM_"))}
     return subprocess.run(
-        ["bash", str(LAUNCH / script), *arguments],
+        [str(LAUNCH / script), *arguments],  # as the page says: the file is executable
         env=clean | {"PYTHON": sys.executable} | env,
         capture_output=True,
         text=True,
@@ -48,6 +48,15 @@ def test_a_node_takes_the_address_by_which_it_reaches_the_head():
     done = run("torchrun.sh", *several, "--", ARGS, MEGARL_JOB_SECRET=SECRET)
     rendezvous = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:4321 --local-addr 127.0.0.1"
     assert rendezvous in done.stdout.replace("--local-addr ::1", "--local-addr 127.0.0.1"), done.stderr
+
+
+def test_a_node_whose_name_is_a_loopback_address_takes_that_of_the_named_interface(tmp_path):
+    """Debian maps a machine's own name to 127.0.1.1, which the other nodes do not reach."""
+    several = ("--nnodes", "2", "--nproc-per-node", "8", "--head", "Localhost", "--dry-run", "--", ARGS)
+    asked = run("torchrun.sh", *several, MEGARL_JOB_SECRET=SECRET)
+    assert asked.returncode == 2 and asked.stderr.startswith("GLOO_SOCKET_IFNAME (variable, not set)"), asked
+    done = run("torchrun.sh", *several, MEGARL_JOB_SECRET=SECRET, GLOO_SOCKET_IFNAME="lo")
+    assert "--local-addr 127.0.0.1" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

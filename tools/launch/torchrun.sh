@@ -52,12 +52,16 @@ if [ "$nnodes" != 1 ]; then
   [ -n "$head" ] || fail "--head (not given): must name a node of the job that all others reach. Try --head $(hostname)."
   [ -n "${MEGARL_JOB_SECRET:-}" ] || fail "MEGARL_JOB_SECRET (variable, not set): must be the same on all nodes. Try \
 export MEGARL_JOB_SECRET=\$(openssl rand -hex 32) once, and give every node the value."
-  # The address from which this node reaches the head is the one that the others reach it by.
+  # The others reach this node by the address from which it reaches the head, or by GLOO_SOCKET_IFNAME's.
   own=$("$python" -c '
-import sys
-from megarl.runtime.network import address_towards
-print(address_towards(sys.argv[1], int(sys.argv[2])))' "$head" "$port") || fail "--head ($head): cannot be resolved here. \
-Try its address."
+import os, socket, sys
+from megarl.runtime.network import InterfaceError, own_address
+try:
+    print(own_address({**os.environ, "MASTER_ADDR": sys.argv[1], "MASTER_PORT": sys.argv[2]}))
+except InterfaceError as error:
+    sys.exit(str(error))
+except socket.gaierror:
+    sys.exit(f"--head ({sys.argv[1]}): cannot be resolved here. Try its address.")' "$head" "$port") || exit 2
   # torchrun, but a node may take the place of one that was lost
   launcher=(megarl.runtime.torchrun_agent --nnodes "$nnodes" --rdzv-backend c10d --rdzv-endpoint "$head:$port" --local-addr "$own"
     --rdzv-id "${MEGARL_RDZV_ID:-megarl}")
