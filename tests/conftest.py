@@ -1,6 +1,7 @@
 """The environment of every test, set before anything is imported, so that plain `pytest` and `make test` run
 the same."""
 
+import gc
 import importlib.util
 import os
 import secrets
@@ -25,6 +26,13 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+# Containers often forbid Python to write bytecode. Then every process that a test starts compiles megarl, and
+# every worker of pytest-xdist rewrites the assertions of 350 files: 30 s of a core.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Importing the tests and what they test makes a million objects that stay. Looking for garbage among them again
+# and again takes each worker 8 s.
+gc.disable()
 # A shell script starts `pytest &` with Ctrl-C ignored, and so would be all processes that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -122,6 +130,11 @@ def sums_paths(tmp_path_factory) -> dict[str, str]:
 def sums_data(sums_paths) -> Path:
     """The folder that holds them."""
     return Path(sums_paths["train"]).parent
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 JOBS = {CHECKOUT / "tests" / name for name in ("docs", "e2e", "faults")}
