@@ -52,11 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     refuse_other_trees()
     from tests import launch  # of this tree
 
     launch.prepare()
+    is_whole = CHECKOUT / "tests" in (Path(argument).resolve() for argument in config.args)
+    if is_whole and config.getoption("numprocesses", None) and "unit" not in config.getoption("markexpr"):
+        launch.start_early()
 
 
 def pytest_unconfigure() -> None:
