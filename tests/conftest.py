@@ -1,6 +1,7 @@
 """The environment of every test, set before anything is imported, so that plain `pytest` and `make test` run
 the same."""
 
+import gc
 import importlib.util
 import os
 import secrets
@@ -25,6 +26,13 @@ ENVIRONMENT = {
 }
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+# Containers often forbid Python to write bytecode. Then every process that a test starts compiles megarl, and
+# every worker of pytest-xdist rewrites the assertions of 350 files: 30 s of a core.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Importing the tests and what they test makes a million objects that stay. Looking for garbage among them again
+# and again takes each worker 8 s.
+gc.disable()
 # A shell script starts `pytest &` with Ctrl-C ignored, and so would be all processes that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,11 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     refuse_other_trees()
     from tests import launch  # of this tree
 
     launch.prepare()
+    is_whole = CHECKOUT / "tests" in (Path(argument).resolve() for argument in config.args)
+    if is_whole and config.getoption("numprocesses", None) and "unit" not in config.getoption("markexpr"):
+        launch.start_early()
 
 
 def pytest_unconfigure() -> None:
@@ -118,10 +129,33 @@ def sums_paths(tmp_path_factory) -> dict[str, str]:
     )
 
 
+FEW_ROWS = 512
+"""More than any job of the tests reads in a pass."""
+
+
 @pytest.fixture(scope="session")
-def sums_data(sums_paths) -> Path:
-    """The folder that holds them."""
-    return Path(sums_paths["train"]).parent
+def sums_data(sums_paths, tmp_path_factory) -> Path:
+    """A folder with the quickstart's model and the first rows of its files, for jobs of a few steps.
+
+    The driver and each rank read all rows: 1 s of a core per job with all training rows, 10 s with those of
+    stage A."""
+    from tests.shared import made_once
+
+    def make(folder: Path) -> str:
+        for path in map(Path, sums_paths.values()):
+            if path.suffix == ".jsonl":
+                lines = path.read_bytes().splitlines(keepends=True)
+                (folder / path.name).write_bytes(b"".join(lines[:FEW_ROWS]))
+            else:
+                (folder / path.name).symlink_to(path)
+        return str(folder)
+
+    return Path(made_once(tmp_path_factory, "few_sums", make))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 JOBS = {CHECKOUT / "tests" / name for name in ("docs", "e2e", "faults")}

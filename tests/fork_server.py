@@ -82,6 +82,7 @@ class Request:
 def main(folder: str, controller: int) -> None:
     """Serve until the process `controller` ends."""
     until = os.pidfd_open(controller)
+    gc.disable()  # imports leave little garbage, and looking for it takes 2 s
     for name in PRELOADED:
         # vLLM for the CPU replaces streams and events of torch.cuda, which tests/hostcuda are about
         if not (os.environ.get("HOSTCUDA") and name.startswith("vllm.")):
@@ -92,6 +93,7 @@ def main(folder: str, controller: int) -> None:
     gc.freeze()  # children share the memory of what is loaded
     # vLLM thaws everything when an engine ends, and then looks at every object twice, 1.3 s of a core each time.
     gc.freeze = gc.unfreeze = lambda: None
+    gc.enable()
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"{folder}/socket.new")
     server.listen(64)

@@ -120,18 +120,33 @@ def clean_up() -> None:
 
 
 def preloaded_python() -> str:
-    """Return the interpreter whose processes have everything imported. The first call starts the server."""
+    """Return the interpreter whose processes have everything imported. The first call starts the server, unless
+    `start_early` has."""
     if os.environ.get("MEGARL_TEST_PRELOADED") == "0":
         return sys.executable
     folder = Path(os.environ[FOLDER])
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "socket").exists():
-            _start_server(folder)
+        _start_server(folder)
+        deadline = time.monotonic() + _START_S
+        while not (folder / "socket").exists():
+            if _has_ended(int((folder / "server").read_text())) or time.monotonic() > deadline:
+                log = (folder / "server.log").read_text()
+                raise RuntimeError(f"tests/fork_server.py has not started: {log}")
+            time.sleep(0.05)
     return str(folder / "python")
 
 
+def start_early() -> None:
+    """Start the server before a test asks for it. Otherwise all workers of pytest-xdist but one wait for it idly,
+    17 s."""
+    if os.environ.get("MEGARL_TEST_PRELOADED") != "0" and os.environ.get(CONTROLLER) == str(os.getpid()):
+        _start_server(Path(os.environ[FOLDER]))
+
+
 def _start_server(folder: Path) -> None:
+    if (folder / "server").exists():
+        return
     with open(folder / "server.log", "w") as log:
         server = subprocess.Popen(
             [sys.executable, "-u", "-P", str(HERE / "fork_server.py"), str(folder), os.environ[CONTROLLER]],
@@ -142,8 +157,12 @@ def _start_server(folder: Path) -> None:
             # what megarl.runtime.process sets before libraries are imported
             env=os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR", "TRITON_F32_DEFAULT": "ieee"},
         )
-    deadline = time.monotonic() + _START_S
-    while not (folder / "socket").exists():
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"tests/fork_server.py has not started: {(folder / 'server.log').read_text()}")
-        time.sleep(0.05)
+    (folder / "server").write_text(str(server.pid))
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process has ended, also if its parent has not noticed yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

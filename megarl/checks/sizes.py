@@ -4,6 +4,7 @@ All layers of a kind are alike, so a mixture of 128 experts takes milliseconds."
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -39,7 +40,25 @@ def megatron_held(
 ) -> dict[int, Held]:
     """Return rank -> numbers of elements of Megatron's parameters on it, the padded vocabulary included."""
     places = {rank: MegatronPlace.of(mesh, rank) for rank in mesh.ranks}
-    held = {place: _place_held(shape, place, qkv_layout, lora) for place in dict.fromkeys(places.values())}
+
+    @functools.cache  # pipeline stages have the same layers
+    def layer(place: MegatronPlace, is_moe: bool) -> Held:
+        return _layer_held(shape, place, is_moe, qkv_layout, lora)
+
+    @functools.cache  # expert-parallel ranks have the same embedding and output layer
+    def ends(place: MegatronPlace) -> int:
+        return sum(param.rows * param.cols for param in _ends(shape, place, qkv_layout).values())
+
+    def held_at(place: MegatronPlace) -> Held:
+        dense, experts, adapters = ends(_without_experts(place)), 0, 0
+        for is_moe, layers in _kinds_of_stage(shape, place).items():
+            of_one = layer(_without_stages(place), is_moe)
+            dense += layers * of_one.dense
+            experts += layers * of_one.experts
+            adapters += layers * of_one.adapters
+        return Held(dense, experts, adapters)
+
+    held = {place: held_at(place) for place in dict.fromkeys(places.values())}
     return {rank: held[place] for rank, place in places.items()}
 
 
@@ -76,19 +95,26 @@ def aliased_elements(
     return found
 
 
-def _place_held(shape: ModelShape, place: MegatronPlace, qkv_layout: str, lora: LoRAConfig | None) -> Held:
+def _layer_held(
+    shape: ModelShape, place: MegatronPlace, is_moe: bool, qkv_layout: str, lora: LoRAConfig | None
+) -> Held:
+    """Return the numbers of elements of one layer on a rank."""
     sums: Counter[str] = Counter()
-    for kind, layers in _kinds_of_stage(shape, place).items():
-        atlas = _one_layer(shape, place, kind, qkv_layout)
-        atlas = with_adapters(atlas, lora) if lora is not None and lora.lora_rank else atlas
-        for name, param in atlas.items():
-            if name.startswith(_LAYER):
-                what = (
-                    "adapters" if ".adapter." in name else "experts" if ".mlp.experts." in name else "dense"
-                )
-                sums[what] += layers * param.rows * param.cols
-    sums["dense"] += sum(param.rows * param.cols for param in _ends(shape, place, qkv_layout).values())
+    atlas = _one_layer(shape, place, is_moe, qkv_layout)
+    atlas = with_adapters(atlas, lora) if lora is not None and lora.lora_rank else atlas
+    for name, param in atlas.items():
+        if name.startswith(_LAYER):
+            what = "adapters" if ".adapter." in name else "experts" if ".mlp.experts." in name else "dense"
+            sums[what] += param.rows * param.cols
     return Held(**sums)
+
+
+def _without_stages(place: MegatronPlace) -> MegatronPlace:
+    return replace(place, pp_size=1, pp_rank=0, vpp_size=1)
+
+
+def _without_experts(place: MegatronPlace) -> MegatronPlace:
+    return replace(place, ep_size=1, ep_rank=0, etp_size=None, etp_rank=None)
 
 
 def _kinds_of_stage(shape: ModelShape, place: MegatronPlace) -> Counter[bool]:
@@ -104,9 +130,7 @@ def _of_one_layer(shape: ModelShape, is_moe: bool) -> ModelShape:
 
 
 def _one_layer(shape: ModelShape, place: MegatronPlace, is_moe: bool, qkv_layout: str) -> Atlas:
-    return place_atlas(
-        _of_one_layer(shape, is_moe), replace(place, pp_size=1, pp_rank=0, vpp_size=1), qkv_layout=qkv_layout
-    )
+    return place_atlas(_of_one_layer(shape, is_moe), _without_stages(place), qkv_layout=qkv_layout)
 
 
 def _ends(shape: ModelShape, place: MegatronPlace, qkv_layout: str) -> Atlas:

@@ -9,7 +9,6 @@ import http.client
 import json
 import random
 
-import anthropic
 import pytest
 
 from megarl.episodes.anthropic_requests import read_messages_request
@@ -47,6 +46,8 @@ def server(request):
 
 
 def client_of(server, monkeypatch, **how):
+    import anthropic  # 2 s, which only the worker that runs this file shall take
+
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     url = server.proxy.url.removesuffix("/v1")
     return anthropic.Anthropic(base_url=url, api_key=server.key, max_retries=0, **how)
@@ -241,6 +242,8 @@ def test_requests_are_refused_by_name(server):
 
 
 def test_the_sdk_raises_what_it_raises_for_its_own_server(server, monkeypatch):
+    import anthropic
+
     client = client_of(server, monkeypatch)
     server.delay_s = None
     server.proxy.refuse(0, 0, BadRequest("full", "context_length_exceeded"), is_final=True)

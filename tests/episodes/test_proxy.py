@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-import openai
 import pytest
 
 from megarl.episodes.answers import Completion
@@ -72,14 +71,20 @@ def server() -> Iterator[Answering]:
     assert not made.proxy._thread.is_alive()
 
 
+def client_of(server, monkeypatch):
+    import openai  # 2 s, which only the worker that runs this file shall take
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return openai.OpenAI(base_url=server.proxy.url, api_key=server.key, max_retries=0)
+
+
 def ask(messages, **how) -> dict:
     return {"model": "m", "messages": messages, **how}
 
 
 def test_the_sdk_talks_streams_and_retries(server, monkeypatch):
     """Each request hands only its new messages on. An impatient SDK gets the first request's answer."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    client = openai.OpenAI(base_url=server.proxy.url, api_key=server.key, max_retries=0)
+    client = client_of(server, monkeypatch)
     assert [model.id for model in client.models.list()] == ["policy"]
     first = client.chat.completions.create(model="m", messages=HI, max_tokens=7, temperature=0.2)
     assert (first.choices[0].message.content, first.choices[0].finish_reason) == (" é1 ", "stop")
@@ -195,8 +200,7 @@ def test_every_request_continues_the_longest_conversation_that_it_repeats(server
 
 
 def test_answers_to_one_request_are_streamed_side_by_side(server, monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    client = openai.OpenAI(base_url=server.proxy.url, api_key=server.key, max_retries=0)
+    client = client_of(server, monkeypatch)
     texts, ends = {}, {}
     for chunk in client.chat.completions.create(model="m", messages=HI, n=3, stream=True):
         (choice,) = chunk.choices

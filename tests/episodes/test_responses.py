@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 
-import openai
 import pytest
 
 from megarl.episodes.answers import Completion
@@ -17,7 +16,7 @@ from megarl.episodes.environments import Usage
 from megarl.episodes.responses_requests import read_responses_request, responses_body, responses_events
 from tests.episodes.test_anthropic import post as post_to
 from tests.episodes.mutations import mutated, variant
-from tests.episodes.test_proxy import HI, Answering
+from tests.episodes.test_proxy import HI, Answering, client_of
 from tests.episodes.test_tool_calls import TOOLS as CHAT_TOOLS
 from tests.episodes.test_tool_calls import Calling
 
@@ -40,11 +39,6 @@ def server(request):
     made = request.param()
     yield made
     made.proxy.stop()
-
-
-def client_of(server, monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return openai.OpenAI(base_url=server.proxy.url, api_key=server.key, max_retries=0)
 
 
 def test_the_sdk_talks_streams_and_retries(server, monkeypatch):

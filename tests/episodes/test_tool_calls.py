@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import openai
 import pytest
 
 from megarl.config.installed import answer_parsers
@@ -25,7 +24,7 @@ from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.runner import Answer, play
 from megarl.workers.episodes import _parser
 from tests.episodes.templates import PARSERS, hugging_face, parser, tokenizer
-from tests.episodes.test_proxy import HI, RETRY, Answering, ask
+from tests.episodes.test_proxy import HI, RETRY, Answering, ask, client_of
 from tests.episodes.test_session import _split, random_text
 from tests.episodes.tool_agent import TOOLS
 
@@ -227,8 +226,7 @@ def server():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_openai_sdk_calls_tools(server, monkeypatch, stream):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    client = openai.OpenAI(base_url=server.proxy.url, api_key=server.key, max_retries=0)
+    client = client_of(server, monkeypatch)
     how = {"model": "m", "tools": TOOLS, "tool_choice": "auto"}
     if stream:
         with client.chat.completions.stream(messages=HI, **how) as events:

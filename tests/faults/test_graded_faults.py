@@ -39,7 +39,7 @@ def grade(which: str, model: Path, data: Path, out: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def warm_model(sums_data, tmp_path_factory) -> Path:
+def warm_model(sums_data, sums_paths, tmp_path_factory) -> Path:
     """The quickstart's model after 60 steps of fine-tuning by transformers: unsure enough to sample, sure
     enough to be no noise."""
     import torch
@@ -48,7 +48,7 @@ def warm_model(sums_data, tmp_path_factory) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(sums_data / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(sums_data / "model")
-    rows = [json.loads(line) for line in (sums_data / "sft_mixed.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(sums_paths["sft_mixed"]).read_text().splitlines()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     for step in range(60):
         texts = [

@@ -50,7 +50,7 @@ TYPES = dict(x_ptr="*fp32", y_ptr="*fp32")
 HALVES = dict(x_ptr="*bf16", y_ptr="*fp32")
 AOT_CASES = [
     AotCase(kernel=softmax, signature=TYPES, constants=dict(BLOCK=4096)),
-    AotCase(kernel=softmax, signature=TYPES, constants=dict(BLOCK=16384), num_warps=1),
+    AotCase(kernel=softmax, signature=TYPES, constants=dict(BLOCK=8192), num_warps=1),
     AotCase(kernel=softmax, signature=TYPES, constants=dict(BLOCK=64), must_use={90: ("wgmma.mma_async",)}),
     AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=64), must_use={90: ("wgmma.mma_async",)}),
     AotCase(kernel=matmul, signature=HALVES, constants=dict(BLOCK=128), num_warps=8, num_stages=6, aligned=("x_ptr",)),
@@ -180,7 +180,7 @@ def test_spills_shared_memory_and_errors_are_found(tmp_path):
     )
     assert rows["softmax BLOCK=4096", 90]["limited_by"] and rows["softmax BLOCK=4096", 90]["occupancy"] > 0
     assert rows["matmul BLOCK=64", 90]["tensor_core"] > 0 == rows["softmax BLOCK=4096", 90]["tensor_core"]
-    spilling = rows["softmax BLOCK=16384", 90]
+    spilling = rows["softmax BLOCK=8192", 90]
     assert spilling["spill_store_bytes"] > 0 and "use a smaller block or more warps" in spilling["problem"]
     assert "does not use wgmma.mma_async" in rows["softmax BLOCK=64", 90]["problem"]
     hoarding = rows["matmul BLOCK=128", 90]

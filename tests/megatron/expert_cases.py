@@ -7,7 +7,7 @@ import torch
 from megarl.batch import Batch, MicroBatch
 from megarl.packing import Sample, plan_mini_batches
 
-TEMPERATURE, MAX_TOKENS = 0.8, 50
+TEMPERATURE, MAX_TOKENS = 0.8, 80  # three micro-batches on one data-parallel rank, two on each of two
 COEFF, Z_COEFF = 0.5, 0.1  # large, so that a wrong factor shows beside the loss of the policy
 REPLAYS = ("policy", "engine")
 BALANCES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")

@@ -97,12 +97,9 @@ def check_balance(folder: Path, name: str, balance: str) -> list[dict[str, float
     policy, atlases = built
     batch = make_batch(policy.shape.vocab_size)
     micros, loss = micro_batches(batch, policy.mesh.dp, MAX_TOKENS)[policy.groups.dp.rank()], loss_of(batch)
-    metrics = []
-    for _ in range(2):
-        metrics.append(policy.update(micros, loss, TEMPERATURE))
-        policy.log_probs(
-            micros, TEMPERATURE
-        )  # a pass without gradients between them must leave nothing behind
+    metrics = [policy.update(micros, loss, TEMPERATURE)]
+    policy.log_probs(micros, TEMPERATURE)  # a pass without gradients between them must leave nothing behind
+    metrics.append(policy.update(micros, loss, TEMPERATURE))
     save_hf(folder.with_name(f"{name}_{balance}"), folder, policy.shape, atlases, policy.gradients)
     return metrics
 
