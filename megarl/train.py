@@ -17,7 +17,7 @@ from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
 from megarl.trainer.announce import Say, line_on, starting_text
 from megarl.trainer.executors import has_rank_processes, open_executor
-from megarl.trainer.restarts import attempt_under_torchrun, continued
+from megarl.trainer.restarts import note_launcher, of_this_attempt
 from megarl.runtime import start_verdict
 from megarl.runtime.network import InterfaceError, choose_interface
 from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
@@ -62,9 +62,10 @@ def main(
             )
             return 2
         if is_first:  # torchrun's own count may not suit the job; others may come when the run has begun
-            restarts, ranks = new_run and attempt_under_torchrun(), int(os.environ["WORLD_SIZE"])
+            note_launcher()
+            ranks = int(os.environ["WORLD_SIZE"])
             check_everything(
-                continued(config) if restarts else config,
+                of_this_attempt(config) if new_run else config,
                 ranks,
                 new_run,
                 int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),

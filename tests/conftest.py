@@ -158,6 +158,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else extension modules complain at exit of objects that were not freed
+
+
 JOBS = {CHECKOUT / "tests" / name for name in ("docs", "e2e", "faults")}
 """Folders whose tests run whole jobs."""
 TIERS = ("e2e", "dist", "unit")

@@ -14,7 +14,7 @@ from megarl.trainer.loop import train
 from megarl.trainer.launch import drive
 from megarl.trainer.next_commands import next_commands
 from megarl.trainer.preflight import Inputs
-from megarl.trainer.restarts import attempt_under_torchrun, continued
+from megarl.trainer.restarts import of_this_attempt
 from megarl.trainer.graceful_stop import graceful_stop
 from megarl.trainer.own_ranks import Started
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
     0 for success, 2 for a job whose configuration cannot start, 1 for a job that failed."""
     config = load_config(argv, REGISTRY)
-    return drive(continued(config) if attempt_under_torchrun() else config, train_job, argv=argv)
+    return drive(of_this_attempt(config), train_job, argv=argv)
 
 
 if __name__ == "__main__":

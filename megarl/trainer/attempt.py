@@ -1,6 +1,7 @@
 """Number the attempts at a run, so that one that was given up cannot write beside its successor.
 
-    attempt.json    {"attempts": [{"number": 1, "node": "node0", "pid": 17, "started": "...", "after_step": 0}, ...]}
+    attempt.json    {"attempts": [{"number": 1, "node": "node0", "pid": 17, "started": "...", "after_step": 0,
+                                   "launcher": "3f2a..."}, ...]}
 
 Every process that opens the run folder to train adds its attempt. Before a checkpoint, a row of metrics, samples
 or exported weights are published, the driver reads the file again: the last attempt may write. The lock of the
@@ -20,6 +21,8 @@ from megarl.failures import ExplainedError
 from megarl.files.writing import writing
 
 ATTEMPTS = "attempt.json"
+LAUNCHER = "MEGARL_LAUNCHER"
+"""Environment variable of the driver under torchrun: what all attempts that torchrun makes at a job have in common."""
 
 
 class SupersededError(ExplainedError, RuntimeError):
@@ -45,6 +48,7 @@ class Attempt:
             "pid": os.getpid(),
             "started": time.strftime("%Y-%m-%d %H:%M:%S%z"),
             "after_step": after_step,
+            "launcher": os.environ.get(LAUNCHER),
         }
         path = folder / ATTEMPTS
         new = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
@@ -76,6 +80,12 @@ class Attempt:
         """Return the last attempt if it is later than this one."""
         last: dict[str, Any] = (_attempts(self._folder) or [{"number": 0}])[-1]
         return last if last["number"] > self.number else None
+
+
+def launcher_of_last_attempt(folder: Path) -> str | None:
+    """Return the launcher of the last attempt at the run in a folder; None if there is none, or no run."""
+    launcher: str | None = (_attempts(folder) or [{}])[-1].get("launcher")
+    return launcher
 
 
 def _attempts(folder: Path) -> list[dict[str, Any]]:

@@ -1,22 +1,27 @@
 """Restart a failed job from the newest checkpoint of its own run folder.
 
 `megarl train --max-restarts N` restarts the job itself. Under torchrun --max-restarts N each attempt reads
-its number from the environment."""
+its number from the environment. An attempt that was refused has begun nothing, and what lies in --save may be another
+job's run: so a later attempt continues it only if it was begun under the same torchrun."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.runtime.process import attempt_number
+from megarl.runtime.signing import JOB_SECRET
 from megarl.files.checkpoints import checkpoints_in, step_of
 from megarl.config.rules_files import goes_on
 from megarl.config.schema import TrainConfig
+from megarl.trainer.attempt import LAUNCHER, launcher_of_last_attempt
 from megarl.trainer.run_folder import MARKS
 from megarl.loggers.json_lines import cut_after
 
@@ -38,6 +43,25 @@ def continued(config: TrainConfig) -> TrainConfig:
                 (run / mark).unlink()
         return config
     return replace(config, checkpoint=replace(config.checkpoint, load=config.run.save))
+
+
+def note_launcher(env: MutableMapping[str, str] = os.environ) -> None:
+    """Put into LAUNCHER what all attempts of this torchrun have in common and those of others do not have.
+
+    Called on every rank, before the job's secret is removed from the environment: on several nodes it is the secret,
+    as any node may be replaced; on one node it is torchrun's process."""
+    secret = env.get(JOB_SECRET)
+    if secret is None:
+        agent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+        secret = f"{socket.gethostname()} {os.getppid()} {agent[19]}"  # and the time at which it started
+    words = f"{secret} {env.get('TORCHELASTIC_RUN_ID', '')}"
+    env[LAUNCHER] = hashlib.sha256(words.encode()).hexdigest()[:16]
+
+
+def of_this_attempt(config: TrainConfig, env: Mapping[str, str] = os.environ) -> TrainConfig:
+    """Return the configuration of this attempt under torchrun: continued if an earlier one has begun the run."""
+    has_begun = launcher_of_last_attempt(Path(config.run.save)) == env.get(LAUNCHER)
+    return continued(config) if attempt_under_torchrun(env) and has_begun else config
 
 
 def attempt_under_torchrun(env: Mapping[str, str] = os.environ) -> int:

@@ -270,3 +270,20 @@ def test_a_failure_while_roles_are_set_up_leaves_no_folder(refused):
     for _ in range(2):
         message = refused("--bf16", "--fp8", "hybrid", "--nproc-per-node", "1", exit_code=1, starts=True)
         assert "--fp8 (hybrid): needs an NVIDIA GPU and Transformer Engine" in message
+
+
+def test_a_restart_under_torchrun_does_not_continue_the_run_that_it_was_refused(sums_data, tmp_path):
+    """Before, the second attempt took what lay in --save for its own, and cut its records."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "resolved.args").write_text("--algorithm grpo\n")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = snapshot(run)
+    files = ["--model", str(sums_data / "model"), "--train-data", str(sums_data / "train.jsonl")]
+    flags = [*files, "--save", str(run), "--load", str(tmp_path / "elsewhere"), "--nproc-per-node", "1"]
+    command = [preloaded_python(), *TORCHRUN[:3], "--max-restarts", "1", *TORCHRUN[3:]]
+    done = subprocess.run(
+        [*command, *replace_flags(COMMON, flags)], capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
+    assert done.returncode == 1 and done.stderr.count(f"--save ({run}): ") >= 2, done.stderr
+    assert snapshot(run) == before

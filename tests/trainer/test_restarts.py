@@ -8,7 +8,17 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
-from megarl.trainer.restarts import attempt_under_torchrun, continued, where_it_goes_on
+from megarl.trainer.restarts import (
+    attempt_under_torchrun,
+    continued,
+    note_launcher,
+    of_this_attempt,
+    where_it_goes_on,
+)
+
+
+RUNS = (("ours", "0"), ("ours", "1"), ("others", "1"), ("ours", "0"))
+"""torchrun's id of the launch, and number of the attempt."""
 
 
 def job(run: Path, *flags: str):
@@ -68,3 +78,36 @@ def test_the_attempt_under_torchrun():
     rank, driver = {"TORCHELASTIC_RESTART_COUNT": "2"}, {"MEGARL_STORE_PREFIX": "megarl/some/attempt_3"}
     on_a_new_node = {"TORCHELASTIC_RESTART_COUNT": "0", "MEGARL_ATTEMPT": "1"}
     assert [attempt_under_torchrun(env) for env in ({}, rank, driver, on_a_new_node)] == [0, 2, 3, 1]
+
+
+def test_only_an_attempt_of_the_same_torchrun_is_continued(run, tmp_path):
+    """The run in --save may be another job's, for which the first attempt was refused. Its records stay."""
+    config, before = job(run, "--load", str(tmp_path / "other")), (run / "metrics.jsonl").read_bytes()
+    ours, again, others, first = (
+        {"TORCHELASTIC_RUN_ID": name, "MEGARL_ATTEMPT": number} for name, number in RUNS
+    )
+    for env in (ours, again, others, first):
+        note_launcher(env)
+    for attempts in (
+        [],
+        [{"number": 1, "launcher": ours["MEGARL_LAUNCHER"]}, {"number": 2, "launcher": None}],
+    ):
+        (run / "attempt.json").write_text(json.dumps({"attempts": attempts}))
+        assert [of_this_attempt(config, env) for env in (again, others, first)] == [config] * 3
+        assert (run / "metrics.jsonl").read_bytes() == before
+    (run / "attempt.json").write_text(
+        json.dumps({"attempts": [{"number": 1, "launcher": ours["MEGARL_LAUNCHER"]}]})
+    )
+    (run / "checkpoints" / "step_000002").mkdir(parents=True)
+    assert [of_this_attempt(config, env) for env in (others, first)] == [config] * 2
+    assert of_this_attempt(config, again).checkpoint.load == str(run)
+
+
+def test_on_several_nodes_the_secret_is_what_attempts_have_in_common():
+    """A node may be replaced, and with it torchrun's process."""
+    secret, other = ({"MEGARL_JOB_SECRET": name * 64, "TORCHELASTIC_RUN_ID": "megarl"} for name in "ab")
+    alone = {"TORCHELASTIC_RUN_ID": "megarl"}
+    for env in (secret, other, alone):
+        note_launcher(env)
+    launchers = {env["MEGARL_LAUNCHER"] for env in (secret, other, alone)}
+    assert len(launchers) == 3 and not any("a" * 16 in launcher for launcher in launchers)
