@@ -69,8 +69,8 @@ def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecut
             ["--elastic-min-nodes: is for megarl train, which restarts the job. Leave it out here."]
         )
     ranks = hosting_ranks(config, world_size)
-    # other nodes see the working directory, but not this machine's /tmp
-    shared = os.getcwd() if config.placement.nnodes > 1 else None
+    # other nodes see the working directory, but not this machine's /tmp; Ray may start a single rank on any node
+    shared = os.getcwd() if config.placement.nnodes > 1 or config.placement.executor == "ray" else None
     with tempfile.TemporaryDirectory(prefix="megarl-", dir=shared) as folder:
         arguments = Path(folder) / "job.args"
         arguments.write_text(write_args(config))
