@@ -65,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure() -> None:
     if launch := sys.modules.get("tests.launch"):
         launch.clean_up()
+    gc.unfreeze()  # else extension modules complain at exit of objects that were not freed
 
 
 def refuse_other_trees() -> None:
@@ -156,10 +157,6 @@ def sums_data(sums_paths, tmp_path_factory) -> Path:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else extension modules complain at exit of objects that were not freed
 
 
 JOBS = {CHECKOUT / "tests" / name for name in ("docs", "e2e", "faults")}

@@ -90,7 +90,7 @@ def check_nodes(meeting: Meeting) -> list[dict[str, Any]]:
 
 
 class _NotMet(Exception):
-    """Raised with what the user should look at if the machines do not find each other."""
+    """The machines have not found each other. The message says what the user should look at."""
 
 
 def _meet(meeting: Meeting) -> tuple[Any, int]:
@@ -154,9 +154,8 @@ def _tell(store: Any, number: int, nnodes: int, facts: dict[str, str | None]) ->
     try:
         return [json.loads(bytes(signing.verify(signed, key))) for key, signed in told.items()]
     except signing.ForgedMessage:
-        _end_together(
-            store, "forged", nnodes
-        )  # every machine finds one that is not signed with its own secret
+        # Every machine finds one that is not signed with its own secret.
+        _end_together(store, "forged", nnodes)
         raise _NotMet(f"{signing.JOB_SECRET} is not the same on all machines. {signing.HOW}") from None
 
 

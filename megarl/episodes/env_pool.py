@@ -64,9 +64,8 @@ class EnvironmentPool:
     def __init__(self, specs: Sequence[EnvSpec], timeout_s: float, episodes_per_process: int) -> None:
         self._specs, self._timeout_s, self._per_process = specs, timeout_s, episodes_per_process
         self._processes: list[_Process] = []
-        self._selector = (
-            selectors.DefaultSelector()
-        )  # kept, since a look comes before every step of the engine
+        # Kept, since a look comes before every step of the engine.
+        self._selector = selectors.DefaultSelector()
         self._late_at = math.inf  # no process or call is late before
         self._of_episode: dict[int, _Process] = {}
         self._lost: dict[int, Reply] = {}  # the process of the episode has ended

@@ -260,7 +260,7 @@ class _Screen:
         self.show("done", f"{episode.finish}, {_each(said) if self._is_shared else said[FIRST_ACTOR]}")
 
     def show(self, name: str, text: str) -> None:
-        """Write a text with its name in front."""
+        """Write a line of the conversation: who or what it is of, and the text."""
         indent = " " * (self._width + 1)
         shown = encodable(visible(text)).replace("\n", f"\n{indent}")
         sys.stdout.write(f"{visible(name).ljust(self._width)} {shown}\n")

@@ -46,10 +46,10 @@ def continued(config: TrainConfig) -> TrainConfig:
 
 
 def note_launcher(env: MutableMapping[str, str] = os.environ) -> None:
-    """Put into LAUNCHER what all attempts of this torchrun have in common and those of others do not have.
+    """Set the environment variable LAUNCHER, by which the attempts that one torchrun makes at a job are told from others.
 
-    Called on every rank, before the job's secret is removed from the environment: on several nodes it is the secret,
-    as any node may be replaced; on one node it is torchrun's process."""
+    Called on rank 0, whose driver inherits it, before the job's secret is removed from the environment. On several
+    nodes it is a digest of the secret, as any node may be replaced; on one node of torchrun's process."""
     secret = env.get(JOB_SECRET)
     if secret is None:
         agent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()

@@ -22,7 +22,7 @@ GIVES_UP = (
 
 @contextmanager
 def agent(port: int, folder: Path, name: str) -> Iterator[subprocess.Popen]:
-    """Run an agent with one rank, in a session of its own. Its output is in a file of that name."""
+    """Run an agent of torchrun with one rank, in a session of its own. Its output is in the file `name`."""
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", GIVES_UP]
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", *where, str(RANK)]
     with (folder / name).open("w") as output:
