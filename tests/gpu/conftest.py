@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def kernels(request, monkeypatch) -> str:
-    """ "triton", behind every door that the test's file imported."""
+def kernels(request, monkeypatch) -> Iterator[str]:
+    """ "triton", behind every door that the test's file imported, also as the default of a function's argument.
+
+    What a test computes on the CPU, such as a reference, stays there: MEGARL_KERNELS is not set."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     if _interprets():
@@ -41,21 +43,32 @@ def kernels(request, monkeypatch) -> str:
             "Triton was imported to interpret, so nothing here would run on the GPU: unset "
             "TRITON_INTERPRET and MEGARL_KERNELS"
         )
-    monkeypatch.setenv("MEGARL_KERNELS", "triton")
-    source = sys.modules[request.function.__module__]
-    for name, value in list(vars(source).items()):
-        if (
-            callable(value)
-            and (getattr(value, "__module__", None) or "").startswith("megarl.kernels")
-            and not name.endswith("_ref")
-        ):
-            if not isinstance(value, type):
-                monkeypatch.setattr(source, name, on_gpu(value))
-    return "triton"
+    monkeypatch.delenv("MEGARL_KERNELS", raising=False)
+    source, calls = sys.modules[request.function.__module__], []
+    doors = {name: on_gpu(door, calls) for name, door in vars(source).items() if is_door(name, door)}
+    for function in vars(source).values():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if getattr(function, "__module__", None) == source.__name__ and defaults:
+            replaced = tuple(doors.get(getattr(value, "__name__", ""), value) for value in defaults)
+            monkeypatch.setattr(function, "__defaults__", replaced)
+    for name, door in doors.items():
+        monkeypatch.setattr(source, name, door)
+    yield "triton"
+    assert calls, "the test called none of its file's doors, so nothing of it ran on the GPU"
 
 
-def on_gpu(function: Callable) -> Callable:
+def is_door(name: str, value: Any) -> bool:
+    return (
+        callable(value)
+        and not isinstance(value, type)
+        and (getattr(value, "__module__", None) or "").startswith("megarl.kernels")
+        and not name.endswith("_ref")
+    )
+
+
+def on_gpu(function: Callable, calls: list[str]) -> Callable:
     def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(function.__name__)
         return move(function(*move(arguments, "cuda"), **move(options, "cuda")), "cpu")
 
     return call

@@ -107,7 +107,10 @@ def test_each_sequence_may_have_a_decay_of_its_own(kernels, gamma):
         )
         found = run(gae, alone, gamma, decays[i : i + 1]).advantages
         torch.testing.assert_close(found, actual.advantages.split(lengths)[i], atol=1e-5, rtol=0)
-    for wrong in (torch.tensor([0.5]), torch.ones(5, dtype=torch.int64), torch.full((5,), 1.5)):
+    wrongs = [torch.tensor([0.5]), torch.ones(5, dtype=torch.int64), torch.full((5,), 1.5)]
+    if kernels == "triton":
+        del wrongs[2]  # to look at a GPU's numbers would stop its stream
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="gae_lambda"):
             run(gae, batch, gamma, wrong)
 

@@ -141,7 +141,10 @@ def test_rewards_of_any_dtype_are_taken_and_answered_as_fp32(kernels, dtype, nor
 
 
 def test_a_reward_that_fp32_cannot_hold_is_refused(kernels):
+    """On a GPU, where a look at the rewards would stop the stream, its group has no advantage."""
+    case = torch.tensor([0.0, 1e39], dtype=torch.float64), torch.zeros(2, dtype=torch.int64), True
+    if kernels == "triton":
+        assert group_advantages(*case).isnan().all()
+        return
     with pytest.raises(ValueError, match=r"rewards\[1\] \(1e\+39\) must be finite in fp32"):
-        group_advantages(
-            torch.tensor([0.0, 1e39], dtype=torch.float64), torch.zeros(2, dtype=torch.int64), True
-        )
+        group_advantages(*case)

@@ -35,13 +35,14 @@ def slopes(function, log_probs, ref_log_probs, kind, straight_through=False):
 def test_against_fp64(kernels, kind, scale, straight_through):
     """Value within a few units in the last place of the difference, slope to full precision: autograd of
     exp(-d) + d in fp32 would be off by 1e-2 relative at differences of 1e-5. The rounding of d itself, common
-    to all, is left out: both sides get d and 0."""
+    to all, is left out: both sides get d and 0. A GPU's exp is off by up to two units in the last place, and by
+    one more for every two of its argument."""
     d, zero = scale * torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.zeros(1000)
     values, slope = slopes(kl_estimate, d, zero, kind, straight_through)
     expected, expected_slope = slopes(kl_estimate_ref, d.double(), zero.double(), kind, straight_through)
     eps = torch.finfo(torch.float32).eps
     assert values.dtype == slope.dtype == torch.float32
-    assert ((values - expected).abs() <= 2 * eps * (d.abs() + expected.abs())).all()
+    assert ((values - expected).abs() <= 4 * eps * (d.abs() + expected.abs())).all()
     assert ((slope - expected_slope).abs() <= 4 * eps * expected_slope.abs()).all()
 
 

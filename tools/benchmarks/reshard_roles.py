@@ -177,7 +177,11 @@ def copies(arguments: argparse.Namespace, dtype: torch.dtype, _: int) -> tuple[d
                 )
         copy, label = CopyPlan(dst, src, arguments.threads), f"{short(dtype)}->{short(target)}"
         ways[f"copy {label}"] = copy.run, copy.bytes
-        ways |= whole_block_copies(arguments, block, label)
+        if arguments.device == "cuda":
+            copy_, num_bytes = device_copy([source for source, _ in shards], block)
+            ways[f"memcpy {label}"] = copy_, num_bytes
+        else:
+            ways |= whole_block_copies(arguments, block, label)
         ends = [Digest(src, target, arguments.threads), Digest(dst, num_threads=arguments.threads)]
         ways[f"sampled digests {label}"] = (
             lambda ends=ends: check_equal(*(end.sampled(1) for end in ends)),
@@ -199,20 +203,34 @@ def short(dtype: torch.dtype) -> str:
 def whole_block_copies(
     arguments: argparse.Namespace, block: Tensor, label: str
 ) -> dict[str, tuple[Callable[[], None], int]]:
-    """Of as many bytes as `block` holds, into it."""
+    """Of as many bytes as `block` holds."""
     plain, num_bytes = torch.zeros_like(block), block.numel() * block.element_size()
     into = torch.zeros_like(block)
-    ways = {f"torch copy_ {label}": (lambda: into.copy_(plain), num_bytes)}
-    if arguments.device == "cuda":
-        return {f"memcpy {label}": ways.pop(f"torch copy_ {label}")}  # cudaMemcpyAsync
     from megarl import _C
 
     return {
         f"memcpy {label}": (
             lambda: _C.memcpy(into.data_ptr(), plain.data_ptr(), num_bytes, arguments.threads),
             num_bytes,
-        )
-    } | ways
+        ),
+        f"torch copy_ {label}": (lambda: into.copy_(plain), num_bytes),
+    }
+
+
+def device_copy(sources: list[Tensor], block: Tensor) -> tuple[Callable[[], None], int]:
+    """(cudaMemcpyAsync of one source's bytes after another's until `block` is full, the number of bytes). Into the
+    block itself: 7B in fp32 leave no room for another."""
+    into, pieces, begin = block.view(torch.uint8), [], 0
+    for source in sources:
+        piece = source.view(torch.uint8)[: len(into) - begin]
+        pieces.append((into[begin : begin + len(piece)], piece))
+        begin += len(piece)
+
+    def run() -> None:
+        for to, piece in pieces:
+            to.copy_(piece)
+
+    return run, begin
 
 
 def check_equal(sent: list[int], received: list[int]) -> None:
