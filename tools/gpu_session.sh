@@ -10,21 +10,23 @@
 #   build 150          the extension, for this machine's architecture
 #   tests 300          tests/gpu: copies, IPC between two processes, CUDA graphs, offload, side streams; policy and critic against the CPU
 #   quickstart 420     SFT, then GRPO, with the engine of --rollout-backend transformers (vLLM's wheel may not be there)
+#   quickstart_vllm 420  the same with vLLM, where it is installed
+#   bench_jobs 420     GRPO and PPO of a 0.5B model in bf16 with vLLM, in the trainer's process and in one of its own
 #   bench_step 300     a Megatron step of 0.5B and 1.5B, with MFU
 #   bench_kernels 420  kernels beside Liger's, cut-cross-entropy's and torch.compile's, and the floors
 #   bench_reshard 150  the copier beside the device's own copy
 #   sanitizer 200      compute-sanitizer over the copier's tests, where it is installed
 #   two_gpus 300       peer access and NCCL between two GPUs, skipped on one
 #
-# Without PARTs all of them run, in at most 37 minutes; `build tests`, `quickstart`, `bench_step bench_reshard` and `bench_kernels` each end
-# within ten. A part that fails does not stop the next.
+# Without PARTs all of them run, in at most 51 minutes; `build tests`, `quickstart`, `bench_step bench_reshard` and `bench_kernels` each end
+# within ten. Where the source is not in a git repository, MEGARL_COMMIT names the commit for summary.json. A part that fails does not stop the next.
 #
 # MEGARL_GPU_REHEARSAL=cpu runs every part on a machine without a GPU, small; its numbers say nothing. MEGARL_GPU_REHEARSAL=hostcuda does so on
 # the emulated device (docs/emulated_gpu.md), where CUDA's own branches of the code run; kernels are skipped. summary.json says so.
 set -uo pipefail
 out=$(mkdir -p "${1:?usage: tools/gpu_session.sh OUT [WHEELS [PART...]]}" && cd "$1" && pwd)
 wheels=${2:+$(cd "$2" && pwd)}
-all=(build tests quickstart bench_step bench_kernels bench_reshard sanitizer two_gpus)
+all=(build tests quickstart quickstart_vllm bench_jobs bench_step bench_kernels bench_reshard sanitizer two_gpus)
 parts=("${@:3}")
 [ ${#parts[@]} -gt 0 ] || parts=("${all[@]}")
 for part in "${parts[@]}"; do
@@ -101,6 +103,7 @@ except ImportError:
     facts["gpus"] = []
 facts["rehearsal"] = os.environ.get("MEGARL_GPU_REHEARSAL", "")
 facts["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+facts["commit"] = facts["commit"] or os.environ.get("MEGARL_COMMIT", "")
 print(json.dumps(facts))
 PYTHON
 }
@@ -111,7 +114,11 @@ skip() { # skip NAME WHY
 
 quickstart() {
   # The GRPO that follows the short fine-tuning learns in about a hundred steps; on one GPU both stages are one rank.
-  "$python" tools/quickstart.py --out "$out/quickstart" ${rehearsal:+--small} --rollout-backend transformers
+  "$python" tools/quickstart.py --out "$out/$1" ${rehearsal:+--small} --rollout-backend "$2"
+}
+
+has_vllm() {
+  "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("vllm") is None)'
 }
 
 if [ -n "$wheels" ]; then
@@ -125,7 +132,11 @@ for part in "${parts[@]}"; do
   case $part in
     build) run build 150 "$python" -m pip install --no-deps --no-build-isolation -e . ;;
     tests) run tests 300 "$python" -m pytest --import-mode=importlib -q --durations=10 tests/gpu ;;
-    quickstart) export -f quickstart; export out python rehearsal; run quickstart 420 bash -c quickstart ;;
+    quickstart) export -f quickstart; export out python rehearsal; run quickstart 420 bash -c "quickstart quickstart transformers" ;;
+    quickstart_vllm) has_vllm || { skip "$part" "vLLM is not installed"; continue; }
+      export -f quickstart; export out python rehearsal; run "$part" 420 bash -c "quickstart $part vllm" ;;
+    bench_jobs) has_vllm || { skip "$part" "vLLM is not installed"; continue; }
+      run "$part" 420 "$python" tools/benchmarks/bench_jobs.py ${rehearsal:+--small --train-iters 3} --json "$out/bench_jobs.json" ;;
     bench_step) run bench_step 300 "$python" tools/benchmarks/bench_step.py ${rehearsal:+--small} --json "$out/bench_step.json" ;;
     bench_kernels) [ "$rehearsal" != hostcuda ] || { skip bench_kernels "Triton's kernels do not run on the emulated device"; continue; }
       run bench_kernels 420 "$python" tools/benchmarks/bench_kernels.py ${rehearsal:+--small --repeats 1} --json "$out/bench_kernels.json" ;;
