@@ -19,7 +19,7 @@
 #   two_gpus 300       peer access and NCCL between two GPUs, skipped on one
 #
 # Without PARTs all of them run, in at most 51 minutes; `build tests`, `quickstart`, `bench_step bench_reshard` and `bench_kernels` each end
-# within ten. Where the source is not in a git repository, MEGARL_COMMIT names the commit for summary.json. A part that fails does not stop the next.
+# within ten. Where git does not know it, MEGARL_COMMIT names the commit for summary.json. A part that fails does not stop the next.
 #
 # MEGARL_GPU_REHEARSAL=cpu runs every part on a machine without a GPU, small; its numbers say nothing. MEGARL_GPU_REHEARSAL=hostcuda does so on
 # the emulated device (docs/emulated_gpu.md), where CUDA's own branches of the code run; kernels are skipped. summary.json says so.
@@ -102,8 +102,8 @@ try:
 except ImportError:
     facts["gpus"] = []
 facts["rehearsal"] = os.environ.get("MEGARL_GPU_REHEARSAL", "")
-facts["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-facts["commit"] = facts["commit"] or os.environ.get("MEGARL_COMMIT", "")
+here = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+facts["commit"] = os.environ.get("MEGARL_COMMIT") or here
 print(json.dumps(facts))
 PYTHON
 }

@@ -28,11 +28,22 @@ _DEVICES = Path("/dev")
 
 
 def pins() -> dict[str, str]:
-    """Return package -> version that pyproject.toml pins; {} if megarl is not installed."""
+    """Return package -> version that pyproject.toml pins; {} if megarl is not installed.
+
+    PyTorch's build for CUDA brings a Triton of its own, which then counts."""
+    return _pinned(_requirements("megarl")) | {
+        name: version for name, version in _pinned(_requirements("torch")).items() if name == "triton"
+    }
+
+
+def _requirements(package: str) -> list[str]:
     try:
-        requirements = importlib.metadata.requires("megarl") or []
+        return importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
-        return {}
+        return []
+
+
+def _pinned(requirements: list[str]) -> dict[str, str]:
     return {match[1]: match[2] for requirement in requirements if (match := _PIN.match(requirement))}
 
 

@@ -109,7 +109,7 @@ def driver() -> str:
     """Return the version of the NVIDIA driver, "" where none is loaded."""
     if not DRIVER_FILE.exists():
         return ""
-    found = re.search(r"Kernel Module\D*([\d.]+)", DRIVER_FILE.read_text())
+    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", DRIVER_FILE.read_text())
     return found[1] if found else "unknown"
 
 

@@ -117,7 +117,21 @@ def test_the_text_names_what_failed():
     assert "no GPU: everything runs on the CPU" in said
 
 
+def test_the_triton_of_pytorchs_build_for_cuda_is_the_right_one(monkeypatch):
+    """Its own metadata asks for it; another one breaks torch.compile."""
+    right = facts.versions()
+    requires = importlib.metadata.requires
+    of_cuda = {"torch": ["nvidia-nccl-cu13==2.29.7", 'triton==3.7.1; platform_system == "Linux"']}
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: of_cuda.get(name) or requires(name))
+    assert facts.version_errors(right | {"triton": "3.7.1"}) == []
+    (found,) = facts.version_errors(right | {"triton": "3.9.0"})
+    assert "pip install triton==3.7.1" in found
+
+
 NO_DRIVER, OLD_DRIVER = "", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\n"
+OPEN_DRIVER = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (root@host)\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +141,7 @@ NO_DRIVER, OLD_DRIVER = "", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535
         (NO_DRIVER, False, "13.0", None),
         (OLD_DRIVER, True, "13.0", None),
         (OLD_DRIVER, False, "13.0", r"driver \(535\.104\.05\).*CUDA 13\.0.*driver 580 or later"),
+        (OPEN_DRIVER, False, None, r"driver \(580\.159\.04\).*built for the CPU"),
         (OLD_DRIVER, False, None, r"driver \(535\.104\.05\).*built for the CPU"),
     ],
 )

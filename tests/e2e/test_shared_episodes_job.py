@@ -25,15 +25,16 @@ ENV = f"{Path(__file__).with_name('envs.py')}:Pair"
 TEMPERATURE, LAMBDA = {"actor": 0.9, "actor_2": 0.8}, {"actor": 0.95, "actor_2": 0.5}
 FLAGS = (
     *("--algorithm", "ppo", "--num-actors", "2", "--env", ENV, "--share-episodes"),
-    *("--actor-2-temperature", "0.8", "--actor-2-gae-lambda", "0.5", "--actor-2-max-response-length", "6"),
+    *("--actor-2-temperature", "0.8", "--actor-2-max-response-length", "6"),
     *("--max-turns", "4", "--max-context-length", "72", "--max-response-length", "8"),
     *("--num-rollouts-to-log", "-1", "--global-batch-size", "16"),
 )
+DECAY = ("--actor-2-gae-lambda", "0.5")  # of PPO only
 ONE_RANK = ("--nproc-per-node", "1", "--train-iters", "1")
 
 
-def job_of(data: Path, save: Path, *flags: str) -> Job:
-    done = train(data, save, *FLAGS, *flags)
+def job_of(data: Path, save: Path, *flags: str, decay: tuple[str, ...] = DECAY) -> Job:
+    done = train(data, save, *FLAGS, *decay, *flags)
     assert done.returncode == 0, done.output
     return done
 
@@ -205,7 +206,7 @@ def test_other_layouts_play_the_same_episodes(flags, sums_data, tmp_path):
 def test_a_resumed_job_does_what_the_whole_one_does(sums_data, tmp_path):
     """Metrics and weights to the last bit, but what the engines' log-probs enter: engines in processes of their own
     batch turns as their environments reply."""
-    whole, half = halves(sums_data, tmp_path, *FLAGS, *ONE_RANK[:2], steps=2)
+    whole, half = halves(sums_data, tmp_path, *FLAGS, *DECAY, *ONE_RANK[:2], steps=2)
     varying = ("mismatch/", "mismatch_2/")
     kept = [
         [{name: value for name, value in row.items() if not name.startswith(varying)} for row in rows(job, 1)]
@@ -247,7 +248,7 @@ def test_each_actor_has_a_reward_of_its_own_in_an_evaluation(sums_data, tmp_path
         "--eval-num-prompts",
         "6",
     )
-    job = job_of(sums_data, tmp_path / "run", *ONE_RANK, *flags, "--actor-2-algorithm", "grpo")
+    job = job_of(sums_data, tmp_path / "run", *ONE_RANK, *flags, "--actor-2-algorithm", "grpo", decay=())
     evaluated = [row for row in job.metrics if "eval/reward" in row]
     assert [row["step"] for row in evaluated] == [0, 1]
     lines = [json.loads(one) for one in (job.folder / "rollouts" / "eval.jsonl").read_text().splitlines()]

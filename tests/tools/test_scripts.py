@@ -55,7 +55,7 @@ CASES = [
         "tools/gpu_session.sh",
         "OUT '' nothing",
         code=2,
-        says="PART .nothing. must be one of build,",
+        says="PART .nothing. must be one of build tests",
     ),
     # With stand-ins for SLURM, and on two nodes of this machine: tests/tools/test_launch_scripts.py.
     Case("tools/launch/torchrun.sh", "--help", says="usage: tools/launch/torchrun.sh"),
@@ -125,6 +125,12 @@ CASES = [
         "--trl-python PYTHON --out OUT/runs --json OUT/out.json",
         code=1,
         says=r"--trl-python \(.*\): has no trl 1\.16\.0\. Run `.* -m pip install trl==1\.16\.0`",
+    ),
+    Case(
+        f"{BENCH}/bench_jobs.py",
+        "--small --train-iters 3 --jobs grpo --json OUT/out.json",
+        says=r"(?m)^grpo +step_s [\d.]+, .*mismatch_max",
+        json="OUT/out.json jobs",
     ),
     Case(
         f"{BENCH}/bench_kernels.py",

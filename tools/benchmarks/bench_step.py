@@ -1,6 +1,6 @@
 """Time of a Megatron training step on one device, and the share of the device's matrix rate that it uses (MFU).
 
-    python tools/benchmarks/bench_step.py --json out.json [--models 0.5b 1.5b] [--tokens 16384] [--length 2048]
+    python tools/benchmarks/bench_step.py --json out.json [--models 0.5b 1.5b] [--tokens 8192] [--length 2048]
                                           [--fp32] [--repeats 5] [--small]
 
 For each model, with random weights of the shape of Qwen2.5: the log-probs of all response tokens (a forward
@@ -101,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="file for all numbers")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.5b", "1.5b"])
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2, help="of an update")
     parser.add_argument(
         "--length", type=int, default=2048, help="tokens of a sample, a quarter of them prompt"
