@@ -29,6 +29,7 @@ from megarl.rollout.kv_cache import (
     most_sequences,
     num_cache_rows,
     sequence_bytes,
+    useful_kv_cache_bytes,
 )
 
 GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
@@ -255,7 +256,9 @@ class _ActorParts:
             there = self.machine.gpu_bytes or 0
             fraction = free_gpu_memory_fraction(self.config, self.world_size)
             if fraction is not None:
-                return gpu_kv_cache_bytes(there - phase_bytes(parts, "rollout"), fraction)
+                useful = useful_kv_cache_bytes(self.config, self.shape, mesh.dp, itemsize)
+                free = there - phase_bytes(parts, "rollout")
+                return gpu_kv_cache_bytes(self.config, free, fraction, useful)
             share = given.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
             return max(0, int(share * there) - engine_bytes(self.config, self.world_size, self.machine))
         return cpu_kv_cache_bytes(

@@ -225,11 +225,11 @@ class RolloutConfig(Section):
     release_kv_cache: bool | None = None
     """Free the GPU memory of the KV cache while roles train, and take it back before the next rollout; the
     weights stay. Unfinished responses compute their prefixes anew. Default: true for an in-process engine on
-    a GPU. Not proven on a GPU yet."""
+    a GPU."""
     free_gpu_memory_fraction: PositiveFraction | None = None
     """Share of the GPU memory for the KV cache, of what models, engine weights, activations and CUDA graphs
-    leave free during a rollout. Needs --rollout-release-kv-cache. Default: 0.9, unless one of the next two
-    flags sets the size."""
+    leave free during a rollout. Needs --rollout-release-kv-cache. Default: 0.9, but without turns no more than
+    a step's sequences can fill, unless one of the next two flags sets the size."""
     gpu_memory_utilization: PositiveFraction | None = None
     """Share of all GPU memory for weights, activations and KV cache of the engine, as in vLLM; it must be
     free when the engine starts. Not used on CPU. Default: 0.5 if the KV cache is not released."""

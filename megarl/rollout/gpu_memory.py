@@ -1,7 +1,8 @@
 """Estimate what a vLLM engine needs on a GPU beside its weights, and size its KV cache by what is left.
 
 vLLM measures its activations and CUDA graphs when it starts, by a forward pass. Here they are estimated, so
-that `megarl check` and the ranks use the same numbers. None of the numbers has been compared with a GPU."""
+that `megarl check` and the ranks use the same numbers. Of the numbers only the count of CUDA graphs has been
+compared with a GPU."""
 
 from __future__ import annotations
 
@@ -71,6 +72,15 @@ def own_weight_elements(shape: ModelShape, tp_size: int, tp_rank: int, offered: 
     return sum(param.rows * param.cols for name, param in atlas.items() if name not in shared)
 
 
-def gpu_kv_cache_bytes(free: int, fraction: float) -> int:
-    """Return the bytes of a KV cache that takes a share of the free bytes; 0 if nothing is free."""
-    return max(0, int(fraction * free))
+def gpu_kv_cache_bytes(config: TrainConfig, free: int, fraction: float, useful: int | None) -> int:
+    """Return the bytes of a KV cache that takes a share of the free bytes; 0 if nothing is free.
+
+    More than a step's sequences can fill is taken only if --rollout-free-gpu-memory-fraction asks for the
+    share, because all of it is mapped and unmapped in every step.
+
+    Args:
+        useful: `useful_kv_cache_bytes`."""
+    share = max(0, int(fraction * free))
+    if useful is None or config.rollout.free_gpu_memory_fraction is not None:
+        return share
+    return min(share, useful)

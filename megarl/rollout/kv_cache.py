@@ -17,6 +17,8 @@ MAX_CPU_KV_CACHE_BYTES = 2**30
 """Largest default size of an engine's KV cache on a CPU.
 
 Requests wait for each other if the cache is too small for all."""
+_SPARE_TOKENS = 128
+"""No backend's block on a GPU is longer."""
 
 
 def block_size(config: TrainConfig, on_cpu: bool) -> int:
@@ -39,6 +41,23 @@ def most_sequences(config: TrainConfig, num_engines: int) -> int:
     if streaming.staleness:
         return min(limit, trained + held_out + streaming.num_canaries)
     return min(limit, max(trained, held_out))
+
+
+def useful_kv_cache_bytes(
+    config: TrainConfig, shape: ModelShape, num_engines: int, itemsize: int
+) -> int | None:
+    """Return the bytes of an engine's KV cache on a GPU that a step's sequences can fill: `most_sequences` of
+    full length. None if there is no such limit, because episodes that wait have cached prefixes too.
+
+    Each sequence gets _SPARE_TOKENS more, for the block that vLLM takes ahead of the next token.
+
+    Args:
+        itemsize: bytes of an element in the engine's dtype."""
+    if config.episodes.has_turns:
+        return None
+    length, tp = config.sampling.max_length + _SPARE_TOKENS, config.rollout.tensor_parallel_size
+    one = sequence_bytes(shape, tp, itemsize, length, block_size(config, on_cpu=False))
+    return (most_sequences(config, num_engines) + 1) * one
 
 
 def cpu_kv_cache_bytes(

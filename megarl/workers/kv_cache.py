@@ -21,7 +21,7 @@ from megarl.rollout.gpu_memory import (
     gpu_kv_cache_bytes,
     own_weight_elements,
 )
-from megarl.rollout.kv_cache import GPU_BLOCK_SIZE, sequence_bytes
+from megarl.rollout.kv_cache import GPU_BLOCK_SIZE, sequence_bytes, useful_kv_cache_bytes
 from megarl.workers.offload_manager import KV_CACHE, OffloadManager
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ def with_kv_cache_bytes(
     config: TrainConfig, shape: ModelShape, sources: Mapping[int, Atlas], offload_manager: OffloadManager
 ) -> TrainConfig:
     """Return the configuration with --rollout-kv-cache-memory-bytes set to a share of the GPU memory that
-    will be free during rollouts, the same on all ranks. Collective over the world.
+    will be free during rollouts, at most what a step's sequences can fill, the same on all ranks. Collective
+    over the world.
 
     Returns the configuration as it is if another flag sets the size.
 
@@ -106,7 +107,8 @@ def with_kv_cache_bytes(
         + engine_activation_bytes(config, shape, itemsize, total)
         + cuda_graph_bytes(config)
     )
-    size = torch.tensor(gpu_kv_cache_bytes(free - taken, fraction))
+    useful = useful_kv_cache_bytes(config, shape, dist.get_world_size() // tp, itemsize)
+    size = torch.tensor(gpu_kv_cache_bytes(config, free - taken, fraction, useful))
     dist.all_reduce(size, op=dist.ReduceOp.MIN)
     num_bytes, one = int(size), _sequence_bytes(config, shape, itemsize)
     if num_bytes < one:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megarl.rollout.gpu_memory import (
     engine_activation_bytes,
     gpu_kv_cache_bytes,
 )
+from megarl.rollout.kv_cache import useful_kv_cache_bytes
 from tests.launch import succeed
 from tests.rollout.test_arguments import EXPERTS, SHAPE, job
 
@@ -97,4 +99,23 @@ def test_the_activations_of_an_engine_are_its_widest_layer_or_its_logits():
 
 
 def test_a_cache_is_a_share_of_what_is_free():
-    assert gpu_kv_cache_bytes(1000, 0.9) == 900 and gpu_kv_cache_bytes(-5, 0.9) == 0
+    assert gpu_kv_cache_bytes(job(), 1000, 0.9, None) == 900 and gpu_kv_cache_bytes(job(), -5, 0.9, 10) == 0
+
+
+def test_a_step_fills_this_much():
+    """SHAPE: keys and values of 2 layers, 2 heads of 32 in fp32, 1024 bytes a token. 8 prompts with 4 samples on 2 engines are 16
+    sequences of 160 tokens, each with room for 128 more; and one spare. At most max_num_seqs."""
+    config = job()
+    config = replace(config, batch=replace(config.batch, num_prompts=8, num_samples_per_prompt=4))
+    assert useful_kv_cache_bytes(config, SHAPE, 2, 4) == 17 * 288 * 1024
+    few = replace(config, rollout=replace(config.rollout, max_num_seqs=3))
+    assert useful_kv_cache_bytes(few, SHAPE, 2, 4) == 4 * 288 * 1024
+    episodes = replace(config, episodes=replace(config.episodes, env="file.py:Env"))
+    assert useful_kv_cache_bytes(episodes, SHAPE, 2, 4) is None
+
+
+def test_a_cache_is_no_larger_than_a_steps_sequences_unless_asked():
+    assert (
+        gpu_kv_cache_bytes(job(), 1000, 0.9, 700) == 700 and gpu_kv_cache_bytes(job(), 500, 0.9, 700) == 450
+    )
+    assert gpu_kv_cache_bytes(job(free_gpu_memory_fraction=0.9), 1000, 0.9, 700) == 900

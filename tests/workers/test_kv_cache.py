@@ -210,9 +210,11 @@ def loaded(job_file: str, flags: str = ""):
 
 
 @pytest.mark.usefixtures("world")
-def test_the_size_is_what_the_table_says(job, monkeypatch):  # noqa: F811
-    """A GPU that holds the trained model and the margin: what a rank finds free is what the table leaves."""
-    config, size = loaded(job), 10**9
+@pytest.mark.parametrize("flags", ["", "--rollout-free-gpu-memory-fraction 0.9"])
+def test_the_size_is_what_the_table_says(job, flags, monkeypatch):  # noqa: F811
+    """A GPU that holds the trained model and the margin: what a rank finds free is what the table leaves. By
+    default it is what the few sequences of this job fill."""
+    config, size = loaded(job, flags), 10**9
     (parts,) = estimate(config, 1, Machine(None, has_gpu=True, gpu_bytes=size, is_this=False)).values()
     bytes_of = {(part.role, part.name, part.during): part.bytes for part in parts}
     moments = bytes_of["actor", "optimizer", None]
@@ -226,6 +228,7 @@ def test_the_size_is_what_the_table_says(job, monkeypatch):  # noqa: F811
     sources = megatron_atlases(shape, role_meshes(config, 1)["actor"], config.actor)
     sized = with_kv_cache_bytes(config, shape, sources, manager)
     assert abs(sized.rollout.kv_cache_memory_bytes - bytes_of["rollout", "KV cache", "rollout"]) <= 1
+    assert bool(flags) == (bytes_of["rollout", "KV cache", "rollout"] > 0.1 * size)
     assert bytes_of["device", "margin", None] == MARGIN * size
     given = dataclasses.replace(config.rollout, kv_cache_memory_bytes=12345678)
     kept = dataclasses.replace(config, rollout=given)
