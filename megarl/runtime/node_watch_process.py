@@ -40,17 +40,18 @@ def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> in
     """Watch until the rank or the driver ends, or the driver is not reached. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
-    own = os.pidfd_open(rank_pid)
-    agent_pid = _parent_of(rank_pid)
+    try:
+        own, agent_pid = os.pidfd_open(rank_pid), _parent_of(rank_pid)
+    except OSError:  # it ended while this process started
+        with contextlib.suppress(OSError):
+            _tell_end(_connect(address, ranks, keep_alive), ranks[0])
+        return 0
     try:
         connection = _connect(address, ranks, keep_alive)
         number_of = {own: ranks[0]} | _other_ranks(agent_pid, rank_pid)
         ready, _, _ = select.select([connection.fileno(), *number_of], [], [])
         if connection.fileno() not in ready:
-            rank = number_of[ready[0]]
-            connection.sendall(RANK_ENDS % rank)
-            time.sleep(LAST_WORDS_S)
-            connection.sendall(RANK_ENDED % rank)
+            _tell_end(connection, number_of[ready[0]])
             return 0
         read_bytes(connection, 1)  # raises if the driver is not reached
         return 0
@@ -65,6 +66,13 @@ def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> in
         sys.stderr.flush()
         _end_node(agent_pid)
         return 1
+
+
+def _tell_end(connection: socket.socket, rank: int) -> None:
+    """Tell the driver that a rank has ended, once what the rank has said itself must have arrived."""
+    connection.sendall(RANK_ENDS % rank)
+    time.sleep(LAST_WORDS_S)
+    connection.sendall(RANK_ENDED % rank)
 
 
 def _connect(address: str, ranks: range, keep_alive: KeepAlive) -> socket.socket:

@@ -30,7 +30,7 @@ def test_a_fault_on_a_node_ends_the_job_on_both_in_time(
             outcome = job.watch_end(job.wait_for_hit(), case.noticed_after[1] + case.limit_s)
         finally:
             job.end()
-    assert case.problems(outcome) == [], f"{outcome.stderr}\n{outcome.stdout}"
+    assert case.problems(outcome, launcher) == [], f"{outcome.stderr}\n{outcome.stdout}"
     if request.config.getoption("write_table"):
         key = table.key(case, launcher)
         table.FAILURES_ACROSS_NODES.write(key, table.row(case, outcome, launcher))

@@ -110,6 +110,26 @@ def test_the_end_of_a_rank_is_told_and_is_not_the_loss_of_its_node(start, tmp_pa
 
 
 @pytest.mark.timeout(60)
+def test_a_rank_that_ends_before_its_watch_looks_is_told_too(start, tmp_path):
+    start("driver", "127.0.0.1", *limits(SHORT))
+    until((tmp_path / "address").exists, 20)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    module = ["-m", "megarl.runtime.node_watch_process"]
+    where = [(tmp_path / "address").read_text(), str(gone.pid), "1", "1", *limits(SHORT)]
+    watch = subprocess.run(
+        [sys.executable, "-P", *module, *where],
+        env=os.environ | {JOB_SECRET: job_secret()},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (watch.returncode, watch.stderr) == (0, "")
+    until((tmp_path / "ended").exists, 5)
+    assert json.loads((tmp_path / "ended").read_text()) == [socket.gethostname(), 1]
+
+
+@pytest.mark.timeout(60)
 def test_the_death_of_a_rank_is_reported_before_what_it_makes_of_its_peers(start, tmp_path):
     """A killed rank makes the collectives of the others raise at once, before its end counts as silent."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

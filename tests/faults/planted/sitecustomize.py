@@ -51,7 +51,7 @@ class Fault:
         setattr(owner, name, planted)
 
     def happen(self) -> None:
-        new = self.hit.with_suffix(".new")
+        new = self.hit.with_suffix(f".{os.getpid()}")  # several processes may be hit at once
         new.write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
         new.rename(self.hit)
         match self.action:
