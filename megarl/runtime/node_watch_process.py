@@ -3,7 +3,7 @@
     python -m megarl.runtime.node_watch_process ADDRESS PID FIRST_RANK NUM_RANKS IDLE_S INTERVAL_S PROBES
 
     a rank of the node ends   tell the driver, again once the rank's own message had time to arrive, and end
-    the driver ends           end: its end ends the ranks
+    the driver ends           kill ranks that are stopped; its end ends the others
     the driver is not reached end the ranks of this node and the process that started them
 
 Imports no torch and waits in the kernel, so it costs some 15 MB and no time."""
@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.runtime import signing
@@ -33,7 +33,7 @@ from megarl.runtime.node_watch import (
     read_bytes,
 )
 
-_CONNECTED_S, _AGENT_S = 60.0, 3.0
+_CONNECTED_S, _AGENT_S, _STOPPED_S = 60.0, 3.0, 1.0
 
 
 def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> int:
@@ -54,9 +54,11 @@ def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> in
             _tell_end(connection, number_of[ready[0]])
             return 0
         read_bytes(connection, 1)  # raises if the driver is not reached
+        _kill_stopped([*{rank_pid, *_ranks_of(agent_pid)}])
         return 0
     except OSError as error:
         if not is_cut(error):
+            _kill_stopped([*{rank_pid, *_ranks_of(agent_pid)}])
             return 0
         sys.stderr.write(
             f"[node {socket.gethostname()}] does not reach the driver ({address}) for {keep_alive.limit_s} s "
@@ -122,6 +124,17 @@ def _end_node(agent: int) -> None:
         os.kill(agent, signal.SIGKILL)
 
 
+def _kill_stopped(pids: Sequence[int]) -> None:
+    """Wait for the end of ranks whose driver has ended, and kill those that are stopped (SIGSTOP): they do not
+    hear of it, and torchrun would wait half a minute for them."""
+    while alive := [pid for pid in pids if _exists(pid)]:
+        stopped = [pid for pid in alive if _state(pid) == "T"]
+        time.sleep(_STOPPED_S)
+        for pid in stopped:
+            if _state(pid) == "T":
+                _kill_group(pid)
+
+
 def _ranks_of(agent: int) -> dict[int, int]:
     """Return process id -> number, for the ranks of this job that an agent has started."""
     mine, found = os.environ.get("TORCHELASTIC_RUN_ID", ""), {}
@@ -142,9 +155,14 @@ def _parent_of(pid: int) -> int:
 
 
 def _exists(pid: int) -> bool:
+    return _state(pid) not in ("", "Z", "X")
+
+
+def _state(pid: int) -> str:
+    """Return the letter that proc(5) has for the state of a process, "" if there is none."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _kill_group(pid: int) -> None:

@@ -110,6 +110,20 @@ def test_the_end_of_a_rank_is_told_and_is_not_the_loss_of_its_node(start, tmp_pa
 
 
 @pytest.mark.timeout(60)
+def test_a_stopped_rank_does_not_outlive_the_driver(start, tmp_path):
+    driver = start("driver", "127.0.0.1", *limits(SHORT))
+    agent = start("agent", 1, 0, *limits(SHORT))
+    until((tmp_path / "held_1").exists, 20)
+    rank = int((tmp_path / "rank_1").read_text())
+    (watch,) = watch_processes(rank)
+    time.sleep(1.0)  # the watch has signed in
+    os.kill(rank, signal.SIGSTOP)
+    driver.kill()
+    assert agent.wait(10) != 0
+    until(lambda: not Path(f"/proc/{watch}").exists(), 5)
+
+
+@pytest.mark.timeout(60)
 def test_a_rank_that_ends_before_its_watch_looks_is_told_too(start, tmp_path):
     start("driver", "127.0.0.1", *limits(SHORT))
     until((tmp_path / "address").exists, 20)
