@@ -39,7 +39,8 @@ ASKED, END = b"asked", b"end"
 DRIVER = "shutdown/driver"
 # Seconds that a live driver may take to ping the ranks: less than torchrun waits before SIGKILL.
 _HEARD_S = 20.0
-_CONNECT_S, _ASKED_S = 4.0, 10.0
+_CONNECT_S = 2.0  # PyTorch tries twice
+_ASKED_S = 10.0
 _SAME_SIGNAL_S = 1.0  # a signal reaches all its processes within this time
 
 
