@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hf_buckets import buckets, full_hf_tensors
 from torch import Tensor
 
+from megarl.algorithms import GRPO
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import (
     BatchConfig,
@@ -284,7 +285,7 @@ def start_vllm(arguments: argparse.Namespace):
 
 def engine_config(arguments: argparse.Namespace, with_alias: bool) -> TrainConfig:
     return TrainConfig(
-        algorithm=None,
+        algorithm=GRPO(),
         model=ModelConfig(model=str(arguments.model), bf16=True),
         batch=BatchConfig(train_iters=1),
         data=DataConfig(train_data=("unused.jsonl",)),
