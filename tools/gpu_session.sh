@@ -11,14 +11,14 @@
 #   tests 300          tests/gpu: copies, IPC between two processes, CUDA graphs, offload, side streams; policy and critic against the CPU
 #   quickstart 420     SFT, then GRPO, with the engine of --rollout-backend transformers (vLLM's wheel may not be there)
 #   quickstart_vllm 420  the same with vLLM, where it is installed
-#   bench_jobs 420     GRPO and PPO of a 0.5B model in bf16 with vLLM, in the trainer's process and in one of its own
+#   bench_jobs 600     GRPO and PPO of a 0.5B model in bf16 with vLLM, in the trainer's process and in one of its own
 #   bench_step 300     a Megatron step of 0.5B and 1.5B, with MFU
 #   bench_kernels 420  kernels beside Liger's, cut-cross-entropy's and torch.compile's, and the floors
 #   bench_reshard 150  the copier beside the device's own copy
 #   sanitizer 200      compute-sanitizer over the copier's tests, where it is installed
 #   two_gpus 300       peer access and NCCL between two GPUs, skipped on one
 #
-# Without PARTs all of them run, in at most 51 minutes; `build tests`, `quickstart`, `bench_step bench_reshard` and `bench_kernels` each end
+# Without PARTs all of them run, in at most 54 minutes; `build tests`, `quickstart`, `bench_step bench_reshard` and `bench_kernels` each end
 # within ten. Where git does not know it, MEGARL_COMMIT names the commit for summary.json. A part that fails does not stop the next.
 #
 # MEGARL_GPU_REHEARSAL=cpu runs every part on a machine without a GPU, small; its numbers say nothing. MEGARL_GPU_REHEARSAL=hostcuda does so on
@@ -136,7 +136,7 @@ for part in "${parts[@]}"; do
     quickstart_vllm) has_vllm || { skip "$part" "vLLM is not installed"; continue; }
       export -f quickstart; export out python rehearsal; run "$part" 420 bash -c "quickstart $part vllm" ;;
     bench_jobs) has_vllm || { skip "$part" "vLLM is not installed"; continue; }
-      run "$part" 420 "$python" tools/benchmarks/bench_jobs.py ${rehearsal:+--small --train-iters 3} --json "$out/bench_jobs.json" ;;
+      run "$part" 600 "$python" tools/benchmarks/bench_jobs.py ${rehearsal:+--small --train-iters 3} --json "$out/bench_jobs.json" ;;
     bench_step) run bench_step 300 "$python" tools/benchmarks/bench_step.py ${rehearsal:+--small} --json "$out/bench_step.json" ;;
     bench_kernels) [ "$rehearsal" != hostcuda ] || { skip bench_kernels "Triton's kernels do not run on the emulated device"; continue; }
       run bench_kernels 420 "$python" tools/benchmarks/bench_kernels.py ${rehearsal:+--small --repeats 1} --json "$out/bench_kernels.json" ;;

@@ -18,7 +18,7 @@ MAX_CPU_KV_CACHE_BYTES = 2**30
 
 Requests wait for each other if the cache is too small for all."""
 _SPARE_TOKENS = 128
-"""No backend's block on a GPU is longer."""
+"""Tokens beyond its end for which a sequence has room in a GPU's cache: a block of vLLM's usual sizes."""
 
 
 def block_size(config: TrainConfig, on_cpu: bool) -> int:
