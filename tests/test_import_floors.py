@@ -88,7 +88,7 @@ NO_TORCH_FILES = (
             "torchrun",
         )
     }
-    | {f"megarl.rollout.{name}" for name in ("replay_log", "replay_settings")}
+    | {f"megarl.rollout.{name}" for name in ("engine_memory", "replay_log", "replay_settings")}
     | {f"megarl.inspect.{name}" for name in ("curves", "plot", "runs", "show", "terminal")}
 )
 """Files of other rooms that are read then, or that start at once without it."""

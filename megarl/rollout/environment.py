@@ -1,4 +1,4 @@
-"""Control the process around vLLM: environment variables, side effects, and leftovers of a crash."""
+"""Control the process around vLLM: environment variables and side effects."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ import torch
 
 from megarl.reshard.transports.shared_memory import process_start
 from megarl.rollout.engine_errors import ERRORS
-
-SHM_PREFIX = "megarl-"
-_SHM_FOLDER = Path("/dev/shm")
 
 _EVERYWHERE = {
     # the engine runs in this process: the external launcher requires it
@@ -134,23 +131,3 @@ def _preserved_random_state() -> Iterator[None]:
     finally:
         np.random.set_state(numpy_state)
         random.setstate(python_state)
-
-
-def remove_own_shared_memory() -> None:
-    """Remove the shared memory that vLLM's workers leave behind, after this process's engine has ended."""
-    for path in _SHM_FOLDER.glob(f"{SHM_PREFIX}{os.getpid()}-*"):
-        path.unlink(missing_ok=True)
-
-
-def sweep_shared_memory() -> list[str]:
-    """Remove the shared memory of dead jobs, named megarl-<pid of a process on this machine>-... .
-
-    Returns: the names removed."""
-    removed = []
-    for path in _SHM_FOLDER.glob(f"{SHM_PREFIX}*"):
-        pid = path.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            with contextlib.suppress(PermissionError):  # owned by another user
-                path.unlink(missing_ok=True)
-                removed.append(path.name)
-    return removed

@@ -14,13 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from megarl.failures import ExplainedError
-from megarl.rollout.environment import (
-    engine_environment,
-    prepare_environment,
-    remove_own_shared_memory,
-    sweep_shared_memory,
-    undisturbed,
-)
+from megarl.rollout.engine_memory import remove_own_shared_memory, sweep_shared_memory
+from megarl.rollout.environment import engine_environment, prepare_environment, undisturbed
 from megarl.rollout.plugin import check_version, register
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from megarl.rollout.backends import EngineSetup
 from megarl.rollout.draws import draw_arguments
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.engine_core import check_step
-from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
+from megarl.rollout.engine_memory import sweep_shared_memory
+from megarl.rollout.environment import prepare_environment, undisturbed
 from megarl.rollout.kv_memory import KVCacheMemory
 from megarl.rollout.interface import InferenceEngine
 from megarl.rollout.offer import Offer

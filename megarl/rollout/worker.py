@@ -13,7 +13,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from megarl.collectives import all_gather_messages
 from megarl.rollout.cpu_sampler import PositionSampler
-from megarl.rollout.environment import ENGINE_OF, SHM_PREFIX
+from megarl.rollout.engine_memory import SHM_PREFIX
+from megarl.rollout.environment import ENGINE_OF
 
 
 class NamedCPUWorker(CPUWorker):

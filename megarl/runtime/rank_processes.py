@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class RankProcesses:
         self._end_ranks()
         self._join(_KILL_S)
         deadline = time.monotonic() + _CHILDREN_S  # engines and trackers notice that their rank is gone
-        while any(map(_is_group, list(self._processes))) and time.monotonic() < deadline:
+        while any(map(group_runs, list(self._processes))) and time.monotonic() < deadline:
             time.sleep(0.05)
         self.kill()
 
@@ -226,9 +227,18 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _is_group(pid: int) -> bool:
+def group_runs(group: int) -> bool:
+    """Return whether a process of this process group runs.
+
+    One that has ended stays in its group until its parent asks for its exit code. Ray's worker, which inherits what
+    ranks leave behind, never asks."""
     try:
-        os.killpg(pid, 0)
+        os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    return True
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, _, its_group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False

@@ -24,6 +24,7 @@ from megarl.config.run_sections import EXECUTORS
 from megarl.config.schema import TrainConfig
 from megarl.flow import role_class
 from megarl.role_names import kind_and_suffix
+from megarl.rollout.engine_memory import sweep_shared_memory
 from megarl.runtime.process import compute_fp32_exactly, keep_checkout_off_path, quiet_libraries
 
 if TYPE_CHECKING:
@@ -95,10 +96,10 @@ def job_ranks(
         from megarl.runtime.ray_ranks import RayRanks
 
         sizes = placement.nnodes, placement.nproc_per_node
-        return RayRanks(argv, *sizes, placement.ray_address, module, describe, remove_engine_memory, attempt)
+        return RayRanks(argv, *sizes, placement.ray_address, module, describe, sweep_shared_memory, attempt)
     from megarl.runtime.local_ranks import LocalRanks
 
-    return LocalRanks(argv, world_size, module, describe, remove_engine_memory, attempt)
+    return LocalRanks(argv, world_size, module, describe, sweep_shared_memory, attempt)
 
 
 @contextlib.contextmanager
@@ -156,10 +157,3 @@ def rank_description(ranks: Mapping[str, Sequence[int]]) -> Callable[[int], str]
         return f"{rank}: {roles}" if roles else str(rank)
 
     return describe
-
-
-def remove_engine_memory() -> None:
-    """Remove the shared memory of engines that were killed."""
-    from megarl.rollout.environment import sweep_shared_memory
-
-    sweep_shared_memory()

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, cast
 from megarl.config.check import fitting_nodes, on_nodes
 from megarl.config.mesh import hosting_ranks
 from megarl.config.schema import TrainConfig
+from megarl.rollout.engine_memory import sweep_shared_memory
 from megarl.runtime.end_message import EndNotes
 from megarl.runtime.shutdown import last_failure, run_job, received_signal
 from megarl.trainer.announce import Say, line_on, starting_text
-from megarl.trainer.executors import interfaces_of, job_ranks, rank_description, remove_engine_memory
+from megarl.trainer.executors import interfaces_of, job_ranks, rank_description
 from megarl.trainer.restarts import continued, where_it_goes_on
 from megarl.trainer.resume_command import end_notes, torchrun_command
 from megarl.runtime.process import (
@@ -152,7 +153,7 @@ def launch_ranks(argv: list[str], world_size: int, module: str) -> int:
     from megarl.runtime.local_ranks import LocalRanks
     from megarl.runtime.rank_processes import RankDied, undisturbed
 
-    processes = LocalRanks(argv, world_size, module, tidy_up=remove_engine_memory)
+    processes = LocalRanks(argv, world_size, module, tidy_up=sweep_shared_memory)
     deaths: list[RankDied] = []
     processes.report_deaths(deaths.append)
     try:

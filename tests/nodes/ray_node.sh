@@ -1,5 +1,6 @@
 # One node of a Ray cluster: `ray_node.sh PYTHON COMMAND...` starts Ray on this node, and on node 0, which is the
 # head, also the command, whose exit code is written to $NODE_FOLDER/code. A node ends when its processes are killed.
+# With NODE_JOB_SERVER=true the head takes jobs by `ray job submit`, at port 8265.
 python=$1
 shift
 ray="$python -m ray.scripts.scripts"
@@ -8,7 +9,7 @@ export RAY_ADDRESS=$HEAD:6379
 own=${HEAD%.*}.$((NODE + 1))
 if [ "$NODE" = 0 ]; then
     $ray start --head --node-ip-address "$own" --port 6379 --num-cpus 1 $gpus --temp-dir /tmp/ray \
-        --include-dashboard false
+        --include-dashboard "${NODE_JOB_SERVER:-false}"
     until [ "$($python -c "import ray; ray.init(logging_level='error'); print(len(ray.nodes()))")" = "$NODES" ]; do
         sleep 1
     done

@@ -6,6 +6,7 @@ The nodes are namespaces of this machine."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import secrets
@@ -20,6 +21,7 @@ from tests.e2e.jobs import COMMON, replace_flags
 from tests.nodes.namespaces import Nodes, address
 
 RAY_NODE = Path(__file__).with_name("ray_node.sh")
+SUBMIT = Path(__file__).parents[2] / "tools" / "launch" / "ray_submit.sh"
 pytestmark = pytest.mark.timeout(400)
 RAY = ("--executor", "ray", "--nnodes", "2", "--nproc-per-node", "1")
 
@@ -39,7 +41,19 @@ def start(nodes: Nodes, data: Path, *flags: str, hides: Path | None = None) -> P
         hides: a folder that node 1 does not see."""
     run, files = copy_data(data, nodes.folder)
     arguments = replace_flags([*COMMON, *files, "--save", str(run)], [*RAY, *flags])
-    env = {
+    start_cluster(
+        nodes, [sys.executable, "-m", "megarl.cli", "train", *arguments], NODE_HIDES=str(hides or "")
+    )
+    return run
+
+
+def start_cluster(nodes: Nodes, command: list[str], **env: str) -> None:
+    """Start a cluster of two nodes, then a command on its head.
+
+    Args:
+        env: further variables of the nodes: NODE_JOB_SERVER (ray_node.sh); NODE_HIDES, of node 1."""
+    hides = env.pop("NODE_HIDES", "")
+    env |= {
         "NODES": "2",
         "HEAD": address(0),
         "RAY_AUTH_MODE": "token",
@@ -47,10 +61,9 @@ def start(nodes: Nodes, data: Path, *flags: str, hides: Path | None = None) -> P
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # by default 15: on a busy machine ranks would hardly run
     }
-    command = ["bash", str(RAY_NODE), sys.executable]
-    nodes.start(0, [*command, sys.executable, "-m", "megarl.cli", "train", *arguments], **env)
-    nodes.start(1, command, **env, NODE_HIDES=str(hides or ""))
-    return run
+    node = ["bash", str(RAY_NODE), sys.executable]
+    nodes.start(0, [*node, *command], **env)
+    nodes.start(1, node, **env, NODE_HIDES=hides)
 
 
 def exit_code(nodes: Nodes, seconds: float) -> int:
@@ -94,6 +107,31 @@ def test_a_folder_that_is_not_shared_is_told_before_training(sums_data, shared):
         start(nodes, sums_data, hides=nodes.folder / "runs")
         assert exit_code(nodes, 200) == 1
         check_folder_is_told(nodes.log(0), nodes.folder / "runs" / "run")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("aiohttp_cors") is None, reason="Ray's job server is not installed: ray[default]"
+)
+@pytest.mark.parametrize("flags, code, said", [((), 0, "step=3/3"), (("--lr", "-1"), 2, "--lr")])
+def test_a_submitted_job_trains_in_the_cluster_and_its_output_and_outcome_come_back(
+    flags, code, said, sums_data, shared
+):
+    with Nodes(2, shared) as nodes:
+        run, files = copy_data(sums_data, nodes.folder)
+        job = replace_flags([*COMMON, *files, "--save", "runs/run"], ["--nproc-per-node", "1", *flags])
+        submit = [str(SUBMIT), "--address", "http://127.0.0.1:8265", "--folder", str(nodes.folder)]
+        submit += ["--nnodes", "2", "--nproc-per-node", "1", "--", *job]
+        start_cluster(nodes, submit, PYTHON=sys.executable, NODE_JOB_SERVER="true")
+        assert (exit_code(nodes, 300) == 0) is (code == 0), nodes.log(0)
+        log = nodes.log(0)
+        assert said in log and (code == 0 or f"exit code {code}" in log), log
+        assert (run / "metrics.jsonl").exists() is (code == 0)
+        if code == 0:
+            assert [json.loads(row)["step"] for row in (run / "metrics.jsonl").read_text().splitlines()] == [
+                1,
+                2,
+                3,
+            ]
 
 
 def wait_for_steps(run: Path, number: int, nodes: Nodes) -> None:

@@ -34,7 +34,8 @@ from megarl.config.schema import (
     TrainConfig,
 )
 from megarl.rollout.engine_arguments import engine_arguments
-from megarl.rollout.environment import prepare_environment, sweep_shared_memory, undisturbed
+from megarl.rollout.engine_memory import sweep_shared_memory
+from megarl.rollout.environment import prepare_environment, undisturbed
 from megarl.rollout.judge import _cpu_kv_cache_bytes
 from megarl.rollout.judge import _engine_arguments as judge_arguments
 from megarl.rollout.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes

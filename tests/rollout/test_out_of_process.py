@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.environment import sweep_shared_memory
+from megarl.rollout.engine_memory import sweep_shared_memory
 from tests.launch import preloaded_python
 
 FP32_LIMIT = 2e-5

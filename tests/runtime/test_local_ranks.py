@@ -5,11 +5,13 @@ However the loop ends, all ranks end within seconds; and the loop sees why."""
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
+from megarl.runtime.rank_processes import group_runs
 from tests.launch import preloaded_python
 from tests.runtime.jobs import END_WITHIN_S
 
@@ -79,3 +81,18 @@ def test_no_rank_outlives_a_loop_that_is_killed(job):
     process.kill()
     process.wait(5)
     job.wait_until_gone(END_WITHIN_S)
+
+
+def test_a_process_that_has_ended_and_was_not_asked_for_its_exit_code_does_not_run():
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    os.killpg(ended.pid, 0)  # raises nothing: the kernel still knows the group
+    assert not group_runs(ended.pid)
+    ended.wait()
+    assert not group_runs(ended.pid)
+    running = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        assert group_runs(running.pid)
+    finally:
+        running.kill()
+        running.wait()
