@@ -19,6 +19,8 @@ from megarl.messages import decode, encode
 from megarl.runtime.signing import sign, verify
 
 T = TypeVar("T")
+_STOPPED_S = 2.0
+"""A store that ends a wait so much later than it should was stopped meanwhile, with the driver that holds it (Ctrl-Z)."""
 
 
 class Late(TimeoutError):
@@ -38,6 +40,7 @@ class KeyValueStore:
             else dist.PrefixStore(f"megarl_weights/{generation}", dist.distributed_c10d._get_default_store())
         )
         self._generation = generation
+        self._stopped_s = 0.0  # how long reads of this sync waited for a store that was stopped
         self._own: dict[str, object] = {}
         self._keys_by_sync: deque[list[str]] = deque([[]])
 
@@ -54,24 +57,37 @@ class KeyValueStore:
 
         Args:
             kind: the declared type of the value.
-            deadline: by time.monotonic().
+            deadline: by time.monotonic(). It is later by the time that the store was stopped.
         Raises: Late; ForgedMessage for a value that another process wrote, which is not decoded."""
         if key in self._own:
             return self._own[key]
-        left = max(deadline - time.monotonic(), 0.001)
+        while not self._wait(key, deadline):
+            continue
+        data = verify(self._store.get(key), f"{self._generation}/{key}")
+        return decode(data, kind)
+
+    def _wait(self, key: str, deadline: float) -> bool:
+        """Wait for a key. Returns False if the store was stopped meanwhile, so that others could not write either.
+        Raises: Late."""
+        start = time.monotonic()
+        left = max(deadline + self._stopped_s - start, 0.001)
         try:
             self._store.wait([key], timedelta(seconds=left))
         except RuntimeError as error:  # a file store raises this, other stores a DistStoreError
             if isinstance(error, dist.DistNetworkError):
                 raise
-            raise Late(f"nobody wrote {key} within {left:.1f} s") from error
-        data = verify(self._store.get(key), f"{self._generation}/{key}")
-        return decode(data, kind)
+            waited = time.monotonic() - start
+            if waited < left + _STOPPED_S:
+                raise Late(f"nobody wrote {key} within {left:.1f} s") from error
+            self._stopped_s += waited
+            return False
+        return True
 
     def end_sync(self) -> None:
         """Remove the values that this rank wrote two syncs ago, which every rank has read.
 
         Call this between syncs."""
+        self._stopped_s = 0.0
         self._keys_by_sync.append([])
         if len(self._keys_by_sync) > 3:
             for key in self._keys_by_sync.popleft():

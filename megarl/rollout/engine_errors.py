@@ -4,15 +4,18 @@ vLLM's client knows only that an error occurred. The processes of the engine log
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
+import sys
 import tempfile
 import traceback
 
 ERRORS = "MEGARL_ENGINE_ERRORS"
 """Environment variable of the engine's processes: the file for their errors, one JSON object per line."""
+
+_LAST_MESSAGES = ("EngineCore failed to start", "EngineCore encountered a fatal error")
+"""Beginnings of what vLLM logs before an engine's process ends with the same exception."""
 
 
 class EngineFailed(RuntimeError):
@@ -75,8 +78,11 @@ class _ToOwner(logging.Handler):
                 "traceback": "".join(traceback.format_exception(kind, error, trace)).rstrip(),
             }
         )
-        with (
-            contextlib.suppress(OSError),
-            open(self._path, "a", encoding="utf-8") as file,
-        ):  # the rank may have ended
-            file.write(line + "\n")
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError:  # the rank may have ended
+            return
+        if record.getMessage().startswith(_LAST_MESSAGES):
+            # multiprocessing would print the same traceback there as this process ends
+            sys.stderr = open(os.devnull, "w")

@@ -133,9 +133,10 @@ class Case:
     @property
     def message(self) -> str:
         """A pattern of the one message: who, which method, which step."""
-        role, _, method = ("actor setup" if self.phase == "join" and self.hangs else self.place[2]).partition(
-            " "
-        )
+        # of a job in which the first call gets no answer; under Ray it asks all nodes for the run folder
+        first = "(actor|data) (setup|read_nonce)"
+        place = first if self.phase == "join" and self.hangs else self.place[2]
+        role, _, method = place.partition(" ")
         when = " at step [23]" if self.phase == "save" else "" if self.phase in STARTS else f" at step {STEP}"
         rank = {"engine": "1", "driver": ""}.get(self.victim, self.victim[-1])
         if self.goes_on or self.victim == "driver" and self.kind == "SIGKILL":

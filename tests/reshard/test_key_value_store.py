@@ -4,7 +4,13 @@ pytest tests/reshard/test_key_value_store.py"""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -22,6 +28,31 @@ def store():
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
+
+
+SERVER = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def server():
+    """The process that holds the store, as a driver does, with a world of one process that meets there."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        yield process
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        process.kill()
+        process.wait()
 
 
 def soon() -> float:
@@ -71,3 +102,18 @@ def test_messages_are_removed_two_syncs_later(store):
         writer.write(str(round), None)
         assert writer.read(str(max(round - 2, 0)), None, soon()) is None
         assert store.num_keys() - before <= 4
+
+
+def test_the_time_in_which_the_driver_is_stopped_does_not_count(server):
+    """A rank that is not late writes soon after the driver goes on; one that never writes is late even so."""
+    writer, reader = KeyValueStore("0"), KeyValueStore("0")
+    writer._store = writer._store.clone()  # a connection of its own: the reader's is busy while it waits
+    os.kill(server.pid, signal.SIGSTOP)
+    paused_s, deadline_s = 6.0, 1.5
+    resume = threading.Timer(paused_s, os.kill, (server.pid, signal.SIGCONT))
+    write = threading.Timer(paused_s + deadline_s / 2, writer.write, ("vote/1", "a problem"))
+    resume.start(), write.start()
+    assert reader.read("vote/1", str | None, time.monotonic() + deadline_s) == "a problem"
+    write.join()
+    with pytest.raises(Late, match="nobody wrote vote/2"):
+        reader.read("vote/2", str | None, soon())

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import traceback
 
+import pytest
+
 from megarl.rollout.engine_errors import ERRORS, EngineErrors, EngineFailed
 from tests.launch import run
 
@@ -34,3 +36,31 @@ def test_what_an_engine_logs_of_an_exception_is_what_its_rank_raises():
     )
     assert 'File "<string>", line 8, in <module>\nIndexError' in "".join(traceback.format_exception(raised))
     assert errors.explained(own, 1) is own  # said once
+
+
+ENDS = """
+import logging, multiprocessing, sys
+from megarl.rollout.engine_errors import tell_owner
+def engine():
+    tell_owner()
+    try:
+        [][3]
+    except IndexError:
+        logging.getLogger("vllm.v1.engine.core").exception(sys.argv[1])
+        raise
+process = multiprocessing.get_context("fork").Process(target=engine)
+process.start()
+process.join()
+sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    "logged, printed",
+    [("EngineCore encountered a fatal error.", 0), ("EngineCore failed to start.", 0), ("not its end", 1)],
+)
+def test_an_engine_that_ends_with_what_it_has_told_prints_it_not_again(logged, printed):
+    errors = EngineErrors()
+    done = run("-c", ENDS, logged, environment={ERRORS: errors.path}, timeout=50)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == printed, done.stderr
+    assert isinstance(errors.explained(ConnectionError(), 0), EngineFailed)
