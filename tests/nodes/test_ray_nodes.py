@@ -118,7 +118,11 @@ def test_a_submitted_job_trains_in_the_cluster_and_its_output_and_outcome_come_b
 ):
     with Nodes(2, shared) as nodes:
         run, files = copy_data(sums_data, nodes.folder)
-        job = replace_flags([*COMMON, *files, "--save", "runs/run"], ["--nproc-per-node", "1", *flags])
+        common = [
+            *COMMON[: (given := COMMON.index("--nproc-per-node"))],
+            *COMMON[given + 2 :],
+        ]  # the script gives it
+        job = replace_flags([*common, *files, "--save", "runs/run"], [*flags])
         submit = [str(SUBMIT), "--address", "http://127.0.0.1:8265", "--folder", str(nodes.folder)]
         submit += ["--nnodes", "2", "--nproc-per-node", "1", "--", *job]
         start_cluster(nodes, submit, PYTHON=sys.executable, NODE_JOB_SERVER="true")
@@ -127,11 +131,8 @@ def test_a_submitted_job_trains_in_the_cluster_and_its_output_and_outcome_come_b
         assert said in log and (code == 0 or f"exit code {code}" in log), log
         assert (run / "metrics.jsonl").exists() is (code == 0)
         if code == 0:
-            assert [json.loads(row)["step"] for row in (run / "metrics.jsonl").read_text().splitlines()] == [
-                1,
-                2,
-                3,
-            ]
+            rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+            assert [row["step"] for row in rows] == [1, 2, 3]
 
 
 def wait_for_steps(run: Path, number: int, nodes: Nodes) -> None:

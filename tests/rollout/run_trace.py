@@ -1,7 +1,7 @@
 """One process: vLLM's tables against traces of its loaders, and traces of unknown models against vLLM's own
 loading.
 
-python tests/rollout/run_trace.py FOLDER"""
+python tests/rollout/run_trace.py FOLDER [--every-rank]     tables of the last rank of each size, or of all ranks"""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def comparable(atlas: Atlas) -> dict:
     return {name: (p.rows, p.cols, p.padding_rows, sorted(map(repr, p.pieces))) for name, p in atlas.items()}
 
 
-def tables(folder: Path) -> list[str]:
+def tables(folder: Path, every_rank: bool) -> list[str]:
     """What differs between table and trace, over all families, with 4 ranks on 2 key heads as well."""
     different = []
     for name in jobs.CONFIGS:
         model = jobs.make_folder(folder / name, name)
         config, shape = vllm_config(model), ModelShape.load(model)
         for tp_size in (1, 2, 4):
-            for rank in range(tp_size):
+            for rank in range(0 if every_rank else tp_size - 1, tp_size):
                 with rank_of_engine(config, tp_size, rank):
                     traced = comparable(trace_vllm_atlas(empty_model(config), hf_sizes(shape)))
                 table = comparable(vllm_atlas(shape, tp_size, rank))
@@ -184,7 +184,7 @@ def main() -> None:
     join_groups(
         vllm_config(jobs.make_folder(folder / "experts_first", "qwen3_moe"))
     )  # vLLM makes its expert group for such models only
-    report = {"tables": tables(folder), "refusals": refusals(folder)}
+    report = {"tables": tables(folder, "--every-rank" in sys.argv), "refusals": refusals(folder)}
     report |= {f"{name} {tp_size}": unknown(folder, name, tp_size) for name in UNKNOWN for tp_size in (1, 2)}
     (folder / "report.json").write_text(json.dumps(report))
 

@@ -16,16 +16,24 @@ import pytest
 from tests.launch import succeed
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory) -> dict:
-    folder, script = tmp_path_factory.mktemp("trace"), Path(__file__).with_name("run_trace.py")
-    succeed(script, folder, timeout=200, preloaded=True)
+def trace(folder: Path, *flags: str) -> dict:
+    succeed(Path(__file__).with_name("run_trace.py"), folder, *flags, timeout=200, preloaded=True)
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> dict:
+    return trace(tmp_path_factory.mktemp("trace"))
+
+
 def test_tables_are_what_the_loaders_do(report):
-    """Every family with 1, 2 and 4 ranks; with 4, two ranks share a key head."""
+    """Every family with 1, 2 and 4 ranks, of which the last; with 4, two ranks share a key head."""
     assert report["tables"] == []
+
+
+@pytest.mark.nightly
+def test_tables_of_every_rank_are_what_the_loaders_do(tmp_path):
+    assert trace(tmp_path, "--every-rank")["tables"] == []
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma2", "olmo2", "qwen2_moe"])

@@ -2,7 +2,7 @@
 turns.
 
     python tools/benchmarks/bench_commits.py OLD NEW --checkpoint runs/quickstart/sft_mixed/hf
-           --data runs/quickstart/data --json out.json [--steps 20] [--repeats 3]
+           --data runs/quickstart/data --out runs/compared --json out.json [--steps 20] [--repeats 3]
 
 OLD and NEW are checkouts with an environment each in .venv. The same checkout twice with --flags compares flags.
 Ratios are those of the same repeat, because other load on the machine changes from one repeat to the next."""
