@@ -275,16 +275,16 @@ def join(address: str | None, num_ranks: int = 1) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    how: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": True}
+    how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     if address in (None, "local"):
         os.environ.setdefault("RAY_worker_niceness", "0")  # 15: ranks would yield to everything else
-        # 60: so long would two of Ray's agents, after a SIGKILL of this process, look for its head, which has died too
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "3")
         how |= {
             "address": "local",
             "num_cpus": max(os.cpu_count() or 1, num_ranks),
             "include_dashboard": False,
         }
+    else:
+        how |= {"address": address}
     with own_handlers():
         try:
             ray.init(**how)
