@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,11 +91,15 @@ def wait_until_taken(process) -> None:
     """Until no signal is pending: of two that are, the kernel may give the second to another thread, which
     then is faster."""
     pending = re.compile(r"^(?:SigPnd|ShdPnd):\t0*[1-9a-f]", re.MULTILINE)
-    while any(
-        pending.search(status.read_text()) for status in Path(f"/proc/{process.pid}/task").glob("*/status")
-    ):
+    while any(map(pending.search, thread_states(process.pid))):
         time.sleep(0.001)
     time.sleep(0.1)  # from the kernel's hands to Python's, on a machine that is busy with others
+
+
+def thread_states(pid: int) -> Iterator[str]:
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            yield status.read_text()
 
 
 def ended(process) -> bool:
