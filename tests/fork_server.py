@@ -105,17 +105,23 @@ def main(folder: str, controller: int) -> None:
 
 def prepare_vllm() -> None:
     """Do once what takes vLLM 0.7 s of a core at the start of an engine where all of this is imported: it sets
-    the level of each of its loggers, and looks for its Triton kernels in every module."""
+    the level of each of its loggers, and looks for its Triton kernels in every module.
+
+    Where its cache does not have a class of models yet, vLLM asks what the class can do in a new process, which
+    imports vLLM for 10 s; here it asks in this one."""
     from megarl.rollout.environment import prepare_environment
 
     prepare_environment()
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
     configure_logging_if_needed(LoggingConfig())
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    assert registry._run_in_subprocess  # fails where another vLLM does this another way
+    registry._run_in_subprocess = lambda function: function()
 
 
 def serve(server: socket.socket, until: int) -> Request | None:

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import COMMON, Job, replace_flags, train
+from tests.e2e.jobs import COMMON, Job, replace_flags
 from tests.e2e.test_resume import PPO, check_equal
 from tests.launch import run
 
 
-def torchrun(data: Path, save: Path, num_ranks: int, *flags: str) -> Job:
-    """As `train`, started by torchrun."""
+TRAIN = ("-m", "megarl.cli", "train")
+
+
+def train(program: tuple[str, ...], data: Path, save: Path, *flags: str) -> Job:
+    """Run a job by processes that are all started anew: Ray reads its environment as it is imported."""
     files = ["--model", str(data / "model"), "--train-data", str(data / "train.jsonl"), "--save", str(save)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-    done = run(*launcher, "-m", "megarl.train", *replace_flags([*COMMON, *files], [*flags]), timeout=240)
+    done = run(*program, *replace_flags([*COMMON, *files], [*flags]), timeout=240)
     return Job(done.returncode, done.stdout + done.stderr, save)
 
 
@@ -26,9 +28,10 @@ def torchrun(data: Path, save: Path, num_ranks: int, *flags: str) -> Job:
 @pytest.mark.parametrize("num_ranks, executors", [(1, ("ray", "inline")), (2, ("ray",))])
 def test_metrics_and_weights_are_equal_bit_for_bit(num_ranks, executors, algorithm, sums_data, tmp_path):
     flags = ("--nproc-per-node", str(num_ranks), *(PPO if algorithm == "ppo" else ()))
-    own = train(sums_data, tmp_path / "own", *flags)
-    others = [torchrun(sums_data, tmp_path / "torchrun", num_ranks, *flags)]
-    others += [train(sums_data, tmp_path / name, *flags, "--executor", name) for name in executors]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    own = train(TRAIN, sums_data, tmp_path / "own", *flags)
+    others = [train((*torchrun, "-m", "megarl.train"), sums_data, tmp_path / "torchrun", *flags)]
+    others += [train(TRAIN, sums_data, tmp_path / name, *flags, "--executor", name) for name in executors]
     for other in others:
         assert other.returncode == 0, other.output
         check_equal(own, other, after=0)
