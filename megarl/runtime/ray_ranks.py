@@ -288,7 +288,7 @@ def join(address: str | None, num_ranks: int = 1) -> bool:
     with own_handlers():
         try:
             ray.init(**how)
-        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises plain ones, too
             raise RuntimeError(
                 f"Ray at {address or 'this machine'} cannot be reached: {str(error).strip()}. "
                 "--ray-address takes host:port of the cluster's head, or auto on one of its nodes; "
