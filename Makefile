@@ -2,8 +2,7 @@
 
 SEED ?= 0
 ARGS ?=
-# On two cores: while one process waits for what a test has started, the others keep both busy.
-WORKERS ?= 3
+WORKERS ?= 2
 DEVICE ?= auto
 PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo $$python; break; }; done)
@@ -32,7 +31,7 @@ help:
 	@echo ''
 	@echo 'The first of them makes .venv and installs into it. DEVICE=cpu|gpu chooses what to install (default: gpu if there is one),'
 	@echo 'PYTHON=path names the interpreter (3.11 or 3.12), MEGARL_CUDA=AUTO|ON|OFF whether the extension is built for CUDA.'
-	@echo 'WORKERS=4 runs the tests in four processes (default: 3; 0: in one, which a debugger needs).'
+	@echo 'WORKERS=4 runs the tests in four processes (default: 2; 0: in one, which a debugger needs).'
 
 quickstart: $(ENV)
 	.venv/bin/python tools/quickstart.py --seed $(SEED) $(ARGS)

@@ -74,7 +74,7 @@ NOT_RUN = {
     "megarl train @job.args --nnodes 2 --nproc-per-node 8 --executor ray --ray-address HEAD:6379": "needs a "
     "cluster; tests/nodes makes a small one",
     "ray job submit -- megarl train @/shared/job.args --nnodes 2 --nproc-per-node 8 --executor ray": "needs a "
-    "cluster with Ray's job server",
+    "cluster with Ray's job server; tests/nodes/test_ray_nodes.py runs the script below, which does the same",
     "tools/launch/ray_submit.sh --address http://127.0.0.1:8265 --nnodes 2 --nproc-per-node 8 -- @job.args": "the same",
     "megarl balance runs/sync": "tests/inspect/test_balance.py runs it on recorded rows",
     "(Pdb) import pdb; pdb.post_mortem(self._failure.__cause__.__traceback__)": "needs a role that raises; "
