@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import COMMON, Job, replace_flags
-from tests.e2e.test_resume import PPO, check_equal
+from tests.e2e.test_resume import check_equal
 from tests.launch import run
 
 
 TRAIN = ("-m", "megarl.cli", "train")
+PPO = ("--algorithm", "ppo", "--kl-mode", "reward", "--kl-coef", "0.05", "--critic-lr", "1e-2")
 
 
 def train(program: tuple[str, ...], data: Path, save: Path, *flags: str) -> Job:

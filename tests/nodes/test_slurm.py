@@ -105,6 +105,7 @@ def test_a_job_goes_on_after_another_has_taken_its_nodes(slurm):
     run = slurm.nodes.folder / "runs" / "a"
     job = submit(slurm, run, 10_000, "--partition", "low")
     wait_for_step(slurm, run, 2)
-    taking = slurm.submit(["--nodes", "2", "--exclusive", "--partition", "high", "--wrap", "sleep 5"])
+    quiet = ("--output", "/dev/null")
+    taking = slurm.submit(["--nodes", "2", "--exclusive", "--partition", "high", *quiet, "--wrap", "sleep 5"])
     slurm.wait(taking, "COMPLETED")
     check_goes_on(slurm, run, job)
