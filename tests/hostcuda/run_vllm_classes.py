@@ -100,7 +100,7 @@ def planted(folder: Path) -> list[str]:
     )
     only = {"qwen3": jobs.CONFIGS["qwen3"]}
     with patch.dict(TABLES, qwen3=wrong), patch.dict(jobs.CONFIGS, only, clear=True):
-        return run_trace.tables(folder)
+        return run_trace.tables(folder, every_rank=True)
 
 
 def main(folder: Path, platform: str) -> None:
@@ -114,7 +114,7 @@ def main(folder: Path, platform: str) -> None:
     run_trace.join_groups(run_trace.vllm_config(jobs.make_folder(folder / "experts_first", "qwen3_moe")))
     report = {"platform": current_platform.device_type, "traces": traces(folder)}
     if platform == "cuda":
-        report |= {"tables": run_trace.tables(folder), "planted": planted(folder)}
+        report |= {"tables": run_trace.tables(folder, every_rank=True), "planted": planted(folder)}
     (folder / "report.json").write_text(json.dumps(report))
 
 
