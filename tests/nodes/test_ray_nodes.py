@@ -6,7 +6,6 @@ The nodes are namespaces of this machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import secrets
@@ -109,20 +108,14 @@ def test_a_folder_that_is_not_shared_is_told_before_training(sums_data, shared):
         check_folder_is_told(nodes.log(0), nodes.folder / "runs" / "run")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("aiohttp_cors") is None, reason="Ray's job server is not installed: ray[default]"
-)
 @pytest.mark.parametrize("flags, code, said", [((), 0, "step=3/3"), (("--lr", "-1"), 2, "--lr")])
 def test_a_submitted_job_trains_in_the_cluster_and_its_output_and_outcome_come_back(
     flags, code, said, sums_data, shared
 ):
     with Nodes(2, shared) as nodes:
         run, files = copy_data(sums_data, nodes.folder)
-        common = [
-            *COMMON[: (given := COMMON.index("--nproc-per-node"))],
-            *COMMON[given + 2 :],
-        ]  # the script gives it
-        job = replace_flags([*common, *files, "--save", "runs/run"], [*flags])
+        at = COMMON.index("--nproc-per-node")  # which the script gives
+        job = replace_flags([*COMMON[:at], *COMMON[at + 2 :], *files, "--save", "runs/run"], [*flags])
         submit = [str(SUBMIT), "--address", "http://127.0.0.1:8265", "--folder", str(nodes.folder)]
         submit += ["--nnodes", "2", "--nproc-per-node", "1", "--", *job]
         start_cluster(nodes, submit, PYTHON=sys.executable, NODE_JOB_SERVER="true")
