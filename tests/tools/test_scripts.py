@@ -103,6 +103,12 @@ CASES = [
         json="OUT/out.json repeats",
     ),
     Case(
+        f"{BENCH}/bench_executors.py",
+        "--checkpoint MODEL --data DATA --turns 2 --steps-per-turn 2 --out OUT/r --json OUT/out.json",
+        says=r"(?m)^ray: step_s [\d.]+, [\d.]+ of torchrun",
+        json="OUT/out.json seconds_of_turns",
+    ),
+    Case(
         f"{BENCH}/bench_async.py",
         "--checkpoint MODEL --data DATA --recipes tail --only colocated --settings S=0,S=1-keep --steps 12 "
         "--repeats 1 --out OUT/r --json OUT/out.json",
