@@ -5,12 +5,13 @@
     make test-stress ARGS="--budget-s 3600"                   for an hour; called again, it continues
 
     quiet      nothing else is started
-    busy       three busy loops run at the same time
+    busy       three busy loops run at the same time, and the tests of three files
     one-core   all processes of the tests share one core
-    delayed    SIGINT and SIGTERM reach every process up to 300 ms late, at random (tools/delay_signals.c)
+    delayed    SIGINT and SIGTERM reach every process up to 300 ms late, at random (tools/delay_signals.c);
+               the tests of two files run at the same time
 
-The tests of a file run in one pytest process. build/stress/ holds state.json, the first failure of each test
-in each condition, and table.md. The exit code is 1 if a test has failed in any run in state.json. After a
+A dozen files run in one pytest. build/stress/ holds state.json, the first failure of each test in each
+condition, and table.md. The exit code is 1 if a test has failed in any run in state.json. After a
 fix, `--forget TEXT` removes the runs of tests whose name contains the text."""
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-CONDITIONS = ("quiet", "busy", "one-core", "delayed")
+CONDITIONS = {"quiet": 0, "busy": 3, "one-core": 0, "delayed": 2}
+"""Condition -> workers of pytest-xdist; 0: none."""
+FILES_AT_ONCE = 12
+"""Of a run: starting a pytest and importing what tests need takes 10 s of a core."""
 KINDS = ("signals", "deadlines", "children")
 """Kinds of tests by the names of tests/processes.py that they use. Tests of the first kind run first."""
 DELAY_MS = 300
@@ -77,10 +81,10 @@ def main(argv: list[str]) -> int:
             "depends on time."
         )
     deadline = time.monotonic() + options.budget_s if options.budget_s else float("inf")
-    for file, condition in what_to_run(files, state, options):
+    for chosen, condition in what_to_run(files, state, options):
         if time.monotonic() > deadline:
             break
-        run(file, files[file], condition, state, options.folder)
+        run([test for file in chosen for test in files[file]], condition, state, options.folder)
         state.write()
         (options.folder / "table.md").write_text(table(state))
     sys.stdout.write(table(state))
@@ -102,15 +106,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "tests", nargs="*", default=["tests"], help="files, folders or tests, as pytest takes them"
     )
     parser.add_argument("--runs", type=int, default=20, help="of each test in each condition")
-    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=[*CONDITIONS])
     parser.add_argument("--nightly", action="store_true", help="the nightly tests too")
     parser.add_argument("--budget-s", type=float, help="begin no run after so many seconds")
-    parser.add_argument(
-        "--at-once",
-        type=int,
-        default=5,
-        help="runs of a file in a condition before the next file has its turn",
-    )
     parser.add_argument(
         "--forget",
         nargs="+",
@@ -153,26 +151,31 @@ def pytest_collection_finish(session: object) -> None:
 
 def what_to_run(
     files: dict[str, list[str]], state: State, options: argparse.Namespace
-) -> Iterator[tuple[str, str]]:
-    """Yield file and condition of each remaining run: a few runs of all tests, then a few more."""
-    for up_to in [*range(options.at_once, options.runs, options.at_once), options.runs]:
-        for file, tests in files.items():
-            for condition in options.conditions:
-                done = min(len(state.runs(test, condition)) for test in tests)
-                yield from [(file, condition)] * (up_to - done)
+) -> Iterator[tuple[list[str], str]]:
+    """Yield files and condition of each remaining run: one of all files in all conditions, then another one."""
+    for number in range(options.runs):
+        for condition in options.conditions:
+            left = [
+                file
+                for file, tests in files.items()
+                if min(len(state.runs(test, condition)) for test in tests) <= number
+            ]
+            for at in range(0, len(left), FILES_AT_ONCE):
+                yield left[at : at + FILES_AT_ONCE], condition
 
 
-def run(file: str, tests: list[str], condition: str, state: State, folder: Path) -> None:
-    """Run the file's tests once."""
+def run(tests: list[str], condition: str, state: State, folder: Path) -> None:
+    """Run tests once."""
     load, start = os.getloadavg()[0], time.time()
     with (
         tempfile.TemporaryDirectory(prefix="stress-") as scratch,
         surroundings(condition, Path(scratch)) as env,
     ):
         report, output = Path(scratch) / "report.xml", Path(scratch) / "output"
+        workers = ["-n", str(CONDITIONS[condition]), "--dist", "loadfile"] if CONDITIONS[condition] else []
         with open(output, "wb") as out:
             process = subprocess.Popen(
-                [*PYTEST, "-m", "", f"--junitxml={report}", "--durations=0", *tests],
+                [*PYTEST, "-m", "", f"--junitxml={report}", *workers, *tests],
                 cwd=ROOT,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -188,7 +191,7 @@ def run(file: str, tests: list[str], condition: str, state: State, folder: Path)
         outcomes = read_report(report) if report.exists() else {}
         failed = []
         for test in tests:
-            outcome, seconds = outcomes.get(test.rpartition("::")[2], ("no report: pytest was ended", 0.0))
+            outcome, seconds = outcomes.get(test, ("no report: pytest was ended", 0.0))
             if outcome == "skipped":
                 outcome = "passed"
             if outcome != "passed":
@@ -198,8 +201,9 @@ def run(file: str, tests: list[str], condition: str, state: State, folder: Path)
                     first.write_bytes(output.read_bytes())
             state.add(test, condition, {"outcome": outcome, "seconds": seconds, "at": start, "load": load})
     sys.stdout.write(
-        f"{time.strftime('%H:%M:%S')} {condition:8} {file} {time.time() - start:.0f} s, load {load:.0f}: "
-        f"{', '.join(test.rpartition('::')[2] for test in failed) + ' FAILED' if failed else 'ok'}\n"
+        f"{time.strftime('%H:%M:%S')} {condition:8} {tests[0].partition('::')[0]} and others, {len(tests)} tests, "
+        f"{time.time() - start:.0f} s, load {load:.0f}: "
+        f"{', '.join(failed) + ' FAILED' if failed else 'ok'}\n"
     )
     sys.stdout.flush()
 
@@ -249,7 +253,7 @@ def surroundings(condition: str, scratch: Path) -> Iterator[dict[str, str]]:
 
 
 def read_report(report: Path) -> dict[str, tuple[str, float]]:
-    """Return test, without its file -> (outcome, seconds)."""
+    """Return test -> (outcome, seconds)."""
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         wrong = [child for child in case if child.tag in ("failure", "error")]
@@ -258,7 +262,8 @@ def read_report(report: Path) -> dict[str, tuple[str, float]]:
             if wrong and wrong[0].get("message")
             else (wrong[0].tag if wrong else "skipped" if case.find("skipped") is not None else "passed")
         )
-        found[case.get("name")] = outcome, float(case.get("time", 0.0))
+        file = case.get("classname").replace(".", "/") + ".py"
+        found[f"{file}::{case.get('name')}"] = outcome, float(case.get("time", 0.0))
     return found
 
 
