@@ -1,4 +1,5 @@
-"""Make what tests share once in a run of pytest, in whichever process of pytest-xdist asks first."""
+"""What test files share: things that are made once in a run of pytest, and cases of which the default suite
+runs some."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,18 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             made = json.dumps(make(folder))
             result.write_text(made)
     return json.loads(result.read_text())
+
+
+def with_nightly(cases: Iterable[tuple[str, ...]], quick: Iterable[tuple[str, ...]]) -> list:
+    """Return the cases for `parametrize`; those that are not in `quick` run nightly."""
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.nightly, id="-".join(case))
+        for case in cases
+    ]
+
+
+def selected_cases(request: pytest.FixtureRequest, *names: str) -> list[str]:
+    """Return the values of these parameters of the tests of this file that will run, each once: "family/layout"."""
+    of_file = (item for item in request.session.items if item.path == request.path)
+    found = (item.callspec.params for item in of_file if hasattr(item, "callspec"))
+    return [*dict.fromkeys("/".join(of[name] for name in names) for of in found if {*names} <= {*of})]

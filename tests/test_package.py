@@ -153,6 +153,7 @@ def test_kernels_are_installed_under_megarl_only(tmp_path):
     assert run_python(code, ROOT, PYTHONPATH=None, PYTHONSAFEPATH="1") == "megarl.kernels None"
 
 
+@pytest.mark.nightly
 def test_vllm_does_not_take_our_kernels_for_openai_s():
     """In the checkout, as workers start. The second answer is with the checkout on the path: the mistake that
     the first rules out."""

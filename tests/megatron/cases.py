@@ -40,6 +40,16 @@ LORA_LAYOUTS = {
     "critic": ("one", "tp2_sp"),
     "qwen3_moe": ("one", "tp2_sp_ep2"),
 }
+LORA_QUICK = [
+    ("qwen2_tied", layout)
+    for layout in ("one", "tp2_sp", "tp2_sp_stacked_sharded", "pp2_vpp2", "cp2", "dp2_sharded", "one_bf16")
+] + [
+    (family, layout)
+    for family, layouts in LORA_LAYOUTS.items()
+    if family != "qwen2_tied"
+    for layout in layouts
+]
+"""Cases of the default suite."""
 LORA = {
     "qwen2_tied": LoRAConfig(lora_rank=4, lora_alpha=8.0),
     "gemma3": LoRAConfig(lora_rank=4, lora_alpha=8.0),

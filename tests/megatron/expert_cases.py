@@ -66,6 +66,15 @@ REPLAY_CASES = [
     for source in REPLAYS
     if (layout, source) not in (("one", "policy"), ("ep2", "engine"))
 ]
+QUICK = [
+    *(
+        case
+        for case in CASES
+        if case[0] not in ("cp2_ep2", "tp2_sp_ep2_full") or case[1] != "global_aux_loss"
+    ),
+    *(case for case in REPLAY_CASES if case not in (("pp2_vpp2", "engine"), ("cp2_ep2", "policy"))),
+]
+"""Of the default suite: each loss and each source of a replay is in a layout of each kind."""
 
 
 def make_batch(vocab_size: int, count: int = 12) -> Batch:

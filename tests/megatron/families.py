@@ -204,6 +204,20 @@ _OTHERS = {
 }
 LAYOUTS = {name: _OTHERS.get(name, _DENSE) for name in CONFIGS}
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+EVERY_LAYOUT = ("qwen2", "gemma3", "qwen3_moe", "deepseek_v3")
+"""Families that the default suite tests in each of their layouts, the others in one rank and in the layout that splits
+most: how a layout splits is no matter of the family."""
+
+
+def _splits_most(layouts: tuple[str, ...]) -> str:
+    return next((layout for layout in ("tp2_sp_ep2", "tp2") if layout in layouts), layouts[-1])
+
+
+QUICK = [
+    (name, layout)
+    for name, layout in CASES
+    if name in EVERY_LAYOUT or layout in ("one", _splits_most(LAYOUTS[name]))
+]
 
 _LLAMA3_OF_MEGATRON = dict(
     rope_type="llama3",

@@ -1,7 +1,7 @@
 """Run under torchrun with 2 ranks: updates of a mixture of experts, with balancing losses and with replay, in
-every layout. Writes gradients as Hugging Face folders and metrics as JSON for test_experts.py.
+layouts. Writes gradients as Hugging Face folders and metrics as JSON for test_experts.py.
 
-    torchrun --nproc-per-node 2 tests/megatron/run_experts.py OUT_FOLDER
+    torchrun --nproc-per-node 2 tests/megatron/run_experts.py OUT_FOLDER one/none ep2/aux_loss ep2/policy
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from expert_cases import (
-    CASES,
+    BALANCES,
     COEFF,
     LAYOUTS,
     MAX_TOKENS,
-    REPLAY_CASES,
     TEMPERATURE,
     Z_COEFF,
     engine_choices,
@@ -203,11 +202,13 @@ def check_deepseek(out: Path, model: str) -> list[float]:
     return found
 
 
-def main(out: Path) -> None:
+def main(out: Path, *cases: str) -> None:
     join_world(60)
     create_groups(megatron_mesh((0,), ParallelConfig()))
-    report = {f"{name}/{balance}": check_balance(out / "model", name, balance) for name, balance in CASES}
-    report |= {f"{name}/{source}": check_replay(out / "model", name, source) for name, source in REPLAY_CASES}
+    report = {}
+    for case in cases:
+        name, _, what = case.partition("/")
+        report[case] = (check_balance if what in BALANCES else check_replay)(out / "model", name, what)
     if dist.get_rank() == 0:
         report |= {model: check_deepseek(out, model) for model in ("deepseek_v2", "deepseek_v3")}
     (out / f"report_{dist.get_rank()}.json").write_text(json.dumps(report))
@@ -215,4 +216,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

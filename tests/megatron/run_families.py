@@ -1,8 +1,7 @@
-"""Run under torchrun with 2 ranks: every family in every layout of families.py against transformers. Writes
-JSON reports and the folders of the round trips for test_families.py; names of families as arguments run those
-alone.
+"""Run under torchrun with 2 ranks: families in layouts of families.py against transformers. Writes
+JSON reports and the folders of the round trips for test_families.py.
 
-    torchrun --nproc-per-node 2 tests/megatron/run_families.py OUT_FOLDER [gemma3 ...]"""
+    torchrun --nproc-per-node 2 tests/megatron/run_families.py OUT_FOLDER gemma3/one gemma3/tp2"""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
-from families import CONFIGS, FAULTS, LAYOUTS, config
+from families import FAULTS, config
 
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
@@ -161,11 +160,13 @@ def logits_error(policy: Policy, micros: list[MicroBatch], batch: Batch, expecte
     )
 
 
-def main(out: Path, *only: str) -> None:
-    rank, report, names = int(os.environ["RANK"]), {}, only or tuple(CONFIGS)
-    for name in names[
-        rank :: int(os.environ["WORLD_SIZE"])
-    ]:  # before the world is there: in one, transformers writes on rank 0 only
+def main(out: Path, *cases: str) -> None:
+    layouts: dict[str, list[str]] = {}
+    for name, _, layout in (case.partition("/") for case in cases):
+        layouts.setdefault(name, []).append(layout)
+    rank, report, names = int(os.environ["RANK"]), {}, [*layouts]
+    # before the world is there: in one, transformers writes on rank 0 only
+    for name in names[rank :: int(os.environ["WORLD_SIZE"])]:
         make_folder(out / name, name)
     join_world(60)
     for mesh in MESHES.values():
@@ -173,7 +174,7 @@ def main(out: Path, *only: str) -> None:
     dist.barrier()
     for name in names:
         expected, batch = torch.load(out / name / "reference.pt"), make_batch(config(name).vocab_size)
-        for layout in LAYOUTS[name]:
+        for layout in layouts[name]:
             if rank not in MESHES[layout].ranks:
                 continue
             policy, atlases = build(out / name, layout)

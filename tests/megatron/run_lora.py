@@ -1,7 +1,7 @@
-"""Run under torchrun with 2 ranks: adapters in every layout. Writes JSON, gradients and weights for
+"""Run under torchrun with 2 ranks: adapters in layouts. Writes JSON, gradients and weights for
 test_lora.py.
 
-torchrun --nproc-per-node 2 tests/megatron/run_lora.py OUT_FOLDER
+torchrun --nproc-per-node 2 tests/megatron/run_lora.py OUT_FOLDER qwen2_tied/one qwen2_tied/tp2
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import LORA, LORA_LAYOUTS
+from cases import LORA
 from expert_cases import make_batch
 
 from megarl.batch import Batch, MicroBatch
@@ -348,7 +348,7 @@ def hf_log_probs(folder: Path, batch: Batch) -> dict[int, list[float]]:
     return outputs
 
 
-def main(out: Path) -> None:
+def main(out: Path, *cases: str) -> None:
     join_world(60)
     rank, report = dist.get_rank(), {}
     for mesh, _ in LAYOUTS.values():
@@ -361,7 +361,9 @@ def main(out: Path) -> None:
         batch.advantages = (
             batch.spread(torch.ones(len(batch))) + batch.advantages.abs()
         )  # of one sign: no difference of large numbers
-        for layout in LORA_LAYOUTS[family]:
+        for layout in (
+            layout for name, _, layout in (case.partition("/") for case in cases) if name == family
+        ):
             if rank in LAYOUTS[layout][0].ranks:
                 report[f"{family}/{layout}"] = Case(out, family, layout, batch).run()
         if rank == 0 and family in ("qwen2_tied", "gemma3"):
@@ -374,4 +376,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

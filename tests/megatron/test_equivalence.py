@@ -16,6 +16,7 @@ import pytest
 
 from tests.megatron.cases import run_ranks
 from tests.megatron.layouts import CASES, LAYOUTS, PLANTED, QUICK
+from tests.shared import selected_cases
 
 FP32 = dict(output=1e-5, loss=1e-6, grad_norm=1e-6, gradient=1e-5, weight=1e-4)
 """Loss and norm relative, `gradient` relative to the largest element of its parameter. Absolute: log-probs
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.timeout(1200)  # the first test waits for the job of th
 def reports(request, tmp_path_factory) -> list[dict]:
     """Of each rank, about all cases of this file that are to be tested, and the same in fp32."""
     out = tmp_path_factory.mktemp("equivalence")
-    wanted = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    wanted = selected_cases(request, "case")
     cases = dict.fromkeys(wanted + [case.replace("_bf16", "") for case in wanted])
     ranks = max(LAYOUTS[case.partition("/")[0]].ranks for case in cases)
     run_ranks("run_equivalence.py", out, ranks, *cases)

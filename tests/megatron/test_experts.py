@@ -18,12 +18,14 @@ from safetensors.torch import load_file
 
 from megarl.metrics import combine
 from tests.megatron.cases import run_ranks
+from tests.shared import selected_cases, with_nightly
 from tests.megatron.expert_cases import (
     CASES,
     COEFF,
     CONFIG,
     LAYOUTS,
     MAX_TOKENS,
+    QUICK,
     REPLAY_CASES,
     REPLAYS,
     TEMPERATURE,
@@ -35,7 +37,7 @@ from tests.megatron.expert_cases import (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(request, tmp_path_factory) -> Path:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     out = tmp_path_factory.mktemp("experts")
@@ -49,7 +51,8 @@ def folder(tmp_path_factory) -> Path:
         for layer in model.model.layers:
             layer.mlp.gate.weight.add_(torch.randn_like(layer.mlp.gate.weight) * 0.05)
     model.save_pretrained(out / "moved")
-    run_ranks("run_experts.py", out, 2)
+    cases = selected_cases(request, "layout", "balance") + selected_cases(request, "layout", "source")
+    run_ranks("run_experts.py", out, 2, *cases)
     return out
 
 
@@ -159,7 +162,7 @@ def exported_names(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     return out
 
 
-@pytest.mark.parametrize("layout, balance", CASES)
+@pytest.mark.parametrize("layout, balance", with_nightly(CASES, QUICK))
 def test_gradients_are_those_of_the_formula(folder, reference, layout, balance):
     """Failed with Megatron's factor (the tokens of one rank), without the sum over tensor-parallel ranks,
     with padding counted, and with the loss added in passes without gradients."""
@@ -192,7 +195,7 @@ def updates(folder: Path, layout: str, case: str) -> list[dict[str, float]]:
     return [combine(of_ranks) for of_ranks in zip(*reports, strict=True)]
 
 
-@pytest.mark.parametrize("layout, balance", CASES)
+@pytest.mark.parametrize("layout, balance", with_nightly(CASES, QUICK))
 def test_metrics_are_of_all_ranks_layers_and_tokens(folder, reference, layout, balance):
     first, second = updates(folder, layout, balance)
     logits = torch.cat(reference.logits, dim=1).detach()
@@ -235,7 +238,7 @@ def replayed(folder, reference) -> dict[str, Reference]:
     return {source: Reference(folder / "moved", given[source]) for source in REPLAYS}
 
 
-@pytest.mark.parametrize("layout, source", REPLAY_CASES)
+@pytest.mark.parametrize("layout, source", with_nightly(REPLAY_CASES, QUICK))
 def test_a_replay_has_the_experts_of_the_recording_and_the_weights_of_now(folder, replayed, layout, source):
     """Failed with the router's own choice in the update, with the layers of a stage counted from its first
     one, and with rows of another tensor-parallel rank."""

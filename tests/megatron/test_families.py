@@ -18,13 +18,20 @@ import torch
 from safetensors.torch import load_file
 
 from tests.megatron.cases import run_ranks
-from tests.megatron.families import CASES, CONFIGS, FAULTS
+from tests.megatron.families import CASES, CONFIGS, FAULTS, QUICK
+from tests.shared import selected_cases, with_nightly
+
+IN_LAYOUTS = pytest.mark.parametrize("family, layout", with_nightly(CASES, QUICK))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(request, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("families")
-    run_ranks("run_families.py", out, 2)
+    families = {case.partition("/")[0] for case in selected_cases(request, "family", "layout")}
+    families |= {*selected_cases(request, "family")}
+    ones = [f"{name}/one" for name in CONFIGS if name in families]
+    cases = dict.fromkeys(ones + selected_cases(request, "family", "layout"))
+    run_ranks("run_families.py", out, 2, *cases)
     return out
 
 
@@ -33,7 +40,7 @@ def reports(folder: Path) -> list[dict]:
     return [json.loads((folder / f"report_{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("family, layout", CASES)
+@IN_LAYOUTS
 def test_log_probs_equal_transformers(reports, family, layout):
     # fp32: observed <= 3.9e-6; a wrong rope, norm, head order or temperature is above 0.1.
     errors = [
@@ -57,7 +64,7 @@ def test_a_fault_shows(reports, family):
     assert [fault for fault, error in zip(FAULTS[family], errors, strict=True) if not error > 1e-3] == []
 
 
-@pytest.mark.parametrize("family, layout", CASES)
+@IN_LAYOUTS
 def test_hugging_face_round_trip_is_bit_equal(folder, family, layout):
     original, back = (
         load_file(folder / family / "model.safetensors"),

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.megatron.cases import LORA, LORA_LAYOUTS, run_ranks
+from tests.megatron.cases import LORA, LORA_LAYOUTS, LORA_QUICK, run_ranks
+from tests.shared import selected_cases, with_nightly
 
 CASES = [(family, layout) for family, layouts in LORA_LAYOUTS.items() for layout in layouts]
 SPLIT = [(family, layout) for family, layout in CASES if layout not in ("one", "one_bf16")]
@@ -22,10 +23,18 @@ REFERENCES = ("qwen2_tied", "gemma3")  # families that transformers computes too
 ADAPTER = "adapter_model.safetensors"
 
 
+def in_layouts(cases: list[tuple[str, str]]):
+    return pytest.mark.parametrize("family, layout", with_nightly(cases, LORA_QUICK))
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(request, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("lora")
-    run_ranks("run_lora.py", out, 2)
+    ones = [f"{family}/one" for family in LORA_LAYOUTS]
+    bf16 = ["qwen2_tied/one_bf16"]
+    run_ranks(
+        "run_lora.py", out, 2, *dict.fromkeys(ones + bf16 + selected_cases(request, "family", "layout"))
+    )
     return out
 
 
@@ -79,14 +88,12 @@ def test_log_probs_loss_and_gradients_equal_transformers_with_lora(folder, repor
     )
 
 
-@pytest.mark.parametrize(
-    "family, layout", [case for case in CASES if case[0] in REFERENCES and case[1] != "one_bf16"]
-)
+@in_layouts([case for case in CASES if case[0] in REFERENCES and case[1] != "one_bf16"])
 def test_adapters_off_is_the_model_that_training_started_from(reports, family, layout):
     assert distance(outputs(of_case(reports, family, layout), "outputs_off"), reports[0][family]) <= 1e-5
 
 
-@pytest.mark.parametrize("family, layout", SPLIT)
+@in_layouts(SPLIT)
 def test_outputs_losses_and_gradient_norms_equal_one_rank(reports, family, layout):
     one, split = of_case(reports, family, "one"), of_case(reports, family, layout)
     assert distance(outputs(split), outputs(one)) <= 1e-5
@@ -97,13 +104,13 @@ def test_outputs_losses_and_gradient_norms_equal_one_rank(reports, family, layou
     assert totals(split, f"{prefix}/grad_norm") == pytest.approx(totals(one, f"{prefix}/grad_norm"), rel=1e-6)
 
 
-@pytest.mark.parametrize("family, layout", [case for case in SPLIT if not case[1].endswith("_sharded")])
+@in_layouts([case for case in SPLIT if not case[1].endswith("_sharded")])
 def test_adapter_gradients_equal_one_rank(folder, family, layout):
     wanted, got = (load_file(folder / f"{family}_{name}_grads" / ADAPTER) for name in ("one", layout))
     assert worst(got, wanted) <= 1e-5
 
 
-@pytest.mark.parametrize("family, layout", SPLIT)
+@in_layouts(SPLIT)
 def test_weights_after_two_updates_equal_one_rank(folder, family, layout):
     """Adapters, and what an engine would get. A learning rate of 1e-2 moves an element by up to 2e-2."""
     for name, file in (("updated", ADAPTER), ("merged", "model.safetensors")):
@@ -112,7 +119,7 @@ def test_weights_after_two_updates_equal_one_rank(folder, family, layout):
         assert max((got[key] - wanted[key]).abs().max().item() for key in wanted) <= 1e-4
 
 
-@pytest.mark.parametrize("family, layout", CASES)
+@in_layouts(CASES)
 def test_base_weights_keep_their_bits_and_cost_no_gradients(reports, family, layout):
     for part in of_case(reports, family, layout):
         assert part["changed"] == [] and part["unchanged"] == []
@@ -127,7 +134,7 @@ def test_base_weights_keep_their_bits_and_cost_no_gradients(reports, family, lay
         )  # the fused loss leaves out the product for a frozen output layer
 
 
-@pytest.mark.parametrize("family, layout", CASES)
+@in_layouts(CASES)
 def test_the_peft_export_added_by_hand_is_the_merged_export(folder, family, layout):
     """W + (alpha / r) B A of the files, in fp32 and rounded once: bit-equal in bf16 but for ties, in fp32 to
     the sum's order."""

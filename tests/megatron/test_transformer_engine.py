@@ -129,9 +129,8 @@ print(specs.HAVE_TE, optimizer.USING_PYTORCH_OPTIMIZER)
 """
 
 
-@pytest.mark.parametrize(
-    "broken", ["transformer_engine/pytorch", pytest.param("transformer_engine", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("broken", ["transformer_engine/pytorch", "transformer_engine"])
 def test_megatron_imports_beside_a_broken_build(tmp_path, broken):
     """Megatron's own question catches ImportError only, and its parts ask for different modules."""
     for folder in ("transformer_engine", "transformer_engine/pytorch"):

@@ -79,7 +79,7 @@ SCENARIOS = st.builds(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(SCENARIOS)
 def test_no_token_is_too_old_and_no_prompt_is_lost(scenario):
     SimulatedRun(scenario).run()

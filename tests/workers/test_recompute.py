@@ -8,6 +8,7 @@ rounding of fp32: 1e4 has a unit in the last place of 1e-3."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import threading
@@ -132,16 +133,29 @@ ALGORITHMS = [
     ),
     *(REGISTRY[name](**kl) for name in NEW for kl in KLS),
 ]
+LEVELS = ((0.0, 1.0), (1e4, 1e-2), (-300.0, 50.0), (0.1, 0.0))
+"""Of the rewards, and how far they spread."""
 
 
-@pytest.mark.parametrize(
-    "algorithm", ALGORITHMS, ids=lambda a: f"{type(a).__name__}-{a.kl_mode}-{a.kl_estimator}"
-)
-def test_what_the_algorithm_computes_is_accepted(algorithm, monkeypatch):
+def describe(algorithm: Algorithm) -> str:
+    return f"{type(algorithm).__name__}-{algorithm.kl_mode}-{algorithm.kl_estimator}"
+
+
+@pytest.mark.parametrize("index", range(len(ALGORITHMS)), ids=[describe(one) for one in ALGORITHMS])
+def test_what_the_algorithm_computes_is_accepted(index, monkeypatch):
+    """Every level with every number of ranks, over the algorithms."""
     monkeypatch.setattr(recompute, "NUM_TOKENS", 10**6)
     for seed in range(4):
-        for level, spread in ((0.0, 1.0), (1e4, 1e-2), (-300.0, 50.0), (0.1, 0.0)):
-            assert step(algorithm, make_ranks(algorithm, seed, seed % 3 + 1, level, spread)) == []
+        level, spread = LEVELS[(index + seed) % 4]
+        assert step(ALGORITHMS[index], make_ranks(ALGORITHMS[index], seed, seed % 3 + 1, level, spread)) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=describe)
+def test_it_is_accepted_at_every_level(algorithm, monkeypatch):
+    monkeypatch.setattr(recompute, "NUM_TOKENS", 10**6)
+    for seed, (level, spread) in itertools.product(range(4), LEVELS):
+        assert step(algorithm, make_ranks(algorithm, seed, seed % 3 + 1, level, spread)) == []
 
 
 def reverse_rows(rank):
