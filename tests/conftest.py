@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -162,20 +163,25 @@ def pytest_collection_finish() -> None:
 JOBS = {CHECKOUT / "tests" / name for name in ("docs", "e2e", "faults")}
 """Folders whose tests run whole jobs."""
 TIERS = ("e2e", "dist", "unit")
+WITHOUT_SERVER = [CHECKOUT / "tests" / name for name in ("faults/test_faults.py", "runtime/test_contract.py")]
+"""Files whose processes start anew: the first ones, while the server that the others fork from is not ready."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test with its tier, and those that start processes, send signals or depend on time.
 
-    Files of whole jobs come first, so that no worker of pytest-xdist is left alone with them at the end."""
+    Files of whole jobs come before others, so that no worker of pytest-xdist is left alone with them at the end."""
     from tests.processes import kind_of
 
     longest: dict[Path, int] = {}
     for item in items:
+        but_one_in = item.get_closest_marker("nightly_but_one_in")
+        if but_one_in and zlib.crc32(item.name.encode()) % but_one_in.args[0]:
+            item.add_marker("nightly")
         kind = kind_of(item.path, getattr(item, "originalname", item.name))
         if kind is not None and item.get_closest_marker("processes") is None:
             item.add_marker(pytest.mark.processes(kind))
         tier = "unit" if kind is None else "e2e" if JOBS & {*item.path.parents} else "dist"
         item.add_marker(tier)
         longest[item.path] = min(longest.get(item.path, len(TIERS)), TIERS.index(tier))
-    items.sort(key=lambda item: longest[item.path])
+    items.sort(key=lambda item: (item.path not in WITHOUT_SERVER, longest[item.path]))

@@ -273,6 +273,7 @@ def take(inputs, index):
     return LossInputs(**{n: v[index] if isinstance(v, torch.Tensor) else v for n, v in fields.items()})
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss_and_gradient_equal_the_papers_formulas(loss, correction):

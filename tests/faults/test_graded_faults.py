@@ -1,8 +1,8 @@
 """Faults of growing size between a real trainer and a real engine: which the log-prob gate catches within one
 step of 128 responses.
 
-    pytest tests/faults/test_graded_faults.py                         15 s, some faults on a model that is fine-tuned here
-    pytest tests/faults/test_graded_faults.py -m "" --write-table     20 minutes, every fault on the quickstart's models
+    pytest tests/faults/test_graded_faults.py -m nightly -k percent     15 s, some faults on a model that is fine-tuned here
+    pytest tests/faults/test_graded_faults.py -m "" --write-table       20 minutes, every fault on the quickstart's models
 
 A model with random weights would hide faults, as its distributions are flat whatever its weights are."""
 
@@ -67,6 +67,7 @@ def warm_model(sums_data, sums_paths, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_faults_of_a_percent_are_caught_and_rounding_is_not(sums_data, warm_model, tmp_path):
     healthy, *faulty = grade("few", warm_model, sums_data / "train.jsonl", tmp_path / "few.jsonl")
     assert (

@@ -163,7 +163,6 @@ FAULTS = [
         "one engine of two goes on with its old weights",
         "GateError: engine 1 of rollout, weights of version 1, canaries: trainer and engine disagree",
         (*ASYNCHRONOUS, "--no-reshard-alias"),
-        quick=True,
     ),
     SilentFault(
         "a_canary_skipped",

@@ -74,6 +74,7 @@ def run(function, hidden, weight, scale=1.0):
     return out, hidden.grad, weight.grad
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(
     "num_tokens, num_hidden, vocab_size, num_columns, shift, temperature",

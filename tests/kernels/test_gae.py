@@ -59,6 +59,7 @@ def with_discounts(share_masked):
         yield pytest.param(share_masked, *discounts, marks=[pytest.mark.nightly] * extra)
 
 
+@pytest.mark.nightly_but_one_in(2)
 @pytest.mark.parametrize(
     "share_masked, gamma, gae_lambda", [case for share in (0.0, 0.3, 1.0) for case in with_discounts(share)]
 )

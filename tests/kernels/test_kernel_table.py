@@ -42,6 +42,7 @@ def test_the_committed_table_is_the_computed_one(tmp_path):
     assert check(tmp_path) == (0, "")
 
 
+@pytest.mark.nightly
 def test_rows_of_quick_kernels_are_the_computed_ones(tmp_path):
     assert check(tmp_path, "--only", "kl k3") == (0, "")
 

@@ -42,6 +42,7 @@ def run(function, hidden, weight, cotangents):
     return *(output.detach() for output in outputs), hidden.grad, weight.grad
 
 
+@pytest.mark.nightly_but_one_in(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "shape, temperature, shift",

@@ -47,7 +47,9 @@ def peak_bytes(function, num_tokens, dtype):
     return memory.peak
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str
+)
 @pytest.mark.parametrize("function", [fused, recomputed])
 def test_no_logits_of_all_tokens(monkeypatch, kernels, function, dtype):
     monkeypatch.setattr(linear_head, "_CHUNK_ELEMENTS_CPU", 1)

@@ -62,6 +62,7 @@ def assert_at_most_twice_the_error(actual, torch_result, expected, slack):
     )
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("temperature, shift", [(1.0, 0.0), (0.7, 0.0), (1.0, -120.0), (2.5, 80.0)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

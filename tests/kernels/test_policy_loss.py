@@ -93,6 +93,7 @@ def test_loss_and_gradient_against_fp64(kernels, options, num_tokens):
     assert (gradient[weights == 0] == 0).all()
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("kl", [*itertools.product(get_args(KLEstimator), (False, True)), None], ids=str)
 @pytest.mark.parametrize("kind", ["dual", "cispo"])
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def test_the_shapes_have_the_published_number_of_parameters(name):
     assert {folder.parent.name for folder in MODELS.glob("*/config.json")} == PARAMETERS.keys()
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize(
     "recipe",
     [

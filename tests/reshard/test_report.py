@@ -64,6 +64,7 @@ def output(capsys, *argv: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_real_sizes_are_planned(model):
     """0.05 s for 7B, 2 s for 128 experts; a plan that compares every piece with every other would run into
     the suite's deadline."""

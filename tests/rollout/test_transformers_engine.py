@@ -122,6 +122,7 @@ def engine(folders) -> TransformersEngine:
 # ------------------------------------------------------------------ log-probs and draws
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_those_of_transformers(family, tmp_path):
     """More requests than rows, so that requests enter while others run and rows are moved."""
@@ -380,6 +381,7 @@ def test_an_engine_in_a_process_of_its_own(world, folders, models, engine, asked
     outside.shutdown()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_an_engine_that_may_leave_is_replaced_and_its_tokens_are_known(
     world, folders, engine, asked, monkeypatch

@@ -113,7 +113,9 @@ def main(folder: str, started_by: str = "", ends: str = "") -> int:
         import ray
 
         ray.init(address="local", num_cpus=WORLD_SIZE, include_dashboard=False, logging_level="error")
-    on_own_ranks(Path(folder), ray_ranks if started_by == "ray" else local_ranks, ends.split(","))
+    on_own_ranks(
+        Path(folder), ray_ranks if started_by == "ray" else local_ranks, ends.split(",") if ends else ()
+    )
     return 0
 
 

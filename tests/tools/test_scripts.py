@@ -226,11 +226,10 @@ def test_no_script_is_forgotten():
 def test_scripts_of_the_tests_are_started_by_tests():
     """What has a `__main__` under tests/ is a process of some test."""
     texts = {path: path.read_text() for path in scripts("tests")}
+    words = {path: {*re.findall(r"\w+", text)} for path, text in texts.items()}
     for path, text in texts.items():
         if "\nif __name__ == " in text:
-            users = [
-                other for other in texts if other != path and re.search(rf"\b{path.stem}\b", texts[other])
-            ]
+            users = [other for other in texts if other != path and path.stem in words[other]]
             assert users, f"no test starts {path.relative_to(ROOT)}"
 
 
