@@ -138,7 +138,11 @@ def serve(server: socket.socket, until: int) -> Request | None:
                 return None
             if key.data == "server":
                 connection, _ = server.accept()
-                request = receive(connection)
+                try:
+                    request = receive(connection)
+                except ConnectionError:  # a test has killed the client
+                    connection.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     selector.close()
@@ -153,7 +157,8 @@ def serve(server: socket.socket, until: int) -> Request | None:
                 children[connection] = pid, os.pidfd_open(pid)
                 selector.register(connection, selectors.EVENT_READ, connection)
                 selector.register(children[connection][1], selectors.EVENT_READ, connection)
-                connection.sendall(b"%d\n" % pid)
+                with contextlib.suppress(ConnectionError):  # if the client has ended, its child ends next
+                    connection.sendall(b"%d\n" % pid)
             elif key.data in children:  # the child has ended, or its client has: then the child ends too
                 pid, pidfd = children.pop(key.data)
                 if key.fileobj is key.data:
@@ -178,15 +183,20 @@ def _kill_group(pid: int) -> None:
 
 
 def receive(connection: socket.socket) -> Request:
-    """Return the request of a client, with its open files."""
+    """Return the request of a client, with its open files. Raises: ConnectionError if the client ends before it has
+    said everything."""
     files = array.array("i")
     data, ancillary, _, _ = connection.recvmsg(1 << 16, socket.CMSG_SPACE(MAX_FILES * files.itemsize))
     for _, _, content in ancillary:
         files.frombytes(content)
-    size, _, data = data.partition(b"\n")
-    while len(data) < int(size):
-        data += connection.recv(1 << 20)
-    return Request(*json.loads(data), files.tolist())
+    size, _, more = data.partition(b"\n")
+    while data and len(more) < int(size):
+        more += (data := connection.recv(1 << 20))
+    if not data:
+        for file in files:
+            os.close(file)
+        raise ConnectionError("the client has ended")
+    return Request(*json.loads(more), files.tolist())
 
 
 def end_with(function: Callable[[Request], None], request: Request) -> None:

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +69,18 @@ def test_signals_arrive(preloaded, signum, tmp_path):
     assert process.stdout.readline() == "up\n"
     process.send_signal(signum)
     assert process.wait(30) == 40 + signum
+
+
+@pytest.mark.parametrize("said", [b"", b"100\n", b'100\n[["-c", "pass'])
+def test_a_client_that_is_killed_while_it_asks_ends_nothing_else(said):
+    path = Path(preloaded_python()).with_name("socket")
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        client.sendall(said)
+    assert run("-c", "print('up')", timeout=60, preloaded=True).stdout == "up\n"
 
 
 def test_what_multiprocessing_spawns_is_preloaded_where_it_may_be():
