@@ -259,9 +259,11 @@ ON_FOUR_RANKS = ("tp2_sp_dp2_do", "cp2_pp2_vpp2_full", "tp2_sp_ep2_etp2_do")
 """Layouts of four ranks that the default suite tests: every dimension is in one of them."""
 COVERED = {
     "tp2": "tp2_one_key",
+    "tp2_sp_stacked": "tp2_sp, and tp2_sp_stacked_sharded of test_lora.py",
     "tp2_sp_full": "test_experts.py's tp2_sp_ep2_full",
     "tp2_sp_selective": "tp2_sp_selective_gemma3",
     "tp2_sp_tied": "tp2_sp and pp2_tied",
+    "cp2_gemma3": "cp2 and tp2_sp_selective_gemma3",
     "pp2": "pp2_tied",
     "pp2_vpp2_full": "cp2_pp2_vpp2_full",
     "pp2_vpp2_do_bf16": "pp2_vpp2 and dp2_do_bf16",
@@ -275,7 +277,8 @@ QUICK = [
     for layout, _, kind in [case.partition("/")]
     if layout not in LONG_TAIL
     and layout not in COVERED
-    and case != "dp2_do/actor/packed"  # dp2_do_overlap has it, and the critic is tested
+    # dp2_do_overlap and tp2_sp_ep2 have the same, and the critics are tested
+    and case not in ("dp2_do/actor/packed", "ep2/actor/packed")
     and (LAYOUTS[layout].ranks <= 2 or layout in ON_FOUR_RANKS)
     and (kind == "actor/packed" or kind == "critic/single" and layout in CRITICS)
 ]
