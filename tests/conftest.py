@@ -164,7 +164,7 @@ JOBS = {CHECKOUT / "tests" / name for name in ("docs", "e2e", "faults")}
 """Folders whose tests run whole jobs."""
 TIERS = ("e2e", "dist", "unit")
 WITHOUT_SERVER = [CHECKOUT / "tests" / name for name in ("faults/test_faults.py", "runtime/test_contract.py")]
-"""Files whose processes start anew: the first ones, while the server that the others fork from is not ready."""
+"""Test files that start processes instead of forking them. They run first, while the fork server still imports."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

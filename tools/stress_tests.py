@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONDITIONS = {"quiet": 0, "busy": 3, "one-core": 0, "delayed": 2}
 """Condition -> workers of pytest-xdist; 0: none."""
 FILES_AT_ONCE = 12
-"""Of a run: starting a pytest and importing what tests need takes 10 s of a core."""
+"""Test files per pytest process: to start one and import what tests need takes 10 s of a core."""
 KINDS = ("signals", "deadlines", "children")
 """Kinds of tests by the names of tests/processes.py that they use. Tests of the first kind run first."""
 DELAY_MS = 300
@@ -165,7 +165,7 @@ def what_to_run(
 
 
 def run(tests: list[str], condition: str, state: State, folder: Path) -> None:
-    """Run tests once."""
+    """Run these tests once in a condition, and add their outcomes to the state."""
     load, start = os.getloadavg()[0], time.time()
     with (
         tempfile.TemporaryDirectory(prefix="stress-") as scratch,

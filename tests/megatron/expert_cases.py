@@ -74,7 +74,7 @@ QUICK = [
     ),
     *(case for case in REPLAY_CASES if case not in (("pp2_vpp2", "engine"), ("cp2_ep2", "policy"))),
 ]
-"""Of the default suite: each loss and each source of a replay is in a layout of each kind."""
+"""Cases of the default suite. The others run nightly: their losses and sources of a replay are in other layouts here."""
 
 
 def make_batch(vocab_size: int, count: int = 12) -> Batch:

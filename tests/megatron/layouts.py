@@ -270,7 +270,7 @@ COVERED = {
     "ep2_mixtral": "ep2, and the family in tp2_sp_ep2 in test_families.py",
     "ep2_latents": "tp2_sp_ep2_latents and cp2_latents",
 }
-"""Layouts of two ranks that the default suite leaves out -> those that have all that they have."""
+"""Layouts of two ranks that run nightly only -> tests of the default suite that cover the same features."""
 QUICK = [
     case
     for case in CASES

@@ -134,7 +134,7 @@ ALGORITHMS = [
     *(REGISTRY[name](**kl) for name in NEW for kl in KLS),
 ]
 LEVELS = ((0.0, 1.0), (1e4, 1e-2), (-300.0, 50.0), (0.1, 0.0))
-"""Of the rewards, and how far they spread."""
+"""Mean of the rewards, and how far they spread around it."""
 
 
 def describe(algorithm: Algorithm) -> str:
