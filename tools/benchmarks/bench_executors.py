@@ -124,9 +124,7 @@ class Job:
 
     def end(self) -> None:
         self.signal(signal.SIGCONT)
-        while self._process.poll() is None:
-            self._process.wait(STEP_LIMIT_S)
-        if self._process.returncode:
+        if self._process.wait(STEP_LIMIT_S):
             raise SystemExit(f"{self.name}: exit code {self._process.returncode}, see {self._log}")
 
     def seconds_of_turns(self, steps_per_turn: int) -> list[float]:
