@@ -4,7 +4,10 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
+
+MEETING = threading.Barrier(12)
 
 
 class Env:
@@ -43,21 +46,25 @@ class Env:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 time.sleep(600)
-            case "slow":
-                time.sleep(0.3)
+            case "meet":
+                MEETING.wait(15.0)
             case "secret":
                 raise RuntimeError(f"secret {os.environ.get('MEGARL_JOB_SECRET')}")
 
 
 class Async:
-    """The same with coroutines, which wait in one event loop."""
+    """Waits in `step` until twelve episodes do, as coroutines of one event loop."""
+
+    num_waiting = 0
 
     async def reset(self, row):
         await asyncio.sleep(0.01)
         return [{"role": "user", "content": "start"}]
 
     async def step(self, text):
-        await asyncio.sleep(0.3)
+        Async.num_waiting += 1
+        while Async.num_waiting < MEETING.parties:
+            await asyncio.sleep(0.01)
         return [], 1.0, True
 
 

@@ -125,16 +125,15 @@ def test_a_hanging_call_leaves_the_others_of_its_process_alone():
         assert old._process.returncode is not None and old not in environments._processes
 
 
-@pytest.mark.parametrize("name, what", [("Async", "plain"), ("Env", "slow")])
-def test_slow_calls_of_one_process_overlap(name, what):
+@pytest.mark.parametrize("name", ["Async", "Env"])
+def test_slow_calls_of_one_process_overlap(name):
+    """No call returns before all twelve have begun."""
     with pool(name) as environments:
-        episodes = [environments.open({"what": what}) for _ in range(12)]
+        episodes = [environments.open({"what": "meet"}) for _ in range(12)]
         wait_for(environments, 12)
         if name == "Env":
             steps(environments, episodes)
-        started = time.monotonic()
         assert not any(reply.failure for reply in steps(environments, episodes).values())
-        assert time.monotonic() - started < 2.0  # 12 x 0.3 s one after another
 
 
 def test_a_row_has_the_environment_that_its_data_source_names():

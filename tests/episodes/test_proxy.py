@@ -121,9 +121,8 @@ def test_a_key_is_good_for_its_open_episode_only(server):
     assert server.post(ask(HI), other)[0] == 401 and server.post(ask(HI))[0] == 200
     server.delay_s, waiting = None, server.proxy.open(2)
     threading.Timer(0.3, server.proxy.close, (2,)).start()
-    started = time.monotonic()
-    status, body = server.post(ask(HI), waiting)
-    assert (status, body["error"]["code"]) == (400, "episode_ended") and time.monotonic() - started < 3
+    status, body = server.post(ask(HI), waiting)  # which the server itself never answers
+    assert (status, body["error"]["code"]) == (400, "episode_ended")
 
 
 RETRY = {"x-stainless-retry-count": "1"}

@@ -90,7 +90,7 @@ def check_steps_wait(report: dict) -> None:
     """A step returns before the request is finished, and one with nothing to report waits a moment."""
     told = report["steps"]
     assert told["number"] > 4
-    assert told["still"] < 35 and told["cpu"] < 0.1  # steps, and CPU seconds, in 0.3 s
+    assert told["still"] < 35 and told["cpu"] < 0.2  # steps, and CPU seconds, in 0.3 s
 
 
 def check_group_shares(report: dict) -> None:

@@ -9,11 +9,9 @@ import hashlib
 import json
 import os
 import signal
-import statistics
 import sys
 import time
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,12 +110,8 @@ def healthy(executor, folder: Path) -> None:
         for d in doubled
     ]
     num_keys = executor._mailbox._store.num_keys()
-    times = []
     for _ in range(300):
-        start = time.perf_counter()
         actor.echo().result()
-        times.append(time.perf_counter() - start)
-    seen["round_trip_ms"] = statistics.median(times) * 1e3
     seen["new_keys"] = executor._mailbox._store.num_keys() - num_keys
     (folder / "seen.json").write_text(json.dumps(seen))
 
@@ -219,18 +213,16 @@ def flows(executor, folder: Path) -> None:
     meshes = {role: SimpleNamespace(ranks=tuple(ranks)) for role, ranks in RANKS.items()}
     seen = {}
 
-    def timed(flow: Flow, host: FlowHost) -> tuple[float, Scheduler, dict]:
-        scheduler, start = Scheduler(executor, meshes, host), time.monotonic()
+    def ran(flow: Flow, host: FlowHost) -> tuple[Scheduler, dict]:
+        scheduler = Scheduler(executor, meshes, host)
         results = scheduler.run(flow)
         for result in results.values():
             if not result.node.background:
                 result.result()
-        return time.monotonic() - start, scheduler, results
+        return scheduler, results
 
     one_second = {"left.sleep": (1.0,), "right.sleep": (1.0,)}
-    seen["overlap_run_s"], scheduler, _ = timed(
-        flow_of("left.sleep:>", "right.sleep:>"), FlowHost(one_second)
-    )
+    scheduler, _ = ran(flow_of("left.sleep:>", "right.sleep:>"), FlowHost(one_second))
     left, right = (
         next(r for r in scheduler.timeline.records if r.name == name)
         for name in ("left.sleep", "right.sleep")
@@ -241,46 +233,25 @@ def flows(executor, folder: Path) -> None:
         "left.sleep:>", "right.sleep.first:>value", "actor.sleep:value>", "right.sleep.second:value>"
     )
     lengths = {"left.sleep": (0.4,), "right.first": (0.1,), "right.second": (0.1,), "actor.sleep": (0.1,)}
-    _, scheduler, _ = timed(flow, FlowHost(lengths))
+    scheduler, _ = ran(flow, FlowHost(lengths))
     records = sorted(scheduler.timeline.records, key=lambda record: record.started)
     seen["order"] = {rank: [record.name for record in records if rank in record.ranks] for rank in (0, 1)}
 
     flow = flow_of("left.echo:>a", "left.note:a>", "right.sleep:a>")
     flow = Flow(replace(node, background=node.role == "right") for node in flow.nodes)
-    seen["background_run_s"], scheduler, _ = timed(flow, FlowHost({"left.note": (1,), "right.sleep": (0.5,)}))
-    start = time.monotonic()
+    scheduler, results = ran(flow, FlowHost({"left.note": (1,), "right.sleep": (1.0,)}))
+    seen["background_node_ended_after_the_run"] = not results["right.sleep"].done()
     scheduler.close()
-    seen["closed_s"] = time.monotonic() - start
+    seen["and_before_close_returned"] = results["right.sleep"].done()
 
     flow = flow_of("left.echo:>a", "right.echo:a>b", "actor.echo:b>")
-    _, _, results = timed(flow, FlowHost({}, skipped=("right.echo",)))
+    _, results = ran(flow, FlowHost({}, skipped=("right.echo",)))
     seen["skipped"] = [node.name for node in flow.nodes if node.name not in results]
     seen["subset"] = executor.call_on([1], "actor", "echo", "only rank 1").result()
 
-    flow = flow_of(
-        "left.echo.0:>c0",
-        *(f"{('left', 'right', 'actor')[i % 3]}.echo.{i}:c{i - 1}>c{i}" for i in range(1, 10)),
-    )
-    scheduler, per_step, by_hand = Scheduler(executor, meshes, FlowHost({})), [], []
-    for _ in range(100):
-        start = time.perf_counter()
-        scheduler.run(flow)
-        scheduler.close()
-        per_step.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        last = executor.call(flow.nodes[0].role, "echo")
-        for before, node in pairwise(flow.nodes):
-            if not {*RANKS[node.role]} <= {*RANKS[before.role]}:
-                last.result()  # it reads what other ranks write
-            last = executor.call(node.role, "echo")
-        last.result()
-        by_hand.append(time.perf_counter() - start)
-    seen["per_step_ms"], seen["by_hand_ms"] = (
-        statistics.median(times) * 1e3 for times in (per_step, by_hand)
-    )
     (folder / "seen.json").write_text(json.dumps(seen))
     executor.label = "step 7"
-    timed(flow_of("left.echo:>a", "actor.update:a>"), FlowHost({"actor.update": (1,)}))
+    ran(flow_of("left.echo:>a", "actor.update:a>"), FlowHost({"actor.update": (1,)}))
 
 
 def dies(executor, folder: Path) -> None:

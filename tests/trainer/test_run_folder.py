@@ -77,7 +77,7 @@ def test_everything_recorded_can_be_read_back(tmp_path):
     )
     assert lines[1]["policy/loss"] is None and lines[1]["policy/grad_norm"] is None
     assert lines[1]["nonfinite"] == {"policy/loss": "nan", "policy/grad_norm": "inf"}
-    assert 0.05 <= lines[1]["time/step_s"] < 5.0
+    assert lines[1]["time/step_s"] >= 0.05
     assert lines[1]["throughput/tokens_per_s"] == pytest.approx(1000 / lines[1]["time/step_s"])
 
     assert [

@@ -8,6 +8,7 @@ and calls on one rank run in the order issued. With real processes: test_flow_jo
 import json
 import random
 import statistics
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -426,8 +427,8 @@ def test_the_timeline_has_a_line_per_rank(tmp_path):
 
 
 def test_the_scheduler_costs_little():
-    """A step of PPO, 12 nodes, on three meshes and a machine that costs nothing. 0.6 ms on a quiet core; the
-    limit is 2 ms for 10 nodes."""
+    """A step of PPO, 12 nodes, on three meshes. Counted in calls of functions, which are the same on every
+    machine: 2,400, which take 0.6 ms on a quiet core."""
     actor, critic, reference, reward, judge = symbolic_roles("actor critic reference reward reward_model")
     gae = SimpleNamespace(
         advantage_reads=("rewards", "old_log_probs", "ref_log_probs", "values"),
@@ -445,16 +446,15 @@ def test_the_scheduler_costs_little():
         "reward_model": Mesh((3,)),
     }
     machine = Machine(meshes)
-    scheduler, times = (
-        Scheduler(machine, meshes, Host(machine, driver_columns=("rewards", "scores", "lengths"))),
-        [],
-    )
-    for _ in range(50):
-        start = time.process_time()
+    scheduler = Scheduler(machine, meshes, Host(machine, driver_columns=("rewards", "scores", "lengths")))
+    counts = []
+    for _ in range(3):
+        calls = []
+        sys.setprofile(lambda frame, event, _, calls=calls: calls.append(frame) if event == "call" else None)
         scheduler.run(flow)
-        times.append(time.process_time() - start)
-    assert statistics.median(times) < 2e-3, f"{statistics.median(times) * 1e3:.2f} ms"
-    print(f"{statistics.median(times) * 1e3:.2f} ms")
+        sys.setprofile(None)
+        counts.append(len(calls))
+    assert counts[2] < 4000 and counts[2] <= 1.1 * counts[1], counts  # no more than in the step before
 
 
 # In parts, as a loop of one's own runs a step: until the rewards are there, then the rest.
