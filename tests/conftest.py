@@ -178,8 +178,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         but_one_in = item.get_closest_marker("nightly_but_one_in")
         if but_one_in and zlib.crc32(item.name.encode()) % but_one_in.args[0]:
             item.add_marker("nightly")
-        kind = kind_of(item.path, getattr(item, "originalname", item.name))
-        if kind is not None and item.get_closest_marker("processes") is None:
+        kind = item.get_closest_marker("processes") or kind_of(
+            item.path, getattr(item, "originalname", item.name)
+        )
+        if isinstance(kind, str):
             item.add_marker(pytest.mark.processes(kind))
         tier = "unit" if kind is None else "e2e" if JOBS & {*item.path.parents} else "dist"
         item.add_marker(tier)

@@ -25,6 +25,11 @@ OF_KIND = {
 }
 """Names of modules and attributes."""
 STARTERS = (
+    "megarl.episodes.agent_pool",
+    "megarl.episodes.env_pool",
+    "megarl.episodes.probe",
+    "megarl.inspect.chat",
+    "megarl.tools",
     "megarl.rewards.background",
     "megarl.rewards.pool",
     "megarl.rewards.sandbox",
@@ -35,6 +40,8 @@ STARTERS = (
     "torch.multiprocessing",
 )
 """Modules that start processes for whoever imports from them."""
+SERVERS = ("megarl.runtime.node_watch", "megarl.runtime.relay")
+"""Modules whose threads wait for connections."""
 LAUNCH = TESTS / "launch.py"
 """Starts processes too. Its own deadline is not the tests'."""
 
@@ -75,6 +82,8 @@ def _uses(path: Path, name: str) -> tuple[frozenset[str], list[tuple[Path, str]]
     used = set(imports[name].split("."))
     if f"{module}.".startswith(tuple(f"{starter}." for starter in STARTERS)):
         used.add("subprocess")
+    if f"{module}.".startswith(tuple(f"{server}." for server in SERVERS)):
+        used.add("threading")
     others = []
     for source, wanted in ((module, original), (imports[name], "*")):
         file = TESTS.parent / f"{source.replace('.', '/')}.py"

@@ -15,7 +15,7 @@ third.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -106,19 +106,27 @@ def sources() -> dict[str, str]:
     return {name.removesuffix(".__init__"): path.read_text() for name, path in files.items()}
 
 
-def imported(source: str) -> Iterator[str]:
-    """Full names of everything imported anywhere in a file: `from a.b import c` is a.b.c. A relative import
-    starts with a dot."""
+@functools.cache
+def names_in(source: str) -> tuple[list[str], list[str]]:
+    """Return full names of everything imported anywhere in a file, and what it takes from `parallel_state`.
+
+    `from a.b import c` is a.b.c. A relative import starts with a dot. Cached, as several tests read all files."""
+    imported, of_state = [], []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            imported += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+            imported += (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in ("parallel_state", "mpu"):
+                of_state.append(node.attr)
+    return imported, of_state
 
 
 def violations(module: str, source: str) -> list[str]:
     room, found = (module.split(".") + [""])[1], []
-    for name in imported(source):
+    imported, of_state = names_in(source)
+    for name in imported:
         top, target, *_ = [*name.split("."), ""]
         if name.startswith("."):
             found.append(f"{module} imports {name}: write it out")
@@ -138,12 +146,9 @@ def violations(module: str, source: str) -> list[str]:
         elif any(f"{name}.".startswith(f"{lazy}.") for lazy in WITH_TORCH) and room != "workers":
             found.append(f"{module} imports {name}, which imports torch: only a worker may")
     found += [
-        f"{module} uses parallel_state.{node.attr}: a role has its own groups"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id in ("parallel_state", "mpu")
-        and node.attr.startswith(("get_", "initialize_model"))
+        f"{module} uses parallel_state.{name}: a role has its own groups"
+        for name in of_state
+        if name.startswith(("get_", "initialize_model"))
     ]
     return found
 
@@ -154,7 +159,7 @@ def file_graph(files: dict[str, str]) -> dict[str, set[str]]:
     Python runs a package's `__init__` before any of its files; that is not counted as an import."""
     graph = {}
     for module, source in files.items():
-        names = {name if name in files else name.rpartition(".")[0] for name in imported(source)}
+        names = {name if name in files else name.rpartition(".")[0] for name in names_in(source)[0]}
         graph[module] = (names & files.keys()) - {module}
     return graph
 
@@ -221,7 +226,7 @@ def test_what_imports_ray_is_small():
     users = {
         name: source
         for name, source in sources().items()
-        if any(imports.split(".")[0] == "ray" for imports in imported(source))
+        if any(imports.split(".")[0] == "ray" for imports in names_in(source)[0])
     }
     assert {*users} == {f"megarl.runtime.{name}" for name in ("ray_node", "ray_ranks", "ray_worker")}
     assert sum(len(source.splitlines()) for source in users.values()) <= 500

@@ -8,6 +8,7 @@ themselves is listed in docs/security.md."""
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def _of_call(call: ast.Call) -> Iterator[str]:
         yield f"calls {name}: take {CONNECTION[method]}, or another name if it is no connection"
 
 
+@functools.cache
 def found() -> dict[str, list[str]]:
     """Return the violations of every file that has some."""
     files = [*(ROOT / "megarl").rglob("*.py"), *(ROOT / "triton_kernels").glob("*.py")]

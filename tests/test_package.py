@@ -325,6 +325,7 @@ def add_distribution(site_packages, name, version, requires=(), source=""):
     (info / "RECORD").write_text("\n".join(record) + "\n")
 
 
+@pytest.mark.processes("children")
 def test_set_up_removes_only_what_does_not_import(tmp_path, monkeypatch, caplog):
     """A real virtual environment with three small packages in the place of torchvision, torchaudio and
     torchcodec."""
@@ -385,6 +386,7 @@ def test_transformer_engine_is_compiled_with_the_headers_of_pytorchs_wheels(tmp_
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes("children")
 def test_set_up_for_a_gpu_refuses_a_pytorch_that_sees_none(monkeypatch):
     """As with a driver that is too old: jobs would train on the CPU."""
     setup_env = load_setup_env()

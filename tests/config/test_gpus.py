@@ -53,6 +53,7 @@ def machine(tmp_path, monkeypatch):
         (0, "0", 0),
     ],
 )
+@pytest.mark.processes("children")
 def test_gpus_are_counted_as_cuda_counts_them(machine, count, visible, expected):
     """A number that is not there ends the list: CUDA's documentation of CUDA_VISIBLE_DEVICES."""
     machine(count, visible)

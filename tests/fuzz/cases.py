@@ -1,7 +1,7 @@
 """What the tests of this folder share: how many cases are drawn, how long one may take, and which errors are
 clear ones.
 
-pytest tests/fuzz              up to 100 cases each, the same every time
+pytest tests/fuzz              up to 30 cases each, the same every time
 pytest tests/fuzz -m nightly -rP  most of them 5,000 others each, drawn anew; -rP prints how many
 
 A failure prints how to repeat it."""
@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-QUICK, FULL = 50, 5000
+QUICK, FULL = 25, 5000
 CASE_S = 10.0
 """Of the processor, that one case may take: hundreds of times what it takes, so no other load reaches it, and
 no hang stays below it."""

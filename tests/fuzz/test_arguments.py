@@ -109,7 +109,7 @@ texts = st.one_of(
 )
 
 
-@fuzz(st.lists(pieces, max_size=8), texts, texts, quick=60)
+@fuzz(st.lists(pieces, max_size=8), texts, texts, quick=25)
 def test_anything_as_flags_and_files(folder: Path, argv: list[str], a: bytes, b: bytes) -> None:
     (folder / "a").write_bytes(a)
     (folder / "b.args").write_bytes(b)
@@ -125,7 +125,7 @@ plain = st.text(st.sampled_from("ab1-=.,:/ü\u2028 \t\n\r'\"\\#\\\n  "), max_siz
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="compares with bash")
-@fuzz(st.lists(plain, min_size=50, max_size=50), quick=8, full=200)
+@fuzz(st.lists(plain, min_size=50, max_size=50), quick=5, full=200)
 def test_words_are_those_of_bash(folder: Path, texts: list[str]) -> None:
     """50 texts at once, as starting bash takes longest. A text that one of them refuses, both must. Bash ends
     words at spaces, tabs and line ends; carriage returns are our own addition, for files from other
@@ -214,7 +214,7 @@ def job(folder: Path, algorithm: str, argv: list[str]) -> TrainConfig:
     return load_config([*given, "--train-iters", "1", *argv], REGISTRY)
 
 
-@fuzz(jobs(), quick=60)
+@fuzz(jobs(), quick=25)
 def test_what_is_written_reads_the_same(folder: Path, drawn: tuple[str, list[str]]) -> None:
     """By the text of the tree, in which NaN equals NaN."""
     with may_refuse(ConfigError):
@@ -226,7 +226,7 @@ def test_what_is_written_reads_the_same(folder: Path, drawn: tuple[str, list[str
         assert write_args(again) == text
 
 
-@fuzz(jobs(), st.integers(1, 8), quick=60)
+@fuzz(jobs(), st.integers(1, 8), quick=25)
 def test_every_configuration_is_checked(folder: Path, drawn: tuple[str, list[str]], world_size: int) -> None:
     """What passes has a mesh for every role."""
     with may_refuse(ConfigError):

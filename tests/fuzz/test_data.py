@@ -288,7 +288,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
 LOADED: dict[str, Tokenizer] = {}
 
 
-@fuzz(st.lists(rows, min_size=1, max_size=3), st.sampled_from(["own", *TEMPLATES]), st.booleans(), quick=40)
+@fuzz(st.lists(rows, min_size=1, max_size=3), st.sampled_from(["own", *TEMPLATES]), st.booleans(), quick=20)
 def test_chat_templates(folder: Path, drawn: list[object], template: str, responses: bool) -> None:
     """Ids are those of the vocabulary; what a judge or classifier is shown can be made of every prompt that
     passes."""

@@ -83,7 +83,7 @@ def model(folder: Path) -> Path:
     edits,
     damages,
     st.booleans(),
-    quick=30,
+    quick=20,
 )
 def test_model_folders(folder: Path, name: str, drawn: list, damage: list, is_text: bool) -> None:
     changed = model(folder)

@@ -6,11 +6,29 @@ Triton decides at its import whether it compiles or interprets (tests/conftest.p
 """
 
 import os
+import zlib
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
 
 WANTED = os.environ.get("MEGARL_KERNELS") == "interpret" or not torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave two of three interpreted cases to the nightly run, where a test has three or more: the interpreter
+    takes a hundred times what PyTorch does."""
+    of_test = defaultdict(list)
+    for item in items:
+        how = getattr(item, "callspec", None)
+        if Path(__file__).parent in item.path.parents and how and how.params.get("kernels") == "interpret":
+            if not any(item.iter_markers("nightly")) and not any(item.iter_markers("nightly_but_one_in")):
+                of_test[item.path, item.originalname].append(item)
+    for cases in of_test.values():
+        if len(cases) >= 3:
+            for item in sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))[(len(cases) + 2) // 3 :]:
+                item.add_marker("nightly")
 
 
 @pytest.fixture(params=["torch", "interpret"])

@@ -4,7 +4,7 @@ mutated plans never do.
 The oracle (oracle.py) is numpy and shares no code with megarl.reshard. Exact: copies change nothing, and one
 rounding is one rounding.
 
-    pytest tests/reshard/test_resharding.py        400 of them; -m nightly the others"""
+    pytest tests/reshard/test_resharding.py        50 of them; -m nightly all"""
 
 from __future__ import annotations
 
@@ -158,10 +158,10 @@ def is_right(case: Case, plan: ReshardPlan) -> bool:
 
 @pytest.mark.parametrize(
     "block",
-    [*range(2), *(pytest.param(block, marks=pytest.mark.nightly) for block in range(2, 20))],
+    [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, 40))],
 )
 def test_random_layouts_equal_gather_then_split(block):
-    for seed in range(100 * block, 100 * block + 100):
+    for seed in range(50 * block, 50 * block + 50):
         case = shared_case(seed)[0] if block == 0 else make_case(random.Random(seed))
         for index, rank in enumerate(case.mesh.ranks):  # the source atlases have the oracle's names and sizes
             assert {n: (p.rows, p.cols) for n, p in case.sources[rank].items()} == {
@@ -241,7 +241,7 @@ MUTATIONS = [drop, *map(shifted, ("src_row", "src_col", "dst_row", "dst_col")), 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_every_mutation_of_a_plan_is_caught(mutate):
     caught = 0
-    for seed in range(100):
+    for seed in range(50):
         rng = random.Random(seed)
         if mutate is swap_experts:
             case = make_case(rng, "qwen3_moe")
@@ -252,7 +252,7 @@ def test_every_mutation_of_a_plan_is_caught(mutate):
         if mutated is not None:
             assert not is_right(case, mutated), seed
             caught += 1
-    assert caught >= 30
+    assert caught >= 15
 
 
 # ------------------------------------------------------------------ aliases and replicas
@@ -260,8 +260,8 @@ def test_every_mutation_of_a_plan_is_caught(mutate):
 
 def test_aliased_parameters_are_those_that_are_alike_on_both_sides():
     aliases = 0
-    for seed in range(150):
-        case = shared_case(seed)[0] if seed < 100 else make_case(random.Random(seed))
+    for seed in range(75):
+        case = shared_case(seed)[0] if seed < 50 else make_case(random.Random(seed))
         for rank in case.sources.keys() & case.engines.keys():
             names = find_aliases(case.sources[rank], case.engines[rank])
             here = in_dtype(case.shards[rank], case.dtypes[1])
@@ -272,7 +272,7 @@ def test_aliased_parameters_are_those_that_are_alike_on_both_sides():
                 ].pieces:  # a share of the vocabulary may be padding alone: nothing to copy, nothing to alias
                     assert names.get(name) in (alike or [None]), (seed, rank, name)
             aliases += len(names)
-    assert aliases > 500
+    assert aliases > 250
 
 
 def test_replicas_of_experts_share_the_sending_and_stay_in_their_node():

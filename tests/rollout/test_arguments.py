@@ -114,11 +114,14 @@ def test_the_engine_computes_as_the_actor_trains(bf16, dtype, expected):
     assert engine_arguments(job(bf16, dtype=dtype), SHAPE, on_cpu=True)["dtype"] == expected
 
 
-def test_bf16_logits_stay_fp32_on_a_gpu(tmp_path):
+def test_bf16_logits_stay_fp32_on_a_gpu(tmp_path, monkeypatch):
     """The trainer's are. On a CPU they stay as they are: vLLM would convert the whole output layer at every
     token (model_executor/layers/logits_processor.py)."""
     from vllm.config import ModelConfig as EngineModelConfig
+    from vllm.model_executor.models import registry
 
+    # vLLM would ask what a class of models can do in a new process, which imports vLLM for 10 s.
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda function: function())
     jobs.make_folder(tmp_path, "qwen3")
     for bf16 in (True, False):
         on_gpu, on_cpu = (engine_arguments(job(bf16), SHAPE, on_cpu=cpu) for cpu in (False, True))
