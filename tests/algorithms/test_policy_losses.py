@@ -385,6 +385,7 @@ def test_parts_of_any_split_add_up_to_the_whole(loss):
         assert found == pytest.approx({n: v.item() for n, v in metrics.items()}, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_checks_of_a_first_update_hold(loss, correction):

@@ -69,7 +69,7 @@ def stored(value: object) -> list[object]:
     ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(VALUES)
 def test_everything_else_comes_back_as_it_was(value):
     """NaN is no value here, as json_problem names it, so values can be compared."""

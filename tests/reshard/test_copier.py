@@ -86,6 +86,7 @@ def test_extension_is_built_where_it_can_be():
     assert _C.build_info.startswith("with CUDA" if _C.built_with_cuda else "for the CPU only")
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(
     ("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")
@@ -126,6 +127,7 @@ def test_whole_and_aligned_matrices(device, executor):
         assert torch.equal(bits(dst), bits(expected)), (src_dtype, dst_dtype)
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize(
     ("src_dtype", "dst_dtype"), PAIRS, ids=lambda dtype: str(dtype).removeprefix("torch.")

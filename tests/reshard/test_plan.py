@@ -69,6 +69,7 @@ def random_layouts(rng: random.Random):
     return shape, tp, pp, rng.choice([1, 2]), vtp, rng.choice([1, 2])
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_any_megatron_layout_into_any_vllm_layout(seed):
     shape, tp, pp, dp, vtp, replicas = random_layouts(random.Random(seed))
@@ -141,6 +142,7 @@ class PlainSenders(_Senders):
         return min(held, key=preference)
 
 
+@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_sender_is_the_nearest_one_that_has_sent_least(seed, monkeypatch):
     rng = random.Random(200 + seed)

@@ -123,10 +123,10 @@ def check_step(engine, before, refill, batch, prompts):
 
 
 def test_each_pass_uses_each_row_once_whatever_the_rewards_are(job):
-    """Thousands of passes over data sets of 1 to 12 rows. Every step of every second run begins from a
+    """A thousand passes over data sets of 1 to 12 rows. Every step of every second run begins from a
     checkpoint, and gives what the run without does."""
     draw, passes = random.Random(5), 0
-    for trial in range(150):
+    for trial in range(60):
         sizes = {"rows": draw.randint(1, 12), "prompts": draw.randint(1, 6), "samples": draw.randint(2, 4)}
         sizes |= {"seed": trial, "shuffle": draw.random() < 0.7}
         share = draw.choice([0.3, 0.6, 1.0])
@@ -150,7 +150,7 @@ def test_each_pass_uses_each_row_once_whatever_the_rewards_are(job):
                 again.restore(snapshot)
             refill, batch = step_of(again, Engine(again, trial, share))
             assert (batch.visits, batch.rewards, refill.metrics()) == (visits, rewards, metrics)
-    assert passes > 3000
+    assert passes > 1200
 
 
 def test_a_dropped_step_gives_back_the_rows_of_its_rounds(job):
