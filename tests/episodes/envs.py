@@ -46,6 +46,8 @@ class Env:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 time.sleep(600)
+            case "slow":
+                time.sleep(1.0)
             case "meet":
                 MEETING.wait(15.0)
             case "secret":
@@ -53,17 +55,25 @@ class Env:
 
 
 class Async:
-    """Waits in `step` until twelve episodes do, as coroutines of one event loop."""
-
-    num_waiting = 0
+    """With coroutines, which wait in one event loop."""
 
     async def reset(self, row):
         await asyncio.sleep(0.01)
         return [{"role": "user", "content": "start"}]
 
     async def step(self, text):
-        Async.num_waiting += 1
-        while Async.num_waiting < MEETING.parties:
+        await asyncio.sleep(0.3)
+        return [], 1.0, True
+
+
+class Meeting(Async):
+    """Waits in `step` until twelve episodes do."""
+
+    num_waiting = 0
+
+    async def step(self, text):
+        Meeting.num_waiting += 1
+        while Meeting.num_waiting < MEETING.parties:
             await asyncio.sleep(0.01)
         return [], 1.0, True
 

@@ -125,7 +125,7 @@ def test_a_hanging_call_leaves_the_others_of_its_process_alone():
         assert old._process.returncode is not None and old not in environments._processes
 
 
-@pytest.mark.parametrize("name", ["Async", "Env"])
+@pytest.mark.parametrize("name", ["Meeting", "Env"])
 def test_slow_calls_of_one_process_overlap(name):
     """No call returns before all twelve have begun."""
     with pool(name) as environments:

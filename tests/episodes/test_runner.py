@@ -119,7 +119,7 @@ def test_a_first_prompt_without_room_for_an_answer_is_a_failure():
     ],
 )
 def test_a_failed_episode_has_no_reward_and_the_others_go_on(what, cause, num_turns):
-    episodes, _ = run("plain", what, "plain", timeout_s=1.0 if what == "hang" else 20.0)
+    episodes, _ = run("plain", what, "plain", timeout_s=2.0 if what == "hang" else 20.0)
     bad, good = episodes[1].result, [episodes[0].result, episodes[2].result]
     assert (bad.reward, bad.finish_reason, bad.cause, bad.num_turns) == (None, "env", cause, num_turns)
     assert [(one.reward, one.finish_reason) for one in good] == [(0.75, "stop")] * 2
@@ -138,7 +138,7 @@ def test_the_engine_goes_on_while_environments_are_slow():
     started = time.monotonic()
     run("slow", "plain", "plain", engine=Watching())
     last = {index: at - started for at, index in ends}
-    assert last[1] < last[0] and last[2] < last[0] and last[0] >= 0.3
+    assert last[1] < last[0] and last[2] < last[0] and last[0] >= 1.0
 
 
 def test_an_abort_ends_the_wait_for_an_environment(monkeypatch):
