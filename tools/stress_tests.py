@@ -4,13 +4,13 @@
     make test-stress ARGS="tests/runtime/test_shutdown.py"    the tests of one file
     make test-stress ARGS="--budget-s 3600"                   for an hour; called again, it continues
 
-    quiet      nothing else is started
-    busy       three busy loops run at the same time, and the tests of three files
+    quiet      the tests of two files run at the same time, as in make test
+    busy       the tests of six files, and two busy loops
     one-core   all processes of the tests share one core
     delayed    SIGINT and SIGTERM reach every process up to 300 ms late, at random (tools/delay_signals.c);
                the tests of two files run at the same time
 
-A dozen files run in one pytest. build/stress/ holds state.json, the first failure of each test in each
+Forty files run in one pytest. build/stress/ holds state.json, the first failure of each test in each
 condition, and table.md. The exit code is 1 if a test has failed in any run in state.json. After a
 fix, `--forget TEXT` removes the runs of tests whose name contains the text."""
 
@@ -30,10 +30,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-CONDITIONS = {"quiet": 0, "busy": 3, "one-core": 0, "delayed": 2}
+CONDITIONS = {"quiet": 2, "busy": 6, "one-core": 0, "delayed": 2}
 """Condition -> workers of pytest-xdist; 0: none."""
-FILES_AT_ONCE = 12
-"""Test files per pytest process: to start one and import what tests need takes 10 s of a core."""
+FILES_AT_ONCE = 40
+"""Test files per pytest process: to start one and import what tests need takes each worker 10 s of a core."""
+BUSY_LOOPS = 2
 KINDS = ("signals", "deadlines", "children")
 """Kinds of tests by the names of tests/processes.py that they use. Tests of the first kind run first."""
 DELAY_MS = 300
@@ -242,7 +243,9 @@ def surroundings(condition: str, scratch: Path) -> Iterator[dict[str, str]]:
         )
         env |= {"LD_PRELOAD": str(library), "DELAY_SIGNALS_MS": str(DELAY_MS)}
     if condition == "busy":
-        loops = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(3)]
+        loops = [
+            subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(BUSY_LOOPS)
+        ]
     try:
         yield env
     finally:
