@@ -271,24 +271,23 @@ def read_report(report: Path) -> dict[str, tuple[str, float]]:
 
 
 def table(state: State) -> str:
-    """Return Markdown: a table of failures and runs per test and condition, then the failed tests."""
+    """Return Markdown: how often all tests ran, and the tests that failed, with their messages."""
     head = f"| test | {' | '.join(CONDITIONS)} |\n|---|{'---|' * len(CONDITIONS)}\n"
-    rows, failures, total = [], [], {condition: [0, 0] for condition in CONDITIONS}
+    rows, messages = [], []
     for test, runs in sorted(state.results.items()):
-        cells = []
-        for condition in CONDITIONS:
-            bad = [result for result in runs.get(condition, []) if result["outcome"] != "passed"]
-            total[condition][0] += len(bad)
-            total[condition][1] += len(runs.get(condition, []))
-            cells.append(f"{len(bad)} of {len(runs[condition])}" if condition in runs else "")
-            failures += [
-                f"- {condition}, load {result['load']:.0f}: {test}: {result['outcome']}" for result in bad
-            ]
-        rows.append(f"| {test} | {' | '.join(cells)} |\n")
-    last = f"| failed, of all runs | {' | '.join(f'{bad} of {all_}' for bad, all_ in total.values())} |\n"
-    return (
-        head + "".join(rows) + last + "".join(f"\n{line}" for line in failures) + ("\n" if failures else "")
-    )
+        bad = {name: [run for run in runs.get(name, []) if run["outcome"] != "passed"] for name in CONDITIONS}
+        if any(bad.values()):
+            cells = (f"{len(bad[name])} of {len(runs.get(name, []))} failed" for name in CONDITIONS)
+            rows.append(f"| {test} | {' | '.join(cells)} |\n")
+        messages += (
+            f"- {name}, load {run['load']:.0f}: {test}: {run['outcome']}\n"
+            for name in bad
+            for run in bad[name]
+        )
+    numbers = {name: [len(runs.get(name, [])) for runs in state.results.values()] for name in CONDITIONS}
+    times = (f"{min(of)} to {max(of)} times" if of else "" for of in numbers.values())
+    rows.append(f"| each of {len(state.results)} tests ran | {' | '.join(times)} |\n")
+    return head + "".join(rows) + "".join(["\n", *messages] if messages else [])
 
 
 if __name__ == "__main__":
