@@ -23,7 +23,6 @@ def doctor(*argv, **env):
     return run("-P", "-m", "megarl.cli", "doctor", *argv, environment=env, timeout=280)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_part_that_kills_its_process_is_named_and_the_others_are_still_tried(tmp_path):
     """A package that is broken as a wrong build is: it ends the process that imports it."""

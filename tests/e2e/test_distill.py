@@ -1,7 +1,7 @@
 """Whole jobs that learn from a teacher of another size: its log-probs are those of transformers, in every layout.
 
-pytest tests/e2e/test_distill.py                  what is refused
-pytest tests/e2e/test_distill.py -m nightly       every layout, KL to a foreign reference, what is learnt"""
+pytest tests/e2e/test_distill.py                  one layout
+pytest tests/e2e/test_distill.py -m nightly       others, KL to a foreign reference, what is learnt"""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def dp2(sums_data, teacher, tmp_path_factory):
     return distill(sums_data, tmp_path_factory.mktemp("dp2") / "run", teacher)
 
 
-@pytest.mark.nightly
 def test_the_kl_is_that_to_the_teacher_of_transformers(dp2, teacher):
     for row in dp2.steps:  # fp32 against float64
         assert row["distill/kl"] == pytest.approx(mean_gap(dp2, teacher, row["step"]), rel=1e-4, abs=1e-5)

@@ -1,6 +1,7 @@
 """Whole jobs with dynamic sampling, in which most prompts have equal rewards.
 
-pytest tests/e2e/test_dynamic_sampling_job.py -m nightly"""
+pytest tests/e2e/test_dynamic_sampling_job.py               a job and one that resumes it, 20 s
+pytest tests/e2e/test_dynamic_sampling_job.py -m nightly    other engines, episodes, rewards that always differ"""
 
 from __future__ import annotations
 
@@ -44,7 +45,6 @@ def check_steps(job):
         assert metrics["advantage/max_abs"] > 0 and metrics["mismatch/max_abs"] <= 1e-4
 
 
-@pytest.mark.nightly
 def test_steps_are_full_and_a_resumed_job_makes_the_same(sums_data, sums_paths, tmp_path):
     flags = ("--dynamic-sampling", *OFTEN_EQUAL, *LOG_ALL)
     # of these rows some are left over in step 3

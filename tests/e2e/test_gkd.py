@@ -2,7 +2,8 @@
 float64, in every layout, over the whole vocabulary, over its most likely tokens, and with a hint that only
 the teacher sees.
 
-pytest tests/e2e/test_gkd.py -m nightly"""
+pytest tests/e2e/test_gkd.py                  one layout
+pytest tests/e2e/test_gkd.py -m nightly       others, hints, what is learnt"""
 
 from __future__ import annotations
 
@@ -112,7 +113,6 @@ def check_first_step(job, wanted):
     assert first["policy/grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
-@pytest.mark.nightly
 def test_the_divergence_and_its_gradient_are_those_of_transformers(sums_data, dp2, teacher):
     check_first_step(dp2, divergence(dp2, sums_data / "model", teacher))
 

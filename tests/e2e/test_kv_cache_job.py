@@ -1,7 +1,7 @@
 """The peak of the plan is the sum that `megarl check` prints: a PPO job with evaluations, a checkpoint and a
 resumption on a simulated GPU that holds exactly as much (run_simulated_gpu.py).
 
-pytest tests/e2e/test_kv_cache_job.py -m nightly"""
+pytest tests/e2e/test_kv_cache_job.py"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.checks.memory import PHASES
 from tests.e2e.run_simulated_gpu import PHASE
 from tests.launch import succeed
 
-pytestmark = pytest.mark.nightly
+
 HERE = Path(__file__).parent
 
 
@@ -55,6 +55,7 @@ def test_the_cache_is_on_the_device_while_it_is_sampled_from_only(report, run):
         assert (cache > 0) == (call == "rollout.generate"), call
 
 
+@pytest.mark.nightly
 def test_one_byte_less_is_too_little_and_training_is_the_same_to_the_bit(sums_data, report, folder):
     """Two steps and a resumed third one, against three steps without a GPU."""
     without = run("without", sums_data, folder)

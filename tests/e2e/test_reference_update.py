@@ -1,7 +1,8 @@
 """Whole jobs whose reference takes over the actor's weights: the KL begins anew at 0, in every layout, and a resumed
 run goes on with the same reference.
 
-    pytest tests/e2e/test_reference_update.py -m nightly"""
+    pytest tests/e2e/test_reference_update.py                  one layout
+    pytest tests/e2e/test_reference_update.py -m nightly       others, a resume"""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ SAME_KERNELS = 1e-5
 reference are split differently."""
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "dp2" else pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS]
+)
 def test_the_kl_begins_anew_after_each_update_of_the_reference(sums_data, tmp_path, name):
     job = train(sums_data, tmp_path / "run", *FLAGS, *LAYOUTS[name])
     assert job.returncode == 0, job.output

@@ -1,6 +1,7 @@
 """Asynchronous runs and their replays: the same metrics bit for bit, also where a replay is killed and resumed.
 
-pytest tests/e2e/test_replay.py -m nightly"""
+pytest tests/e2e/test_replay.py                 vLLM inside two ranks, two jobs
+pytest tests/e2e/test_replay.py -m nightly      transformers, an engine over two ranks out of process, a fault"""
 
 from __future__ import annotations
 
@@ -29,14 +30,13 @@ def run(data: Path, folder: Path, *flags: str) -> Job:
     return job
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "flags",
     [
         pytest.param((), id="vllm"),
-        pytest.param(("--rollout-backend", "transformers"), id="transformers"),
-        pytest.param(("--weight-update", "wait"), id="wait"),
-        pytest.param(APART, id="apart"),
+        pytest.param(("--rollout-backend", "transformers"), id="transformers", marks=pytest.mark.nightly),
+        pytest.param(("--weight-update", "wait"), id="wait", marks=pytest.mark.nightly),
+        pytest.param(APART, id="apart", marks=pytest.mark.nightly),
     ],
 )
 def test_a_replay_has_the_metrics_of_the_run(sums_data, tmp_path, flags):

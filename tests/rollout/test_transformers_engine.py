@@ -381,7 +381,6 @@ def test_an_engine_in_a_process_of_its_own(world, folders, models, engine, asked
     outside.shutdown()
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_an_engine_that_may_leave_is_replaced_and_its_tokens_are_known(
     world, folders, engine, asked, monkeypatch
