@@ -583,6 +583,8 @@ def test_end_of_sequence_ids_of_both_files(write_model):
         ),
         ({**DEEPSEEK_V2, "rms_norm_eps": 1e-5}, "rms_norm_eps (1e-05): must be 1e-06."),
         ({**DEEPSEEK_V2, "qk_rope_head_dim": 7}, "qk_rope_head_dim (7): must be even."),
+        ({**DEEPSEEK_V2, "kv_lora_rank": 0}, "kv_lora_rank (0): must be a positive whole number."),
+        ({**DEEPSEEK_V2, "q_lora_rank": -1}, "q_lora_rank (-1): must be a positive whole number, or null."),
         (
             {**DEEPSEEK_V3, "scoring_func": None},
             "scoring_func (missing): must be sigmoid; transformers assumes this value",

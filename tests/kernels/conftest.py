@@ -17,7 +17,7 @@ WANTED = os.environ.get("MEGARL_KERNELS") == "interpret" or not torch.cuda.is_av
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave two of three interpreted cases to the nightly run, where a test has three or more: the interpreter
+    """Leave two of three interpreted cases to the nightly run, where a test has five or more: the interpreter
     takes a hundred times what PyTorch does."""
     of_test = defaultdict(list)
     for item in items:
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not any(item.iter_markers("nightly")) and not any(item.iter_markers("nightly_but_one_in")):
                 of_test[item.path, item.originalname].append(item)
     for cases in of_test.values():
-        if len(cases) >= 3:
+        if len(cases) >= 5:
             cases.sort(key=lambda item: zlib.crc32(item.name.encode()))
             for item in cases[(len(cases) + 2) // 3 :]:
                 item.add_marker("nightly")

@@ -42,7 +42,8 @@ LORA_LAYOUTS = {
 }
 LORA_QUICK = [
     ("qwen2_tied", layout)
-    for layout in ("one", "tp2_sp", "tp2_sp_stacked_sharded", "pp2_vpp2", "cp2", "dp2_sharded", "one_bf16")
+    for layout in LORA_LAYOUTS["qwen2_tied"]
+    if layout not in ("tp2", "tp2_sp_selective", "pp2", "dp2")
 ] + [
     (family, layout)
     for family, layouts in LORA_LAYOUTS.items()

@@ -122,7 +122,6 @@ def engine(folders) -> TransformersEngine:
 # ------------------------------------------------------------------ log-probs and draws
 
 
-@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_those_of_transformers(family, tmp_path):
     """More requests than rows, so that requests enter while others run and rows are moved."""
