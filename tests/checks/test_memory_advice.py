@@ -112,6 +112,7 @@ CASES = [
 ]
 
 
+@pytest.mark.nightly_but_one_in(2)
 @pytest.mark.parametrize(
     "flags, gigabytes", CASES, ids=[f"{flags.replace(JOB_8B, '8B')} {size}" for flags, size in CASES]
 )
@@ -131,6 +132,7 @@ def test_no_layout_is_proposed_that_does_not_divide_the_ranks(job):  # noqa: F81
     assert "--tensor-model-parallel-size 4" not in finding and finding.endswith("more or larger machines.")
 
 
+@pytest.mark.nightly_but_one_in(2)
 @pytest.mark.parametrize("share", (0.97, 0.8, 0.6, 0.4))
 @pytest.mark.parametrize(
     "flags", ("", "--algorithm ppo --kl-mode reward --kl-coef 0.1", "--rollout-kv-cache-memory-bytes 8000000")

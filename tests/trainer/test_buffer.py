@@ -79,7 +79,7 @@ SCENARIOS = st.builds(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(SCENARIOS)
 def test_no_token_is_too_old_and_no_prompt_is_lost(scenario):
     SimulatedRun(scenario).run()
@@ -93,7 +93,7 @@ def test_no_token_is_too_old_and_no_prompt_is_lost_in_many_runs(scenario):
     SimulatedRun(scenario).run()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_step_waits_no_longer_than_it_must(data):
     """A step is ready as soon as any choice of finished groups lets every other group be trained on in time."""

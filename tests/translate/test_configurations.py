@@ -26,6 +26,7 @@ def translate(path, capsys):
     return capsys.readouterr().out
 
 
+@pytest.mark.nightly_but_one_in(2)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_translation_passes_check(path, capsys, local, tmp_path):
     text = translate(path, capsys)
