@@ -21,7 +21,7 @@ help:
 	@echo 'make quickstart [SEED=0] [ARGS="..."]   train the quickstart model: SFT, then GRPO (ARGS go to tools/quickstart.py)'
 	@echo 'make quickstart-agent [SEED=0] [ARGS="..."]   train a model to use a calculator in several turns'
 	@echo 'make test [ARGS="tests/reshard -k copy"]  run the test suite, or the part of it that ARGS names (ARGS go to pytest)'
-	@echo 'make test-unit                          run the tests that start no process'
+	@echo 'make test-unit                          run the tests that start no process, but for kernels in the interpreter'
 	@echo 'make test-hostcuda                      run what needs CUDA on an emulated device, which is built first (a minute)'
 	@echo 'make test-nightly [NIGHTLY_PART=3]      run a part of the long tail: every layout, real size, faults; 20 GB of memory'
 	@echo 'make test-stress [ARGS="tests/runtime"]  run what has processes, signals or deadlines 20 times in each of four conditions;'
@@ -43,7 +43,7 @@ test: $(ENV)
 	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-unit: $(ENV)
-	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "unit and not nightly"
+	.venv/bin/python -m pytest $(or $(ARGS),tests) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "unit and not nightly and not interpreted"
 
 # Four devices in host memory instead of GPUs (docs/emulated_gpu.md). The Triton kernels cannot run there.
 test-hostcuda: $(ENV)

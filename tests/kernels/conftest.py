@@ -17,12 +17,13 @@ WANTED = os.environ.get("MEGARL_KERNELS") == "interpret" or not torch.cuda.is_av
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave two of three interpreted cases to the nightly run, where a test has five or more: the interpreter
-    takes a hundred times what PyTorch does."""
+    """Mark the cases that Triton's interpreter runs, and leave two of three to the nightly run where a test has five
+    or more of them: the interpreter takes a hundred times what PyTorch does."""
     of_test = defaultdict(list)
     for item in items:
         how = getattr(item, "callspec", None)
         if Path(__file__).parent in item.path.parents and how and how.params.get("kernels") == "interpret":
+            item.add_marker("interpreted")
             if not any(item.iter_markers("nightly")) and not any(item.iter_markers("nightly_but_one_in")):
                 of_test[item.path, item.originalname].append(item)
     for cases in of_test.values():
