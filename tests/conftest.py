@@ -178,12 +178,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         but_one_in = item.get_closest_marker("nightly_but_one_in")
         if but_one_in and zlib.crc32(item.name.encode()) % but_one_in.args[0]:
             item.add_marker("nightly")
-        kind = item.get_closest_marker("processes") or kind_of(
-            item.path, getattr(item, "originalname", item.name)
-        )
-        if isinstance(kind, str):
+        kind = kind_of(item.path, getattr(item, "originalname", item.name))
+        if kind is not None and item.get_closest_marker("processes") is None:
             item.add_marker(pytest.mark.processes(kind))
-        tier = "unit" if kind is None else "e2e" if JOBS & {*item.path.parents} else "dist"
+        is_alone = item.get_closest_marker("processes") is None
+        tier = "unit" if is_alone else "e2e" if JOBS & {*item.path.parents} else "dist"
         item.add_marker(tier)
         longest[item.path] = min(longest.get(item.path, len(TIERS)), TIERS.index(tier))
     items.sort(key=lambda item: (item.path not in WITHOUT_SERVER, longest[item.path]))

@@ -130,7 +130,6 @@ def gradients(loss, leaves):
     return torch.stack(torch.autograd.grad(loss, leaves, materialize_grads=True))
 
 
-@pytest.mark.nightly_but_one_in(3)
 @pytest.mark.nightly_but_one_in(4)
 @pytest.mark.parametrize(
     "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"]

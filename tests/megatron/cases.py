@@ -50,7 +50,7 @@ LORA_QUICK = [
     if family != "qwen2_tied"
     for layout in layouts
 ]
-"""Cases of the default suite."""
+"""Cases of the default suite. What the four others split is split in these too."""
 LORA = {
     "qwen2_tied": LoRAConfig(lora_rank=4, lora_alpha=8.0),
     "gemma3": LoRAConfig(lora_rank=4, lora_alpha=8.0),
