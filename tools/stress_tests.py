@@ -10,7 +10,7 @@
     delayed    SIGINT and SIGTERM reach every process up to 300 ms late, at random (tools/delay_signals.c);
                the tests of two files run at the same time
 
-Forty files run in one pytest. build/stress/ holds state.json, the first failure of each test in each
+A hundred files run in one pytest. build/stress/ holds state.json, the first failure of each test in each
 condition, and table.md. The exit code is 1 if a test has failed in any run in state.json. After a
 fix, `--forget TEXT` removes the runs of tests whose name contains the text."""
 
@@ -32,7 +32,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 CONDITIONS = {"quiet": 2, "busy": 6, "one-core": 0, "delayed": 2}
 """Condition -> workers of pytest-xdist; 0: none."""
-FILES_AT_ONCE = 40
+FILES_AT_ONCE = 100
 """Test files per pytest process: to start one and import what tests need takes each worker 10 s of a core."""
 BUSY_LOOPS = 2
 KINDS = ("signals", "deadlines", "children")

@@ -93,9 +93,12 @@ class Script:
                 end = _end_of_quote(word, position)
                 text += self._expand(re.sub(r'\\(["\\$`])', r"\1", word[position + 1 : end]))
                 position = end + 1
+            elif word[position] == "\\":
+                text += word[position + 1 : position + 2]
+                position += 2
             else:
                 end = position
-                while end < len(word) and word[end] not in "'\"":
+                while end < len(word) and word[end] not in "'\"\\":
                     end = _end_of_group(word, end)
                 text += self._expand(word[position:end])
                 position = end

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.doctor import facts, probe, report
+from megarl.megatron import libraries
 from tests.launch import run
 
 TESTS = [
@@ -153,6 +154,20 @@ def test_a_driver_that_gives_pytorch_no_gpu_is_told(text, available, built_for, 
     monkeypatch.setattr(facts, "DRIVER_FILE", file)
     error = facts.driver_error(available, built_for)
     assert error is None if says is None else re.search(says, error)
+
+
+@pytest.mark.parametrize(
+    ("apex", "expected"),
+    [
+        ("none", (False, "not installed")),
+        ("NVIDIA's", (True, "NVIDIA's")),
+        ("another project's", (False, "another project's")),
+    ],
+)
+def test_apex_is_used_if_it_is_nvidias(apex, expected, monkeypatch):
+    used = libraries.libraries() | {"apex": apex}
+    monkeypatch.setattr(libraries, "libraries", lambda: used)
+    assert facts.features()["apex"] == expected
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,8 @@ def test_large_values_stay_finite(kernels):
         ),
         (dict(gamma=1.5), r"gamma \(1.5\) must be in \[0, 1\]"),
         (dict(gae_lambda=NAN), r"gae_lambda \(nan\) must be in \[0, 1\]"),
+        (dict(gae_lambda=torch.tensor([0.5, -0.5])), r"gae_lambda \(-0.5\) must be in \[0, 1\]"),
+        (dict(gae_lambda=torch.tensor([0.5, 1.5])), r"largest gae_lambda \(1.5\) must be in \[0, 1\]"),
     ],
 )
 def test_errors_name_the_value(change, message):

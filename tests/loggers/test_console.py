@@ -63,12 +63,14 @@ def test_time_left_is_measured_between_steps(monkeypatch):
 
 
 def test_a_terminal_gets_a_live_display_that_leaves_notes_standing():
+    """The number of failed rewards is shown for the step that had some, and not any more after the next."""
     master, slave = pty.openpty()
     chunks: list[bytes] = []
     reader = threading.Thread(target=drain, args=(master, chunks))
     reader.start()
     with os.fdopen(slave, "w") as stream:
         progress = Progress(20, stream)
+        progress.update(2, {"reward/failed": 4.0, "reward_2/failed": 5.0})
         progress.note("actor ready [1.2 s]")
         progress.update(3, METRICS)
         progress.close()
@@ -77,6 +79,7 @@ def test_a_terminal_gets_a_live_display_that_leaves_notes_standing():
     shown = b"".join(chunks).decode()
     assert "\x1b[" in shown and "3/20" in shown and "reward 0.512" in shown
     assert "actor ready [1.2 s]\r\n" in shown  # brackets are not markup
+    assert "failed 4   failed_2 5" in shown and "failed" not in shown.rsplit("3/20", 1)[1]
 
 
 def drain(master: int, chunks: list[bytes]) -> None:

@@ -11,6 +11,7 @@ from megarl import cli
 from megarl.config.args_file import Reader
 from megarl.frameworks import others, slime, trl, verl
 from megarl.frameworks.answers import find_row
+from megarl.translate.shell import Script
 
 
 @pytest.fixture
@@ -295,6 +296,12 @@ def test_a_shell_script(translate, tmp_path, monkeypatch):
     assert "--seed" not in flags
     assert "trainer.nnodes: $NODES is not set in the script" in comments
     assert "conditions or loops" in comments
+
+
+@pytest.mark.parametrize("line", ["a '' b", 'a="" b', "a='x y'z\"v w\"", r'a "b\"c" d\ e', "a # 'b"])
+def test_quoted_words_are_those_of_shlex(line):
+    commands = Script(f"x {line}\ny", {}).commands()
+    assert commands == [shlex.split(f"x {line}", comments=True), ["y"]]
 
 
 def test_yaml_of_verl_with_references(translate, tmp_path):
