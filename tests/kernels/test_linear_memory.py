@@ -8,7 +8,7 @@ machine. tools/benchmarks/head_memory.py measures processes."""
 import pytest
 import torch
 
-from megarl.kernels import linear_head, log_probs
+from megarl.kernels import aot, linear_head, log_probs
 from megarl.kernels.fused_linear_policy_loss import fused_linear_policy_loss, fused_linear_policy_loss_ref
 from megarl.kernels.linear_log_probs import linear_log_probs
 from tests.kernels.linear_cases import PeakBytes, make_case
@@ -67,3 +67,14 @@ def test_no_logits_of_all_tokens(monkeypatch, kernels, function, dtype):
 def test_the_count_sees_what_pytorch_holds():
     few, many = (peak_bytes(naive, num_tokens, torch.float32) for num_tokens in (100, 200))
     assert many - few >= 100 * 3 * 4 * VOCAB_SIZE
+
+
+def test_the_table_of_kernels_counts_each_input_once_per_launch():
+    """bf16 hidden states and weights are read once, and each tile of BN columns leaves two or three fp32 a row."""
+    triton = pytest.importorskip("megarl.kernels.linear_log_probs_triton")
+    tiles, rows = triton.CANDIDATES[0], triton._ROWS_PER_LAUNCH
+    for entropy, outputs in ((False, 2), (True, 3)):
+        case = triton.aot_case_of(tiles, entropy, (90,))
+        traffic = case.bytes_per_element * rows * aot.VOCAB_SIZE
+        read = 2 * aot.NUM_HIDDEN * (rows + aot.VOCAB_SIZE)
+        assert traffic == pytest.approx(read + 4 * outputs * rows * aot.VOCAB_SIZE / tiles.BN)
