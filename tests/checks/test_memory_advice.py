@@ -185,6 +185,12 @@ def test_this_machines_disk_is_a_note_where_another_machine_is_planned_for(job, 
     assert len(examined(job, "", Machine(10**12)).errors) == 2 and examined(job, "", gpus(80)).errors == ()
 
 
+def test_what_a_new_run_writes_is_told(job):  # noqa: F811
+    config = load_config([job], REGISTRY)
+    new, resumed = (examine(config, 2, new_run, machine=gpus(80)).lines for new_run in (True, False))
+    assert [line[:15] for line in (*new, *resumed) if line.startswith("--save")] == ["--save: writes "]
+
+
 def test_train_refuses_the_same(job, monkeypatch):  # noqa: F811
     monkeypatch.setattr("megarl.checks.job.this_machine", lambda: Machine(10**5))
     with pytest.raises(ConfigError, match="on this machine 2 ranks need"):

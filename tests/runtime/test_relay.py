@@ -104,6 +104,40 @@ def test_every_rank_gets_every_command_and_every_report_arrives(monkeypatch):
         channels[0].next_message()
 
 
+class Store(dict):
+    """Stands in for the job's store. What is not set raises KeyError instead of being waited for."""
+
+    get = dict.__getitem__
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+
+def test_the_first_rank_of_a_node_starts_the_relay_for_its_ranks(monkeypatch):
+    """Relays in processes of their own. The second node gets its commands from the first, whose ranks are not the
+    driver's children."""
+    monkeypatch.setattr(relay, "FAN_OUT", 1)
+    tree = CommandTree(LOOPBACK, 1, (reports := queue.SimpleQueue()).put)
+    store = Store({relay.DRIVER_ADDRESS: tree.address.encode()})
+    channels = []
+    for node, local_rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        env = {"GROUP_WORLD_SIZE": "2", "GROUP_RANK": str(node), "LOCAL_RANK": str(local_rank)}
+        env |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "1"}
+        channels.append(relay.open_channel(store, os.environ | env))
+    assert len({*store.values()}) == len(store) == 3 and store[relay.DRIVER_ADDRESS] == tree.address.encode()
+    tree.post(b"command")
+    assert [channel.next_message() for channel in channels] == [b"command"] * 4
+    for number, channel in enumerate(channels):
+        channel.report(b"from %d" % number)
+    found = []
+    while len(found) < 4:
+        found += map(bytes, split(reports.get(timeout=200.0)))
+    assert sorted(found) == [b"from 0", b"from 1", b"from 2", b"from 3"]
+    tree.close()
+    with pytest.raises(ConnectionLost):
+        channels[3].next_message()
+
+
 def bytes_acknowledged(peer) -> int:
     """Bytes that the other end of a connection has acknowledged (tcpi_bytes_acked, linux/tcp.h)."""
     info = peer.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
