@@ -26,6 +26,7 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 _WANTED_MESSAGES = 'a non-empty list of {"role": str, "content": str}, or a string'
 _WANTED_TEXT = "a string that is not empty"
 _WANTED_ANSWER = "a string that is not empty, or messages with the assistant's turn last"
+CALLS_AS_TEXT = "the calls in `content`, as the model writes them, and no field `tool_calls`"
 _SCORES = ("score_chosen", "score_rejected")
 Needs = Literal["ground_truth", "response", "pair", "scored_pair", "labelled"] | None
 """Part that a row must have besides its prompt. A pair is `chosen` and `rejected`; a scored one has
@@ -88,7 +89,7 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: Needs) -> tuple[Promp
     answer = "completion" if needs == "labelled" else "chosen"
     has_context = isinstance(row.get(answer), list) and row.get(prompt_key) is row.get("messages") is None
     if not (has_context and needs in ("pair", "scored_pair", "labelled", None)):
-        _read_prompt(row, prompt_key, parsed, problems)
+        _read_prompt(row, prompt_key, parsed, problems, needs)
     if needs == "labelled":
         _read_labelled(row, prompt_key, parsed, problems)
     else:
@@ -153,7 +154,9 @@ class _Problems:
         )
 
 
-def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: Prompt, problems: _Problems) -> None:
+def _read_prompt(
+    row: dict[str, Any], prompt_key: str, parsed: Prompt, problems: _Problems, needs: Needs
+) -> None:
     if row.get(prompt_key) is not None:
         parsed.messages = _messages(row[prompt_key], prompt_key, problems)
     elif row.get("messages") is not None:
@@ -165,6 +168,8 @@ def _read_prompt(row: dict[str, Any], prompt_key: str, parsed: Prompt, problems:
         ):
             *before, answer = parsed.messages
             parsed.messages, parsed.response = tuple(before), answer["content"] or None
+            if needs == "response":
+                _refuse_calls(answer, f"messages.{len(before)}", problems)
             if not before:
                 problems.wrong("messages", row["messages"], "a prompt before the assistant's turn")
     elif isinstance(row.get("question"), str) and isinstance(row.get("answer"), str):
@@ -251,9 +256,16 @@ def _read_answer(
         assert isinstance(messages, tuple)
         *before, answer = messages
         if answer["role"] == "assistant" and answer["content"]:
+            _refuse_calls(answer, f"{column}.{len(before)}", problems)
             return tuple(before), answer["content"]
         problems.wrong(f"{column}.{len(before)}", answer, "the assistant's turn, with a text, at the end")
     return (), None
+
+
+def _refuse_calls(answer: dict[str, Any], column: str, problems: _Problems) -> None:
+    """Record a problem if an answer to train on has tool calls beside its text: only the text is trained on."""
+    if answer.get("tool_calls"):
+        problems.wrong(f"{column}.tool_calls", answer["tool_calls"], CALLS_AS_TEXT)
 
 
 def _read_published_gsm8k(row: dict[str, Any], parsed: Prompt) -> None:
@@ -288,8 +300,15 @@ def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str
             if not isinstance(message.get(name), str):
                 problems.wrong(f"{column}.{position}.{name}", message.get(name), "a string")
                 return ()
-    # Parquet gives every message the union of all messages' fields; the absent ones come back as None.
-    return tuple({name: part for name, part in message.items() if part is not None} for message in value)
+    return tuple(_without_absent(message) for message in value)
+
+
+def _without_absent(value: Any) -> Any:
+    """Return a value without the fields of its objects that are None. Parquet gives every object in a column the
+    union of all objects' fields, also the arguments of tool calls; those that are absent come back as None."""
+    if isinstance(value, dict):
+        return {name: _without_absent(part) for name, part in value.items() if part is not None}
+    return [_without_absent(part) for part in value] if isinstance(value, list) else value
 
 
 def _shown(text: str, most: int) -> str:

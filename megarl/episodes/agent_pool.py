@@ -91,6 +91,7 @@ class AgentPool:
 
     def close(self) -> None:
         """Kill all processes, and stop the endpoint."""
+        self._waiting.clear()  # else each end would start the next
         for episode in [*self._num_answers]:
             self.end(episode)
         self._proxy.stop()

@@ -61,7 +61,7 @@ class Chat:
         marker = _unused_marker(new)
         # without its tool calls, which a template may write behind the marker, or in its place
         answer = {name: value for name, value in before[-1].items() if name != "tool_calls"}
-        text = self._tokenizer.render([*before[:-1], {**answer, "content": marker}, *new], tools)
+        text = self._render(before[:-1], [{**answer, "content": marker}, *new], tools)
         _, found, rest = text.rpartition(marker)
         if not found:
             raise ValueError("the chat template leaves out the model's last answer, so nothing can follow it")
@@ -70,6 +70,21 @@ class Chat:
         if end is None:  # a template without an end of turn
             return ids
         return ids[end + 1 :] if last_id in self._stop_ids else ids[end:]
+
+    def _render(self, before: Sequence[Message], rest: Sequence[Message], tools: Sequence[Message]) -> str:
+        """Return the text of a conversation; what stands before `rest` may be shorter than it is.
+
+        Some templates demand that users and the assistant alternate, answers with `tool_calls` excepted. Answers are
+        kept as texts, calls included, so such a template refuses a second round of tools. It gets the last
+        user's message, and what is before the first, alone."""
+        try:
+            return self._tokenizer.render([*before, *rest], tools)
+        except ValueError:
+            users = [at for at, message in enumerate(before) if message["role"] == "user"]
+            short = [*before[: users[0]], before[users[-1]]] if users else []
+            if not users or len(short) == len(before):
+                raise
+            return self._tokenizer.render([*short, *rest], tools)
 
 
 def _unused_marker(messages: Sequence[Message]) -> str:

@@ -29,7 +29,14 @@ from megarl.packing import MAX_BRANCHES
 MODEL = "policy"
 """Name of the model that is trained. Requests may give any name."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
 LARGEST_NUMBER = 2**31 - 1
+
+
+def role_of(role: str) -> str:
+    """Return the role that chat templates know: `developer` is the API's newer name for `system`, and a template
+    may leave out what has a role that it does not know."""
+    return "system" if role == "developer" else role
 
 
 class _Part(msgspec.Struct):
@@ -202,7 +209,7 @@ def _messages(given: list[_Message]) -> list[Message]:
             raise BadRequest(
                 f"{where}.function_call is not supported: give tool_calls", "unsupported_parameter", where
             )
-        one: Message = {"role": message.role, "content": _text(message, where)}
+        one: Message = {"role": role_of(message.role), "content": _text(message, where)}
         if message.tool_calls:
             one["tool_calls"] = _given_calls(message, f"{where}.tool_calls")
         for name in ("name", "tool_call_id"):

@@ -76,13 +76,16 @@ class RemoteEnv:
         self._num_calls += 1
         request |= {"call": self._num_calls, "episode": self._episode, "client": _CLIENT}
         body = json.dumps(request).encode()
-        give_up = time.monotonic() + _RETRY_S
-        pause = 0.05
+        give_up, pause = None, 0.05
         while True:
             try:
                 return await self._post(body)
             except (aiohttp.ClientError, OSError) as error:
-                if time.monotonic() > give_up:
+                now = time.monotonic()
+                give_up = (
+                    give_up or now + _RETRY_S
+                )  # from the first failure: a call may take longer than this
+                if now > give_up:
                     why = f"{self._url} cannot be reached: {type(error).__name__}: {error}"
                     raise EpisodeFailure("unreachable", why) from None
             await asyncio.sleep(pause)

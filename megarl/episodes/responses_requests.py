@@ -23,7 +23,14 @@ from megarl.episodes.bad_request import (
     tool_problem,
 )
 from megarl.episodes.chat import Message
-from megarl.episodes.chat_requests import LARGEST_NUMBER, MODEL, ROLES, ChatRequest, check_last_message
+from megarl.episodes.chat_requests import (
+    LARGEST_NUMBER,
+    MODEL,
+    ROLES,
+    ChatRequest,
+    check_last_message,
+    role_of,
+)
 
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -179,7 +186,7 @@ def _message(item: _Item, where: str) -> Message:
     if item.role not in ROLES or item.role == "tool":
         roles = ", ".join(role for role in ROLES if role != "tool")
         raise BadRequest(f"{where}.role must be one of {roles}: {str(item.role)[:80]!r}", param=where)
-    return {"role": item.role, "content": _text(item.content, f"{where}.content")}
+    return {"role": role_of(item.role), "content": _text(item.content, f"{where}.content")}
 
 
 def _call(item: _Item, where: str) -> dict[str, Any]:

@@ -123,8 +123,8 @@ class Play:
         self._episodes[index] = episode
 
     def close(self) -> None:
-        """End all episodes."""
-        for index in [*self._episodes]:
+        """End all episodes, the latest first: those wait for the place of an earlier one and would get it."""
+        for index in reversed([*self._episodes]):
             self.end(index)
 
     def turns_after(self, replies: Iterable[Reply]) -> list[Turn]:

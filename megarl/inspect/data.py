@@ -16,6 +16,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.data.columns import Prompt
@@ -141,7 +142,7 @@ def _tokenizer(arguments: DataArguments) -> Tokenizer:
     path, flag = arguments.tokenizer_model, "--tokenizer-model"
     if path is None:
         folder = model_folder(arguments.model)
-        path, flag = str(folder or base_model(checkpoint_of(arguments.model))), "--model"
+        path, flag = str(folder or base_model(checkpoint_of(Path(arguments.model)))), "--model"
     try:
         return load_tokenizer(path, flag)
     except ValueError as error:

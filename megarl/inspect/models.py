@@ -53,7 +53,7 @@ def model_errors(name: str, flag: str = "model") -> list[str]:
     return []
 
 
-def checkpoint_of(folder: Path | str) -> Path | None:
+def checkpoint_of(folder: Path) -> Path | None:
     """Return the actor's checkpoint in a run's newest complete checkpoint, or in this checkpoint of a job."""
     if (folder / MANIFEST).is_file():
         return folder

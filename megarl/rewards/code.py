@@ -21,18 +21,24 @@ from typing import Any
 from megarl.config.schema import DataConfig
 from megarl.rewards.sandbox import missing, refusal, run_confined
 
-_BLOCK = re.compile(r"```[\w+-]*[ \t]*\r?\n(.*?)```", re.DOTALL)
+_BLOCKS = (
+    re.compile(r"^[ \t]*```[^`\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE),
+    re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.DOTALL),
+)
+"""Fenced blocks as in Markdown, whose fences begin lines; then those whose fences stand anywhere."""
 _CALL = """
-import json as _json, sys as _sys
+import json as _json, sys as _sys, types as _types
 _name, _arguments, _mark = _json.loads(_sys.stdin.read())
-_scope = {{"__name__": "solution"}}
+_sys.modules["solution"] = _module = _types.ModuleType("solution")  # where dataclasses look for names
+_scope = _module.__dict__
 exec(compile({program!r}, "program.py", "exec"), _scope)
 _function = getattr(_scope["Solution"](), _name) if _name not in _scope and "Solution" in _scope else _scope[_name]
 _sys.stdout.write("\\n" + _mark + _json.dumps(_function(*_arguments)))
 """
 _ASSERTS = """
-import json as _json, sys as _sys
-_scope = {{"__name__": "solution"}}
+import json as _json, sys as _sys, types as _types
+_sys.modules["solution"] = _module = _types.ModuleType("solution")  # where dataclasses look for names
+_scope = _module.__dict__
 exec(compile({program!r}, "program.py", "exec"), _scope)
 _asserts, _mark = _json.loads(_sys.stdin.read())
 for _assert in _asserts:
@@ -89,8 +95,8 @@ class CodeReward:
 
 def program_of(response: str) -> str:
     """Return the last fenced block of a response, else the complete response."""
-    blocks = _BLOCK.findall(response)
-    return blocks[-1] if blocks else response
+    text = response.replace("\r\n", "\n")
+    return next((found[-1] for kind in _BLOCKS if (found := kind.findall(text))), response)
 
 
 def read_tests(ground_truth: str | None) -> list[tuple]:

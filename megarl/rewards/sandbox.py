@@ -29,6 +29,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _MAX_OUTPUT = 2**20  # bytes that a program may write into each of its files and streams
@@ -96,7 +97,7 @@ def run_confined(
     Raises: RuntimeError if this machine cannot confine the program and `allow_missing` is False."""
     if (lacking := missing()) and not allow_missing:
         raise RuntimeError(refusal(lacking))
-    with tempfile.TemporaryDirectory(prefix="megarl_code_") as folder:
+    with _empty_folder() as folder:
         limits = {
             "folder": folder,
             "timeout_s": timeout_s,
@@ -133,6 +134,19 @@ def run_confined(
                     os.killpg(process.pid, signal.SIGKILL)  # ends children, if no namespace does
                 process.wait()
             return Outcome(code, _text(out), _text(err))
+
+
+@contextlib.contextmanager
+def _empty_folder() -> Iterator[str]:
+    """Create a folder, and remove it with all that a program has put there."""
+    folder = tempfile.TemporaryDirectory(prefix="megarl_code_")
+    try:
+        yield folder.name
+    finally:
+        try:
+            folder.cleanup()
+        except RecursionError:  # folders in folders
+            subprocess.run(["rm", "-rf", folder.name], check=False)
 
 
 def _text(file) -> str:
@@ -175,18 +189,11 @@ def missing() -> tuple[str, ...]:
 
 
 def _main(limits: dict) -> None:
-    """Confine this process, then run the program in it.
-
-    The parent is the first process of the namespace and ends with it."""
+    """Confine this process, then run the program in it."""
     _die_with_parent()
     if limits["unshare"]:
         _unshare()
-        # Only children are in the new PID namespace. When the first of them ends, the kernel ends the rest.
-        if child := os.fork():
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
-            os._exit(1)
-        _die_with_parent()
+        _enter_pid_namespace()
     with open(".program", encoding="utf-8") as file:
         source = file.read()
     os.remove(".program")
@@ -206,6 +213,31 @@ def _main(limits: dict) -> None:
         _confine_calls()
     # The program gets a separate module, so that it finds nothing of this file by chance.
     exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+
+
+def _enter_pid_namespace() -> None:
+    """Return in the second process of the new PID namespace, whose first process waits for it.
+
+    When the first one ends, by itself or because the caller ends it, the kernel ends all others. So the program
+    must not be the first: a process may leave its group, and take back that it dies with its parent. The first
+    cannot end by the program's signal, because the kernel keeps signals of its own namespace from it, so this
+    process gets the exit code through a pipe and ends with it."""
+    told, tell = os.pipe()
+    if first := os.fork():
+        os.close(tell)
+        os.waitpid(first, 0)
+        code = int(os.read(told, 16) or -signal.SIGKILL)
+        os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
+        os._exit(1)
+    _die_with_parent()
+    os.close(told)
+    if second := os.fork():
+        while (ended := os.wait())[0] != second:  # orphans of the program come to the first process too
+            pass
+        os.write(tell, str(os.waitstatus_to_exitcode(ended[1])).encode())
+        os._exit(0)
+    _die_with_parent()
+    os.close(tell)
 
 
 def _libc() -> ctypes.CDLL:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.data.encoder import PromptEncoder
-from megarl.data.columns import Prompt
+from megarl.data.columns import CALLS_AS_TEXT, Prompt
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.episodes.chat import Chat
@@ -25,7 +25,7 @@ def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> RowSample:
     """Return the token ids of a row, in which every turn of the assistant is trained on, except a turn that
     no prompt precedes. Each turn ends with the end of sequence, as the model will write it.
 
-    Raises: ValueError if the chat template refuses the messages."""
+    Raises: ValueError if the chat template refuses the messages, or if one to train on has tool calls."""
     assert row.response is not None
     if isinstance(row.messages, str):
         (prompt,) = tokenizer.encode_prompts([row.messages])
@@ -35,6 +35,8 @@ def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> RowSample:
     turns = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
     session, parent, start = Session(chat), None, 0
     for at in turns:
+        if calls := messages[at].get("tool_calls"):
+            raise ValueError(f"message {at} has tool_calls ({str(calls)[:80]}), wanted {CALLS_AS_TEXT}")
         (turn,) = session.open(messages[start:at], parent)
         session.add([turn])
         (ids,) = tokenizer.encode_responses([messages[at]["content"]])

@@ -79,6 +79,10 @@ def test_a_job_without_pairs_does_not_mind_other_columns_of_these_names(tmp_path
         ({"chosen": ["x"]}, r"column 'chosen.0' is 'x' \(str\), wanted \{\"role\": str"),
         ({"chosen": USER}, r"column 'chosen.0' is .* wanted the assistant's turn, with a text, at the end"),
         ({"rejected": said("")}, r"column 'rejected.0' is .* wanted the assistant's turn"),
+        (
+            {"rejected": [{**said("x")[0], "tool_calls": [{"id": "1"}]}]},
+            r"column 'rejected.0.tool_calls' is .* wanted the calls in `content`",
+        ),
         ({"chosen": [*USER, *said("x")]}, r"column 'rejected' continues another prompt than column 'chosen'"),
         (
             {"chosen": [*USER, *USER, *said("x")], "rejected": [*USER, *USER, *said("y")]},

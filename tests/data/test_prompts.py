@@ -12,6 +12,8 @@ import pytest
 from megarl.data.columns import GSM8K_INSTRUCTION
 from megarl.data.prompts import Prompt, PromptDataset
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLING = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
 USER = [{"role": "user", "content": "23-5-1 ?"}]
 GOOD = {
     "data_source": "megarl/sums",
@@ -41,8 +43,14 @@ def test_jsonl_in_verl_columns(tmp_path):
 
 def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
     # The second row has a field "name" that the first has not: parquet's struct fills it with null, which
-    # must not show.
-    rows = [GOOD, GOOD | {"prompt": [{"role": "system", "content": "Be brief.", "name": "s"}, *USER]}]
+    # must not show. The arguments of tool calls are structs within structs.
+    other = CALL | {"function": {"name": "g", "arguments": {"y": "q", "z": [{"a": 1}, {"b": 2}]}}}
+    turns = [*USER, CALLING, {"role": "tool", "content": "1"}, CALLING | {"tool_calls": [other]}, *USER]
+    rows = [
+        GOOD,
+        GOOD | {"prompt": [{"role": "system", "content": "Be brief.", "name": "s"}, *USER]},
+        GOOD | {"prompt": turns},
+    ]
     parquet = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
     jsonl = write_jsonl(tmp_path / "a.jsonl", rows)
@@ -145,6 +153,11 @@ def change(**columns):
             "wanted a prompt before the assistant's turn",
         ),
         ({"messages": USER}, "response", "no column 'response'"),
+        (
+            {"messages": [*USER, CALLING]},
+            "response",
+            r"column 'messages.1.tool_calls' is .*, wanted the calls in `content`, as the model writes them",
+        ),
         (change(prompt="caf\ud83d"), None, r"column 'prompt' holds '\\ud83d', half of a character"),
         (
             change(prompt=[{**USER[0], "name": "\ud83d"}]),

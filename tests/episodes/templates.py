@@ -84,6 +84,15 @@ DEEPSEEK31 = (
     "{%- endfor %}"
     "{%- if add_generation_prompt and not ns.is_tool %}{{ '<|Assistant|></think>' }}{% endif %}"
 )
+ALTERNATING = (
+    "{%- set ns = namespace(turn=0) %}{%- for m in messages %}"
+    "{%- if m.role in ('user', 'assistant') and not m.tool_calls %}"
+    "{%- if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{%- set ns.turn = ns.turn + 1 %}{%- endif %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Users and the assistant alternate, answers with tool calls excepted, as Mistral's templates demand."""
 TEMPLATES = {
     "qwen2.5": (CHATML, "<|im_end|>"),
     "qwen3": (QWEN3, "<|im_end|>"),
@@ -123,7 +132,7 @@ def tokenizer(name: str) -> QuickTokenizer:
     """Return a byte-level tokenizer with merges and all special tokens, and with this chat template."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    template, end = TEMPLATES[name]
+    template, end = (TEMPLATES | {"alternating": (ALTERNATING, "<|im_end|>")})[name]
     made = Tokenizer(models.BPE())
     # line breaks are pieces of their own, as in the tokenizers of these families
     pieces = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s?[^\s]+|\s+"), "isolated")
@@ -152,7 +161,7 @@ def hugging_face(name: str):
     """Return the same tokenizer as one of transformers."""
     from transformers import PreTrainedTokenizerFast
 
-    template, end = TEMPLATES[name]
+    template, end = (TEMPLATES | {"alternating": (ALTERNATING, "<|im_end|>")})[name]
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(name)._tokenizer, eos_token=end, chat_template=template
     )

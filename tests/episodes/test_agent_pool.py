@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.episodes import agent_pool
 from megarl.episodes.agent_pool import AgentPool, read_reward
 from megarl.episodes.chat import Chat
 from megarl.episodes.episode import Episode, Limits
-from megarl.episodes.runner import play
+from megarl.episodes.runner import Play, play
 from megarl.runtime.signing import JOB_SECRET
 from tests.e2e.test_cli_jobs import processes
 from tests.episodes.templates import tokenizer
@@ -57,6 +58,19 @@ def test_agents_play_episodes_and_their_failures_cost_only_themselves(monkeypatc
     turns = [turn for turn in engine.asked if turn.index == 0]
     for before, after in zip(turns, turns[1:], strict=False):
         assert after.prompt[: len(before.prompt + engine.text)] == [*before.prompt, *engine.text]
+
+
+@pytest.mark.parametrize("through", ["pool", "play"])
+def test_the_end_of_a_job_starts_no_agent_that_waits(through, monkeypatch):
+    made, started, kind = tokenizer(NAME), [], agent_pool._Agent
+    monkeypatch.setattr(agent_pool, "_Agent", lambda *how: started.append(how) or kind(*how))
+    with AgentPool(COMMAND, 30.0, 2, 1000) as agents:
+        playing = Play(agents, Chat(made, [made.eos_token_id]), LIMITS)
+        for index in range(6):
+            playing.open(index, Episode({"what": "hang"}))
+        if through == "play":
+            playing.close()
+    assert len(started) == 2 and not agents._agents
 
 
 def test_an_agent_may_branch_off_and_begin_other_conversations():

@@ -19,6 +19,7 @@ from megarl.episodes.environments import Usage
 from megarl.episodes.proxy import Proxy
 from tests.episodes.mutations import mutated, variant
 
+RULE = [{"role": "developer", "content": "be brief"}]  # templates know it as system
 HI = [{"role": "user", "content": "hi"}]
 USAGE = Usage(num_prompt=5, num_sampled=2, is_cut=False)
 
@@ -99,14 +100,14 @@ def test_the_sdk_talks_streams_and_retries(server, monkeypatch):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == " é1 "
     assert chunks[-1].choices[0].finish_reason == "stop" and last.usage.total_tokens == 7
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
-    messages += [{"role": "assistant", "content": "é1"}, *HI, {"role": "user", "content": parts}]
+    messages += [{"role": "assistant", "content": "é1"}, *RULE, {"role": "user", "content": parts}]
     server.delay_s = 1.0
     patient = client.with_options(timeout=0.4, max_retries=5)
     assert patient.chat.completions.create(model="m", messages=messages).choices[0].message.content == " é2 "
     assert server.requests == [
         (0, HI, 7),
         (0, [{"role": "tool", "content": "a", "tool_call_id": "1"}], None),
-        (0, [*HI, {"role": "user", "content": "bc"}], None),
+        (0, [{"role": "system", "content": "be brief"}, {"role": "user", "content": "bc"}], None),
     ]
     assert server.places == [(None, 1), (0, 1), (1, 1)]
 

@@ -21,12 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from megarl.config.environments import EnvSpec
 from megarl.config.schema import EpisodeConfig
+from megarl.episodes import remote_env
 from megarl.episodes.env_pool import EnvironmentPool
 from megarl.episodes.env_server import LARGEST_BODY
 from megarl.episodes.probe import probe_environments
+from megarl.episodes.remote_env import RemoteEnv
 from tests.episodes.test_env_pool import ENVS, steps, wait_for
 
 KEY = "a key of the test, 28 letters"
@@ -194,6 +197,35 @@ def test_a_lost_connection_loses_no_reply_and_repeats_no_step(server):
             assert steps(pool, [episode])[episode].messages[0]["content"] == f"{count} x"
         assert steps(pool, [episode])[episode].done and proxy.num > 3
         pool.end(episode)
+
+
+def test_a_call_that_takes_longer_than_tries_go_on_is_sent_again(monkeypatch):
+    """The connection is lost at its end. Tries are counted from there."""
+    monkeypatch.setattr(remote_env, "_RETRY_S", 0.5)
+    posts = []
+
+    async def answer(request: web.Request) -> web.Response:
+        posts.append(await request.json())
+        if len(posts) == 1:
+            await asyncio.sleep(1.0)
+            request.transport.abort()
+        return web.json_response({"messages": [], "reward": 1.0, "done": True})
+
+    async def call() -> object:
+        application = web.Application()
+        application.router.add_post("/call", answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            return await RemoteEnv(f"http://127.0.0.1:{runner.addresses[0][1]}").step("x")
+        finally:
+            await remote_env._session().close()
+            remote_env._session.cache_clear()
+            await runner.cleanup()
+
+    assert asyncio.run(call()) == ([], 1.0, True)
+    assert [post["call"] for post in posts] == [1, 1]
 
 
 def test_whose_turn_and_whose_reward_it_is_come_from_a_server_too():

@@ -187,6 +187,23 @@ def test_what_the_template_refuses_is_an_error():
     assert session.prompt == before and session.messages[-1]["role"] == "assistant"
 
 
+def test_several_rounds_of_tools_under_a_template_that_counts_turns():
+    """Each tool's result follows as it does after the first answer."""
+    made = tokenizer("alternating")
+    session = Conversation(
+        Chat(made, [made.eos_token_id]),
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "1"}],
+    )
+    added = []
+    for number in range(3):
+        ids = [*made.encode_response("call"), made.eos_token_id]
+        session.answer(ids, [-0.1] * len(ids), [0] * len(ids))
+        before = len(session.prompt)
+        session.append([{"role": "tool", "content": "3"}])
+        added.append(made.decode(session.prompt[before:]))
+    assert added == [added[0]] * 3 and "3" in added[0]
+
+
 def test_a_template_that_leaves_the_answer_out_is_an_error():
     class Forgetful:
         """Renders the last message alone."""

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.files.checkpoints import MANIFEST
 from megarl.inspect import progress
 
 
@@ -196,6 +197,13 @@ def test_the_tokenizer_of_a_run_and_the_width_of_the_terminal(
     monkeypatch.setenv("COLUMNS", "40")
     code, out, _ = megarl("data", jsonl("a.jsonl", row("1+1 ?" * 30)), "--model", tmp_path / "run")
     assert code == 0 and "<|user|>1+1 ?" in out and max(map(cell_len, out.split("\n"))) == 40
+    # A checkpoint has the tokenizer of the model that its run began with.
+    actor = tmp_path / "young" / "checkpoints" / "step_000001" / "actor"
+    actor.mkdir(parents=True)
+    (actor / MANIFEST).write_text("{}")
+    (tmp_path / "young" / "resolved.args").write_text(f"--model {sums_paths['model']}\n")
+    code, out, _ = megarl("data", jsonl("b.jsonl", row("1+1 ?")), "--model", actor)
+    assert code == 0 and "<|user|>1+1 ?" in out
 
 
 @pytest.mark.parametrize(

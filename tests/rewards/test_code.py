@@ -27,6 +27,7 @@ ASSERTS = json.dumps(
     {"asserts": ["assert add(3, 4) == 7", "import math\nassert math.isclose(add(0.1, 0.2), 0.3)"]}
 )
 ADD = "def add(a, b):\n    return a + b\n"
+NODE = 'from dataclasses import dataclass\n@dataclass\nclass Node:\n    next: "Node" = None\n'
 CASES = [
     ("print(sum(map(int, input().split())))", STDIN, 1),
     ("print(sum(map(int, input().split())), '  \\n\\n')", STDIN, 1),
@@ -44,6 +45,7 @@ CASES = [
     ("import os\nos._exit(0)", CALL, 0),
     ("def f(): return (1, [2])", json.dumps({"fn_name": "f", "inputs": [[]], "outputs": [[1, [2]]]}), 1),
     (ADD, ASSERTS, 1),
+    *((NODE + ADD, tests, 1) for tests in (CALL, ASSERTS)),
     ("def add(a, b): return 7", ASSERTS, 0),
     ("def add(a, b):\n    raise SystemExit(0)", ASSERTS, 0),
     ("```python\nno end, and no program", ASSERTS, 0),
@@ -104,6 +106,11 @@ def test_ground_truth_of_another_form_is_refused(truth):
 def test_the_last_block_is_the_program():
     assert program_of("a ```python\none\n``` b ```c++ \ntwo\n``` c") == "two\n"
     assert program_of("no block") == "no block"
+    inline = "First ```print(0)```\nthen:\n```python\nprint(1)\n```\n"
+    titled = "```python title=a.py\r\nprint(1)\r\n```\r\nThis prints 1.\r\n```print(2)```"
+    assert program_of(inline) == program_of(titled) == "print(1)\n"
+    quoting = 'print("```")\n'
+    assert program_of(f"```python\n{quoting}```") == quoting
 
 
 ESCAPES = {
@@ -182,6 +189,23 @@ def test_time_is_limited_and_nothing_goes_on_after_it():
 
 
 @confined
+def test_a_program_cannot_leave_its_time_limit():
+    """It takes back that it dies with its parent, and leaves the process group."""
+    program = "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nos.setsid()\ntime.sleep(1000)"
+    assert run_confined(program, "", timeout_s=0.5, memory_limit_bytes=2**30).exit_code is None
+    time.sleep(0.2)
+    assert not children_of_sandboxes()
+
+
+@confined
+@pytest.mark.parametrize(("end", "code"), [("os.kill(os.getpid(), 11)", -11), ("os._exit(7)", 7)])
+def test_the_exit_code_is_the_programs(end, code):
+    """Also where an orphan of the program ends before it."""
+    program = f"import os, time\nif os.fork() == 0:\n    os.fork()\n    os._exit(3)\ntime.sleep(0.1)\n{end}"
+    assert run_confined(program, "", timeout_s=20.0, memory_limit_bytes=2**30).exit_code == code
+
+
+@confined
 def test_a_program_that_ends_takes_its_children_with_it():
     program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\nprint('done')"
     outcome = run_confined(program, "", timeout_s=20.0, memory_limit_bytes=2**30)
@@ -211,6 +235,9 @@ def test_output_is_cut_and_folders_are_removed():
     )
     folder = outcome.stdout.split("\n")[0]
     assert len(outcome.stdout) <= 2**20 and "megarl_code_" in folder and not Path(folder).exists()
+    deep = "import os\nprint(os.getcwd())\nfor _ in range(2000):\n    os.mkdir('a')\n    os.chdir('a')"
+    outcome = run_confined(deep, "", 20.0, 2**30)
+    assert outcome.exit_code == 0 and not Path(outcome.stdout.strip()).exists()
 
 
 def test_a_machine_that_cannot_confine_is_refused_unless_told(monkeypatch):

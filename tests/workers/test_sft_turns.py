@@ -54,6 +54,14 @@ def test_every_turn_is_trained_on_and_its_context_is_that_of_the_conversation(na
             assert question.strip() in made.decode(row.response[slice(*hole)])  # some templates strip
 
 
+def test_a_turn_with_tool_calls_is_refused():
+    """Only its text would be trained on, which then ends where the call should be."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "1"}]
+    with pytest.raises(ValueError, match="message 1 has tool_calls .*, wanted the calls in `content`"):
+        encode_turns(chat_of("qwen2.5"), tokenizer("qwen2.5"), Prompt(messages=tuple(messages), response="1"))
+
+
 def test_one_turn_is_what_it_was():
     made, chat = tokenizer("qwen2.5"), chat_of("qwen2.5")
     ids = [*made.encode_response("two"), made.eos_token_id]
