@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -70,6 +70,11 @@ class JsonLines:
             file.write(b"".join(lines[at:]))
         self._file.seek(0, os.SEEK_END)
 
+    def read_rows(self, steps: Container[int]) -> dict[int, dict[str, float]]:
+        """Return step -> metrics of the rows of these steps."""
+        lines = self._metrics.read_bytes().splitlines(keepends=True)
+        return {int(_step_of(line)): _metrics_of(line) for line in lines if _step_of(line) in steps}
+
     def close(self) -> None:
         with writing(self._metrics):
             self._file.close()
@@ -103,6 +108,12 @@ def cut_after(folder: Path, step: int) -> None:
     for of_step, path in rollout_files(folder).items():
         if of_step > step:
             path.unlink()
+
+
+def remove_engine_logs(folder: Path) -> None:
+    """Remove the logs of driver and engines from a run folder."""
+    for path in (folder / ENGINES).glob("*.jsonl"):
+        path.unlink()
 
 
 def moved_requests(folder: Path) -> Path:

@@ -21,12 +21,13 @@ class DriverCall(Future[object]):
         self._value: object = None
         self.error: BaseException | None = None
 
-    def run(self) -> DriverCall:
+    def run(self, kept: type[BaseException] = Exception) -> DriverCall:
+        """Call the function. Errors of the kind `kept` are raised by `result`, others at once."""
         work, self._work = self._work, None  # its arguments may be large
         start = time.time()
         try:
             self._value = work and work()
-        except Exception as error:  # thread boundary: `result` raises the error
+        except kept as error:
             self.error = error
         self.ended = time.time()
         self.seconds = self.ended - start
@@ -71,4 +72,4 @@ class BackgroundThread:
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
-            call.run()
+            call.run(kept=BaseException)  # SystemExit would end this thread without a word

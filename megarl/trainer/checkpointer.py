@@ -296,8 +296,14 @@ class Checkpointer:
         """Return the step of the checkpoint on disk with the best --best-metric, the latest of equal ones;
         None if no checkpoint has that metric."""
         name, sign = self.config.best_metric, 1 if self.config.best_metric_mode == "max" else -1
-        metrics = ((step, self._metrics.get(step, {})) for step in self._on_disk)
-        values = {step: (sign * row[name], step) for step, row in metrics if name in row}
+        if name is None:
+            return None
+        # A resumed job makes up for an evaluation that its checkpoint does not have.
+        rows, on_disk = self._run.recorded(self._on_disk), self._on_disk
+        metrics = ((step, self._metrics.get(step, {}) | rows.get(step, {})) for step in on_disk)
+        values = {
+            step: (sign * row[name], step) for step, row in metrics if math.isfinite(row.get(name, math.nan))
+        }
         return max(values, key=values.__getitem__, default=None)
 
     # ------------------------------------------------------------------ reading
@@ -361,6 +367,7 @@ class Checkpointer:
         if not goes_on(self._job_config):
             note(f"continues after step {step}: {folder}")
             return
+        self._run.lock()  # before anything of another job's is renamed
         for number, later in self._on_disk.items():
             if number > step:  # removed when the next checkpoint is complete
                 replaced = later.with_name(f".{later.name}.replaced")

@@ -43,6 +43,8 @@ def _save_last_step(trainer: Trainer) -> str:
         checkpointer.save()
     checkpointer.wait()
     checkpoint = folder_of_step(folder, step)
-    if not checkpoint.is_dir():  # the checkpoint is from another run, and no step was completed since
-        return f"after step {step}, where it began"
+    if not checkpoint.is_dir():
+        if checkpointer.last_step == step:  # restored from another run, and no step was completed since
+            return f"after step {step}, where it began"
+        return f"after step {step}, which is not saved, as the replayed run has no checkpoint of it"
     return f"after step {step}: its checkpoint is {checkpoint}"

@@ -26,7 +26,8 @@ def update_references(executor: Executor, roles: Iterable[str], state: TrainStat
             continue
         run.attempt.check("the weights of a reference")
         folder = run.folder / f".{reference}.attempt_{run.attempt.number}"
-        shutil.rmtree(folder, ignore_errors=True)
+        for left in run.folder.glob(f".{reference}.attempt_*"):  # by a job that was killed meanwhile
+            shutil.rmtree(left, ignore_errors=True)
         try:
             ModelRole(executor, actor.actor).export_hf(str(folder)).result()
             Reference(executor, reference).take_weights(str(folder)).result()

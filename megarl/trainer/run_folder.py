@@ -25,7 +25,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +37,7 @@ from megarl.files.writing import WriteError, writing
 from megarl.loggers import Logger, LoggerContext, open_loggers
 from megarl.loggers.console import Progress
 from megarl.trainer.attempt import ATTEMPTS, Attempt
-from megarl.loggers.json_lines import METRICS, JsonLines, cut_after
+from megarl.loggers.json_lines import METRICS, JsonLines, cut_after, remove_engine_logs
 
 ARGUMENTS, ROLLOUTS, TIMELINE, PROFILE = "resolved.args", "rollouts", "timeline.json", "profile"
 MARKS = (ARGUMENTS, METRICS)
@@ -122,8 +122,17 @@ class Run:
             progress = Progress(config.batch.train_iters, interval=config.run.log_interval)
         self.progress = progress
 
+    def lock(self) -> None:
+        """Lock the folder against other jobs, unless this run has done so. Makes the folder if it is not there.
+
+        Raises: ValueError if another job is running there."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(self.folder) if self._lock is None else self._lock
+
     def go_on_after(self, step: int) -> None:
         """Resume in the run's own folder: remove the records of later steps. Step 0 begins a new run."""
+        self.lock()
         self._attempt = Attempt(self.folder, step)  # before the folder changes
         cut_after(self.folder, step)
         self._first_step = step + 1 if step else 0
@@ -133,12 +142,13 @@ class Run:
         rollouts, arguments = self.folder / ROLLOUTS, self.folder / ARGUMENTS
         with writing(rollouts):
             rollouts.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_folder(self.folder) if self._lock is None else self._lock
+        self.lock()
         with writing(arguments), open(arguments, "x" if mode == "x" else "w", encoding="utf-8") as file:
             if mode == "x":
                 self._created = [arguments, self.folder / ATTEMPTS, rollouts, *self._created]
             file.write(self._resolved_args)
         if mode == "x":
+            remove_engine_logs(self.folder)  # of a first try that failed
             self._attempt = Attempt(self.folder, 0)
         self._files = JsonLines(self.folder, mode)
         if mode == "x":
@@ -193,6 +203,10 @@ class Run:
         self._write_row()
         written, row = self._written_row
         return row if written == step else {}
+
+    def recorded(self, steps: Container[int]) -> dict[int, dict[str, float]]:
+        """Return step -> its metrics in metrics.jsonl, with the scores of evaluations that came later."""
+        return self._lines.read_rows(steps)
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
         """Record these samples of a step, with their texts, in rollouts/ and in the trackers."""

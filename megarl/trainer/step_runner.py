@@ -206,6 +206,9 @@ class StepRunner:
         for result in self.results.values():
             if result.node is not None and isinstance(result.future, GroupFuture | ScoresFuture):
                 seconds[result.role, result.node.method] += result.future.waited_s
+                if isinstance(result.future, GroupFuture) and result.future.waited_s:
+                    # the canaries were sampled during this wait
+                    seconds.pop((result.role, "sample_canaries"), None)
         of_actors = metrics_of_actors(self.batches, self.state, reports, seconds)
         return {
             suffix: own

@@ -77,7 +77,7 @@ NOT_RUN = {
     "cluster with Ray's job server; tests/nodes/test_ray_nodes.py runs the script below, which does the same",
     "tools/launch/ray_submit.sh --address http://127.0.0.1:8265 --nnodes 2 --nproc-per-node 8 -- @job.args": "the same",
     "megarl balance runs/sync": "tests/inspect/test_balance.py runs it on recorded rows",
-    "(Pdb) import pdb; pdb.post_mortem(self._failure.__cause__.__traceback__)": "needs a role that raises; "
+    "(Pdb) import pdb; pdb.post_mortem(self.failure.__cause__.__traceback__)": "needs a role that raises; "
     "tests/runtime/test_inline.py stands there",
 }
 """What no test runs: a command, or the first line of a block -> why."""

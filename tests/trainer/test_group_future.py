@@ -13,8 +13,9 @@ import pytest
 from megarl.futures import Future
 from megarl.runtime.executor import CallTimeout
 from megarl.runtime.inline_executor import InlineExecutor
-from megarl.trainer import group_future
+from megarl.trainer import group_future, step_runner
 from megarl.trainer.group_future import GroupFuture
+from megarl.trainer.step_runner import StepRunner
 
 
 class Queueing:
@@ -66,6 +67,27 @@ def test_groups_that_are_there_cost_no_seconds_of_waiting(wait):
     wait.is_ready = True
     assert wait.look(7.0)  # the driver did other things first
     assert wait.future.waited_s == 0.0 and wait.future.seconds == wait.call.seconds
+
+
+def test_the_seconds_of_canaries_are_not_counted_beside_the_wait_that_has_them(wait, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        step_runner, "metrics_of_actors", lambda batches, state, reports, seconds: seen.update(seconds) or {}
+    )
+    result = SimpleNamespace(node=SimpleNamespace(method="generate"), role="rollout", future=wait.future)
+    for waits in (False, True):
+        seconds = {("rollout", "generate"): 0.25, ("rollout", "sample_canaries"): 2.0}
+        runner = SimpleNamespace(
+            batches=SimpleNamespace(of_actor={}),
+            executor=SimpleNamespace(take_seconds=lambda: seconds),
+            early=SimpleNamespace(roles=()),
+            results={"generate": result},
+            state=None,
+        )
+        wait.future.waited_s = 3.0 if waits else 0.0
+        StepRunner.metrics(runner, [])
+        total = seen.pop(("rollout", "generate")) + seen.pop(("rollout", "sample_canaries"), 0.0)
+        assert total == (3.25 if waits else 2.25)
 
 
 def test_engines_that_report_nothing_are_a_timeout_that_names_their_ranks(wait):

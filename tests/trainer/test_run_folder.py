@@ -11,6 +11,7 @@ import resource
 import time
 from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig
 from megarl.files.writing import WriteError
 from megarl.trainer.step_report import phase_times
 from megarl.loggers.console import Progress
+from megarl.rollout.replay_log import ReplayLog
+from megarl.trainer.checkpointer import Checkpointer
 from megarl.trainer.run_folder import Run, check_folder_is_free
+from megarl.trainer.stop_request import StopRequest
 from megarl.loggers.json_lines import to_json_line
 from megarl.trainer.timeline import Record, Timeline
 from megarl.reshard.export_folder import save_tensors
@@ -303,6 +307,52 @@ def test_a_folder_that_a_job_is_writing_to_is_refused(tmp_path):
     ):
         Run(going_on(folder), "", Progress(3, StringIO()))
     Run(going_on(folder), "", Progress(3, StringIO())).close()
+
+
+def test_of_two_jobs_that_begin_in_a_folder_at_once_the_second_changes_nothing(tmp_path):
+    """The command of a queue, started twice: --load and --save name a folder that is not there yet."""
+    folder = tmp_path / "run"
+    first, second = (Run(going_on(folder), "", Progress(3, StringIO())) for _ in range(2))
+    with first:
+        first.go_on_after(0)
+        first.record_evaluation(0, {"eval/reward": 0.5})
+        with pytest.raises(ValueError, match="another job is running there"):
+            second.go_on_after(0)
+        second.close()
+        assert first.attempt.is_current()
+        first.record_evaluation(1, {"eval/reward": 0.75})
+    rows = [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 0, "eval/reward": 0.5}, {"step": 1, "eval/reward": 0.75}]
+
+
+def test_a_second_try_begins_with_new_logs_of_its_engines(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(RuntimeError), open_run(folder):
+        ReplayLog(folder, "driver", 0).close()
+        raise RuntimeError
+    assert [path.name for path in (folder / "engines").iterdir()] == ["driver.jsonl"]
+    with open_run(folder):
+        assert not list((folder / "engines").iterdir())
+
+
+def test_the_best_checkpoint_is_found_by_scores_that_came_after_it(tmp_path):
+    """The evaluation of step 20 ended with the job, and the next one made up for it."""
+    folder, scores = tmp_path / "run", {10: 0.5, 20: None, 30: 0.6}
+    chosen = CheckpointConfig(load=str(folder), keep=1, best_metric="eval/reward", best_metric_mode="max")
+    with Run(going_on(folder), "", Progress(3, StringIO())) as run:
+        run.go_on_after(0)
+        executor = SimpleNamespace(ranks={"actor": (0,)})
+        job = replace(config(folder), checkpoint=chosen)
+        checkpointer = Checkpointer(job, executor, {}, None, run, StopRequest())
+        for step, score in scores.items():
+            saved = {} if score is None else {"eval/reward": score}
+            (folder / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+            write_job(folder / "checkpoints" / f"step_{step:06d}", {"roles": {}, "metrics": saved})
+            run.record_evaluation(step, saved)
+        run.record_evaluation(20, {"eval/reward": 0.9})
+        checkpointer._prune()
+    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert left == ["step_000020", "step_000030"]
 
 
 # ------------------------------------------------------------------ failures

@@ -5,6 +5,7 @@ In the simulation a call on several ranks begins when the last of them has come 
 and calls on one rank run in the order issued. With real processes: test_flow_job.py.
 """
 
+import itertools
 import json
 import random
 import statistics
@@ -405,8 +406,9 @@ def test_errors_name_the_node_and_end_the_run():
         match=r"\[driver\] node save, on the critical path, failed at step 3: ValueError\('disk is full'\)",
     ):
         scheduler.run(flow)
-    for at_once in (False, True):
-        scheduler, flow, _ = inline([node("a.note"), Node(**{**vars(on_path), "background": True})])
+    for at_once, function in itertools.product((False, True), (fails, sys.exit)):
+        later = {"background": True, "function": function}
+        scheduler, flow, _ = inline([node("a.note"), Node(**{**vars(on_path), **later})])
         results = scheduler.run(flow)  # does not raise: nothing waits for it
         results["save"].future.wait()
         with pytest.raises(RuntimeError, match="node save, in the background, failed at step 3"):
