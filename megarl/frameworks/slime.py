@@ -40,6 +40,7 @@ def _algorithm(settings: Settings) -> Iterator[Line]:
     yield model_folder(settings["hf-checkpoint"])
     yield Line("bf16", note="slime trains in bfloat16")
     if name == "ppo":
+        yield Line("gamma", settings["gamma"])
         yield Line("gae-lambda", settings["lambd"])
         yield Line("value-clip-eps", settings["value-clip"])
     elif ESTIMATORS.get(name, "grpo") == "grpo" and settings.is_on("disable-grpo-std-normalization"):
@@ -50,17 +51,22 @@ def _batch(settings: Settings) -> Iterator[Line]:
     prompts, group = settings.number("rollout-batch-size"), settings.number("n-samples-per-prompt")
     updates = settings.number("num-steps-per-rollout")
     samples = settings.number("global-batch-size")
-    yield Line("num-prompts", prompts)
-    yield Line("num-samples-per-prompt", group)
+    yield _known("num-prompts", prompts, "rollout-batch-size")
+    yield _known("num-samples-per-prompt", group, "n-samples-per-prompt")
     if samples is None and None not in (prompts, group):
         samples = prompts * group // (updates or 1)
-    yield Line("global-batch-size", samples)
+    yield _known("global-batch-size", samples, "global-batch-size")
+
+
+def _known(flag: str, value: object, name: str) -> Line:
+    """Return a flag with its value, or a comment that says which argument of slime is missing."""
+    return Line("", note=f"--{flag} N: --{name} is not given") if value is None else Line(flag, value)
 
 
 def _steps(settings: Settings) -> Iterator[Line]:
     steps, epochs = settings.number("num-rollout"), settings.number("num-epoch")
     if steps is not None or epochs is None:
-        yield Line("train-iters", steps)
+        yield _known("train-iters", steps, "num-rollout")
     else:
         yield train_iters(epochs, settings.rows, settings.ours.get("num-prompts"), "--num-epoch")
 
@@ -130,7 +136,9 @@ def _eval(settings: Settings) -> Iterator[Line]:
 
 
 def _folders(settings: Settings) -> Iterator[Line]:
-    yield Line("save", settings["save"])
+    yield Line(
+        "save", settings["save"], "" if "save" in settings.given else "slime saves nothing without --save"
+    )
     if settings["load"]:
         yield Line(
             "load", settings["save"], "a megarl run folder or checkpoint; the run begins if there is none"
@@ -146,6 +154,13 @@ TABLE = (
     Row("advantage-estimator", "--algorithm {}", default="grpo", lines=_algorithm),
     Row("bf16", "--bf16", lines=_algorithm),
     Row("hf-checkpoint", "--model {}", lines=_algorithm),
+    Row(
+        "gamma",
+        "--gamma {}",
+        default=1.0,
+        instead="rewards are discounted by --algorithm ppo only",
+        lines=_algorithm,
+    ),
     Row("lambd", "--gae-lambda {}", default=1.0, lines=_algorithm),
     Row("value-clip", "--value-clip-eps {}", default=0.2, lines=_algorithm),
     Row(
@@ -194,7 +209,6 @@ TABLE = (
     Row("kl-loss-coef", "--kl-coef {} --kl-mode loss", default=0.0, lines=_kl),
     Row("kl-coef", "--kl-coef {}", default=0.0, lines=_kl),
     Row("kl-loss-type", "--kl-estimator {}", KL_ESTIMATORS, default="k1", lines=_kl),
-    Row("gamma", "--gamma {}"),
     Row("use-tis", "--tis-clip 2.0", default=False, lines=_importance),
     Row("tis-clip", "--tis-clip {}", default=2.0, lines=_importance),
     Row("rollout-temperature", "--temperature {}", default=1.0),

@@ -18,7 +18,13 @@ TABLE = (
         default="gae",
         lines=lines.algorithm,
     ),
-    Row("algorithm.gamma", "--gamma {}", default=1.0, lines=lines.algorithm),
+    Row(
+        "algorithm.gamma",
+        "--gamma {}",
+        default=1.0,
+        instead="rewards are discounted by --algorithm ppo only",
+        lines=lines.algorithm,
+    ),
     Row("algorithm.lam", "--gae-lambda {}", default=1.0, lines=lines.algorithm),
     Row("critic.cliprange_value", "--value-clip-eps {}", default=0.5, lines=lines.algorithm),
     Row("trainer.critic_warmup", "--critic-warmup-iters {}", default=0, lines=lines.algorithm),
@@ -98,13 +104,15 @@ TABLE = (
     Row(
         f"{ACTOR}.loss_agg_mode",
         "--loss-aggregation {}",
-        {"seq-mean-token-sum-norm": "dr-grpo"},
+        lines.AGGREGATIONS,
         default="token-mean",
+        lines=lines.aggregation,
     ),
     Row(
         f"{ACTOR}.use_token_level_loss",
         "--loss-aggregation {}",
         {"true": "token-mean", "false": "seq-mean-token-mean"},
+        lines=lines.aggregation,
     ),
     Row(f"{ACTOR}.entropy_coeff", "--entropy-coef {}", default=0),
     Row(
@@ -205,6 +213,11 @@ TABLE = (
         lines=lines.ranks,
     ),
     Row(
+        "rollout.nnodes rollout.n_gpus_per_node",
+        instead="--actor-ranks and --rollout-ranks give trainer and engines devices of their own, and "
+        "--nproc-per-node counts both",
+    ),
+    Row(
         " ".join(
             f"{role}.{engine}.{part}_offload"
             for role in (ACTOR, REF)
@@ -216,9 +229,13 @@ TABLE = (
     ),
     Row("reward_model.model.path", "--reward-model {}", lines=lines.rewards),
     Row("reward_model.enable", instead="--reward-model names the folder", lines=lines.rewards),
-    Row("custom_reward_function.path", "--reward-function {}:compute_score", lines=lines.rewards),
     Row(
-        "custom_reward_function.name",
+        "custom_reward_function.path reward.custom_reward_function.path",
+        "--reward-function {}:compute_score",
+        lines=lines.rewards,
+    ),
+    Row(
+        "custom_reward_function.name reward.custom_reward_function.name",
         instead="append the name to the file: --reward-function FILE:NAME",
         default="compute_score",
         lines=lines.rewards,
@@ -344,6 +361,18 @@ TABLE = (
         f"{ACTOR}.router_replay.mode",
         "--moe-routing-replay {}",
         {"r2": "policy", "r3": "engine", "disabled": "none"},
+    ),
+    *(
+        Row(f"{ACTOR}.{name}", f"--{flag} {{}}", default=default, lines=lines.clip)
+        for name, flag, default in (
+            ("policy_loss.clip_cov_ratio", "cov-share", 2e-4),
+            ("policy_loss.clip_cov_lb", "cov-low", 1.0),
+            ("policy_loss.clip_cov_ub", "cov-high", 5.0),
+            ("policy_loss.kl_cov_ratio", "cov-share", 2e-4),
+            ("policy_loss.ppo_kl_coef", "cov-kl-coef", 0.1),
+            ("tau_pos", "sapo-tau-pos", 1.0),
+            ("tau_neg", "sapo-tau-neg", 1.05),
+        )
     ),
     Row(
         f"{ACTOR}.policy_loss.*",

@@ -30,6 +30,8 @@ OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
 ESTIMATORS = {
     "gae": "ppo",
     "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "remax": "remax",
     "rloo": "rloo",
     "rloo_vectorized": "rloo",
     "reinforce_plus_plus": "reinforce++",
@@ -46,10 +48,28 @@ LOSSES = {
     "gpg": "reinforce",
     "dppo_tv": "dppo-tv",
     "dppo_kl": "dppo-kl",
+    "clip_cov": "clip-cov",
+    "clip-cov": "clip-cov",
+    "kl_cov": "kl-cov",
+    "kl-cov": "kl-cov",
 }
 """actor.policy_loss.loss_mode -> --policy-loss."""
-CLIPPED = ("ppo", "cispo", "gspo", "gmpo")
+SEQUENCE_MEAN = ("gspo", "gmpo", "sapo")
+"""Values of --policy-loss whose loss verl averages over the sequences, whatever actor.loss_agg_mode says."""
+AGGREGATIONS = {"seq-mean-token-sum-norm": "dr-grpo"}
+"""actor.loss_agg_mode -> --loss-aggregation, where the names differ."""
+CLIPPED = ("ppo", "cispo", "gspo", "gmpo", "clip-cov")
 """Values of --policy-loss that have --clip-eps-low and --clip-eps-high."""
+PARAMETERS = {
+    "clip-cov": {
+        "cov-share": "policy_loss.clip_cov_ratio",
+        "cov-low": "policy_loss.clip_cov_lb",
+        "cov-high": "policy_loss.clip_cov_ub",
+    },
+    "kl-cov": {"cov-share": "policy_loss.kl_cov_ratio", "cov-kl-coef": "policy_loss.ppo_kl_coef"},
+    "sapo": {"sapo-tau-pos": "tau_pos", "sapo-tau-neg": "tau_neg"},
+}
+"""Value of --policy-loss -> our flags that only it reads -> the settings of `actor` that they are."""
 STYLE_NAMES = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
 """Names that the schedule of the learning rate has had."""
 OFFLOADED = {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
@@ -178,6 +198,22 @@ def clip(settings: Settings) -> Iterator[Line]:
             yield Line(f"clip-eps-{side}", value)
     if loss == "ppo":
         yield Line("clip-ratio-c", settings[f"{ACTOR}.clip_ratio_c"])
+    for flag, name in PARAMETERS.get(loss, {}).items():
+        yield Line(flag, settings[f"{ACTOR}.{name}"])
+
+
+def aggregation(settings: Settings) -> Iterator[Line]:
+    """Yield how the losses of tokens become one number."""
+    mode = key_of(settings[f"{ACTOR}.policy_loss.loss_mode"])
+    given, old = settings[f"{ACTOR}.loss_agg_mode"], settings[f"{ACTOR}.use_token_level_loss"]
+    if LOSSES.get(mode) in SEQUENCE_MEAN:
+        note = f"verl's {mode} takes this mean, whatever loss_agg_mode says"
+        yield Line("loss-aggregation", "seq-mean-token-mean", note)
+    elif old is not None and f"{ACTOR}.loss_agg_mode" not in settings.given:
+        is_token = settings.is_on(f"{ACTOR}.use_token_level_loss")
+        yield Line("loss-aggregation", "token-mean" if is_token else "seq-mean-token-mean")
+    else:
+        yield Line("loss-aggregation", AGGREGATIONS.get(key_of(given), given))
 
 
 def adapters(settings: Settings) -> Iterator[Line]:
@@ -262,7 +298,7 @@ def folder(settings: Settings) -> Iterator[Line]:
 def intervals(settings: Settings) -> Iterator[Line]:
     yield Line("save-interval", max(settings.number("trainer.save_freq") or 0, 0))
     interval = max(settings.number("trainer.test_freq") or 0, 0)
-    if interval and settings.ours.get("reward-model") and not settings["custom_reward_function.path"]:
+    if interval and settings.ours.get("reward-model") and not settings.ours.get("reward-function"):
         yield Line("", note=f"--eval-interval {interval} needs --reward, which then counts in training too")
     elif interval and not settings["data.val_files"]:
         yield Line("", note=f"--eval-interval {interval} needs --eval-data")
@@ -281,8 +317,10 @@ def files(settings: Settings) -> Iterator[Line]:
 def rewards(settings: Settings) -> Iterator[Line]:
     if settings.is_on("reward_model.enable") and settings["reward_model.model.path"]:
         yield Line("reward-model", [settings["reward_model.model.path"]])
-    if path := settings["custom_reward_function.path"]:
-        yield Line("reward-function", f"{path}:{settings['custom_reward_function.name']}")
+    for section in ("reward.custom_reward_function", "custom_reward_function"):
+        if path := settings[f"{section}.path"]:
+            yield Line("reward-function", f"{path}:{settings[f'{section}.name']}")
+            return
 
 
 def loggers(settings: Settings) -> Iterator[Line]:

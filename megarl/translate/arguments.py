@@ -87,10 +87,14 @@ def _written(line: Line, note: str) -> str:
     value = line.value
     if isinstance(value, str) and TIMES in value:
         return f"# --{line.flag} = {value}"
-    if isinstance(value, str) and value.startswith("~/"):
-        value = os.path.expanduser(value)
-    text = format_flag(line.flag, tuple(value) if isinstance(value, list) else value)
+    value = tuple(map(_without_tilde, value)) if isinstance(value, list) else _without_tilde(value)
+    text = format_flag(line.flag, value)
     return f"{text}  # {note}" if note else text
+
+
+def _without_tilde(value: object) -> object:
+    """Return a path with the home directory in the place of ~; any other value as it is."""
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _comments(source: Source, written: Collection[str]) -> Iterator[str]:
@@ -115,7 +119,7 @@ def _comments(source: Source, written: Collection[str]) -> Iterator[str]:
         elif row.lines is None and not row.flags:
             reason = row.instead
         elif row.lines is not None and row.flags and not row.flags_here() & set(written):
-            reason = "no effect in this configuration"
+            reason = row.instead or "no effect in this configuration"
         else:
             continue
         by_reason.setdefault(reason, []).append(f"{name}={_short(value)}")

@@ -60,12 +60,16 @@ def main(argv: list[str]) -> int:
 
 def count_rows(source: Source) -> int | None:
     """Return the number of rows of the training files; None if a file is missing, or is no JSON lines or
-    Parquet file."""
+    Parquet file. A damaged file is a remark of the source."""
     names = ("data.train_files", "prompt-data", "train_dataset", "dataset_name")
     files = [Path(text).expanduser() for name in names for text in as_list(source.settings.get(name))]
     if not files or not all(file.is_file() and file.suffix in COUNTERS for file in files):
         return None
-    return sum(COUNTERS[file.suffix](file) for file in files)
+    try:
+        return sum(COUNTERS[file.suffix](file) for file in files)
+    except (OSError, ValueError) as error:  # of pyarrow, for a file that is cut off
+        source.remarks.append(f"the rows of --train-data cannot be counted: {' '.join(str(error).split())}")
+        return None
 
 
 def _count_parquet(file: Path) -> int:

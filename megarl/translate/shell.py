@@ -1,7 +1,8 @@
 """Read the words of the commands in a shell script, with its variables put in.
 
 Assignments, arrays, defaults (${NAME:-value}), arithmetic and quotes are understood. Conditions and loops are
-not followed: the commands of all branches are read in their order."""
+not followed: the commands of all branches are read in their order. An assignment after && or || counts only
+if the test before it says so."""
 
 from __future__ import annotations
 
@@ -11,10 +12,23 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from megarl.translate.shell_words import end_of_group, end_of_quote, split_commands
+
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*|\d)(\[[@*]\])?(?::?([-=+])([^{}]*))?\}|([A-Za-z_]\w*))")
 """${NAME}, ${NAME[@]}, ${NAME:-value}, $NAME: name, brackets, sign, value; or the name alone."""
 _KEYWORDS = frozenset("if then elif else fi for while until do done case esac function".split())
+_DECLARATIONS = frozenset("export local declare typeset readonly".split())
+_TESTS = frozenset(("[", "[[", "test"))
+_SUCCEEDING = frozenset(": true set cd source . echo mkdir export".split())
+"""Commands that are taken to succeed when && or || follows."""
+_COMPARISONS: dict[str, Callable[[str, str], bool]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "-eq": lambda left, right: int(left or 0) == int(right or 0),
+    "-ne": lambda left, right: int(left or 0) != int(right or 0),
+}
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -44,65 +58,141 @@ class Script:
     def commands(self) -> list[list[str]]:
         """Return the words of every command, without assignments."""
         found = []
-        for words in _split(self.text):
-            self.has_branches |= bool(words) and words[0] in _KEYWORDS
-            while words and words[0] in (*_KEYWORDS, "export", "local", "declare", "readonly"):
-                words = words[1:]
+        succeeded: bool | None = True  # the command before; None if that is not known
+        groups: dict[int, bool | None] = {}  # whether the commands of a group {...} run
+        for command in split_commands(self.text):
+            words, is_declaration = self._without_keywords(command.words)
+            if command.operator in ("&&", "||"):
+                is_run = None if succeeded is None else succeeded == (command.operator == "&&")
+            else:
+                is_run = True
+            for group in command.groups:
+                both = (is_run, groups.setdefault(group, is_run))
+                is_run = False if False in both else None if None in both else True
             while words and (match := _ASSIGNMENT.match(words[0])):
-                self._assign(match[1], bool(match[2]), words[0][match.end() :])
+                self.has_branches |= command.operator in ("&&", "||") or not is_run
+                self._assign(match, words[0][match.end() :], is_run)
                 words = words[1:]
-            if words:
+            if words and not is_declaration:
                 found.append([text for word in words for text in self._expand_word(word)])
+            if is_run is not False:
+                succeeded = self._succeeds(words) if is_run else None
         return found
 
-    def _assign(self, name: str, appends: bool, value: str) -> None:
+    def _without_keywords(self, words: list[str]) -> tuple[list[str], bool]:
+        """Return a command without leading keywords, and whether it only declares variables."""
+        self.has_branches |= bool(words) and words[0] in _KEYWORDS
+        while words and words[0] in _KEYWORDS:
+            words = words[1:]
+        is_declaration = bool(words) and words[0] in _DECLARATIONS
+        while words and (words[0] in _DECLARATIONS or is_declaration and words[0].startswith("-")):
+            words = words[1:]
+        return words, is_declaration
+
+    def _succeeds(self, words: list[str]) -> bool | None:
+        """Return whether a command succeeds; None if that is not known. Unset variables are empty."""
+        if not words or words[0] in _SUCCEEDING:
+            return True
+        if words[0] not in _TESTS or any(text in word for word in words for text in ("$(", "`", "*")):
+            return None
+        texts = [re.sub(rf"{_VARIABLE.pattern}|\$\d", "", self._text(word)) for word in words[1:]]
+        if any("$" in text for text in texts):
+            return None
+        match texts[: len(texts) - (words[0] != "test")]:
+            case [text]:
+                return bool(text)
+            case ["-z", text]:
+                return not text
+            case ["-n", text]:
+                return bool(text)
+            case [left, comparison, right] if comparison in _COMPARISONS:
+                try:
+                    return _COMPARISONS[comparison](left, right)
+                except ValueError:
+                    return None
+        return None
+
+    def _assign(self, match: re.Match[str], value: str, is_run: bool | None) -> None:
+        """Set a variable.
+
+        Args:
+            match: the name, and + if the value is appended.
+            is_run: whether the script does so; None if a condition decides that is not known. Then the value
+                counts only if there is no other."""
+        name, appends = match[1], bool(match[2])
+        if is_run is False or (is_run is None and (appends or self._is_set(name))):
+            return
         if value.startswith("("):
             items = [
-                text for words in _split(value[1:-1]) for word in words for text in self._expand_word(word)
+                text
+                for command in split_commands(value[1:-1])
+                for word in command.words
+                for text in self._expand_word(word)
             ]
             before = self.variables.get(name, [])
             self.variables[name] = [*before, *items] if appends and isinstance(before, list) else items
         else:
             before = self.variables.get(name, "") if appends else ""
-            self.variables[name] = f"{before}{' '.join(self._expand_word(value))}"
+            array = self._array(value)
+            text = self._text(value) if array is None else " ".join(array)
+            self.variables[name] = f"{before}{text}"
 
-    def _expand_word(self, word: str) -> list[str]:
-        """Return the texts that a word becomes: several for an array or an unquoted list, none for $@."""
-        match = _VARIABLE.fullmatch(word.strip('"'))
+    def _is_set(self, name: str) -> bool:
+        return name in self.variables or name in self.environment
+
+    def _array(self, word: str) -> list[str] | None:
+        """Return the items of the array that a word stands for, none for $@ and an unset array; None for any
+        other word."""
+        bare = word.strip('"')
+        match = _VARIABLE.fullmatch(bare)
         value = self.variables.get(match[1] or match[5]) if match else None
         if isinstance(value, list):
             return value
         if match and match[2] and value is None:
             self.missing[match[1]] = None
             return []
-        if word in ("$@", '"$@"', "$*", "${@}", '"${@}"'):
-            return []
-        if match and not word.startswith('"') and isinstance(value, str) and " --" in f" {value}":
-            return value.split()
-        return [self._unquote(word)]
+        return [] if bare in ("$@", "$*", "${@}") else None
 
-    def _unquote(self, word: str) -> str:
-        text, position = "", 0
+    def _expand_word(self, word: str) -> list[str]:
+        """Return the texts that a word becomes: several for an array, and for a variable without quotes whose
+        value has blanks."""
+        array = self._array(word)
+        if array is not None:
+            return array if word.startswith('"') else [text for item in array for text in item.split()]
+        fields = [("", False)]  # the text, and whether a part of it is quoted
+        for text, is_quoted in self._parts(word):
+            is_whole = is_quoted or "$(" in text or "`" in text
+            first, *others = [text] if is_whole else re.split(r"[ \t\n]+", text)
+            fields[-1] = (fields[-1][0] + first, fields[-1][1] or is_quoted)
+            fields += [(text, False) for text in others]
+        return [text for text, is_quoted in fields if text or is_quoted]
+
+    def _text(self, word: str) -> str:
+        """Return a word with variables put in, without splitting it at blanks."""
+        return "".join(text for text, _ in self._parts(word))
+
+    def _parts(self, word: str) -> Iterator[tuple[str, bool]]:
+        """Yield the parts of a word with variables put in, and whether a part is quoted."""
+        position = 0
         while position < len(word):
-            if word[position] == "'":
-                end = word.find("'", position + 1)
-                end = len(word) if end < 0 else end
-                text += word[position + 1 : end]
-                position = end + 1
-            elif word[position] == '"':
-                end = _end_of_quote(word, position)
-                text += self._expand(re.sub(r'\\(["\\$`])', r"\1", word[position + 1 : end]))
+            if word[position] in "'\"":
+                end = end_of_quote(word, position)
+                text = word[position + 1 : end]
+                if word[position] == '"':
+                    text = self._expand(re.sub(r'\\(["\\$`])', r"\1", re.sub(r"\\\r?\n", "", text)))
+                yield text, True
                 position = end + 1
             elif word[position] == "\\":
-                text += word[position + 1 : position + 2]
-                position += 2
+                end = end_of_group(word, position)
+                if not word[position:end].endswith("\n"):
+                    yield word[position + 1 : end], True
+                position = end
             else:
                 end = position
                 while end < len(word) and word[end] not in "'\"\\":
-                    end = _end_of_group(word, end)
-                text += self._expand(word[position:end])
+                    end = end_of_group(word, end)
+                yield self._expand(word[position:end]), False
                 position = end
-        return text
 
     def _expand(self, text: str) -> str:
         """Put in variables, innermost first, and compute $((...)); what is unknown stays as it is."""
@@ -146,62 +236,3 @@ def _number(node: ast.expr) -> int:
 
 def _plain(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-
-
-def _split(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command as they are written, without comments."""
-    text = re.sub(r"\\[ \t]*\r?\n", " ", text)
-    words: list[str] = []
-    position, start = 0, None
-    while position <= len(text):
-        letter = text[position] if position < len(text) else "\n"
-        if letter == "#" and start is None:
-            end = text.find("\n", position)
-            position = len(text) if end < 0 else end
-            continue
-        if letter in " \t\r\n;|&":
-            if start is not None:
-                words.append(text[start:position])
-                start = None
-            if letter in "\n;|&":
-                if words:
-                    yield words
-                words = []
-            position += 1
-            continue
-        start = position if start is None else start
-        position = _end_of_quote(text, position) + 1 if letter in "'\"" else _end_of_group(text, position)
-    if words:
-        yield words
-
-
-def _end_of_quote(text: str, position: int) -> int:
-    """Return where the quote that opens at `position` is closed."""
-    quote, position = text[position], position + 1
-    while position < len(text) and text[position] != quote:
-        position += 2 if text[position] == "\\" and quote == '"' else 1
-    return position
-
-
-def _end_of_group(text: str, position: int) -> int:
-    """Return the position after the character at `position`, or after the closing bracket if a bracket opens
-    there."""
-    if text[position] == "\\":
-        return position + 2
-    if text[position] not in "({":
-        return position + 1
-    depth = 0
-    while position < len(text):
-        letter = text[position]
-        if letter == "#" and text[position - 1] in " \t\n":  # a comment within an array
-            position = text.find("\n", position)
-            if position < 0:
-                return len(text)
-            continue
-        if letter in "'\"":
-            position = _end_of_quote(text, position)
-        depth += (letter in "({") - (letter in ")}")
-        position += 1
-        if depth == 0:
-            break
-    return position

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from megarl.config.errors import ConfigError
 from megarl.frameworks import slime, trl, verl
 from megarl.frameworks.answers import is_override
-from megarl.frameworks.rows import Row
+from megarl.frameworks.rows import Row, as_number
 from megarl.translate.shell import Script
 
 
@@ -34,8 +35,18 @@ VERL = Framework("verl", verl.TABLE, frozenset())
 TRL = Framework(
     "TRL",
     trl.TABLE,
-    frozenset("num_generations per_device_train_batch_size max_completion_length num_train_epochs".split()),
+    frozenset(
+        "num_generations max_completion_length reward_funcs num_iterations steps_per_generation "
+        "generation_batch_size epsilon epsilon_high scale_rewards importance_sampling_level use_vllm "
+        "vllm_mode mask_truncated_completions".split()
+    ),
 )
+TRL_TRAINING = frozenset(
+    "per_device_train_batch_size gradient_accumulation_steps num_train_epochs learning_rate max_steps".split()
+)
+"""Settings of every trainer of TRL, SFT and DPO among them."""
+NO_RL_SECTION = "has settings of verl, but none of actor_rollout_ref or algorithm"
+NO_GRPO_SETTING = "has settings of a trainer of TRL, but none that only GRPO has, such as num_generations"
 SLIME = Framework(
     "slime",
     slime.TABLE,
@@ -44,6 +55,12 @@ SLIME = Framework(
 MEGATRON_OPTIONS = frozenset(
     "tensor-model-parallel-size pipeline-model-parallel-size max-tokens-per-gpu global-batch-size".split()
 )
+LAUNCHER = frozenset("num_processes config_file mixed_precision".split())
+"""Options of `accelerate launch` that the table of TRL has."""
+PER_NODE = ("nproc_per_node", "nproc-per-node", "num_gpus")
+"""Options of torchrun and deepspeed: processes of a node."""
+_SETTING = re.compile(r"[+~]*[A-Za-z_][\w.@/-]*=|~[A-Za-z_][\w.@/-]*$")
+"""A word of a verl command that sets or removes a setting."""
 
 
 @dataclass
@@ -65,7 +82,7 @@ def read_words(words: Sequence[str]) -> Source:
     """Return the settings of a verl command line: key=value words.
 
     Raises: ConfigError for a word of another form."""
-    bad = [word for word in words if "=" not in word and not word.startswith("--")]
+    bad = [word for word in words if "=" not in word and not word.startswith(("--", "~"))]
     if bad or not words:
         shown = bad[0] if bad else "nothing"
         raise ConfigError(
@@ -98,6 +115,16 @@ def _nothing_found(path: str, what: str) -> ConfigError:
     )
 
 
+def _not_rl(path: str, reason: str) -> ConfigError:
+    return ConfigError(
+        [
+            f"FILE ({path}): {reason}, so it is a configuration of SFT, DPO or the like. Only those of "
+            "reinforcement learning are translated. Write its args file with --algorithm sft or "
+            "--algorithm dpo (docs/algorithms.md)."
+        ]
+    )
+
+
 def _read_yaml(text: str, path: str, environment: Mapping[str, str]) -> Source:
     try:
         # Hydra and TRL write 1e-6, which YAML 1.1 reads as a string; as_number reads it as a number.
@@ -111,6 +138,8 @@ def _read_yaml(text: str, path: str, environment: Mapping[str, str]) -> Source:
         raise _nothing_found(path, "settings by name")
     flat = dict(_flatten(content, ""))
     if any(is_override(f"{key}=") for key in flat):
+        if not _has_rl_settings(flat) and "ppo" not in str(content.get("defaults")):
+            raise _not_rl(path, NO_RL_SECTION)
         source = Source(VERL, {key: value for key, value in flat.items() if not key.startswith("defaults")})
         if "defaults" in content:
             source.remarks.append(
@@ -122,6 +151,8 @@ def _read_yaml(text: str, path: str, environment: Mapping[str, str]) -> Source:
         if TRL.marks & nested.keys():
             outer = {key: value for key, value in content.items() if not isinstance(value, dict)}
             return Source(TRL, {key: value for key, value in (outer | nested).items() if key != "_target_"})
+    if TRL_TRAINING & content.keys():
+        raise _not_rl(path, NO_GRPO_SETTING)
     raise _nothing_found(path, "settings of verl or TRL")
 
 
@@ -142,8 +173,14 @@ def _resolve(source: Source) -> None:
         for key, value in list(source.settings.items()):
             if isinstance(value, str):
                 source.settings[key] = _resolved(value, key, source.settings)
+            elif isinstance(value, list):
+                source.settings[key] = [
+                    _resolved(item, key, source.settings) if isinstance(item, str) else item for item in value
+                ]
     for key, value in list(source.settings.items()):
-        if isinstance(value, str) and "${" in value:
+        if any(
+            isinstance(one, str) and "${" in one for one in (value if isinstance(value, list) else [value])
+        ):
             source.unknown[key] = f"{value} cannot be resolved"
             del source.settings[key]
         elif value in ("null", "None", "???"):
@@ -161,46 +198,112 @@ def _resolved(value: str, key: str, settings: Mapping[str, object]) -> object:
 
 def _read_shell(text: str, path: str, environment: Mapping[str, str]) -> Source:
     script = Script(text, environment)
-    commands = script.commands()
-    found = [words for words in commands if sum(map(is_override, words)) > 1]
-    options = [_options(words) for words in commands]
-    if found:
-        source = Source(VERL, _overrides([word for word in max(found, key=len) if is_override(word)]))
-    elif options and TRL.marks & max(options, key=len).keys():
-        source = Source(TRL, max(options, key=len))
-    elif options and (SLIME.marks | MEGATRON_OPTIONS) & max(options, key=len).keys():
-        source = Source(SLIME, max(options, key=len))
+    commands = [_split_launcher(words) for words in script.commands()]
+    overrides = [command for command in commands if sum(map(is_override, command.words)) > 1]
+    if overrides:
+        source = _verl_source(max(overrides, key=lambda command: len(command.words)), path)
     else:
-        raise _nothing_found(path, "command of verl, TRL or slime")
+        source = _source_of_options([command.options() for command in commands], path)
     if script.has_branches:
-        source.remarks.append("the script has conditions or loops: all of their commands were read, in order")
+        source.remarks.append(
+            "the script has conditions or loops, which are not followed: check the values that depend on them"
+        )
     source.remarks += [
         f"${{{name}[@]}} is not set in the script, so its words are left out" for name in script.missing
     ]
     for key, value in list(source.settings.items()):
-        if isinstance(value, str) and re.search(r"\$[\w{(]", value):
+        if isinstance(value, str) and re.search(r"\$[\w{(]|`", value):
             source.unknown[key] = f"{value} is not set in the script"
             del source.settings[key]
     return source
 
 
+class _Launched(NamedTuple):
+    """A command, with the words of its launcher apart.
+
+    Args:
+        launcher: words up to the Python file or module; empty if there is none.
+        words: its own arguments."""
+
+    launcher: list[str]
+    words: list[str]
+
+    def options(self) -> dict[str, object]:
+        """Return the --name value pairs; of the launcher only those that a framework has a setting for."""
+        found = _options(self.words)
+        launched = _options(self.launcher)
+        for name, value in launched.items():
+            if name in LAUNCHER:
+                found.setdefault(name, value[0] if isinstance(value, list) else value)
+        given = next((launched[name] for name in PER_NODE if name in launched), None)
+        per_node = as_number(given[0] if isinstance(given, list) else given)
+        nodes = as_number(launched.get("nnodes", 1))
+        if isinstance(per_node, int) and isinstance(nodes, int):
+            found.setdefault("num_processes", str(per_node * nodes))
+        return found
+
+
+def _split_launcher(words: list[str]) -> _Launched:
+    """Split a command after its Python file, or after the module that -m names."""
+    start = 0
+    for position, word in enumerate(words):
+        if word == "--":  # ray job submit ... -- python3 ...
+            return _split_launcher(words[position + 1 :])
+        is_file = word.endswith(".py") and not word.startswith("-") and "=" not in word
+        is_module = position > 0 and words[position - 1] in ("-m", "--module")
+        if is_file or is_module:
+            start = position + 1
+        if is_file or (is_module and not word.startswith(("torch.", "accelerate.", "deepspeed."))):
+            break
+    return _Launched(words[:start], words[start:])
+
+
+def _verl_source(command: _Launched, path: str) -> Source:
+    settings = _overrides([word for word in command.words if _SETTING.match(word)])
+    script = command.launcher[-1] if command.launcher else ""
+    if not _has_rl_settings(settings) and "main_ppo" not in script:
+        raise _not_rl(path, NO_RL_SECTION)
+    return Source(VERL, settings)
+
+
+def _has_rl_settings(settings: Mapping[str, object]) -> bool:
+    return any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
+
+
+def _source_of_options(commands: Sequence[dict[str, object]], path: str) -> Source:
+    """Return the settings of TRL's or slime's command, which is the one with the most options."""
+    options = max(commands, key=len, default={})
+    if TRL.marks & options.keys():
+        return Source(TRL, options)
+    if str(options.get("loss-type")) == "sft_loss":
+        raise _not_rl(path, "has --loss-type sft_loss")
+    if (SLIME.marks | MEGATRON_OPTIONS) & options.keys():
+        return Source(SLIME, options)
+    if TRL_TRAINING & options.keys():
+        raise _not_rl(path, NO_GRPO_SETTING)
+    raise _nothing_found(path, "command of verl, TRL or slime")
+
+
 def _overrides(words: Sequence[str]) -> dict[str, object]:
-    """Return the settings of key=value words; the last of equal keys counts, and null is no value."""
+    """Return the settings of key=value words. The last of equal keys counts, null is no value, and ~key takes
+    a setting or a section away."""
     settings: dict[str, object] = {}
     for word in words:
         key, _, value = word.partition("=")
+        is_removed = key.startswith("~")
         key = key.lstrip("+~")
-        settings.pop(key, None)
-        if value not in ("null", "None", ""):
+        for name in [name for name in settings if name == key or (is_removed and name.startswith(f"{key}."))]:
+            del settings[name]
+        if not is_removed and value not in ("null", "None", ""):
             settings[key] = value.strip("'\"")
     return settings
 
 
 def _options(words: Sequence[str]) -> dict[str, object]:
-    """Return the --name value pairs of a command: True without a value, a list for several."""
+    """Return the --name value pairs of words: True without a value, a list for several."""
     found: dict[str, list[str]] = {}
     name = None
-    for word in words[words.index("--") + 1 if "--" in words else 0 :]:  # ray job submit ... -- python3 ...
+    for word in words:
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             found[name] = [value] if equals else []
@@ -216,21 +319,25 @@ def _read_python(text: str, path: str, environment: Mapping[str, str]) -> Source
         raise ConfigError([f"FILE ({path}): is no Python: {error}. Correct it, or name another."]) from error
     constants = _constants(tree)
     source = Source(TRL, {})
-    is_config = False
+    is_config, others = False, set()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        others |= {name} & {"SFTConfig", "DPOConfig"}
         rename = PYTHON_CALLS.get(name)
         if rename is None:
             continue
         is_config |= name == "GRPOConfig"
         if name == "LoraConfig":
             source.settings["use_peft"] = True
-        for keyword in call.keywords:
-            key = rename(keyword.arg or "**")
+        positional = zip(POSITIONAL.get(name, ()), call.args, strict=False)
+        for key, value in (*positional, *((keyword.arg or "**", keyword.value) for keyword in call.keywords)):
+            key = rename(key)
             try:
-                source.settings[key] = _literal(keyword.value, constants)
+                source.settings[key] = _literal(value, constants)
             except ValueError:
-                source.unknown[key] = f"{ast.unparse(keyword.value)} is no constant"
+                source.unknown[key] = f"{ast.unparse(value)} is no constant"
+    if not is_config and others:
+        raise _not_rl(path, f"calls {min(others)}(...) and not GRPOConfig(...)")
     if not is_config:
         raise _nothing_found(path, "GRPOConfig(...)")
     return source
@@ -245,7 +352,12 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
                 found.setdefault(name, []).append(value)
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 found.setdefault(name, []).append(value)
-    return {name: values[0] for name, values in found.items() if len(values) == 1}
+    set_names = Counter(
+        node.id if isinstance(node, ast.Name) else node.arg
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    )
+    return {name: values[0] for name, values in found.items() if set_names[name] == 1}
 
 
 def _literal(node: ast.expr, constants: Mapping[str, ast.expr], depth: int = 0) -> object:
@@ -270,6 +382,11 @@ PYTHON_CALLS: dict[str, Callable[[str], str]] = {
     "GRPOTrainer": _trainer,
 }
 """Call in a Python file -> the name that an argument of it has in the table."""
+POSITIONAL = {
+    "GRPOConfig": ("output_dir",),
+    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+}
+"""Call in a Python file -> the names of its first arguments."""
 READERS: dict[str, Callable[[str, str, Mapping[str, str]], Source]] = {
     ".yaml": _read_yaml,
     ".yml": _read_yaml,

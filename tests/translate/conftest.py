@@ -8,6 +8,7 @@ import shlex
 
 import pytest
 
+from megarl import cli
 from tests.config.conftest import MIXTURE, QWEN3, ROW, write_tokenizer, write_zeros
 
 SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 32, "num_hidden_layers": 16}
@@ -54,3 +55,27 @@ def local(tmp_path):
         return ["--model", model, *files]
 
     return replace
+
+
+@pytest.fixture
+def translate(capsys):
+    """translate(arguments ...) -> (flag -> its words, all comments) of the printed args file."""
+
+    def run(*argv):
+        assert cli.main(["translate", *map(str, argv)]) == 0
+        text = capsys.readouterr().out
+        flags = {}
+        for line in text.splitlines():
+            if words := shlex.split(line, comments=True):
+                assert words[0] not in flags, f"{words[0]} is written twice"
+                flags[words[0]] = words[1:]
+        return flags, "\n".join(line.partition("#")[2].strip() for line in text.splitlines() if "#" in line)
+
+    return run
+
+
+def of_file(translate, tmp_path, name, text, *options):
+    """Return what `translate` returns of a file with this text."""
+    path = tmp_path / name
+    path.write_text(text)
+    return translate(*options, path)

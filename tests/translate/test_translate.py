@@ -1,8 +1,6 @@
 """What settings of other frameworks mean, how their files are read, and how `megarl translate` fails."""
 
-import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -11,24 +9,7 @@ from megarl import cli
 from megarl.config.args_file import Reader
 from megarl.frameworks import others, slime, trl, verl
 from megarl.frameworks.answers import find_row
-from megarl.translate.shell import Script
-
-
-@pytest.fixture
-def translate(capsys):
-    """translate(arguments ...) -> (flag -> its words, all comments) of the printed args file."""
-
-    def run(*argv):
-        assert cli.main(["translate", *map(str, argv)]) == 0
-        text = capsys.readouterr().out
-        flags = {}
-        for line in text.splitlines():
-            if words := shlex.split(line, comments=True):
-                assert words[0] not in flags, f"{words[0]} is written twice"
-                flags[words[0]] = words[1:]
-        return flags, "\n".join(line.partition("#")[2].strip() for line in text.splitlines() if "#" in line)
-
-    return run
+from tests.translate.conftest import of_file
 
 
 def of_verl(translate, *words, rows=None):
@@ -74,7 +55,33 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
             [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4"],
             {"--policy-loss": ["gspo"], "--clip-eps-low": ["3e-4"], "--clip-ratio-c": None},
         ),
-        ([f"{ACTOR}.policy_loss.loss_mode=sapo"], {"--policy-loss": ["sapo"], "--clip-eps-low": None}),
+        (
+            [f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.1"],
+            {"--policy-loss": ["sapo"], "--clip-eps-low": None, "--sapo-tau-neg": ["1.1"]},
+        ),
+        *(
+            (
+                [f"{ACTOR}.policy_loss.loss_mode={loss}", f"{ACTOR}.loss_agg_mode=token-mean"],
+                {"--loss-aggregation": ["seq-mean-token-mean"]},
+            )
+            for loss in ("gspo", "sapo", "geo_mean")
+        ),
+        ([f"{ACTOR}.use_token_level_loss=False"], {"--loss-aggregation": ["seq-mean-token-mean"]}),
+        (
+            [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_ub=4.0"],
+            {
+                "--policy-loss": ["clip-cov"],
+                "--cov-share": ["0.0002"],
+                "--cov-low": ["1.0"],
+                "--cov-high": ["4.0"],
+                "--clip-eps-low": ["0.2"],
+            },
+        ),
+        (
+            [f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.policy_loss.kl_cov_ratio=1e-3"],
+            {"--policy-loss": ["kl-cov"], "--cov-share": ["1e-3"], "--cov-kl-coef": ["0.1"]},
+        ),
+        (["algorithm.adv_estimator=remax"], {"--algorithm": ["remax"]}),
         (["algorithm.norm_adv_by_std_in_grpo=False"], {"--no-normalize-advantages-by-std": []}),
         (
             [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=50"],
@@ -153,75 +160,6 @@ def test_every_setting_of_a_configuration_is_used_or_named(translate, path):
         assert used or defaults or f"{name}=" in comments, name
 
 
-def of_file(translate, tmp_path, name, text, *options):
-    path = tmp_path / name
-    path.write_text(text)
-    return translate(*options, path)
-
-
-TRL = "num_generations: 4\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 8\n"
-
-
-@pytest.mark.parametrize(
-    "more, expected",
-    [
-        ("", {"--num-prompts": ["8"], "--num-samples-per-prompt": ["4"], "--global-batch-size": ["32"]}),
-        ("steps_per_generation: 16", {"--num-prompts": ["16"], "--global-batch-size": ["32"]}),
-        ("generation_batch_size: 128", {"--num-prompts": ["32"], "--global-batch-size": ["32"]}),
-        ("max_steps: 100", {"--train-iters": ["100"]}),
-        ("max_steps: 100\nnum_iterations: 2", {"--train-iters": ["50"], "--num-epochs": ["2"]}),
-        ("max_steps: 100\nsteps_per_generation: 16\nwarmup_steps: 10\nsave_steps: 20",
-         {"--train-iters": ["50"], "--lr-warmup-iters": ["5"], "--save-interval": ["10"]}),
-        ("max_steps: 100\nwarmup_ratio: 0.1", {"--lr-warmup-iters": ["10"], "--lr-decay-style": ["linear"]}),
-        ("beta: 0.04", {"--kl-mode": ["loss"], "--kl-coef": ["0.04"], "--kl-estimator": ["k3"]}),
-        ("beta: 0.0", {"--kl-mode": ["none"]}),
-        ("loss_type: grpo", {"--loss-aggregation": ["seq-mean-token-mean"]}),
-        ("loss_type: cispo\nepsilon_high: 5.0", {"--policy-loss": ["cispo"], "--clip-eps-high": ["5.0"]}),
-        ("scale_rewards: false", {"--no-normalize-advantages-by-std": []}),
-        ("delta: 4.0", {"--clip-ratio-c": ["4.0"]}),
-        ("learning_rate: 2e-6", {"--lr": ["2e-6"]}),
-        ("use_vllm: true", {"--tis-clip": ["2.0"], "--rollout-gpu-memory-utilization": ["0.3"]}),
-        ("report_to: [wandb, trackio]", {"--log-with": ["wandb"]}),
-        ("use_peft: true\nlora_target_modules: [q_proj, v_proj]", {"--lora-target-modules": ["linear_qkv"]}),
-        ("num_train_epochs: 2", {"--train-iters": ["24"]}),
-    ],
-)  # fmt: skip
-def test_trl(translate, tmp_path, more, expected):
-    flags, _ = of_file(translate, tmp_path, "grpo.yaml", TRL + more, "--ranks", 2, "--rows", 100)
-    assert {flag: flags.get(flag) for flag in expected} == expected
-
-
-@pytest.mark.parametrize("value, is_noted", [("batch", True), ("group", False), ("false", False)])
-def test_trls_scale_over_the_batch_is_noted(translate, tmp_path, value, is_noted):
-    _, comments = of_file(
-        translate, tmp_path, "grpo.yaml", TRL + f"scale_rewards: {value}", "--ranks", 2, "--rows", 100
-    )
-    assert ("the standard deviation is the group's here" in comments) is is_noted
-
-
-def test_trl_in_json_python_and_a_command_line_agree(translate, tmp_path):
-    settings = {"num_generations": 4, "beta": 0.1, "per_device_train_batch_size": 4, "output_dir": "out"}
-    python = "from trl import GRPOConfig\nGROUP = 4\nconfig = GRPOConfig(num_generations=GROUP, beta=0.1, "
-    python += "per_device_train_batch_size=4, output_dir='out')\n"
-    shell = "accelerate launch train.py --num_generations 4 --beta=0.1 \\\n  --per_device_train_batch_size 4 "
-    shell += '--output_dir "out"\n'
-    results = [
-        of_file(translate, tmp_path, "grpo.json", json.dumps(settings)),
-        of_file(translate, tmp_path, "grpo.py", python),
-        of_file(translate, tmp_path, "grpo.sh", shell),
-    ]
-    assert results[0] == results[1] == results[2]
-    assert results[0][0]["--kl-coef"] == ["0.1"]
-
-
-def test_a_value_that_is_computed_is_a_comment(translate, tmp_path):
-    text = "GRPOConfig(num_generations=8, learning_rate=args.lr, max_completion_length=length - 3)"
-    flags, comments = of_file(translate, tmp_path, "grpo.py", text)
-    assert "learning_rate: args.lr is no constant; set --lr" in comments
-    assert "max_completion_length: length - 3 is no constant; set --max-response-length" in comments
-    assert flags["--num-samples-per-prompt"] == ["8"]
-
-
 SLIME = """
 source models/qwen3.sh
 BATCH=(
@@ -249,6 +187,9 @@ ray job submit --address="http://127.0.0.1" -- python3 train.py --actor-num-gpus
         ("--calculate-per-token-loss", {"--loss-aggregation": ["token-mean"]}),
         ("", {"--loss-aggregation": ["seq-mean-token-mean"]}),
         ("--use-tis", {"--tis-clip": ["2.0"]}),
+        ("--gamma 1.0", {"--gamma": None}),
+        ("--advantage-estimator ppo --gamma 0.9", {"--gamma": ["0.9"]}),
+        ("--rollout-batch-size $RBS --num-rollout $R", {"--num-prompts": None, "--train-iters": None}),
         ("--eval-prompt-data aime /d/aime.jsonl", {"--eval-data": ["/d/aime.jsonl"]}),
         ("--sequence-parallel", {"--sequence-parallel": []}),
     ],
@@ -260,48 +201,29 @@ def test_slime(translate, tmp_path, monkeypatch, more, expected):
     assert "MODEL_ARGS" in comments and "over-sampling" not in comments
 
 
-SCRIPT = r"""
-set -x
-# a comment with key=value: data.seed=1
-export LENGTH=$((512 * 2))
-home=${DATA_HOME:-"$HOME/verl"}
-files="['$home/a.parquet', '$home/b.parquet']"
-if [ "$MODE" = "x" ]; then
-    n=3
-fi
-SAMPLING=(
-    actor_rollout_ref.rollout.n=4
-    "actor_rollout_ref.rollout.temperature=0.7"  # warm
-)
-SAMPLING+=(actor_rollout_ref.rollout.top_p=1.0)
-python3 -m verl.trainer.main_ppo --config-path=config \
-    algorithm.adv_estimator=grpo data.train_files="$files" data.max_response_length=$(((LENGTH + 24) / 2)) \
-    data.max_prompt_length=${LENGTH} trainer.experiment_name='a b' trainer.nnodes=$NODES \
-    "${SAMPLING[@]}" trainer.project_name=p-${LENGTH}-q $@ 2>&1 | tee log.txt
-"""
+def test_a_batch_of_slime_that_is_not_known_is_a_comment(translate, tmp_path):
+    text = "python3 train.py --hf-checkpoint /m --rollout-batch-size $RBS --n-samples-per-prompt 8"
+    flags, comments = of_file(translate, tmp_path, "run.sh", text)
+    assert not any("none" in words for words in flags.values())
+    for line in ("--num-prompts N: --rollout-batch-size", "--train-iters N: --num-rollout"):
+        assert f"{line} is not given" in comments
 
 
-def test_a_shell_script(translate, tmp_path, monkeypatch):
+def test_a_damaged_data_file_is_not_counted(translate, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    flags, comments = of_verl(translate, f"data.train_files={tmp_path}/a.parquet")
+    assert flags["--train-data"] == [f"{tmp_path}/a.parquet"] and "megarl translate --rows N" in comments
+    assert "the rows of --train-data cannot be counted" in comments
+
+
+def test_paths_in_lists(translate, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/h")
-    for name in ("DATA_HOME", "NODES", "MODE"):
-        monkeypatch.delenv(name, raising=False)
-    flags, comments = of_file(translate, tmp_path, "run.sh", SCRIPT)
-    assert flags["--train-data"] == ["/h/verl/a.parquet", "/h/verl/b.parquet"]
-    assert flags["--max-response-length"] == ["524"]
-    assert flags["--max-prompt-length"] == ["1024"]
-    assert flags["--num-samples-per-prompt"] == ["4"]
-    assert flags["--temperature"] == ["0.7"]
-    assert flags["--log-name"] == ["a b"]
-    assert flags["--log-project"] == ["p-1024-q"]
-    assert "--seed" not in flags
-    assert "trainer.nnodes: $NODES is not set in the script" in comments
-    assert "conditions or loops" in comments
-
-
-@pytest.mark.parametrize("line", ["a '' b", 'a="" b', "a='x y'z\"v w\"", r'a "b\"c" d\ e', "a # 'b"])
-def test_quoted_words_are_those_of_shlex(line):
-    commands = Script(f"x {line}\ny", {}).commands()
-    assert commands == [shlex.split(f"x {line}", comments=True), ["y"]]
+    assert of_verl(translate, "data.train_files=~/a.parquet")[0]["--train-data"] == ["/h/a.parquet"]
+    text = "algorithm: {adv_estimator: grpo}\n"
+    text += 'data: {dir: /d, train_files: ["${data.dir}/a", ~/b], val_files: ["${data.none}/c"]}'
+    flags, comments = of_file(translate, tmp_path, "ppo.yaml", text)
+    assert flags["--train-data"] == ["/d/a", "/h/b"] and "--eval-data" not in flags
+    assert "data.val_files: ['${data.none}/c'] cannot be resolved; set --eval-data" in comments
 
 
 def test_yaml_of_verl_with_references(translate, tmp_path):
@@ -321,28 +243,6 @@ algorithm: {adv_estimator: grpo, gamma: null}
         in comments
     )
     assert "defaults" in comments
-
-
-@pytest.mark.parametrize(
-    "name, text, expected",
-    [
-        (None, None, "No such file or directory. Name a script, a YAML, JSON or Python file."),
-        ("a.sh", "echo hello\n", "has no command of verl, TRL or slime"),
-        ("a.yaml", "a: [\n", "cannot be parsed"),
-        ("a.yaml", "- 1\n", "has no settings by name"),
-        ("a.json", "{", "cannot be parsed"),
-        ("a.json", '{"epochs": 3}', "has no settings of verl or TRL"),
-        ("a.py", "def f(:", "is no Python"),
-        ("a.py", "print(3)", "has no GRPOConfig(...)"),
-    ],
-)
-def test_a_file_that_cannot_be_translated(tmp_path, capsys, name, text, expected):
-    path = tmp_path / (name or "absent.sh")
-    if text is not None:
-        path.write_text(text)
-    assert cli.main(["translate", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert f"FILE ({path}): " in error and expected in error
 
 
 @pytest.mark.parametrize(
@@ -421,7 +321,13 @@ def test_flags_of_the_tables_exist(name, capsys):
         ("--lr_warmup_steps_ratio 0.1 --train-iters 50", "Try --lr-warmup-iters 5 instead."),
         ("--adv_estimator rloo", "Try --algorithm rloo instead."),
         ("--importance_sampling_level sequence", "Try --policy-loss gspo instead."),
-        ("--adv_estimator remax", "Try --algorithm grpo instead."),
+        ("--adv_estimator remax", "Try --algorithm remax instead."),
+        ("--adv_estimator unheard_of", "Try --algorithm grpo instead."),
+        ("--kl_cov_ratio 2e-4", "Try --cov-share 2e-4 instead."),
+        (
+            "--remote-rm-url http://h/score",
+            "write a function that asks the server: --reward-function FILE.py:NAME",
+        ),
         ("--max_trajectory_age_steps 2", "Try --staleness 2 instead."),
         ("--max_staleness 4", "Try --staleness 4 instead."),
         ("--async_queue_size 1", "Try --staleness 1 instead."),
