@@ -101,5 +101,6 @@ class LocalRanks(RankProcesses):
         self.start_ranks()
         store = connect(f"{LOOPBACK}:{self._store.port}", store_prefix(self._env))
         executor = StoreExecutor(ranks, self._world_size, call_timeout_s, store, interfaces)
+        self.may_exit = lambda: executor.is_ending
         self.report_deaths(lambda death: executor.fail(death.at(executor.where())))
         return executor

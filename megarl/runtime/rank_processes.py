@@ -126,6 +126,8 @@ class RankProcesses:
         """Function called, on another thread, when SIGTERM or SIGINT has ended a rank.
 
         Returns whether the signal ends the job; in that case it is no failure."""
+        self.may_exit: Callable[[], bool] = lambda: True
+        """Function that returns whether a rank may end with exit code 0. Otherwise that is a death too."""
 
     def start_ranks(self) -> None:
         """Start the processes. Raises: OSError if one cannot be started."""
@@ -208,7 +210,7 @@ class RankProcesses:
         if signum in (signal.SIGINT, signal.SIGTERM) and not self._ending and self.on_signal(signum):
             self.expect_end()
             self._end_ranks()
-        elif code != 0 and not self._ending:
+        elif not self._ending and (code != 0 or not self.may_exit()):
             with self._lock:
                 self._report(RankDied(code, self._describe_rank(rank)))
             self._end_ranks()  # the other ranks would wait for this rank

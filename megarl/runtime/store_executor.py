@@ -100,7 +100,7 @@ class StoreExecutor(ProcessExecutor):
         self._queues: dict[int, deque[int]] = {rank: deque() for rank in self._world}
         """Indices of calls in flight on each rank, oldest first."""
         self._free_since = dict.fromkeys(self._world, 0.0)
-        self._is_ending = self._is_over = False
+        self.is_ending = self._is_over = False
         self._node_watch: NodeWatch | None = None
         self._ending_ranks: set[int] = set()
         self._num_questions = 0
@@ -144,7 +144,7 @@ class StoreExecutor(ProcessExecutor):
             self.fail(node_lost(node, reason, describe_rank, self.where()))
 
         def report_rank(node: Node, rank: int) -> None:
-            if not self._is_ending:
+            if not self.is_ending:
                 self.fail(rank_ended(node, describe_rank(rank), self.where()))
 
         def keep_rank(node: Node, rank: int) -> None:
@@ -184,7 +184,7 @@ class StoreExecutor(ProcessExecutor):
         return Health(stacks, [rank for rank in self._world if rank not in stacks])
 
     def shutdown(self) -> None:
-        self._is_ending = True
+        self.is_ending = True
         if not self._is_over:
             # Threads of the ranks that wait for a question are in the store's code, see `_end`.
             self._mailbox.end_health(self._num_questions)
@@ -194,7 +194,7 @@ class StoreExecutor(ProcessExecutor):
             self._end()
 
     def kill(self, exit_code: int) -> None:
-        self._is_ending = True
+        self.is_ending = True
         self._tree.post(signed_command(self.num_calls, Kill(exit_code)))
         try:
             self._mailbox.kill()

@@ -61,6 +61,12 @@ class Role:
             raise ValueError("learning rate (-1) must be positive")
         return self.mean(1.0)
 
+    def leave(self, bad_rank: int):
+        """As native code may, or a user's function: with the exit code of success, and without a word."""
+        if self.rank == bad_rank:
+            os._exit(0)
+        return self.mean(1.0)
+
     def die(self, bad_rank: int):
         """While the other rank waits for it in a collective."""
         if self.rank == bad_rank:
@@ -80,7 +86,7 @@ def everything(folder: str) -> None:
     """One job after another in one process. seen.json: scenario -> what the loop saw, seconds that the end
     took, ranks still there."""
     seen = {}
-    for scenario in ("talks", "fails", "raises", "rank_killed", "cannot_start"):
+    for scenario in ("talks", "fails", "raises", "rank_killed", "rank_left", "cannot_start"):
         pids, told, ended = [], "nothing", 0.0
         try:
             with ranks_of(scenario, folder) as executor:
@@ -122,11 +128,15 @@ def rank_killed(actor) -> None:
     actor.die(bad_rank=1).result()
 
 
+def rank_left(actor) -> None:
+    actor.leave(bad_rank=1).result()
+
+
 def cannot_start(actor) -> None:
     actor.mean(1.0).result()
 
 
-SCENARIOS = {f.__name__: f for f in (talks, fails, raises, rank_killed, cannot_start)}
+SCENARIOS = {f.__name__: f for f in (talks, fails, raises, rank_killed, rank_left, cannot_start)}
 
 
 def listening() -> list[tuple[str, int]]:

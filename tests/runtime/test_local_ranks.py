@@ -37,6 +37,8 @@ def test_one_job_after_another_in_one_process(job):
         "(see dmesg). "
         "The job was at step 7, waiting for actor.die on rank 0, 1.",
     ]
+    kind, text = seen["rank_left"]["told"]
+    assert kind == "RankDied" and text.startswith("[rank 1: actor] ended with exit code 0; stderr may say")
     kind, text = seen["cannot_start"]["told"]
     assert kind == "RankDied" and text.startswith(
         "[rank 1: actor] ended with exit code 3; stderr may say why. The job was "
