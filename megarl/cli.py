@@ -179,6 +179,7 @@ def reshard_plan(argv: list[str]) -> int:
     Only the model's config.json must exist, but no run folder or data."""
     from megarl.config.flags import algorithm_name
     from megarl.config.hf_config import ModelShape
+    from megarl.config.mesh import engine_mode
     from megarl.config.roles import configs_of_actors
     from megarl.reshard.report import parse, report
 
@@ -188,12 +189,12 @@ def reshard_plan(argv: list[str]) -> int:
         name = algorithm_name(type(config.algorithm))
         rule = "has no rollout engine, so no weights are synced. Try --algorithm grpo."
         raise ConfigError([f"--algorithm ({name}): {rule}"])
+    mode = engine_mode(config, options.world_size or config.placement.world_size)
     for suffix, of_actor in configs_of_actors(config).items():
-        dtypes = of_actor.model.dtype, of_actor.engine_dtype
         shape = ModelShape.load(of_actor.model.model)
         sys.stdout.write(f"actor{suffix}\n" if suffix else "")
         actor, engines = meshes[f"actor{suffix}"], meshes[f"rollout{suffix}"]
-        sys.stdout.write(report(shape, actor, engines, *dtypes, of_actor.actor.qkv_layout, options))
+        sys.stdout.write(report(of_actor, shape, actor, engines, mode, options))
     return 0
 
 

@@ -23,8 +23,9 @@ def _reduce_kernel(partials_ptr, totals_ptr, num_blocks, MAX_ROW: tl.constexpr, 
     for start in range(0, num_blocks, BLOCK):
         i = start + tl.arange(0, BLOCK)
         part = tl.load(partials_ptr + row * num_blocks + i, mask=i < num_blocks, other=0.0)
-        # Where `part` is NaN the comparison fails and the NaN stays.
-        total = tl.where(row == MAX_ROW, tl.where(part <= total, total, part), total + part)
+        # A comparison with NaN fails: a `part` that is NaN is taken, and a `total` that is NaN would be lost.
+        largest = tl.where((part <= total) | (total != total), total, part)
+        total = tl.where(row == MAX_ROW, largest, total + part)
     is_max = row == MAX_ROW
     result = tl.where(is_max, tl.max(total, 0) + 0.0 * tl.sum(total, 0), tl.sum(total, 0))
     tl.store(totals_ptr + row, result)

@@ -60,6 +60,8 @@ class AdvantageInputs:
     sum_over_ranks: Callable[[Tensor], Tensor]
     """All-reduce over the data-parallel ranks: a collective, so an algorithm calls it equally often on every
     rank, also where B is 0. May overwrite its argument."""
+    given_rewards: Tensor | None = None
+    """[S] fp32, the rewards before `shaped_reward`; None: they are the same."""
     sample_lengths: Tensor | None = None
     """[S] int64, response tokens of all episodes of the step."""
     is_untrained: Tensor | None = None
@@ -166,6 +168,10 @@ class LossInputs:
     """[N] int64, equal for the tokens of one sample of the micro-batch; they are next to each other."""
 
 
+_TEACHER_METHODS = {None: "log_probs", "teacher_hidden": "hidden_states", "teacher_top_k": "top_tokens"}
+"""The reference's method that writes each `teacher_column`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Algorithm(Section):
     """Base of all algorithms. A new one is a file with a subclass and a line in REGISTRY."""
@@ -261,20 +267,23 @@ class Algorithm(Section):
         actor, critic, cost_critic, reference, reward = symbolic_roles(names, present=roles)
         models = symbolic_roles(" ".join(role for role in roles if role.startswith("reward_model")))
         is_without_pass = self.takes_engine_log_probs
+        teach = getattr(reference, _TEACHER_METHODS[self.teacher_column])
         return (
             actor.rollout()
             .join(
                 reward.score,
                 *(model.score for model in models),
                 None if is_without_pass else actor.log_probs,
-                reference.log_probs,
+                teach,
                 critic.values,
                 cost_critic.values,
             )
             .advantages(self)
             .update(critic)
             .update(cost_critic)
-            .update(actor, reads=("tokens", *self.loss_reads) if is_without_pass else None)
+            .update(
+                actor, reads=("tokens", *self.loss_reads) if is_without_pass or self.teacher_column else None
+            )
         )
 
     def step_errors(self, num_samples: int) -> Iterable[str]:
@@ -307,7 +316,11 @@ class Algorithm(Section):
 
     def shaped_reward(self, reward: float, length: int, max_response_length: int) -> float:
         """Return the reward of a response of `length` tokens from which the advantages are computed. Metrics
-        report the original reward."""
+        report the original reward.
+
+        Args:
+            max_response_length: most tokens that the response may have; of an episode all its answers
+                count."""
         return reward
 
     def is_left_out(self, truncated: bool) -> bool:

@@ -16,10 +16,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+POSITIVE_NLL = "policy/positive_nll"
+"""Name of the metric L_NLL, 0 in an update without a right answer."""
+POSITIVE_SHARE = "policy/positive_share"
+"""Name of the metric with the share of the updates that have a right answer."""
+
+
 def cross_entropy(log_probs: Tensor, num_tokens: int) -> Tensor:
     """Return this part's share of the mean negative log-prob over `num_tokens` tokens of the whole
     mini-batch."""
     return -log_probs.sum() / num_tokens
+
+
+def over_updates_with_answers(metrics: dict[str, float]) -> dict[str, float]:
+    """Return a step's metrics, in which POSITIVE_NLL is the mean over the updates with a right answer.
+
+    In `metrics` it is the mean over all updates. It is left out if no update has a right answer."""
+    if not (share := metrics.get(POSITIVE_SHARE)):
+        return {name: value for name, value in metrics.items() if name != POSITIVE_NLL}
+    return metrics | {POSITIVE_NLL: metrics[POSITIVE_NLL] / share}
 
 
 def nll_weights(is_right: Tensor, lengths: Tensor, mini_batches: Tensor) -> Tensor:

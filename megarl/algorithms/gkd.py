@@ -5,7 +5,8 @@ sampled token from the teacher's whole distribution, not from the one token that
 
 The divergence is exact over the vocabulary, or over the teacher's k most likely tokens and one outcome that
 stands for the others. It has a gradient of its own, so there are no advantages, no ratio and no corrections:
-what sampled the tokens only chooses where the two are compared. Rewards are measured and not learned from.
+what sampled the tokens only chooses where the two are compared. Rewards are measured and not learned from,
+and a sample whose reward failed is left out.
 
 The teacher is the reference: another model, or the policy's own model, whose prompt is extended by a hint
 (arXiv:2601.19897 and kin).
@@ -13,15 +14,13 @@ The teacher is the reference: another model, or the policy's own model, whose pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from megarl.algorithms.aggregation import LossAggregation, token_weights, total_weight
-from megarl.algorithms.base import Algorithm, LossInputs
+from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs, advantage_metrics
 from megarl.config.errors import Count, FieldRules, Rule, above, below
 from megarl.config.teachers import TEACHERS_RULE, are_teachers
-from megarl.flow import Flow, symbolic_roles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,23 +75,19 @@ class GKD(Algorithm):
 
     @property
     def loss_reads(self) -> tuple[str, ...]:
-        return ("old_log_probs", self.teacher_column)
-
-    def flow(self, roles: Iterable[str]) -> Flow:
-        """Return the flow of a step: the teacher reads the samples, and the actor makes its updates."""
-        actor, reference, reward = symbolic_roles("actor reference reward", present=roles)
-        models = symbolic_roles(" ".join(role for role in roles if role.startswith("reward_model")))
-        teach = reference.hidden_states if self.teacher_top_k is None else reference.top_tokens
-        return (
-            actor.rollout()
-            .join(reward.score, *(model.score for model in models), actor.log_probs, teach)
-            .update(actor, reads=("tokens", *self.loss_reads))
-        )
+        return ("old_log_probs", "advantages", self.teacher_column)
 
     def teacher_divergence(self) -> Divergence:
         from megarl.kernels.divergence import Divergence
 
         return Divergence(self.divergence, self.jsd_beta)
+
+    def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the column advantages, 0 throughout, in which the actor marks the samples that are left out. The
+        loss does not read its values. Metrics: reward/failed."""
+        advantages = inputs.spread(inputs.rewards.new_zeros(len(inputs.rewards)))
+        num_failed = advantage_metrics(inputs, advantages)["reward/failed"]
+        return {"advantages": advantages}, {"reward/failed": num_failed}
 
     def weight_sum(self, num_tokens: int, num_sequences: int, max_response_length: int) -> float:
         return total_weight(self.loss_aggregation, num_tokens, num_sequences, max_response_length)

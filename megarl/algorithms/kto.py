@@ -2,7 +2,8 @@
 and its implicit reward is judged against the KL of the policy to the reference.
 
 The KL is estimated from answers to other prompts, as in the paper: the mean log-ratio over the step, on all
-ranks, at least 0. It carries no gradient. The mismatched answers pass through the update too, with weight 0.
+ranks, at least 0. A row's mismatched answer is that of the first row with another prompt, from half the data
+set away on. It carries no gradient. The mismatched answers pass through the update too, with weight 0.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from megarl.algorithms.aggregation import LossAggregation, token_weights, total_weight
 from megarl.algorithms.base import AdvantageInputs, Algorithm, LossInputs
 from megarl.algorithms.corrections import MIS_BOUNDS, correction_rules, correction_weights
-from megarl.algorithms.cross_entropy import nll_weights
+from megarl.algorithms.cross_entropy import POSITIVE_NLL, POSITIVE_SHARE, nll_weights
 from megarl.algorithms.kl_controller import FixedKLController, build_kl_controller, horizon_errors, kl_rules
 from megarl.algorithms.proximal import old_log_probs_rules, proximal_log_probs
 from megarl.algorithms.ratio_transforms import OPTIONS, Transform
@@ -118,9 +118,10 @@ class PolicyGradient(Algorithm):
     epoch is above this, e.g. 0.02 nats per token. Default: none."""
     overlong_buffer: Count | None = None
     """Overlong shaping of DAPO: the reward falls over the last so many tokens before --max-response-length,
-    by up to --overlong-penalty. Metrics of rewards do not count it. Default: none."""
+    with --env before that times --max-turns, by up to --overlong-penalty. Metrics of rewards do not count it.
+    Default: none."""
     overlong_penalty: Positive = 1.0
-    """For --overlong-buffer: what a response of --max-response-length tokens loses."""
+    """For --overlong-buffer: what a response of the largest length loses."""
     overlong_filter: bool = False
     """Leave responses that --max-response-length cut out of the policy's loss and its denominators. Their
     rewards still count in their group."""
@@ -151,7 +152,10 @@ class PolicyGradient(Algorithm):
             self.old_log_probs,
             has_correction=self.has_correction,
             has_correction_column=self.has_correction_column,
-            reads_old=self.kl_mode == "reward" or self.is_taught,
+            reads_old=self.kl_mode == "reward"
+            or self.is_taught
+            or self.early_stop_kl is not None
+            or (transform is not None and transform.choose is not None),
         )
         is_used = self.positive_nll_coef > 0 or self.positive_nll_above == 0
         needs_coef = "needs --positive-nll-coef. Leave it out, or try --positive-nll-coef 0.1."
@@ -300,7 +304,7 @@ class PolicyGradient(Algorithm):
             advantages=advantages,
             weights=token_weights(self.loss_aggregation, inputs),
             rollout_log_probs=inputs.rollout_log_probs,
-            ref_log_probs=inputs.ref_log_probs if self.needs_reference else None,
+            ref_log_probs=inputs.ref_log_probs if self.kl_mode != "none" else None,
             entropy=inputs.entropy if self.needs_entropy else -inputs.rollout_log_probs,
         )
         options = self._loss_options(inputs.kl_coef)
@@ -321,7 +325,8 @@ class PolicyGradient(Algorithm):
         metrics |= {"policy/loss": loss.detach(), "policy/ratio_deviation_max": stats.ratio_deviation_max}
         if inputs.ce_weights is not None:
             nll = -(inputs.log_probs * inputs.ce_weights).sum()
-            loss, metrics["policy/positive_nll"] = loss + self.positive_nll_coef * nll, nll.detach()
+            loss, metrics[POSITIVE_NLL] = loss + self.positive_nll_coef * nll, nll.detach()
+            metrics[POSITIVE_SHARE] = inputs.ce_weights.sum()  # of an update 1, or 0 without a right answer
         return loss, metrics
 
     def _loss_options(self, kl_coef: float) -> PolicyLossOptions:

@@ -46,7 +46,8 @@ def old_log_probs_rules(
     """Return the rules of --old-log-probs.
 
     Args:
-        reads_old: whether advantages are computed from the log-probs of before the step."""
+        reads_old: whether rewards, advantages, selected tokens or the end of the epochs depend on the
+            log-probs of before the step."""
     engine = (
         "with engine, corrections by the ratio of trainer and engine (--tis-clip, --mis-level, --token-veto) do "
         "nothing. Leave them out, or try trainer."
@@ -56,8 +57,9 @@ def old_log_probs_rules(
         "--token-veto could judge. Leave them out, or try trainer."
     )
     reads = (
-        "with interpolated, no pass computes the log-probs of before the step, from which advantages or rewards are "
-        "computed here. Try trainer."
+        "with interpolated, no pass computes the log-probs of before the step, which --kl-mode reward, "
+        "--algorithm distill, --policy-loss clip-cov and kl-cov, and --early-stop-kl read. Leave them out, or "
+        "try trainer."
     )
     yield value != "engine" or not has_correction, "old_log_probs", engine
     yield value != "interpolated" or not has_correction_column, "old_log_probs", column

@@ -63,16 +63,17 @@ class RAFT(PolicyGradient):
         """Return advantages of 1 for the tokens of kept responses, and 0 for others, which `left_out` takes
         out of the loss.
 
-        Metrics: raft/kept, the number of kept responses; raft/reward, their mean reward; those of
-        `advantage_metrics`, and with a reference kl/per_response and kl/coef.
+        Metrics: raft/kept, the number of kept responses; raft/reward, their mean reward before it was
+        shaped; those of `advantage_metrics`, and with a reference kl/per_response and kl/coef.
         """
         _, metrics = reference_kl(self, inputs)
         is_kept = ~self.left_out(inputs)
         here = is_kept[inputs.counted_rows]
+        given = inputs.rewards if inputs.given_rewards is None else inputs.given_rewards
         count = max(int(is_kept.sum()), 1)
         metrics |= {
             "raft/kept": float(here.sum()),
-            "raft/reward": inputs.rewards[inputs.counted_rows][here].double().sum().item() / count,
+            "raft/reward": given[inputs.counted_rows][here].double().sum().item() / count,
         }
         advantages = inputs.spread(is_kept.float())
         return {"advantages": advantages}, metrics | advantage_metrics(inputs, advantages)

@@ -4,7 +4,7 @@
 
 The greedy answer is one more response per prompt. It is scored, and neither trained on nor compared with the
 trainer's log-probs, as it is drawn at another temperature. If its reward failed, the prompt has no baseline,
-and its responses are left out of the loss.
+and its responses are left out of the loss; remax/without_baseline counts them.
 
 As in the paper: `--policy-loss reinforce --num-samples-per-prompt 1 --loss-aggregation seq-mean-token-sum`,
 with one update per step. With --kl-mode reward the KL is taken off the rewards of the sampled responses; the
@@ -36,6 +36,14 @@ class ReMax(GroupAdvantage):
     def left_out(self, inputs: AdvantageInputs) -> Tensor:
         """Return [S] bool: whether the greedy answer of a sample's group has no reward."""
         return _baselines(inputs, inputs.rewards).isnan()
+
+    def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return the column and the metrics of `GroupAdvantage`. remax/without_baseline is the number of
+        responses with a reward whose greedy answer has none."""
+        columns, metrics = GroupAdvantage.compute_advantages(self, inputs)
+        is_dropped = self.left_out(inputs) & ~inputs.rewards.isnan()
+        metrics["remax/without_baseline"] = float(is_dropped[inputs.counted_rows].sum())
+        return columns, metrics
 
     def step_advantages(self, inputs: AdvantageInputs, rewards: Tensor) -> Tensor:
         return (rewards.double() - _baselines(inputs, rewards)).nan_to_num().float()

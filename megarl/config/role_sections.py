@@ -261,8 +261,8 @@ class ReshardConfig(Section):
     """Seconds that one sync may take before it fails and the late rank is named."""
     reshard_double_buffer: bool | None = None
     """Write a version beside the one that generates, and switch when it is complete: the engine goes on
-    meanwhile, and a failed sync leaves the old version. Costs the engine's weights again. Default: true for
-    an out-of-process engine without CUDA graphs."""
+    meanwhile, and a failed sync leaves the old version. Costs the engine's weights again, and needs an
+    out-of-process engine without CUDA graphs. Default: true for such an engine on a CPU, false on a GPU."""
     check_weight_sync: bool = False
     """Compare every byte of every sync by checksum, not only samples of every tensor."""
 

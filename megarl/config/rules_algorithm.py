@@ -128,8 +128,8 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         is_error=True,
-        applies=lambda c: (_overlong_buffer(c) or 0) >= c.sampling.max_response_length,
-        text="--overlong-buffer ({overlong_buffer}): must be below --max-response-length ({longest}), or "
+        applies=lambda c: (_overlong_buffer(c) or 0) >= c.max_sampled_length,
+        text="--overlong-buffer ({overlong_buffer}): must be below {longest_flags} ({longest}), or "
         "every "
         "response is penalised. Try {tenth}.",
     ),
@@ -187,8 +187,9 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
         "samples": batch.num_prompts * batch.num_samples_per_prompt,
         "early_stop_kl": config.algorithm.early_stop_kl,
         "overlong_buffer": _overlong_buffer(config),
-        "longest": config.sampling.max_response_length,
-        "tenth": max(config.sampling.max_response_length // 10, 1),
+        "longest": config.max_sampled_length,
+        "longest_flags": "--max-response-length" + " x --max-turns" * config.episodes.has_turns,
+        "tenth": max(config.max_sampled_length // 10, 1),
     }
 
 

@@ -279,12 +279,29 @@ def _offload_beside_engine(job: Job, flag: str) -> Errors:
             f"{flag} (parameters): the engine generates with the actor's own memory where it can "
             "(--reshard-alias), which must stay. Try --no-reshard-alias, or leave parameters out."
         )
-    if job.engine == "out-of-process" and reshard.reshard_transport in ("auto", "cuda-ipc"):
+    if job.engine == "out-of-process":
+        reader = "an engine in another process"
+    elif job.engine == "in-process" and _engine_reads_other_ranks(job):
+        reader = "an engine that is split otherwise than the actor reads other ranks' weights, and"
+    else:
+        return
+    if reshard.reshard_transport in ("auto", "cuda-ipc"):
         yield (
-            f"{flag} (parameters): an engine in another process keeps the memory that it reads by CUDA IPC "
+            f"{flag} (parameters): {reader} keeps the memory that it reads by CUDA IPC "
             f"(--reshard-transport {reshard.reshard_transport}), so nothing would become free. Try "
             "--reshard-transport messages, or leave parameters out."
         )
+
+
+def _engine_reads_other_ranks(job: Job) -> bool:
+    """Return whether an in-process engine needs weights that the actor holds on other ranks only."""
+    actor, tp = job.megatron_roles[0], job.config.rollout.tensor_parallel_size
+    is_split = actor.pp > 1 or actor.tp not in (1, tp)
+    if actor.shape is not None and actor.shape.is_moe:
+        expert_tp = actor.parallel.expert_tensor_parallel_size or actor.tp
+        is_split |= actor.parallel.expert_model_parallel_size > 1 or expert_tp not in (1, tp)
+    ranks_per_node = min(job.world_size, job.config.placement.nproc_per_node)  # IPC works within a node
+    return ranks_per_node > 1 and (is_split or len(actor.ranks) < job.world_size)
 
 
 def hybrid_optimizer(job: Job) -> Errors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import logging
 import os
@@ -40,29 +41,44 @@ def new_folder(folder: Path, marker: str, kind: str) -> Iterator[Path]:
     """Yield a temporary folder beside `folder`, which replaces `folder` at the end of the block.
 
     A reader sees the old export or the new one, except for an instant in which there is none. After an error
-    the temporary folder is removed, so that a full disk gets its space back.
+    the temporary folder is removed, so that a full disk gets its space back. A killed process leaves its
+    folders behind, and the next export removes them. One process at a time exports into `folder`.
 
     Args:
         marker: file that every export of this kind has.
         kind: what the folder holds, for errors.
     Raises: FileExistsError if `folder` holds something else than an export; WriteError."""
+    _clean_up(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / marker).exists():
         raise FileExistsError(
             f"{folder} exists and is not {kind}: it has no {marker}. Choose another folder or remove it."
         )
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
     with writing(partial):
         partial.mkdir(parents=True)
     try:
         yield partial
+        with writing(folder):
+            if folder.exists():
+                folder.rename(old)
+            partial.rename(folder)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        _clean_up(folder)
         raise
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    _clean_up(folder)
+
+
+def _clean_up(folder: Path) -> None:
+    """Put back the old export if there is no other in its place, and remove the temporary folders beside
+    `folder`."""
+    name = glob.escape(folder.name)
+    for old in folder.parent.glob(f".{name}.old-[0-9]*"):
+        if not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    for partial in folder.parent.glob(f".{name}.partial-[0-9]*"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager

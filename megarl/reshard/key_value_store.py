@@ -52,6 +52,10 @@ class KeyValueStore:
         if self._store is not None:
             self._store.set(key, sign(encode(value), f"{self._generation}/{key}"))
 
+    def has_written(self, key: str) -> bool:
+        """Return whether this rank has written a value of this key."""
+        return key in self._own
+
     def read(self, key: str, kind: type[T], deadline: float) -> T:
         """Wait for the value of a key, and return it if its signature is that of this job.
 

@@ -5,8 +5,8 @@ sync takes if only bandwidth limits it. Arithmetic on shapes: no torch, no devic
 
 A copy within a rank reads and writes that rank's memory; one between two ranks of a node uses their link; one
 between nodes the network. Each rank does its share of each kind at the stated bandwidth, the kinds one after
-the other, and the slowest rank counts. Parameters that lie alike on both sides of a rank in one dtype can be
-one storage (aliased): they cost nothing."""
+the other, and the slowest rank counts. Parameters that lie alike on both sides of a rank in one dtype are one
+storage (aliased) where the engine is in the trainer's process: they cost nothing."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ import argparse
 import time
 from collections import Counter
 
+from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec
+from megarl.config.schema import TrainConfig
 from megarl.reshard.alias import find_aliases
 from megarl.reshard.atlas import Atlas
+from megarl.reshard.engine_atlas import engine_atlases
 from megarl.reshard.megatron_atlas import megatron_atlases
 from megarl.reshard.plan import ReshardPlan, make_plan
-from megarl.reshard.vllm_atlas import vllm_atlases
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BACKENDS = {"vllm": "vLLM", "transformers": "transformers"}
+"""--rollout-backend -> its name in sentences."""
 KINDS = ("same rank", "same node", "between nodes")
 _MOST_PAIRS = 64
 _MOST_RANKS = 65_536
@@ -83,43 +87,63 @@ def _positive(kind: type, at_most: float = 1e9):
 
 
 def report(
+    config: TrainConfig,
     shape: ModelShape,
     train: MeshSpec,
     rollout: MeshSpec,
-    train_dtype: str,
-    rollout_dtype: str,
-    qkv_layout: str,
+    mode: str,
     options: argparse.Namespace,
 ) -> str:
-    """Return the text that `megarl reshard-plan` prints."""
-    start = time.perf_counter()
-    sources, destinations = (
-        megatron_atlases(shape, train, qkv_layout=qkv_layout),
-        vllm_atlases(shape, rollout.ranks, rollout.tp),
-    )
+    """Return the text that `megarl reshard-plan` prints about one actor.
+
+    Args:
+        train, rollout: meshes of the actor and of its engines.
+        mode: of its engines, 'in-process' or 'out-of-process'.
+    Raises: ConfigError if only a started engine knows its layout of this model."""
+    start, backend = time.perf_counter(), config.rollout.backend
+    sources = megatron_atlases(shape, train, qkv_layout=config.actor.qkv_layout)
+    destinations = engine_atlases(backend, shape, rollout.ranks, rollout.tp)
+    if destinations is None:
+        raise ConfigError(
+            [
+                f"--model ({config.model.model}): there is no table of {_BACKENDS[backend]}'s layout of "
+                f"{shape.model_type}. A job asks its engines when they have started, and no plan can be made "
+                "before. Try --rollout-backend transformers, or a model of another family."
+            ]
+        )
     plan = make_plan(sources, destinations, options.ranks_per_node)
-    seconds, itemsize = time.perf_counter() - start, ITEMSIZE[rollout_dtype]
+    seconds, itemsize = time.perf_counter() - start, ITEMSIZE[config.engine_dtype]
     moved = plan.num_bytes(itemsize)
-    aliased = (
-        _aliased_bytes(plan, sources, destinations, itemsize) if train_dtype == rollout_dtype else Counter()
-    )
+    obstacle = _obstacle_to_aliases(config, mode)
+    aliased = _aliased_bytes(plan, sources, destinations, itemsize) if obstacle is None else Counter()
     total, copies = sum(moved.values()), sum(map(len, plan.copies.values()))
     held = {dst: sum(n for pair, n in moved.items() if pair[1] == dst) for dst in destinations}
     lines = [
         f"{shape.model_type}, {shape.num_layers} "
         f"layers{f', {shape.num_moe_experts} experts' if shape.is_moe else ''}: "
-        f"Megatron {_sizes(train, shape.is_moe)} ({train_dtype}) -> {rollout.dp} vLLM engines of tp "
-        f"{rollout.tp} ({rollout_dtype})",
+        f"Megatron {_sizes(train, shape.is_moe)} ({config.model.dtype}) -> {rollout.dp} "
+        f"{_BACKENDS[backend]} engines of tp {rollout.tp} ({config.engine_dtype})",
         f"planned in {seconds:.2f} s: {copies} copies between {len(moved)} pairs of ranks, each "
         "destination element written once",
         f"written: {_gb(total)}, at most {_gb(max(held.values()))} on one rank; padding that is not written: "
         f"{_gb(_padding(destinations) * itemsize)}",
         f"aliased: {_gb(sum(aliased.values()))}, {100 * sum(aliased.values()) / total:.1f} % of "
-        "what is written" + ("" if train_dtype == rollout_dtype else ": the dtypes differ"),
+        "what is written" + ("" if obstacle is None else f": {obstacle}"),
         *_by_kind(plan, moved, aliased, options),
         *_pairs(moved),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _obstacle_to_aliases(config: TrainConfig, mode: str) -> str | None:
+    """Return why the engines of a job copy all weights, or None if they can share the trainer's memory."""
+    if mode == "out-of-process":
+        return "the engines are in other processes"
+    if not config.reshard.reshard_alias:
+        return "--no-reshard-alias"
+    if config.streaming.staleness > 0 and config.streaming.weight_update == "wait":
+        return "--weight-update wait"
+    return None if config.model.dtype == config.engine_dtype else "the dtypes differ"
 
 
 def _aliased_bytes(

@@ -1,7 +1,8 @@
 """Sync weights from training ranks (sources) to engine ranks (destinations): a version reaches all engines or
 none.
 
-    source        exports its weights once; per version it announces "complete" and sends digests
+    source        exports its weights once; per version it announces "complete" and sends digests, or the
+                  error for which it cannot
     destination   waits for its sources, copies and compares digests
     all ranks     vote; the lowest rank counts the votes and writes the verdict
     destination   commits: the version generates and the prefix cache is empty.
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,9 +32,10 @@ from megarl.reshard.digest import Digest
 from megarl.reshard.engine_atlas import engine_atlases
 from megarl.reshard.key_value_store import KeyValueStore, Late
 from megarl.reshard.plan import RectCopy, ReshardPlan, make_plan
+from megarl.reshard.receiver import Pull, Receiver
 from megarl.reshard.transfer import Transfer, src_view
 from megarl.reshard.transports.choose import Place, choose, place_here, ranks_per_node
-from megarl.reshard.transports.exported import Exported, export, open_exported
+from megarl.reshard.transports.exported import Exported, export
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,46 +48,6 @@ class SyncError(ExplainedError, RuntimeError):
     another cause."""
 
     read_on = "docs/debugging.md, section Read a failure"
-
-
-class Receiver(Protocol):
-    """Interface of this rank's engine to a weight sync. The engine may hold several destinations (one per
-    engine rank)."""
-
-    process: str | None
-    """Unique name of the process that holds the weights; None if it is this process."""
-    device: str
-    tensors: dict[int, dict[str, Tensor]]
-    """Destination rank -> name -> [rows, cols] tensor of the right shape and dtype.
-
-    These are the live tensors if they are in this process, else tensors of the meta device."""
-
-    def begin(
-        self,
-        version: int,
-        arrivals: dict[int, dict[int, Arrival]],
-        pulls: dict[int, dict[int, Pull]],
-        messages: Callable[[], object],
-    ) -> None:
-        """Start to copy a version of the weights.
-
-        Args:
-            arrivals: destination -> source -> the source's message.
-            pulls: destination -> source -> memory to pull from, for sources that are new or have moved.
-            messages: receives the weights that travel as messages, if the engine is in this process."""
-
-    def verify(self, timeout_s: float) -> str | None:
-        """Wait for the copies and compare the digests. Returns an error, or None."""
-
-    def commit(self, version: int) -> None: ...
-
-    def give_up(self) -> None: ...
-
-
-ExportedPull = tuple[Exported, tuple[RectCopy, ...] | None]
-"""Location of a source's exported weights, and their arrangement if it differs from the plan."""
-Pull = ExportedPull | tuple[dict[str, Tensor], None]
-"""An ExportedPull, or tensors of this process."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +121,7 @@ class WeightSync:
         }
 
     def _connect(self) -> None:
-        """Choose transports, export the weights, and lay out the messages.
+        """Choose the transports.
 
         Raises: SyncError on all ranks if no allowed transport works for some pair."""
         self._version, self._deadline = None, time.monotonic() + self.options.reshard_timeout_s
@@ -179,19 +141,18 @@ class WeightSync:
             }
             for dst in self._sends
         }
-        self._exported, self._addresses, self._messages = None, [], None
+        self._exported, self._messages = None, None
+        self._addresses: list[int] | None = None  # of the source tensors, once they are exported
         self._announced: dict[int, Exported] = {}  # what each destination knows of
         self._new_pulls: dict[int, dict[int, Pull]] = {}
-        self._find_sources()  # moves CPU storages, so before any other address is taken
-        self._messages = self._plan_messages()
 
     def _find_sources(self) -> None:
-        """Export the weights and build their digests, once and again after an offload has moved them."""
+        """Export the weights, build their digests and lay out the messages, once and again after an offload
+        has moved them."""
         if self._addresses == [tensor.data_ptr() for tensor in self._sources.values()]:
             return
         if any(self._transports[self.rank, dst] in PULLED for dst in self._sends):
-            self._exported = export(self._sources)
-        self._addresses = [tensor.data_ptr() for tensor in self._sources.values()]
+            self._exported = export(self._sources)  # moves CPU storages, so before any address is taken
         self._digests = {
             dst: Digest(
                 [src_view(copy, self._sources) for copy in copies],
@@ -203,8 +164,11 @@ class WeightSync:
         for dst in self._sends:
             if self._transports[self.rank, dst] == "direct":
                 self._new_pulls.setdefault(dst, {})[self.rank] = (self._sources, None)
-        if self._messages is not None:
+        if self._messages is None:
+            self._messages = self._plan_messages()
+        else:
             self._messages.follow()
+        self._addresses = [tensor.data_ptr() for tensor in self._sources.values()]
 
     def _read_places(self) -> dict[int, Participant]:
         """Return the Participant of this rank and of each of its peers."""
@@ -288,14 +252,15 @@ class WeightSync:
         try:
             self._announce(version)
             in_engine = self._receiver is not None and self._receiver.process is None
-            if self._messages is not None and not in_engine:
-                self._messages.run()
+            if not in_engine:
+                self._run_messages()
             if self._receiver is not None:
-                messages = self._messages.run if in_engine and self._messages else lambda: None
+                messages = self._run_messages if in_engine else lambda: None
                 self._receiver.begin(version, self._await_sources(version), self._new_pulls, messages)
                 self._new_pulls = {}
         except Exception as error:  # the vote reports the error to all ranks, and finish raises it
             self._problem = _described(self.rank, version, error)
+            self._announce_problem()
 
     @profiled("sync/finish")
     def finish(self) -> None:
@@ -324,17 +289,44 @@ class WeightSync:
             torch.cuda.synchronize()  # the optimizer's kernels; other processes do not see our streams
         self._find_sources()
         for dst in self._sends:
-            moved = None
-            if self._transports[self.rank, dst] in PULLED and self._announced.get(dst) is not self._exported:
-                moved = self._announced[dst] = self._exported
+            is_pulled = self._transports[self.rank, dst] in PULLED
+            has_moved = is_pulled and self._announced.get(dst) is not self._exported
+            moved = self._exported if has_moved else None
             digest = self._digests[dst]
             full = digest.full() if self.options.check_weight_sync else None
             self._store.write(
                 f"{self._round}/{self.rank}>{dst}", Arrival(version, digest.sampled(version), full, moved)
             )
+            if moved is not None:
+                self._announced[dst] = moved
+
+    def _announce_problem(self) -> None:
+        """Tell the ranks that wait for this one why it does not go on, so that they need not wait until the
+        deadline."""
+        arrival = Arrival(self._version, [], problem=self._problem)
+        values = {f"{self._round}/{self.rank}>{dst}": arrival for dst in self._sends}
+        for key, value in {**values, f"{self._round}/ready/{self.rank}": self._problem}.items():
+            if not self._store.has_written(key):
+                self._store.write(key, value)
+
+    def _run_messages(self) -> None:
+        """Send and receive the weights that travel as messages, if there are any.
+
+        Ranks wait for their peers by the store first. A message without a peer would block for the timeout
+        of the process group, and could not name the peer."""
+        if self._messages is None:
+            return
+        self._store.write(f"{self._round}/ready/{self.rank}", None)
+        task = f"come to exchange version {self._version}"
+        for peer in self._messages.peers:
+            problem = self._read(f"{self._round}/ready/{peer}", str | None, peer, task)
+            if problem is not None:
+                raise SyncError(problem)
+        self._messages.run(self._deadline)
 
     def _await_sources(self, version: int) -> dict[int, dict[int, Arrival]]:
         arrivals: dict[int, dict[int, Arrival]] = {}
+        problem = None
         for src, dst in self._receives:
             arrival = self._read(f"{self._round}/{src}>{dst}", Arrival, src, f"make version {version} ready")
             if arrival.version != version:
@@ -344,6 +336,9 @@ class WeightSync:
             arrivals.setdefault(dst, {})[src] = arrival
             if arrival.exported is not None:
                 self._new_pulls.setdefault(dst, {})[src] = (arrival.exported, None)
+            problem = problem or arrival.problem
+        if problem is not None:  # after the loop: other sources tell only once where their weights lie
+            raise SyncError(problem)
         return arrivals
 
     def _vote(self, problem: str | None) -> str | None:
@@ -432,8 +427,3 @@ def _described(rank: int, version: int | None, error: Exception) -> str:
     text = str(error) if isinstance(error, SyncError | ValueError) else f"{type(error).__name__}: {error}"
     where = f"[rank {rank}] " if version is None else f"[rank {rank}] weights of version {version}: "
     return str(error) if str(error).startswith("[rank") else where + text
-
-
-def tensors_of(pull: Pull) -> dict[str, Tensor]:
-    """Return the tensors that a pull reads. Tensors of another process are mapped."""
-    return open_exported(pull[0]) if isinstance(pull[0], Exported) else pull[0]

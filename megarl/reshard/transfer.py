@@ -6,9 +6,11 @@ through a staging buffer of bounded size. Within a rank everything is copied in 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import accumulate
 
 import torch
@@ -63,25 +65,35 @@ class Transfer:
         )
         """Bytes that one run writes on this rank."""
 
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks with which this rank exchanges messages."""
+        return sorted(self._sends.keys() | self._receives.keys())
+
     def follow(self) -> None:
         """Read the addresses of all tensors again, after storages have moved in memory. Not collective."""
         self._rounds = _rounds(self._sends, self._receives)
         self._local = plan_copies(self._here)
 
-    def run(self) -> int:
+    def run(self, deadline: float | None = None) -> int:
         """Copy the sources' current values to the destinations. When it returns, this rank's sources may
         change again.
 
+        Args:
+            deadline: by time.monotonic(), for messages in CPU memory. Those between GPUs have the timeout of
+                the process group: with another one NCCL would block this process at every message.
         Returns: bytes written on this rank."""
         travelling: tuple[list[dist.Work], CopyPlan | None] = [], None
+        if any(message.is_cuda for part in self._rounds for message in part.messages):
+            deadline = None
         for number, part in enumerate(self._rounds):
             part.pack.run()
             requests = self._start(part)
             if number == 0:
                 self._local.run()
-            _finish(*travelling)  # the next round needs its half of the staging buffer
+            _finish(*travelling, deadline)  # the next round needs its half of the staging buffer
             travelling = requests, part.unpack
-        _finish(*travelling)
+        _finish(*travelling, deadline)
         return self.bytes
 
     def _start(self, part: _Round) -> list[dist.Work]:
@@ -94,9 +106,12 @@ class Transfer:
         return dist.batch_isend_irecv(operations) if operations else []
 
 
-def _finish(requests: list[dist.Work], unpack: CopyPlan | None) -> None:
+def _finish(requests: list[dist.Work], unpack: CopyPlan | None, deadline: float | None) -> None:
     for request in requests:
-        request.wait()
+        if deadline is None:
+            request.wait()
+        else:
+            request.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     if unpack is not None:
         unpack.run()
 
@@ -182,6 +197,10 @@ class _Round:
     sends: dict[int, Tensor]
     receives: dict[int, Tensor]
     unpack: CopyPlan
+
+    @property
+    def messages(self) -> list[Tensor]:
+        return [*self.sends.values(), *self.receives.values()]
 
 
 def _rounds(sends: dict[int, list[_Chunk]], receives: dict[int, list[_Chunk]]) -> list[_Round]:

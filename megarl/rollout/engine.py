@@ -29,7 +29,8 @@ from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival, Destination
 from megarl.reshard.engine_atlas import engine_atlases
 from megarl.reshard.plan import ReshardPlan, make_plan
-from megarl.reshard.sync import Pull, WeightSync, tensors_of
+from megarl.reshard.receiver import Pull, tensors_of
+from megarl.reshard.sync import WeightSync
 from megarl.reshard.transports.choose import ranks_per_node
 from megarl.rollout.backends import EngineSetup, start_in_process
 from megarl.rollout.interface import InferenceEngine, Output, Request

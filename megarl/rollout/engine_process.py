@@ -125,7 +125,7 @@ class HostedEngine:
         state, sampled = self.step(), self.engine.progress()
         reported = self._num_reported
         self._num_reported = {output.id: len(output.token_ids) for output in sampled}
-        return replace(state, progress=[_after(output, reported.get(output.id, 0)) for output in sampled])
+        return replace(state, progress=[output.after(reported.get(output.id, 0)) for output in sampled])
 
     def progress(self) -> list[Output]:
         return self.engine.progress()
@@ -158,16 +158,6 @@ class HostedEngine:
 
     def give_up_weights(self) -> None:
         self.engine.give_up_weights()
-
-
-def _after(output: Output, first: int) -> Output:
-    """Return a copy of the output without its first `first` tokens."""
-    return replace(
-        output,
-        token_ids=output.token_ids[first:],
-        log_probs=output.log_probs[first:],
-        versions=output.versions[first:],
-    )
 
 
 @functools.cache
@@ -208,7 +198,7 @@ class RemoteEngine(InferenceEngine):
         self.process = f"engine of rank {self._rank}"
         self.dtype, self.atlases = getattr(torch, options.dtype), {}
         self._connection, theirs = Pipe()
-        with engine_environment(visible_devices(1, "--rollout-ranks"), None):
+        with engine_environment(visible_devices([options.rank], "--rollout-ranks"), None):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "megarl.rollout.engine_process"], stdin=theirs.fileno()
             )
@@ -222,7 +212,11 @@ class RemoteEngine(InferenceEngine):
         self._finished: list[Output] = []
         self._progress: dict[str, Output] = {}  # reported tokens of unfinished requests
         self._state = State([], has_unfinished=False, num_steps=0, free_kv_tokens=0)
-        started = self._call("start", options, timeout_s=_START_S)
+        try:
+            started = self._call("start", options, timeout_s=_START_S)
+        except BaseException:  # nobody else knows the process
+            self.kill()
+            raise
         self.device = started.device
         self.tensors = {
             options.rank: {
@@ -305,7 +299,7 @@ class RemoteEngine(InferenceEngine):
             self._progress.pop(output.id, None)
         for new in state.progress:
             known = self._progress.get(new.id)
-            self._progress[new.id] = new if known is None else _joined(known, new)
+            self._progress[new.id] = new if known is None else known.followed_by(new)
 
     def _forget(self, ids: Iterable[str]) -> None:
         for name in ids:
@@ -433,16 +427,6 @@ class RemoteEngine(InferenceEngine):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def _joined(first: Output, last: Output) -> Output:
-    """Return one output with the tokens of both outputs, in this order."""
-    return replace(
-        first,
-        token_ids=[*first.token_ids, *last.token_ids],
-        log_probs=[*first.log_probs, *last.log_probs],
-        versions=[*first.versions, *last.versions],
-    )
 
 
 if __name__ == "__main__":

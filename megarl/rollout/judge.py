@@ -1,7 +1,7 @@
 """Run a generative judge: a separate vLLM engine that answers questions. Its weights are never synced.
 
 # on the first of the engine's ranks, not collective
-judge = Judge("reward_model rank 1", config, path, tp, num_template_characters)
+judge = Judge("reward_model rank 1", config, path, ranks, num_template_characters)
 judge.answers(["Grade this: ..."], keys=[0])
 judge.shutdown()"""
 
@@ -30,20 +30,19 @@ class Answer(NamedTuple):
 
 class Judge:
     def __init__(
-        self, name: str, config: TrainConfig, path: str, tp: int, num_template_characters: int
+        self, name: str, config: TrainConfig, path: str, ranks: Sequence[int], num_template_characters: int
     ) -> None:
         """Start vLLM on a model's folder.
 
         Args:
             name: role and rank, for errors.
-            tp: number of ranks of the engine. This process is the first; the next devices belong to the
-                others.
+            ranks: ranks of the engine. This process is the first.
             num_template_characters: characters of the question around the quoted text. No tokenizer makes
                 more tokens of them than that.
         Raises: EngineDied if vLLM cannot start; ValueError if the engine's ranks are not on one node."""
         self.name, self.path, self.options = name, path, config.reward_models
-        arguments = _engine_arguments(config, path, tp, num_template_characters)
-        with starting_engine(tp, "--reward-tensor-model-parallel-size") as LLM:
+        arguments = _engine_arguments(config, path, len(ranks), num_template_characters)
+        with starting_engine(ranks, "--reward-tensor-model-parallel-size") as LLM:
             try:
                 self.llm = LLM(**arguments)
             except Exception as error:  # any exception of vLLM, possibly from another process

@@ -26,7 +26,8 @@ from megarl.reshard.atlas import Atlas
 from megarl.reshard.destination import Arrival
 from megarl.reshard.engine_atlas import engine_atlases
 from megarl.reshard.plan import ReshardPlan
-from megarl.reshard.sync import Pull, publish_atlases, sync_plan
+from megarl.reshard.receiver import Pull
+from megarl.reshard.sync import publish_atlases, sync_plan
 from megarl.rollout.backends import EngineSetup, start_process
 from megarl.rollout.engine import Engine
 from megarl.rollout.engine_errors import EngineFailed
@@ -140,17 +141,26 @@ class OutOfProcessEngine(Engine):
             for rank in self.ranks
         ]
         with self._leaving():
-            self.inference.pull_weights(orders, self.options.reshard_timeout_s)
+            self.inference.pull_weights(orders, self._copy_limit_s(self.options.reshard_timeout_s))
             self._is_new = False
 
     def verify(self, timeout_s: float) -> str | None:
         if self._is_left_out:
             return None
         with self._leaving():
-            outcomes = self.inference.wait_for_weights(timeout_s)
+            outcomes = self.inference.wait_for_weights(self._copy_limit_s(timeout_s))
             self.bytes_per_sync = sum(outcome.bytes for outcome in outcomes)
             return next((outcome.problem for outcome in outcomes if outcome.problem is not None), None)
         return None
+
+    def _copy_limit_s(self, left_s: float) -> float:
+        """Return how many of the seconds that are left to a sync the engine may use for its copy.
+
+        If the job goes on without an engine that hangs, the rest is the time to find out that it hangs.
+        Otherwise the other ranks would give up before this rank votes. A short time is shared by halves."""
+        if not self.may_leave:
+            return left_s
+        return max(left_s - self.inference.patience.limit_s, left_s / 2)
 
     def commit(self, version: int) -> None:
         if not self._is_left_out:

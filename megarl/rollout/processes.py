@@ -8,10 +8,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megarl.failures import ExplainedError
 from megarl.rollout.engine_memory import remove_own_shared_memory, sweep_shared_memory
@@ -31,16 +32,16 @@ cannot use that."""
 
 
 @contextlib.contextmanager
-def starting_engine(tp: int, flag: str, errors: str | None = None) -> Iterator[type[LLM]]:
+def starting_engine(ranks: Sequence[int], flag: str, errors: str | None = None) -> Iterator[type[LLM]]:
     """Yield the class LLM, in an environment in which it starts an engine in processes of its own.
 
     Args:
-        tp: ranks of the engine; `flag` is their flag, for errors.
+        ranks: ranks of the engine; `flag` is the flag of their number, for errors.
         errors: path of the engine's EngineErrors; None lets the engine print errors."""
     prepare_environment()
     check_version()  # EngineProcesses reads internals of the client
     sweep_shared_memory()
-    with engine_environment(visible_devices(tp, flag), errors), undisturbed():
+    with engine_environment(visible_devices(ranks, flag), errors), undisturbed():
         from vllm import LLM
 
         register()
@@ -139,21 +140,29 @@ def how_it_ended(exit_code: int | None) -> str:
     return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
 
 
-def visible_devices(tp: int, flag: str) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES for this engine: the GPUs of its ranks, then the node's other GPUs, whose
-    memory is read too.
+def visible_devices(ranks: Sequence[int], flag: str) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES for the engine of these ranks: their GPUs in the order of the ranks, then
+    the node's other GPUs, whose memory is read too.
 
+    Args:
+        ranks: the engine's ranks; this process is one of them. `flag` is the flag of their number, for
+            errors.
     Returns: None without GPUs.
     Raises: ValueError if the engine's ranks are not on one node."""
     if not torch.cuda.is_available():
         return None
-    first, on_node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", tp))
-    if first + tp > on_node:
+    local_rank, rank = int(os.environ.get("LOCAL_RANK", "0")), dist.get_rank()
+    first, on_node = rank - local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", len(ranks)))
+    numbers = [rank - first for rank in ranks]
+    if elsewhere := [rank for rank, number in zip(ranks, numbers, strict=True) if not 0 <= number < on_node]:
         raise ValueError(
-            f"{flag} ({tp}): an out-of-process engine runs on one node, and its first rank is number "
-            f"{first} of {on_node} there. Try {max(1, on_node - first)}, or other ranks."
+            f"{flag} ({len(ranks)}): an out-of-process engine runs on one node. The engine of the ranks "
+            f"{', '.join(map(str, ranks))} has rank {rank} on the node of the ranks {first} to "
+            f"{first + on_node - 1}, and rank {elsewhere[0]} on another. Try {len(ranks) - len(elsewhere)}, "
+            "or other ranks."
         )
     visible = os.environ.get(
         "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))
     ).split(",")
-    return ",".join([*visible[first : first + tp], *visible[:first], *visible[first + tp :]])
+    others = [number for number in range(len(visible)) if number not in numbers]
+    return ",".join(visible[number] for number in [*numbers, *others])

@@ -10,7 +10,7 @@ import torch
 
 from megarl.reshard.destination import Arrival, Destination
 from megarl.reshard.plan import RectCopy
-from megarl.reshard.sync import ExportedPull, tensors_of
+from megarl.reshard.receiver import ExportedPull, tensors_of
 from megarl.rollout.double_buffer import DoubleBuffer
 
 

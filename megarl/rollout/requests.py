@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -44,3 +44,21 @@ class Output:
     """"stop" or "length"; None while the request is unfinished."""
     experts: torch.Tensor | None = None
     """Experts of each token of prompt and response with --moe-routing-replay engine, else None."""
+
+    def after(self, first: int) -> Output:
+        """Return a copy of this output without its first `first` tokens."""
+        return replace(
+            self,
+            token_ids=self.token_ids[first:],
+            log_probs=self.log_probs[first:],
+            versions=self.versions[first:],
+        )
+
+    def followed_by(self, last: Output) -> Output:
+        """Return one output with the tokens of this output, then those of `last`."""
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *last.token_ids],
+            log_probs=[*self.log_probs, *last.log_probs],
+            versions=[*self.versions, *last.versions],
+        )

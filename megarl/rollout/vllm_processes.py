@@ -45,7 +45,7 @@ def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
     Raises: ValueError for engine arguments that cannot work; EngineFailed if vLLM cannot start."""
     tp, errors = len(setup.ranks), EngineErrors()
     executor = "mp" if tp > 1 else UNIPROC
-    with starting_engine(tp, "--rollout-tensor-parallel-size", errors.path) as LLM:
+    with starting_engine(setup.ranks, "--rollout-tensor-parallel-size", errors.path) as LLM:
         on_cpu = not torch.cuda.is_available()
         arguments = engine_arguments(setup.config, setup.shape, on_cpu, setup.num_engines, executor)
         try:

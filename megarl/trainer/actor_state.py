@@ -140,15 +140,18 @@ class ActorState:
         )
 
     def note_unscored_updates(self, metrics: Mapping[str, float], step: int) -> str:
-        """Return a warning if updates were skipped because every reward of their mini-batch failed, else
-        ""."""
+        """Return a warning if updates were left out because no sample of their mini-batch is learnt from,
+        else ""."""
         names = {kind: "policy" if kind == "actor" else kind for kind in TRAINED_KINDS}
         said = " and ".join(
             f"{metrics[counted]:.0f} of {kind}{self.suffix}"
             for kind, name in names.items()
             if (counted := f"{name}/updates_unscored") in metrics
         )
-        return said and f"step {step}: updates left out, as every reward of their mini-batch failed: {said}."
+        why = (
+            "no sample of their mini-batch is learnt from (rewards failed, or the algorithm leaves them out)"
+        )
+        return said and f"step {step}: updates left out, as {why}: {said}."
 
     def admit(self, rows: Sequence[int] | None, step: int) -> None:
         """Add the prompts of a step to the buffer, or raise ValueError for rows that do not exist or do not

@@ -46,5 +46,5 @@ class StepBatches:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and response tokens of all batches."""
-        return sum(sample.length for batch in self.of_actor.values() for sample in batch.samples)
+        """Number of prompt and response tokens of the samples of all batches that are trained on."""
+        return sum(sample.length for batch in self.of_actor.values() for sample in batch.trained_samples)

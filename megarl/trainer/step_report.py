@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from megarl.algorithms.cross_entropy import over_updates_with_answers
 from megarl.futures import Future
 from megarl.flow import Metrics
 from megarl.flow.role import time_metric
@@ -66,7 +67,8 @@ def _metrics_of_calls(
                 # Another actor has sampled: the gate does not limit the distance to that actor's engines.
                 metrics = {name.replace("mismatch/", "off_policy/"): value for name, value in metrics.items()}
             reported.append(metrics)
-    return combine(reported) | combine(of_rank for call in batch.transfers for of_rank in call.result())
+    of_calls = over_updates_with_answers(combine(reported))
+    return of_calls | combine(of_rank for call in batch.transfers for of_rank in call.result())
 
 
 def _metrics_of_samples(

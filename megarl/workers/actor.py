@@ -280,12 +280,12 @@ class ActorRole(PolicyRole):
             check_reward_digests(sample_ids, group_ids, rewards, digests, tokens, self.layout.episode_of)
         samples = [self.layout.samples[sample] for sample in sample_ids]
         lengths = [self.layout.episode_lengths[sample] for sample in sample_ids]
-        given, rewards = rewards, shaped(self.algorithm, lengths, rewards, self.config.sampling)
+        given, rewards = rewards, shaped(self.algorithm, lengths, rewards, self.config)
         turns = None
         if turn_rewards is not None:
             turns = turn_rewards_of(sample_ids, given, lengths, turn_rewards, turn_lengths)
         inputs = advantage_inputs(
-            shard, self.layout, sample_ids, group_ids, rewards, kl_coef, turns, self._sum_over_replicas
+            shard, self.layout, sample_ids, group_ids, given, rewards, kl_coef, turns, self._sum_over_replicas
         )
         if self.algorithm.takes_scores:
             of_names = scores or {}, score_weights or {}
@@ -317,7 +317,8 @@ class ActorRole(PolicyRole):
         if any(left_out):  # NaN marks a token on every mesh as excluded from training
             is_excluded = batch.spread(torch.tensor(left_out)[inputs.rows]).bool()
             shard.set_column("advantages", batch.advantages.masked_fill(is_excluded, math.nan))
-        metrics |= shaping_metrics(given, rewards, filtered, inputs.counted_rows.tolist())
+        trained = [sample.trained for sample in samples]
+        metrics |= shaping_metrics(given, rewards, filtered, trained, inputs.counted_rows.tolist())
         return metrics if self.model.reports else {}
 
     def _write_loss_columns(

@@ -22,6 +22,7 @@ def advantage_inputs(
     layout: BatchLayout,
     sample_ids: Sequence[int],
     group_ids: Sequence[int],
+    given: Sequence[float | None],
     rewards: Sequence[float | None],
     kl_coef: float,
     turns: Sequence[TurnRewards | None] | None,
@@ -32,8 +33,9 @@ def advantage_inputs(
     Args:
         shard: the rank's samples.
         layout: records of all samples of the step.
-        sample_ids: all episodes of the step, by their first samples; `group_ids` and `rewards` in the same
-            order."""
+        sample_ids: all episodes of the step, by their first samples; `group_ids`, `given` and `rewards` in
+            the same order.
+        given, rewards: before and after shaping."""
     batch, row_of = shard.batch, {sample: row for row, sample in enumerate(sample_ids)}
     here = [layout.samples[sample] for sample in batch.sample_ids.tolist()]
     untrained = [not layout.samples[sample].trained for sample in sample_ids]
@@ -45,7 +47,8 @@ def advantage_inputs(
         for sample in mini_batch.samples_of(dp_rank)
     }
     return AdvantageInputs(
-        rewards=torch.tensor([math.nan if r is None else r for r in rewards]),
+        rewards=_numbers(rewards),
+        given_rewards=_numbers(given),
         group_ids=torch.tensor(group_ids),
         # A rank without samples would otherwise get a float tensor.
         rows=torch.tensor([row_of[sample.episode] for sample in here], dtype=torch.int64),
@@ -63,3 +66,8 @@ def advantage_inputs(
             if name in (*ADVANTAGE_COLUMNS, "rollout_log_probs")
         },
     )
+
+
+def _numbers(rewards: Sequence[float | None]) -> torch.Tensor:
+    """Return the rewards as a tensor, with NaN for those that failed."""
+    return torch.tensor([math.nan if reward is None else reward for reward in rewards])

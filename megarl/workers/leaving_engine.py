@@ -57,6 +57,8 @@ class LeavingEngine(HostedRole):
     """Log of what happens to the engine; None where `stream` is None."""
     has_left: bool = False
     """Whether the engine has ended or hangs, and the job goes on without it."""
+    is_joining: bool = False
+    """Whether the engine was started again and waits for its first weights."""
 
     @property
     def replica(self) -> int:
@@ -96,6 +98,7 @@ class LeavingEngine(HostedRole):
             except (EngineDied, EngineFailed, ValueError) as error:
                 return str(error)
             self.recorder.use(self.engine.inference)
+            self.is_joining = True
         return ""
 
     @without_engine(lambda: None)
@@ -113,10 +116,13 @@ class LeavingEngine(HostedRole):
         sync."""
         if self.stream is None:
             return
-        failure = getattr(self.engine, "failure", None)
+        failure, was_joining = getattr(self.engine, "failure", None), self.is_joining
+        self.is_joining = False
         if failure is not None:
             if not self.has_left:
                 self.leave(failure)
+            elif was_joining:  # its requests went to the others when it left
+                self.context.emit(ENGINE_CHANGED, EngineChange(self.name, self.replica, False, str(failure)))
             return
         if not self.recorder.is_started:
             self.recorder.start(version)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
@@ -19,7 +19,7 @@ from megarl.workers.store import BatchLayout
 @implements(Actor)
 class PreferenceActorRole(SFTActorRole):
     """An actor whose samples are two answers per row: the chosen and the rejected one, in this order, or the
-    row's completion and that of another row."""
+    row's completion and that of a row with another prompt."""
 
     def read_rows(
         self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
@@ -58,16 +58,35 @@ class PreferenceActorRole(SFTActorRole):
 
 
 def _labelled(dataset: PromptDataset, encoder: PromptEncoder, eos: int) -> list[list[RowSample]]:
-    """Return, for every row, its completion, and the completion of the row half the dataset away.
-
-    Neighbours would not do as the other row: they often answer the same prompt."""
+    """Return, for every row, its completion, and the completion of a row with another prompt."""
     count = len(dataset)
     prompts, responses = encoder.prompts(range(count)), encoder.responses(range(count))
     completions = [[*ids, eos] for ids in responses]
     return [
         [
             RowSample(prompt, completions[row], float(dataset[row].label)),
-            RowSample(prompt, completions[(row + max(count // 2, 1)) % count], float(dataset[row].label)),
+            RowSample(prompt, completions[other], float(dataset[row].label)),
         ]
-        for row, prompt in enumerate(prompts)
+        for row, (prompt, other) in enumerate(zip(prompts, rows_of_other_prompts(prompts), strict=True))
     ]
+
+
+def rows_of_other_prompts(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return, for every row, a row with another prompt: the first from half the dataset away on. It is the
+    row itself if all prompts are the same.
+
+    The search begins half the dataset away because neighbours often answer the same prompt."""
+    count = len(prompts)
+    next_prompt = list(range(count))
+    """The first row after each row, in a circle, whose prompt differs from the row's."""
+    for position in reversed(range(2 * count)):  # the second round knows what follows the last row
+        row, following = position % count, (position + 1) % count
+        is_same = prompts[row] == prompts[following]
+        next_prompt[row] = next_prompt[following] if is_same else following
+    found = []
+    for row, prompt in enumerate(prompts):
+        other = (row + count // 2) % count
+        if prompts[other] == prompt:
+            other = next_prompt[other]
+        found.append(row if prompts[other] == prompt else other)
+    return found

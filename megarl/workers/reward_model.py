@@ -229,9 +229,8 @@ class RewardModelRole(HostedRole):
         if self.mesh.coordinates(self.rank)["tp"] == 0:
             from megarl.rollout.judge import Judge
 
-            self.judge = Judge(
-                self.where, self.config, self.spec.path, self.mesh.tp, len(self.prompt.template)
-            )
+            ranks = self.mesh.peers(self.rank, "tp")
+            self.judge = Judge(self.where, self.config, self.spec.path, ranks, len(self.prompt.template))
 
     def _ask_judge(
         self, shard: BatchShard, rows: Mapping[int, int], num_logged: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.algorithms.base import AdvantageInputs, Algorithm
-from megarl.config.schema import SamplingConfig
+from megarl.config.schema import TrainConfig
 from megarl.packing import Sample
 
 
@@ -13,14 +13,15 @@ def shaped(
     algorithm: Algorithm,
     lengths: Sequence[int],
     rewards: Sequence[float | None],
-    sampling: SamplingConfig,
+    config: TrainConfig,
 ) -> list[float | None]:
     """Return the rewards that advantages are computed from. None is a reward that failed.
 
     Args:
         lengths: response tokens of each episode.
-        rewards: of the episodes, as they were given."""
-    longest = sampling.max_response_length
+        rewards: of the episodes, as they were given.
+        config: the job's, which says how many tokens an episode may have, in all of its answers."""
+    longest = config.max_sampled_length
     return [
         None if reward is None else algorithm.shaped_reward(reward, length, longest)
         for length, reward in zip(lengths, rewards, strict=True)
@@ -51,17 +52,19 @@ def shaping_metrics(
     given: Sequence[float | None],
     rewards: Sequence[float | None],
     left_out: Sequence[bool],
+    trained: Sequence[bool],
     rows: Sequence[int],
 ) -> dict[str, float]:
     """Return this rank's part of reward/overlong_penalty, the mean of what shaping took off a reward, and of
-    reward/overlong_filtered, the number of samples with a reward that the loss leaves out. Each is there only
-    where it happened in the step.
+    reward/overlong_filtered, the number of samples with a reward that the loss leaves out. Samples that are
+    scored and not trained on do not count. Each metric is there only where it happened in the step.
 
     Args:
         given, rewards: before and after shaping, of all samples of the step.
         left_out: whether the loss leaves out the sample, also because its reward failed.
+        trained: whether the sample is trained on.
         rows: which samples this rank counts."""
-    scored = [row for row, reward in enumerate(given) if reward is not None]
+    scored = [row for row, reward in enumerate(given) if reward is not None and trained[row]]
     penalties = {row: (given[row] - rewards[row]) / len(scored) for row in scored}
     filtered = {row: left_out[row] for row in scored}
     metrics = {}

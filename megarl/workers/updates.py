@@ -39,14 +39,14 @@ class Updates:
         is_enough: Callable[[dict[str, float]], bool] | None = None,
     ) -> dict[str, float]:
         """Make one optimizer update per mini-batch and epoch, and return this rank's part of the mean
-        metrics. Mini-batches without a scored sample are left out.
+        metrics. Mini-batches of which no sample is learnt from are left out.
 
         Args:
             update: makes one update, and raises NonFiniteUpdate as `model` does.
             is_enough: returns whether to leave out the epochs after one with these mean metrics, the same on
                 all ranks; called after each epoch but the last.
         Returns: the mean over the updates of this rank's part of every metric. The result also has the number
-        of skipped updates, and of updates without a scored sample, if there are some.
+        of skipped updates, and of updates without a sample to learn from, if there are some.
         Raises: NonFiniteUpdate, on all ranks. With --on-nonfinite stop the first such update raises. With
         skip an update raises after MAX_SKIPPED_IN_A_ROW consecutive skipped ones."""
         made, num_unscored, num_made_epochs = [], 0, 0

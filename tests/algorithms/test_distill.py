@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms import REGISTRY, AdvantageInputs
+from megarl.algorithms import REGISTRY, AdvantageInputs, LossInputs
 
 Distill = REGISTRY["distill"]
 OLD = [-0.5, -1.0, -0.1, -2.0, -0.3]
@@ -74,3 +74,22 @@ def test_the_mean_gradient_is_that_of_the_kl_to_the_teacher():
     advantages = Distill().compute_advantages(each)[0]["advantages"]
     (sampled,) = torch.autograd.grad((log_pi.detach().exp() * advantages * log_pi).sum(), logits)
     torch.testing.assert_close(-sampled, exact, rtol=1e-12, atol=1e-14)
+
+
+def test_the_update_measures_no_kl_to_the_teacher():
+    """distill/kl is that number, before the updates. A KL in the loss needs --kl-mode, which is refused."""
+    log_probs = torch.tensor(OLD)
+    loss_inputs = LossInputs(
+        log_probs=log_probs,
+        old_log_probs=log_probs,
+        rollout_log_probs=log_probs,
+        ref_log_probs=torch.tensor(TEACHER),
+        advantages=torch.tensor(TEACHER) - log_probs,
+        response_lengths=torch.tensor([3, 3, 3, 2, 2]),
+        num_tokens=5,
+        num_sequences=2,
+        max_response_length=8,
+        kl_coef=0.0,
+    )
+    assert "policy/ref_kl" not in Distill().loss(loss_inputs)[1]
+    assert "policy/ref_kl" in REGISTRY["grpo"](kl_mode="loss", kl_coef=0.1).loss(loss_inputs)[1]

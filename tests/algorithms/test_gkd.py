@@ -4,11 +4,12 @@ prompts.
 pytest tests/algorithms/test_gkd.py"""
 
 import json
+import math
 
 import pytest
 import torch
 
-from megarl.algorithms import REGISTRY, LossInputs
+from megarl.algorithms import REGISTRY, AdvantageInputs, LossInputs
 from megarl.batch import Batch
 from megarl.config.errors import FieldErrors
 from megarl.data.columns import Prompt
@@ -62,11 +63,27 @@ def test_each_token_counts_by_the_aggregation_with_global_denominators(aggregati
 def test_flags_make_the_divergence_and_what_the_teacher_writes():
     assert GKD().teacher_divergence() == Divergence("reverse-kl") and GKD().is_taught
     assert GKD(divergence="jsd", jsd_beta=0.2).teacher_divergence() == Divergence("jsd", 0.2)
-    assert GKD().loss_reads == ("old_log_probs", "teacher_hidden")
-    assert GKD(teacher_top_k=4).loss_reads == ("old_log_probs", "teacher_top_k")
+    assert GKD().loss_reads == ("old_log_probs", "advantages", "teacher_hidden")
+    assert GKD(teacher_top_k=4).loss_reads == ("old_log_probs", "advantages", "teacher_top_k")
     assert not GKD(teacher_hint_key="solution").is_taught
     with pytest.raises(FieldErrors, match="is for --divergence jsd"):
         GKD(jsd_beta=0.2)
+
+
+def test_the_update_waits_for_rewards_and_failed_ones_are_counted():
+    flow = GKD().flow(["actor", "reference", "reward", "rollout"])
+    nodes = {node.name: node for node in flow.nodes}
+    assert "rewards" in nodes["actor.advantages"].reads and "advantages" in nodes["actor.update"].reads
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([1.0, math.nan, 0.0]),
+        group_ids=torch.tensor([7, 7, 7]),
+        rows=torch.tensor([2, 1]),
+        response_lengths=torch.tensor([3, 2]),
+        kl_coef=0.0,
+        sum_over_ranks=lambda values: values,
+    )
+    columns, metrics = GKD().compute_advantages(inputs)
+    assert columns["advantages"].tolist() == [0.0] * 5 and metrics == {"reward/failed": 1.0}
 
 
 def test_a_hint_ends_the_prompt():

@@ -71,7 +71,9 @@ ERRORS = {
     "--old-log-probs engine --staleness 1 --tis-clip none": "also scores the canaries",
     "--old-log-probs engine --moe-routing-replay policy": "replays the experts of that pass",
     "--old-log-probs engine --policy-loss gspo --bf16": "--policy-loss gspo clips the ratio of a whole response",
-    "--overlong-buffer 1024 --max-response-length 1024": "--overlong-buffer (1024): must be below",
+    "--overlong-buffer 1024 --max-response-length 1024": "(1024): must be below --max-response-length (1024)",
+    "--overlong-buffer 96 --max-response-length 48 --max-turns 2 --env env.py:Env": "below --max-response-length "
+    "x --max-turns (96), or every response is penalised. Try 9.",
 }
 ERRORS |= {
     "--old-log-probs interpolated": "(interpolated): without --staleness the weights before the step",
@@ -96,6 +98,7 @@ FINE = [
     "--algorithm ppo",
     "--kl-mode reward --kl-coef 0.1",
     "--overlong-buffer 1023 --max-response-length 1024",
+    "--overlong-buffer 48 --max-response-length 48 --max-turns 2 --env env.py:Env",
     "--early-stop-kl 0.02 --num-epochs 2",
     "--old-log-probs engine --bf16",
     "--old-log-probs engine --policy-loss gmpo",
@@ -128,4 +131,4 @@ def test_nothing_is_said_of_what_fits(flags):
 
 
 def test_every_row_of_the_table_is_tried():
-    assert len(CONDITIONS) == len({*ERRORS.values()} | {*NOTES.values()}) - 2  # two flags each for two rows
+    assert len(CONDITIONS) == len({*ERRORS.values()} | {*NOTES.values()}) - 3  # two flags each for three rows

@@ -12,6 +12,7 @@ import torch
 
 from megarl.algorithms import GRPO, AdvantageInputs, LossInputs
 from megarl.algorithms.proximal import behavior_weights
+from megarl.config.errors import FieldErrors
 
 LENGTHS = [3, 1, 4, 2, 5]
 REWARDS = [1.0, 0.0, 0.5, 1.0, math.nan]
@@ -146,8 +147,18 @@ def test_the_proximal_policy_is_interpolated_by_age(clip):
         dict(token_veto=1e-4),
         dict(tis_clip=2.0, tis_level="sequence"),
         dict(kl_mode="reward", kl_coef=0.1),
+        dict(early_stop_kl=0.02),
+        dict(policy_loss="kl-cov"),
+        dict(policy_loss="clip-cov"),
     ],
 )
 def test_what_an_interpolation_cannot_give_is_refused(flags):
     with pytest.raises(ValueError, match=r"old_log_probs \(interpolated\): with interpolated, no"):
         GRPO(old_log_probs="interpolated", **flags)
+    GRPO(old_log_probs="trainer", **flags)
+
+
+def test_of_a_loss_that_does_not_exist_only_this_is_said():
+    with pytest.raises(FieldErrors) as caught:
+        GRPO(old_log_probs="interpolated", policy_loss="kl-kov")
+    assert [name for name, _, _ in caught.value.errors] == ["policy_loss"]

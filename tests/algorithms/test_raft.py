@@ -2,6 +2,7 @@
 
 pytest tests/algorithms/test_raft.py"""
 
+import dataclasses
 import math
 import random
 
@@ -74,6 +75,14 @@ def test_ranks_add_up_to_the_step():
         RAFT().compute_advantages(inputs_of(rewards, groups, rows))[1] for rows in ([0, 2], [3], [1], [])
     ]
     assert sum(part["raft/kept"] for part in parts) == 2 and sum(part["raft/reward"] for part in parts) == 1.5
+
+
+def test_the_mean_reward_is_that_before_shaping():
+    """Responses are kept by their rewards after shaping, and reported by those that were given."""
+    inputs = inputs_of([0.5, 0.25, 1.0], [3, 3, 5])
+    inputs = dataclasses.replace(inputs, given_rewards=torch.tensor([0.75, 1.0, 2.0]))
+    _, metrics = RAFT().compute_advantages(inputs)
+    assert metrics["raft/kept"] == 2 and metrics["raft/reward"] == (0.75 + 2.0) / 2
 
 
 def test_the_loss_is_that_of_fine_tuning_on_what_is_kept():

@@ -65,6 +65,8 @@ def test_the_greedy_answer_is_the_baseline(seed):
         assert bool(left_out[row]) or math.isnan(samples[row][1]) or value is not None
         assert not left_out[row] or value is None
     assert metrics["reward/failed"] == sum(math.isnan(samples[row][1]) for row in rows)
+    num_dropped = sum(value is None and not math.isnan(samples[row][1]) for row, value in zip(rows, wanted))
+    assert metrics["remax/without_baseline"] == num_dropped
     assert inputs.num_trained == len(rows)
     assert inputs.num_scored == sum(not math.isnan(samples[row][1]) for row in rows)
 

@@ -534,6 +534,36 @@ RULES = {
         "CUDA IPC (--reshard-transport auto)",
         "--offload parameters --actor-ranks 0 --rollout-ranks 1 --reshard-transport messages",
     ),
+    "offload of what other ranks read": (
+        "--offload parameters --no-reshard-alias --tensor-model-parallel-size 2",
+        2,
+        {},
+        "--offload (parameters): an engine that is split otherwise than the actor reads other ranks' weights, "
+        "and keeps the memory that it reads by CUDA IPC (--reshard-transport auto), so nothing would become "
+        "free. Try --reshard-transport messages, or leave parameters out.",
+        "--offload parameters --no-reshard-alias --tensor-model-parallel-size 2 --reshard-transport messages",
+    ),
+    "offload of other stages": (
+        "--offload parameters --no-reshard-alias --pipeline-model-parallel-size 2",
+        2,
+        {},
+        "--offload (parameters): an engine that is split otherwise than the actor reads other ranks' weights",
+        "--offload parameters --no-reshard-alias --rollout-tensor-parallel-size 2",
+    ),
+    "offload of an actor on some ranks": (
+        "--offload parameters --no-reshard-alias --actor-ranks 0",
+        2,
+        {},
+        "--offload (parameters): an engine that is split otherwise than the actor reads other ranks' weights",
+        "--offload parameters --no-reshard-alias --tensor-model-parallel-size 2 --rollout-tensor-parallel-size 2",
+    ),
+    "offload of experts of other ranks": (
+        "--offload parameters --no-reshard-alias --expert-model-parallel-size 2",
+        2,
+        EXPERTS,
+        "--offload (parameters): an engine that is split otherwise than the actor reads other ranks' weights",
+        "--offload parameters --no-reshard-alias",
+    ),
     "offload twice": (
         "--offload optimizer gradients optimizer",
         2,

@@ -35,9 +35,10 @@ JOBS = {
     "--eval-data {data}/test.jsonl --eval-interval 2",
     "ppo-lagrangian": "--algorithm ppo-lagrangian --cost-limit 0.5 --score-weights letters=1 cost=0 --reward-function "
     f"{Path(__file__).parent}/cost_reward.py:letters --kl-mode reward --kl-coef 0.05",
-    "raft": "--algorithm raft --raft-keep 2",
+    "raft": "--algorithm raft --raft-keep 2 --overlong-buffer 8 --overlong-penalty 5",
     "online-dpo": "--algorithm online-dpo --global-batch-size 16 --label-smoothing 0.1",
-    "remax": "--algorithm remax --policy-loss reinforce --global-batch-size 16 --loss-aggregation seq-mean-token-sum",
+    "remax": "--algorithm remax --policy-loss reinforce --global-batch-size 16 --loss-aggregation seq-mean-token-sum "
+    "--positive-nll-coef 0.1",
     "kl-cov": f"--algorithm grpo --policy-loss kl-cov {TWO_SCORES}",
     "stale": "--algorithm grpo --policy-loss cispo --staleness 1 --mis-level geometric --mis-low 0.5 --mis-high 2",
 }
@@ -71,6 +72,24 @@ def test_long_responses_are_penalised_and_left_out(jobs):
     rows = [*jobs["rloo"].steps, *jobs["ppo"].steps]
     assert all(0 < row["reward/overlong_penalty"] <= 1 for row in rows[:2])
     assert all(row["reward/overlong_filtered"] > 0 for row in rows[2:])
+    for row in jobs["raft"].steps:
+        check_rewards_of_raft(row)
+
+
+def check_rewards_of_raft(row):
+    """The responses that are kept lose much, and are reported with the rewards that they were given."""
+    assert row["reward/overlong_penalty"] > 1 and row["raft/reward"] >= row["reward/min"] >= 0
+
+
+def check_right_answers(row):
+    """Every reward above 0 is right, and the one update of a step has such answers."""
+    assert row["policy/positive_share"] == pytest.approx(1) and row["policy/positive_nll"] > 0
+    assert row["remax/without_baseline"] == 0
+
+
+def test_right_answers_are_counted(jobs):
+    for row in jobs["remax"].steps:
+        check_right_answers(row)
 
 
 def test_two_scores_are_weighed_and_reported(jobs):

@@ -64,13 +64,15 @@ def gkd(sums_data, folder, *flags):
 
 
 def divergence(job, student, teacher, kind=Divergence(), top_k=None, hint=None):
-    """Mean over the sampled tokens of the first step, and the norm of its gradient by the student's weights,
-    by transformers in float64."""
+    """Mean over the sampled tokens of the first step's samples with a reward, and the norm of its gradient by
+    the student's weights, by transformers in float64."""
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, teacher)]
     vocab_size = models[0].config.vocab_size
     total, count = torch.zeros((), dtype=torch.float64), 0
     for line in (job.folder / "rollouts" / "step_000001.jsonl").read_text().splitlines():
         row = json.loads(line)
+        if row["reward"] is None:
+            continue
         prompt, response = row["prompt_ids"], row["response_ids"]
         prompts = [prompt, prompt if hint is None else hint(row)]
         logits = [
@@ -115,6 +117,21 @@ def check_first_step(job, wanted):
 
 def test_the_divergence_and_its_gradient_are_those_of_transformers(sums_data, dp2, teacher):
     check_first_step(dp2, divergence(dp2, sums_data / "model", teacher))
+
+
+def test_a_sample_whose_reward_failed_is_left_out(sums_data, tmp_path, teacher):
+    rule = tmp_path / "rule.py"
+    rule.write_text(
+        "def rule(data_source, solution_str, ground_truth, extra_info):\n"
+        "    assert solution_str in ('', ground_truth) or len(solution_str) % 3\n"  # megarl tries these two
+        "    return 1.0\n"
+    )
+    failing = ("--reward-function", f"{rule}:rule", "--reward-max-failed-share", "1")
+    job = gkd(sums_data, tmp_path / "run", "--reference-model", str(teacher), *failing, "--train-iters", "1")
+    lines = (job.folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    num_failed = sum(json.loads(line)["reward"] is None for line in lines)
+    assert 0 < num_failed < len(lines) and job.steps[0]["reward/failed"] == num_failed
+    check_first_step(job, divergence(job, sums_data / "model", teacher))
 
 
 @pytest.mark.nightly

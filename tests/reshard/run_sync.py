@@ -20,7 +20,8 @@ from megarl.config.schema import ReshardConfig
 from megarl.reshard.destination import Destination
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import make_plan
-from megarl.reshard.sync import SyncError, WeightSync, tensors_of
+from megarl.reshard.receiver import tensors_of
+from megarl.reshard.sync import SyncError, WeightSync
 from megarl.reshard.vllm_atlas import vllm_atlas
 
 SHAPE = make_shape("qwen3", layers=2, vocab=61)

@@ -130,6 +130,42 @@ def test_equal_layouts_are_aliased_and_take_no_time(model, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--no-reshard-alias", "--no-reshard-alias"),
+        ("--rollout-engine out-of-process", "the engines are in other processes"),
+        ("--staleness 1 --weight-update wait", "--weight-update wait"),
+    ],
+)
+def test_nothing_is_aliased_where_a_job_would_copy(model, capsys, flags, reason):
+    job = [*JOB, "--model", model(QWEN_7B), "--bf16", *"--nproc-per-node 2 --qkv-layout stacked".split()]
+    assert ", 100.0 % of what is written\n" in output(capsys, *job)
+    assert f"aliased: 0 B, 0.0 % of what is written: {reason}\n" in output(capsys, *job, *flags.split())
+
+
+def test_the_layout_is_that_of_the_backend(model, capsys):
+    """Hugging Face's layout has q, k, v, gate and up apart, so it shares less with Megatron's."""
+    job = [*JOB, "--model", model(QWEN_7B), "--bf16", "--nproc-per-node", "1"]
+    vllm, transformers = (
+        output(capsys, *job, "--rollout-backend", name) for name in ("vllm", "transformers")
+    )
+    assert "1 vLLM engines of tp 1" in vllm and "1 transformers engines of tp 1" in transformers
+    shared = [float(re.search(r"aliased: ([\d.]+) GB", text)[1]) for text in (vllm, transformers)]
+    assert 0 < shared[1] < shared[0]
+
+
+def test_a_model_without_a_table_of_the_engines_layout_is_refused(model, capsys):
+    config = {"model_type": "qwen2_moe", "head_dim": 64, "num_hidden_layers": 2}
+    config = QWEN_30B_A3B | config | {"shared_expert_intermediate_size": 5632}
+    job = ["reshard-plan", *JOB, "--model", model(config), "--nproc-per-node", "1"]
+    assert cli.main(job) == 2
+    assert (
+        "there is no table of vLLM's layout of qwen2_moe. A job asks its engines" in capsys.readouterr().err
+    )
+    assert "1 transformers engines" in output(capsys, *job[1:], "--rollout-backend", "transformers")
+
+
 def test_the_stacked_layout_is_aliased_at_several_query_groups_per_rank(model, capsys):
     job = [*JOB, "--model", model(QWEN_7B), "--bf16", "--nproc-per-node", "2"]
     assert "100.0 % of what is written" not in output(capsys, *job)

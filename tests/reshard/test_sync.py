@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cuts import hf_model, make_shape
 
+from megarl.config.schema import ReshardConfig
+from megarl.reshard.atlas import whole
+from megarl.reshard.plan import make_plan
+from megarl.reshard.sync import SyncError, WeightSync
+from megarl.reshard.transfer import Transfer
 from tests.launch import run_ranks
 
 SHAPE = make_shape("qwen3", layers=2, vocab=61)
@@ -93,3 +102,99 @@ def test_a_late_rank_is_named_in_time(ranks):
         "rank 1 did not make version 10 ready within --reshard-timeout-s (1)" in error and version == 9
     )  # nothing was written yet
     assert 0.9 <= seconds <= 6
+
+
+@dataclass
+class Receiver:
+    """An engine of rank 0 that takes no time for a version."""
+
+    process: str | None = None
+    device: str = "cpu"
+    tensors: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: {0: {"w": torch.zeros(4, 4)}})
+
+    def begin(self, version, arrivals, pulls, messages) -> None:
+        messages()
+
+    def verify(self, timeout_s: float) -> str | None:
+        return None
+
+    def commit(self, version: int) -> None:
+        pass
+
+    def give_up(self) -> None:
+        pass
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """pair(options, receiver) -> the part of rank 0, which receives, and that of rank 1, which sends, both in
+    this process."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    plan = make_plan({1: {"w": whole("w", 4, 4)}}, {0: {"w": whole("w", 4, 4)}})
+
+    def make(options: ReshardConfig, receiver: Receiver) -> list[WeightSync]:
+        return [
+            WeightSync(plan, 0, {0: 0}, {}, receiver, options),
+            WeightSync(plan, 1, {0: 0}, {"w": torch.ones(4, 4)}, None, options),
+        ]
+
+    return make
+
+
+def errors_of(parts: list[WeightSync]) -> list[tuple[str, float]]:
+    """The error of each part after a sync of version 1, and the seconds that its `begin` took."""
+    out: list[tuple[str, float]] = [("", 0.0)] * len(parts)
+
+    def sync(part: WeightSync) -> None:
+        start = time.monotonic()
+        part.begin(1)
+        seconds, error = time.monotonic() - start, ""
+        try:
+            part.finish()
+        except SyncError as refused:
+            error = str(refused)
+        out[part.rank] = error, seconds
+
+    threads = [threading.Thread(target=sync, args=(part,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return out
+
+
+@pytest.mark.parametrize("transport", ["auto", "messages"])
+def test_a_source_that_fails_is_named_at_once(pair, monkeypatch, transport):
+    """The receiver need not wait until the deadline, and the source's own error is told."""
+    receiver = Receiver(process=None if transport == "auto" else "another process")
+    parts = pair(ReshardConfig(reshard_timeout_s=300.0, reshard_transport=transport), receiver)
+
+    def fail() -> None:
+        raise OSError("/dev/shm is full")
+
+    monkeypatch.setattr(parts[1], "_find_sources", fail)
+    for error, seconds in errors_of(parts):
+        assert error == "[rank 1] weights of version 1: OSError: /dev/shm is full"
+        assert seconds < 100
+
+
+def test_messages_wait_for_their_peers_until_the_deadline(pair, monkeypatch):
+    """Rank 0 has announced itself and does not come: without the wait its peer would block in a message."""
+    parts = pair(
+        ReshardConfig(reshard_timeout_s=1.0, reshard_transport="messages"), Receiver("another process")
+    )
+    has_run = []
+    monkeypatch.setattr(Transfer, "run", lambda self, deadline: has_run.append(deadline))
+    monkeypatch.setattr(parts[0], "_run_messages", lambda: None)
+    (error, _), (other, _) = errors_of(parts)
+    assert error == other and not has_run
+    assert "[rank 1] weights of version 1: rank 0 did not come to exchange version 1 within" in error
+
+
+def test_messages_run_until_the_deadline_of_their_sync(pair, monkeypatch):
+    parts = pair(ReshardConfig(reshard_transport="messages"), Receiver("another process"))
+    deadlines = []
+    monkeypatch.setattr(Transfer, "run", lambda self, deadline: deadlines.append(deadline))
+    assert [error for error, _ in errors_of(parts)] == ["", ""]
+    assert sorted(deadlines) == sorted(part._deadline for part in parts)

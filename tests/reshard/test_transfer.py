@@ -6,7 +6,9 @@ Expected shards are cut by hand (cuts.py). Copies are exact; fp32 -> bf16 equals
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config.hf_config import ModelShape
+from megarl.files.writing import WriteError
 from megarl.reshard.atlas import hf_atlas
+from megarl.reshard.export_folder import new_folder
 from megarl.reshard.megatron_atlas import megatron_atlas
 from megarl.reshard.plan import make_plan
 from megarl.reshard.hf_weights import load_hf, save_hf
@@ -338,3 +342,43 @@ def test_tensors_that_do_not_fit_the_plan_are_refused():
         match=r"destination tensor model.norm.weight has shape \[31, 1\]; the plan uses \[0:32, 0:1\]",
     ):
         Transfer(plan, 0, source, good | {"model.norm.weight": torch.empty(31, 1)}, {})
+
+
+def export(folder: Path, text: str) -> None:
+    with new_folder(folder, "config.json", "an exported model") as partial:
+        (partial / "config.json").write_text(text)
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), 1])  # in a container the next process often has the same pid
+def test_an_export_removes_what_a_killed_one_left(tmp_path, pid):
+    partial = tmp_path / f".h*f.partial-{pid}"
+    partial.mkdir()
+    (partial / "half a file").touch()
+    export(tmp_path / "h*f", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["h*f"]
+    assert [path.name for path in (tmp_path / "h*f").iterdir()] == ["config.json"]
+
+
+def test_an_export_that_fails_puts_back_what_a_killed_one_had_moved_away(tmp_path):
+    export(tmp_path / "hf", "old")
+    (tmp_path / "hf").rename(tmp_path / ".hf.old-1")
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "hf", "config.json", "an exported model"):
+        raise RuntimeError("no weights")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (tmp_path / "hf" / "config.json").read_text() == "old"
+
+
+def test_an_export_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+    export(tmp_path / "hf", "old")
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(WriteError, match="hf cannot be written: Input/output error"):
+        export(tmp_path / "hf", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (tmp_path / "hf" / "config.json").read_text() == "old"

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.algorithms import GRPO
 from megarl.config.hf_config import ModelShape
@@ -40,6 +41,7 @@ from megarl.rollout.judge import _cpu_kv_cache_bytes
 from megarl.rollout.judge import _engine_arguments as judge_arguments
 from megarl.rollout.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
 from megarl.rollout.out_of_process import _double_buffer
+from megarl.rollout.processes import visible_devices
 from megarl.rollout.vllm_engine import routed_experts
 from tests.launch import run
 from tests.rollout import jobs
@@ -366,3 +368,45 @@ def test_a_judges_engine_has_a_bounded_cache(on_gpu, tmp_path, monkeypatch):
         }
         assert expected["kv_cache_memory_bytes"] >= 2 * 2 * 64 * 4 * tokens, "keys and values of a request"
     assert sizes == expected
+
+
+@pytest.fixture
+def gpu_rank(monkeypatch):
+    """gpu_rank(rank): this process is that rank, with a GPU each, and four ranks on a node."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,c,d")
+
+    def become(rank: int) -> None:
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 4))
+
+    return become
+
+
+@pytest.mark.parametrize(
+    "ranks, visible",
+    [
+        ([0, 1], "a,b,c,d"),
+        ([2, 3], "c,d,a,b"),
+        ([0, 2], "a,c,b,d"),  # --rollout-ranks 0,2
+        ([5, 7], "b,d,a,c"),  # of the second node
+        ([7, 4], "d,a,b,c"),
+    ],
+)
+def test_an_engine_sees_the_gpus_of_its_ranks_first(gpu_rank, ranks, visible):
+    gpu_rank(ranks[0])
+    assert visible_devices(ranks, "--flag") == visible
+
+
+@pytest.mark.parametrize("ranks, fits", [([2, 4], 1), ([4, 6, 8], 2), ([1, 5], 1)])
+def test_an_engine_on_two_nodes_is_refused_by_the_names_of_its_ranks(gpu_rank, ranks, fits):
+    gpu_rank(ranks[0])
+    first = ranks[0] // 4 * 4
+    with pytest.raises(ValueError) as error:
+        visible_devices(ranks, "--rollout-tensor-parallel-size")
+    assert str(error.value) == (
+        f"--rollout-tensor-parallel-size ({len(ranks)}): an out-of-process engine runs on one node. The "
+        f"engine of the ranks {', '.join(map(str, ranks))} has rank {ranks[0]} on the node of the ranks "
+        f"{first} to {first + 3}, and rank {ranks[-1]} on another. Try {fits}, or other ranks."
+    )

@@ -14,10 +14,14 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megarl.rollout.engine_memory import sweep_shared_memory
+from megarl.rollout.out_of_process import OutOfProcessEngine
+from megarl.rollout.patience import Patience
+from megarl.rollout.processes import EngineHangs
 from tests.launch import preloaded_python
 
 FP32_LIMIT = 2e-5
@@ -173,3 +177,44 @@ def test_nothing_stays_in_shared_memory(faults, crash):
         if name.startswith(tuple(f"megarl-{r[rank]['pid']}-" for r in (faults, crash) for rank in (0, 1)))
     ] == []
     assert [name for name in left if name.startswith(("psm_", "torch_", "sem."))] == []
+
+
+class Stopped:
+    """An engine that answers no call, and knows how many seconds its rank has waited."""
+
+    def __init__(self) -> None:
+        self.patience, self.waited_s = Patience(is_limited=True), 0.0
+
+    def wait_for_weights(self, timeout_s: float) -> list:
+        self.waited_s += timeout_s + self.patience.limit_s
+        raise EngineHangs("no answer")
+
+    def pull_weights(self, orders: list, timeout_s: float) -> None:
+        self.wait_for_weights(timeout_s)
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("longest_step_s, left_s", [(None, 600.0), (0.1, 600.0), (0.1, 20.0), (20.0, 450.0)])
+def test_an_engine_that_stops_in_a_copy_leaves_before_the_sync_is_over(longest_step_s, left_s):
+    """Its rank votes in time, so the other engines get the version."""
+    engine = OutOfProcessEngine.__new__(OutOfProcessEngine)
+    engine.inference, engine.failure, engine.is_pinned, engine.may_leave = Stopped(), None, False, True
+    engine.ranks, engine._is_new, engine._pulls = (), False, {}
+    engine.options = SimpleNamespace(reshard_timeout_s=left_s)
+    if longest_step_s is not None:
+        engine.inference.patience.note_step(longest_step_s)
+    assert engine.verify(left_s) is None and engine.inference.waited_s <= left_s
+    assert isinstance(engine.failure, EngineHangs)
+    engine.inference.waited_s, engine.failure = 0.0, None
+    engine.begin(1, {}, {}, lambda: None)  # with one buffer the copy is a part of the call
+    assert engine.inference.waited_s <= left_s and isinstance(engine.failure, EngineHangs)
+
+
+def test_a_copy_may_use_all_of_the_time_if_the_job_ends_with_its_engine():
+    engine = OutOfProcessEngine.__new__(OutOfProcessEngine)
+    engine.inference, engine.may_leave = Stopped(), False
+    assert engine._copy_limit_s(600.0) == 600.0
+    engine.may_leave = True
+    assert engine._copy_limit_s(600.0) == 540.0 and engine._copy_limit_s(50.0) == 25.0

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,12 +28,13 @@ from megarl.config.hf_families import FAMILIES
 from megarl.config.schema import StreamingConfig
 from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.hf_weights import load_hf
-from megarl.rollout import patience
+from megarl.rollout import engine_process, patience
 from megarl.rollout.draws import draw_key
 from megarl.rollout.engine import Response
+from megarl.rollout.engine_process import RemoteEngine
 from megarl.rollout.offer import Offer
 from megarl.rollout.out_of_process import OutOfProcessEngine
-from megarl.rollout.processes import EngineDied
+from megarl.rollout.processes import EngineDied, EngineHangs
 from megarl.rollout.requests import Output, Request
 from megarl.rollout.transformers_engine import EngineOptions, TransformersEngine
 from tests.launch import preloaded_python
@@ -419,3 +422,24 @@ def test_an_engine_that_may_leave_is_replaced_and_its_tokens_are_known(
     os.kill(outside.inference._process.pid, signal.SIGKILL)
     assert outside.sync(3) == 0 and "died (killed by SIGKILL)" in str(outside.failure)  # noticed in the sync
     outside.shutdown()
+
+
+def test_a_process_that_hangs_while_it_starts_is_ended(tmp_path, monkeypatch):
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    started = []
+
+    def start(*arguments, **how) -> subprocess.Popen:
+        started.append(subprocess.Popen(*arguments, **how))
+        return started[0]
+
+    how = {"Popen": start, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(engine_process, "subprocess", SimpleNamespace(**how))
+    monkeypatch.setattr(engine_process, "sys", SimpleNamespace(executable=str(silent)))
+    monkeypatch.setattr(engine_process, "_START_S", 0.1)
+    monkeypatch.setattr(engine_process, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(EngineHangs, match="did not answer within"):
+        RemoteEngine(options(tmp_path))
+    assert started[0].returncode == -signal.SIGKILL

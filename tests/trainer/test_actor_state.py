@@ -159,7 +159,10 @@ def test_a_warning_names_every_model_whose_updates_are_left_out(tmp_path):
         actor(config(tmp_path), "_2"),
         {"policy/updates_unscored": 2.0, "critic/updates_unscored": 2.0},
     )
-    said = "step 3: updates left out, as every reward of their mini-batch failed: "
+    said = (
+        "step 3: updates left out, as no sample of their mini-batch is learnt from (rewards failed, or the "
+        "algorithm leaves them out): "
+    )
     assert one.note_unscored_updates({"policy/loss": 0.5}, 3) == ""
     assert one.note_unscored_updates(skipped, 3) == f"{said}2 of actor_2 and 2 of critic_2."
     skipped["cost_critic/updates_unscored"] = 1.0
