@@ -21,7 +21,6 @@ import pytest
 from megarl.trainer.resume_command import with_flags
 from tests.e2e.jobs import COMMON, STARTING, replace_flags, train
 from tests.e2e.test_cli_jobs import MEASURED, processes, wait_until
-from tests.launch import preloaded_python
 
 HERE = Path(__file__).parent
 STEP_S = 0.4  # of the slow engine: 6.4 s for the 16 tokens of a rollout
@@ -30,7 +29,7 @@ STEP_S = 0.4  # of the slow engine: 6.4 s for the 16 tokens of a rollout
 class SlowJob:
     """In the rollout of step 3 when this is made, with an engine whose ranks take each step together."""
 
-    def __init__(self, data: Path, folder: Path, *flags: str, python: str = sys.executable):
+    def __init__(self, data: Path, folder: Path, *flags: str):
         self.folder, self.mark = folder, f"MEGARL_TEST_JOB={folder.name}-{os.getpid()}"
         arguments = [
             *COMMON,
@@ -45,7 +44,7 @@ class SlowJob:
         env = dict([*os.environ.items(), self.mark.split("=")], PYTHONSAFEPATH="1", PYTHONPATH=str(HERE))
         with open(folder / "out", "w") as out:
             self.process = subprocess.Popen(
-                [python, "-P", "-m", "slow_rollout", str(STEP_S), str(folder), *arguments],
+                [sys.executable, "-P", "-m", "slow_rollout", str(STEP_S), str(folder), *arguments],
                 stdout=out,
                 stderr=out,
                 stdin=subprocess.DEVNULL,
@@ -113,8 +112,9 @@ TP2 = ("--tensor-model-parallel-size", "2", "--rollout-tensor-parallel-size", "2
 
 @pytest.mark.timeout(300)
 def test_sigterm_leaves_the_rollout_and_saves_the_last_whole_step(sums_data, tmp_path):
-    """The nightly tests below, and the nightly run of this one, start the processes anew."""
-    job = SlowJob(sums_data, tmp_path, *TP2, python=preloaded_python())
+    """The processes are started anew. Those of tests' preloaded Python are killed with their resource trackers, and
+    would leave the shared memory of vLLM's ranks to tests that look for it."""
+    job = SlowJob(sums_data, tmp_path, *TP2)
     try:
         stop(job)
     finally:
