@@ -83,8 +83,9 @@ class GKD(Algorithm):
         return Divergence(self.divergence, self.jsd_beta)
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return the column advantages, 0 throughout, in which the actor marks the samples that are left out. The
-        loss does not read its values. Metrics: reward/failed."""
+        """Return the column advantages, 0 throughout, in which the actor marks the samples that are left out.
+
+        The loss does not read its values. Metrics: reward/failed."""
         advantages = inputs.spread(inputs.rewards.new_zeros(len(inputs.rewards)))
         num_failed = advantage_metrics(inputs, advantages)["reward/failed"]
         return {"advantages": advantages}, {"reward/failed": num_failed}

@@ -263,7 +263,7 @@ def _read_answer(
 
 
 def _refuse_calls(answer: dict[str, Any], column: str, problems: _Problems) -> None:
-    """Record a problem if an answer to train on has tool calls beside its text: only the text is trained on."""
+    """Record a problem if an answer to train on has tool calls beside its text: only its text is trained."""
     if answer.get("tool_calls"):
         problems.wrong(f"{column}.tool_calls", answer["tool_calls"], CALLS_AS_TEXT)
 
@@ -304,8 +304,10 @@ def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str
 
 
 def _without_absent(value: Any) -> Any:
-    """Return a value without the fields of its objects that are None. Parquet gives every object in a column the
-    union of all objects' fields, also the arguments of tool calls; those that are absent come back as None."""
+    """Return a value without the fields of its objects that are None.
+
+    Parquet gives every object in a column the union of all objects' fields, also the arguments of tool calls;
+    those that are absent come back as None."""
     if isinstance(value, dict):
         return {name: _without_absent(part) for name, part in value.items() if part is not None}
     return [_without_absent(part) for part in value] if isinstance(value, list) else value

@@ -74,9 +74,9 @@ class Chat:
     def _render(self, before: Sequence[Message], rest: Sequence[Message], tools: Sequence[Message]) -> str:
         """Return the text of a conversation; what stands before `rest` may be shorter than it is.
 
-        Some templates demand that users and the assistant alternate, answers with `tool_calls` excepted. Answers are
-        kept as texts, calls included, so such a template refuses a second round of tools. It gets the last
-        user's message, and what is before the first, alone."""
+        Some templates demand that users and the assistant alternate, answers with `tool_calls` excepted.
+        Answers are kept as texts, calls included, so such a template refuses a second round of tools. It gets
+        the last user's message, and what is before the first, alone."""
         try:
             return self._tokenizer.render([*before, *rest], tools)
         except ValueError:

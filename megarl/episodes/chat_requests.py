@@ -34,8 +34,9 @@ LARGEST_NUMBER = 2**31 - 1
 
 
 def role_of(role: str) -> str:
-    """Return the role that chat templates know: `developer` is the API's newer name for `system`, and a template
-    may leave out what has a role that it does not know."""
+    """Return the role that chat templates know: "system" for `developer`, which is the API's newer name for it.
+
+    A template may leave out what has a role that it does not know."""
     return "system" if role == "developer" else role
 
 

@@ -4,7 +4,7 @@
       job.json            data of no single role: step, data cursors, random states, digests of the manifests
       actor/, critic/     one folder per trained role, see megarl/checkpoint
       requests/           samples that no step has trained on, finished or not (--staleness)
-    run/checkpoints/.step_000012.attempt_1.partial/    being written, or left behind by a job that ended meanwhile
+    run/checkpoints/.step_000012.attempt_1.partial/    being written, or left by a job that ended meanwhile
 
 Every JSON file holds its format, a version and a digest of the rest. The module imports no torch, because
 `megarl check` reads the files too."""

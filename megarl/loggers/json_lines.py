@@ -71,9 +71,9 @@ class JsonLines:
         self._file.seek(0, os.SEEK_END)
 
     def read_rows(self, steps: Container[int]) -> dict[int, dict[str, float]]:
-        """Return step -> metrics of the rows of these steps."""
-        lines = self._metrics.read_bytes().splitlines(keepends=True)
-        return {int(_step_of(line)): _metrics_of(line) for line in lines if _step_of(line) in steps}
+        """Return step -> its metrics in metrics.jsonl, for these steps."""
+        rows = ((_step_of(line), line) for line in self._metrics.read_bytes().splitlines(keepends=True))
+        return {int(step): _metrics_of(line) for step, line in rows if step in steps}
 
     def close(self) -> None:
         with writing(self._metrics):

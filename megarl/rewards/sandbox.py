@@ -216,12 +216,12 @@ def _main(limits: dict) -> None:
 
 
 def _enter_pid_namespace() -> None:
-    """Return in the second process of the new PID namespace, whose first process waits for it.
+    """Start two processes in the new PID namespace, and return in the second; the first waits for it.
 
-    When the first one ends, by itself or because the caller ends it, the kernel ends all others. So the program
-    must not be the first: a process may leave its group, and take back that it dies with its parent. The first
-    cannot end by the program's signal, because the kernel keeps signals of its own namespace from it, so this
-    process gets the exit code through a pipe and ends with it."""
+    When the first one ends, by itself or because the caller ends it, the kernel ends all others. So the
+    program must not be the first: a process may leave its group, and take back that it dies with its parent.
+    The first cannot end by the program's signal, because the kernel keeps signals of its own namespace from
+    it, so this process gets the exit code through a pipe and ends with it."""
     told, tell = os.pipe()
     if first := os.fork():
         os.close(tell)

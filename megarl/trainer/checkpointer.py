@@ -299,7 +299,8 @@ class Checkpointer:
         if name is None:
             return None
         # A resumed job makes up for an evaluation that its checkpoint does not have.
-        rows, on_disk = self._run.recorded(self._on_disk), self._on_disk
+        on_disk = self._on_disk
+        rows = self._run.recorded(on_disk)
         metrics = ((step, self._metrics.get(step, {}) | rows.get(step, {})) for step in on_disk)
         values = {
             step: (sign * row[name], step) for step, row in metrics if math.isfinite(row.get(name, math.nan))

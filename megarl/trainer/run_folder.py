@@ -123,7 +123,7 @@ class Run:
         self.progress = progress
 
     def lock(self) -> None:
-        """Lock the folder against other jobs, unless this run has done so. Makes the folder if it is not there.
+        """Lock the folder against other jobs, unless this run has done so; make it if it is not there.
 
         Raises: ValueError if another job is running there."""
         with writing(self.folder):

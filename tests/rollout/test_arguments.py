@@ -372,7 +372,7 @@ def test_a_judges_engine_has_a_bounded_cache(on_gpu, tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpu_rank(monkeypatch):
-    """gpu_rank(rank): this process is that rank, with a GPU each, and four ranks on a node."""
+    """gpu_rank(rank) makes this process that rank of a job with four ranks and four GPUs on a node."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,c,d")
