@@ -317,8 +317,7 @@ class ActorRole(PolicyRole):
         if any(left_out):  # NaN marks a token on every mesh as excluded from training
             is_excluded = batch.spread(torch.tensor(left_out)[inputs.rows]).bool()
             shard.set_column("advantages", batch.advantages.masked_fill(is_excluded, math.nan))
-        trained = [sample.trained for sample in samples]
-        metrics |= shaping_metrics(given, rewards, filtered, trained, inputs.counted_rows.tolist())
+        metrics |= shaping_metrics(given, rewards, filtered, samples, inputs.counted_rows.tolist())
         return metrics if self.model.reports else {}
 
     def _write_loss_columns(

@@ -52,7 +52,7 @@ def shaping_metrics(
     given: Sequence[float | None],
     rewards: Sequence[float | None],
     left_out: Sequence[bool],
-    trained: Sequence[bool],
+    samples: Sequence[Sample],
     rows: Sequence[int],
 ) -> dict[str, float]:
     """Return this rank's part of reward/overlong_penalty, the mean of what shaping took off a reward, and of
@@ -62,9 +62,9 @@ def shaping_metrics(
     Args:
         given, rewards: before and after shaping, of all samples of the step.
         left_out: whether the loss leaves out the sample, also because its reward failed.
-        trained: whether the sample is trained on.
+        samples: these samples, of which some may not be trained on.
         rows: which samples this rank counts."""
-    scored = [row for row, reward in enumerate(given) if reward is not None and trained[row]]
+    scored = [row for row, reward in enumerate(given) if reward is not None and samples[row].trained]
     penalties = {row: (given[row] - rewards[row]) / len(scored) for row in scored}
     filtered = {row: left_out[row] for row in scored}
     metrics = {}
