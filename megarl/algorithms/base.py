@@ -184,8 +184,12 @@ class Algorithm(Section):
     """The paper derives the advantage for exact on-policy training: one update per step, no staleness."""
     has_ratio: ClassVar[bool] = True
     """The loss sees that the policy has moved since the step began."""
+    one_update: ClassVar[bool] = False
+    """The loss is derived from the model's output before the step, so that a step makes one update."""
     has_correction: ClassVar[bool] = False
     """The loss accounts for the difference to the policy that sampled."""
+    needs_correction: ClassVar[bool] = True
+    """Without a correction the loss is wrong for samples of older weights. False: it is right whoever sampled."""
     takes_scores: ClassVar[bool] = False
     """The advantages are computed from the single scores of a response, not from their sum."""
     takes_turn_rewards: ClassVar[bool] = False
@@ -229,6 +233,11 @@ class Algorithm(Section):
     """The loss is a sum over tokens, each from its own inputs: `loss` is called for any part of a
     micro-batch's tokens, and saves a quarter of the output layer's work. False: it sees whole sequences, all
     tokens of a micro-batch at once."""
+
+    @property
+    def makes_one_update(self) -> bool:
+        """Whether a second update of a step would be made as if the policy had not moved."""
+        return self.one_update or not (self.has_ratio or self.has_correction)
 
     @property
     def samples_per_row(self) -> int:

@@ -33,6 +33,7 @@ class GKD(Algorithm):
     """on-policy distillation of a teacher's whole distribution"""
 
     paper: ClassVar[str] = "2306.13649"
+    needs_correction: ClassVar[bool] = False
     advantage_formula: ClassVar[str] = "none: the loss is the divergence of the policy from the teacher"
 
     divergence: Literal["reverse-kl", "forward-kl", "jsd"] = "reverse-kl"

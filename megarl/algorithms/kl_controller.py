@@ -33,8 +33,8 @@ class FixedKLController:
         `num_samples` responses had a mean KL of `measured_kl` nats each."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the KL coefficient, for a checkpoint."""
-        return {"coef": self.coef}
+        """Return what a checkpoint holds: nothing, because the --kl-coef of the next job counts."""
+        return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Do nothing: the --kl-coef of the new job counts, not that of the checkpoint."""
@@ -68,8 +68,13 @@ class AdaptiveKLController(FixedKLController):
         error = min(max(measured_kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
         self.coef *= 1 + error * num_samples / self.horizon
 
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coef = state["coef"]
+        """Continue with the coefficient of a checkpoint; one of a run with a fixed coefficient has none. Older
+        checkpoints of such runs have 0 without a KL: a coefficient of 0 could never move."""
+        self.coef = state.get("coef") or self.coef
 
 
 class KLFlags(Protocol):

@@ -195,7 +195,7 @@ def _needs(name: str) -> str:
         "a teacher": cls.is_taught,
         "several responses per prompt": cls.relative_to_group and not cls.greedy_samples,
         "a greedy response per prompt": cls.greedy_samples > 0,
-        "one update per step": cls.is_on_policy or cls.needs_rollout and getattr(cls, "one_update", False),
+        "one update per step": cls.is_on_policy or cls.needs_rollout and cls.one_update,
     }
     return ", ".join(what for what, is_needed in needs.items() if is_needed)
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_ROUNDING = 2.0**-23
+"""A mean is not above 0 if it is at most this times the mean size of the rewards: in fp32 rewards of mean 0 can have
+such a mean, which would divide."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaxRL(GroupAdvantage):
     """maximum likelihood reinforcement learning"""
@@ -26,11 +31,15 @@ class MaxRL(GroupAdvantage):
 
     def sample_advantages(self, rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
         found = GroupStatistics.of(rewards, group_ids)
-        mean = found.total(found.rewards) / found.count.clamp(min=1)
-        has_mean = found.is_valid & (found.count > 1) & (mean > 0)
+        mean, size = (
+            found.total(of) / found.count.clamp(min=1) for of in (found.rewards, found.rewards.abs())
+        )
+        has_mean = found.is_valid & (found.count > 1) & (mean > _ROUNDING * size)
         return ((found.rewards - mean) / mean.where(has_mean, 1.0)).where(has_mean, 0.0).float()
 
     def reference_advantage(self, mine: Peer, group: Sequence[Peer]) -> tuple[float, float]:
         """Return (reward - mean of its group) / mean, or 0 where the mean is not above 0."""
-        mean = sum(peer.reward for peer in group) / len(group)
-        return ((mine.reward - mean) / mean, mean) if mean > 0 else (0.0, 1.0)
+        mean, size = (
+            sum(of) / len(group) for of in zip(*((peer.reward, abs(peer.reward)) for peer in group))
+        )
+        return ((mine.reward - mean) / mean, mean) if mean > _ROUNDING * size else (0.0, 1.0)

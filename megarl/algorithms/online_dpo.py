@@ -28,6 +28,7 @@ class OnlineDPO(DPO):
 
     name: ClassVar[str] = "online-dpo"
     paper: ClassVar[str] = "2402.04792"
+    needs_correction: ClassVar[bool] = False
     advantage_formula: ClassVar[str] = "none: dpo's loss of the group's best and worst response by r"
     needs_rollout: ClassVar[bool] = True
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "response"

@@ -86,7 +86,7 @@ class Preference(Algorithm):
 
     needs_rollout: ClassVar[bool] = False
     one_update: ClassVar[bool] = True
-    """A step makes one update: the advantages are the slope of the loss before it."""
+    """The advantages are the slope of the loss before the update."""
     row_needs: ClassVar[Literal["response", "pair", "scored_pair", "labelled"]] = "pair"
 
     @property

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Literal
 
 from megarl.algorithms.base import Algorithm
+from megarl.config.user_algorithm import is_in_file
 
 
 def promised_weight(
     algorithm: Algorithm, loss: Literal["loss", "value_loss", "score_loss"], *counts: int
 ) -> float | None:
     """Return the `weight_sum` that belongs to one of the algorithm's losses, or None if a subclass has
-    replaced the loss but not the sum."""
+    replaced the loss but not the sum, or the policy loss is a function of the user's, of any slope."""
+    if loss == "loss" and is_in_file(getattr(algorithm, "policy_loss", "")):
+        return None
     if loss == "score_loss":  # its tokens are samples, whose weights are the algorithm's to choose
         return None
     sum_name = {"loss": "weight_sum", "value_loss": "value_weight_sum"}[loss]

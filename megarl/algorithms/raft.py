@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from megarl.algorithms.base import AdvantageInputs, ReferenceColumn, ReferenceInputs, advantage_metrics
 from megarl.algorithms.group_advantage import places_in_groups
 from megarl.algorithms.policy_gradient import PolicyGradient
+from megarl.algorithms.reference_inputs import rounded_to_fp32
 from megarl.algorithms.reference_kl import reference_kl
 from megarl.config.errors import Count, FieldRules
 
@@ -29,6 +30,7 @@ class RAFT(PolicyGradient):
     """fine-tuning on the best responses"""
 
     paper: ClassVar[str] = "2304.06767"
+    needs_correction: ClassVar[bool] = False
     advantage_formula: ClassVar[str] = (
         "1 for the responses of a group with the largest r; others are left out"
     )
@@ -56,7 +58,7 @@ class RAFT(PolicyGradient):
         rewards = inputs.rewards.double()
         is_kept = (places_in_groups(rewards, inputs.group_ids) < self.raft_keep) & ~rewards.isnan()
         if self.raft_min_reward is not None:
-            is_kept &= rewards >= self.raft_min_reward
+            is_kept &= inputs.rewards >= self.raft_min_reward  # both in fp32
         return ~is_kept
 
     def compute_advantages(self, inputs: AdvantageInputs) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -88,7 +90,7 @@ class RAFT(PolicyGradient):
             or (inputs.rewards[other] == mine and inputs.positions[other] < place)
             for other in inputs.groups[episode]
         )
-        is_enough = self.raft_min_reward is None or mine >= self.raft_min_reward
+        is_enough = self.raft_min_reward is None or mine >= rounded_to_fp32(self.raft_min_reward)
         value = float(not math.isnan(mine) and better < self.raft_keep and is_enough)
         num_tokens = len(inputs.columns(sample, "advantages"))
         return {"advantages": ReferenceColumn.constant(num_tokens, value, value)}

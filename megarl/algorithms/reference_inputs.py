@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,6 +14,11 @@ from megarl.algorithms.turn_rewards import TurnRewards
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def rounded_to_fp32(number: float) -> float:
+    """Return the fp32 number nearest to `number`, as rewards are rounded when they become a tensor."""
+    return struct.unpack("f", struct.pack("f", number))[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +32,8 @@ class ReferenceInputs:
     """
 
     rewards: Mapping[int, float]
-    """Sample id -> reward, of all samples of the step in the same order on every rank; NaN where the reward
-    failed."""
+    """Sample id -> reward rounded to fp32, of all samples of the step in the same order on every rank; NaN where
+    the reward failed."""
     positions: Mapping[int, int]
     """Sample id -> its position in `rewards`."""
     groups: Mapping[int, Sequence[int]]

@@ -121,7 +121,7 @@ CONDITIONS: tuple[Condition, ...] = (
     ),
     Condition(
         is_error=True,
-        applies=lambda c: _has_several_updates(c) and getattr(c.algorithm, "one_update", False),
+        applies=lambda c: _has_several_updates(c) and c.algorithm.one_update,
         text="--algorithm ({algorithm}): the loss of a pair is derived from the model's output before the step, "
         "so a step makes one update, and here it would make {updates}. Try --global-batch-size {samples} and "
         "--num-epochs 1.",
@@ -244,6 +244,17 @@ def cost_score(job: Job) -> Errors:
             f"{algorithm_name(type(algorithm))} holds this score below --cost-limit, and it is no part of the reward. "
             f"Try --score-weights correct=1 {name}=0, with the names of the other scores."
         )
+
+
+def unused_flags(job: Job) -> Errors:
+    """Yield an error per flag of the algorithm that is set without the flag that gives it an effect."""
+    algorithm = job.config.algorithm
+    if getattr(algorithm, "kl_controller", None) == "fixed":
+        reason = "has no effect without --kl-controller adaptive. Leave it out, or set that."
+        yield from refuse_set(algorithm, reason, "kl_target", "kl_horizon")
+    if hasattr(algorithm, "overlong_penalty") and algorithm.overlong_buffer is None:
+        reason = "has no effect without --overlong-buffer. Leave it out, or set that."
+        yield from refuse_set(algorithm, reason, "overlong_penalty")
 
 
 def _broken(config: TrainConfig, is_error: bool) -> Errors:

@@ -162,7 +162,7 @@ def replay(job: Job) -> Errors:
 def correction_warnings(config: TrainConfig) -> Errors:
     """Yield a warning if samples may be stale and nothing in the loss corrects for it."""
     algorithm, stale = config.algorithm, config.streaming.staleness
-    if not stale or not algorithm.needs_rollout or algorithm.has_correction:
+    if not stale or not algorithm.needs_rollout or algorithm.has_correction or not algorithm.needs_correction:
         return
     if not algorithm.has_ratio:  # rules_algorithm.py refuses it
         return

@@ -25,6 +25,20 @@ def teacher_folders(algorithm: object) -> list[str]:
     return [*dict.fromkeys(_parts(one)[1] for one in getattr(algorithm, "teachers", ()))]
 
 
+def teachers_errors(algorithm: object, sources: Iterable[str]) -> list[str]:
+    """Return an error for each data source of --teachers that no row has.
+
+    Args:
+        sources: the data sources of the training rows."""
+    names = sorted({*sources})
+    return [
+        f"--teachers ({source}={' '.join(folders)}): no row of --train-data has the data_source {source!r}. "
+        f"There are: {', '.join(map(repr, names))}."
+        for source, folders in teachers_of(algorithm).items()
+        if source not in names
+    ]
+
+
 def are_teachers(given: Sequence[str]) -> bool:
     """Return whether each text is data_source=folder, and no source comes twice."""
     return are_weighed_teachers(given) and len({_parts(one)[0] for one in given}) == len(given)

@@ -108,12 +108,18 @@ class ActorState:
 
     def update_kl(self, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
         """Update the KL controller with the KL of a step, if the step measured one, and the multiplier with its
-        cost."""
+        cost. A step that trains the critic alone changes neither: the policy could not follow."""
+        if self.is_warming_up(batch.step):
+            return
         if self.multiplier is not None and MEAN_COST in metrics:
             self.multiplier.update(metrics[MEAN_COST])
         if MEASURED_KL in metrics:
             num_scored = sum(batch.rewards[one.sample_id] is not None for one in batch.trained_episodes)
             self.kl.update(metrics[MEASURED_KL], num_scored)
+
+    def is_warming_up(self, step: int) -> bool:
+        """Return whether a step trains the critic alone."""
+        return step <= self.algorithm.critic_warmup_iters
 
     def note_useless_rewards(self, batch: RolloutBatch) -> str | None:
         """Count consecutive steps whose rewards were all zero, and those whose rewards did not differ within
@@ -215,6 +221,12 @@ class ActorState:
                 f"rows ({len(rows)} of them) x num_samples_per_prompt ({batch.num_samples_per_prompt}) "
                 f"must be a multiple of global_batch_size ({batch.global_batch_size}). "
                 f"Try {batch.num_prompts} rows."
+            )
+        limit = batch.global_batch_size // batch.num_samples_per_prompt
+        if self.algorithm.makes_one_update and len(rows) > limit:
+            raise ValueError(
+                f"rows ({len(rows)} of them): the loss of {type(self.algorithm).__name__} allows one update per step, "
+                f"of {limit} rows (global_batch_size / num_samples_per_prompt). Try {limit} rows."
             )
         return rows
 

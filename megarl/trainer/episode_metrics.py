@@ -15,11 +15,15 @@ from megarl.trainer.rollout_batch import RolloutBatch
 
 
 def metrics_of_episodes(batch: RolloutBatch) -> dict[str, float]:
-    """Return the metrics of the batch's episodes; {} if the job has none.
+    """Return the metrics of the batch's episodes that are trained on; {} if the job has none.
 
     The names of environments are in the keys only if --env gives names."""
+    trained = {sample.sample_id for sample in batch.trained_episodes}
     records = [
-        record for of_role in batch.records.values() for record in of_role.values() if "num_turns" in record
+        record
+        for of_role in batch.records.values()
+        for sample, record in of_role.items()
+        if "num_turns" in record and sample in trained
     ]
     if not records:
         return {}

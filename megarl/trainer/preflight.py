@@ -13,9 +13,10 @@ from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, rule_judges_agents, uses_rule_reward
 from megarl.config.roles import actors_of_episode, configs_of_actors
-from megarl.config.rules_data import rows_error
+from megarl.config.rules_data import rows_errors
 from megarl.config.rules_files import newest_job
 from megarl.config.schema import TrainConfig
+from megarl.config.teachers import teachers_errors
 from megarl.data.encoder import PromptEncoder
 from megarl.data.env_rows import first_rows
 from megarl.data.prompts import PromptDataset
@@ -58,11 +59,11 @@ def read_inputs(
         for suffix, of_actor in configs_of_actors(config).items()
     }
     if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
-        errors = [
-            rows_error(of_actor, number, len(inputs[suffix].train), found[1])
-            for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1)
-        ]
-        raise_errors([error for error in errors if error is not None])
+        errors: list[str] = []
+        for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
+            data = inputs[suffix]
+            errors += rows_errors(of_actor, number, data.train.file_sizes, data.num_sft_rows, found[1])
+        raise_errors(errors)
     return inputs
 
 
@@ -99,6 +100,8 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str, 
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
+    errors = teachers_errors(algorithm_of(config), {row.data_source for row in train})
+    raise_errors(errors if config.data.train_data else [])
     if probes:
         _probe(config, datasets, suffix)
     return Inputs(shape, train, evaluation, 0 if sft is None else len(sft))

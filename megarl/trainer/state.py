@@ -88,6 +88,8 @@ class TrainState:
         admitting = (Rollout.generate, Actor.receive_rows)
         suffixes = [node.index for node in flow.nodes if node.declaration() in admitting]
         found = {suffix: given.get(suffix) for suffix in suffixes if suffix in self.actors}
+        if isinstance(rows, Mapping) and (silent := [suffix for suffix in given if suffix not in found]):
+            raise ValueError(f"rows: actor{silent[0]} samples nothing in this flow. Leave its rows out.")
         if self._shares_episodes and any(rows != [*found.values()][0] for rows in found.values()):
             raise ValueError(
                 "rows: with --share-episodes all actors play in the episodes of the same rows. Give one list."

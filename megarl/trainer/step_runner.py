@@ -345,7 +345,7 @@ class StepRunner:
         critic warms up."""
         if self._refill is not None and node.declaration() in _SAMPLING_CALLS:
             return True  # the rounds have made these calls
-        warming_up = self.batches.step <= self.state.actor_of(node.role).algorithm.critic_warmup_iters
+        warming_up = self.state.actor_of(node.role).is_warming_up(self.batches.step)
         return warming_up and node.declaration() in (Actor.update, Rollout.sync)
 
     def move(self, columns: Sequence[str], source: str, node: Node) -> Future[Any] | None:

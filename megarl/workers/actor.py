@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 from megarl.algorithms.base import AdvantageInputs, LossInputs
 from megarl.algorithms.promised_weight import promised_weight
 from megarl.algorithms.proximal import behavior_weights
-from megarl.algorithms.several_scores import scores_of_step
-from megarl.algorithms.turn_rewards import turn_rewards_of
 from megarl.batch import MicroBatch
 from megarl.gate_limits import GateLimits
 from megarl.config.mesh import MeshSpec
@@ -25,7 +23,7 @@ from megarl.invariants import check_reward_digests, check_reward_sizes
 from megarl.packing import MiniBatch
 from megarl.reshard.sync import WeightSync, sync_plan
 from megarl.flow.job_roles import Actor
-from megarl.workers.advantage_inputs import ADVANTAGE_COLUMNS, advantage_inputs
+from megarl.workers.advantage_inputs import ADVANTAGE_COLUMNS, advantage_inputs, given_scores, given_turns
 from megarl.workers.implements import implements
 from megarl.workers.loss_probes import check_token_level, policy_weight
 from megarl.workers.megatron_role import peak_memory_bytes
@@ -281,16 +279,13 @@ class ActorRole(PolicyRole):
         samples = [self.layout.samples[sample] for sample in sample_ids]
         lengths = [self.layout.episode_lengths[sample] for sample in sample_ids]
         given, rewards = rewards, shaped(self.algorithm, lengths, rewards, self.config)
-        turns = None
-        if turn_rewards is not None:
-            turns = turn_rewards_of(sample_ids, given, lengths, turn_rewards, turn_lengths)
+        turns = given_turns(self.config, sample_ids, given, lengths, turn_rewards, turn_lengths)
         inputs = advantage_inputs(
             shard, self.layout, sample_ids, group_ids, given, rewards, kl_coef, turns, self._sum_over_replicas
         )
-        if self.algorithm.takes_scores:
-            of_names = scores or {}, score_weights or {}
-            single = scores_of_step(sample_ids, group_ids, given, *of_names, multiplier)
-            inputs = replace(inputs, scores=single)
+        of_names = scores or {}, score_weights or {}
+        single = given_scores(self.config, sample_ids, group_ids, given, *of_names, multiplier)
+        inputs = replace(inputs, scores=single)
         columns, metrics = self.algorithm.compute_advantages(inputs)
         corrections, of_corrections = self.algorithm.compute_corrections(inputs)
         selected, of_selection = self.algorithm.select_tokens(inputs, columns["advantages"])

@@ -3,18 +3,64 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from megarl.algorithms.base import AdvantageInputs
-from megarl.algorithms.turn_rewards import TurnRewards
+from megarl.algorithms.base import AdvantageInputs, algorithm_of
+from megarl.algorithms.several_scores import StepScores, scores_of_step
+from megarl.algorithms.turn_rewards import TurnRewards, turn_rewards_of
+from megarl.config.schema import TrainConfig
 from megarl.flow.columns import COMPUTED_COLUMNS
 from megarl.flow.job_roles import Actor
 from megarl.workers.store import BatchLayout, BatchShard
 
 ADVANTAGE_COLUMNS = tuple(name for name in Actor.advantages.reads if name in COMPUTED_COLUMNS)
 """Token columns that an algorithm may compute advantages from."""
+
+
+def given_turns(
+    config: TrainConfig,
+    sample_ids: Sequence[int],
+    given: Sequence[float | None],
+    lengths: Sequence[int],
+    turn_rewards: list[list[float]] | None,
+    turn_lengths: list[list[int]] | None,
+) -> list[TurnRewards | None] | None:
+    """Return the answers of each episode as `turn_rewards_of` does; None without --turn-rewards.
+
+    Raises: ValueError as it, and if the job has --turn-rewards and none are given."""
+    if turn_rewards is not None:
+        return turn_rewards_of(sample_ids, given, lengths, turn_rewards, turn_lengths)
+    if config.episodes.turn_rewards:
+        raise ValueError(
+            "advantages: the job has --turn-rewards, and gets none. Pass *batch.turns behind the digests, or leave "
+            "the flag out."
+        )
+    return None
+
+
+def given_scores(
+    config: TrainConfig,
+    sample_ids: Sequence[int],
+    group_ids: Sequence[int],
+    given: Sequence[float | None],
+    scores: Mapping[str, Sequence[float | None]],
+    weights: Mapping[str, float],
+    multiplier: float | None,
+) -> StepScores | None:
+    """Return the single scores as `scores_of_step` does; None if the algorithm takes none.
+
+    Raises: ValueError as it, and if the algorithm weighs costs with a multiplier and gets none."""
+    algorithm = algorithm_of(config)
+    if multiplier is None and algorithm.build_multiplier() is not None:
+        raise ValueError(
+            "advantages: the algorithm weighs costs with a multiplier, and gets none. Pass multiplier=, or call "
+            "trainer.update(batch), which gives its own."
+        )
+    if not algorithm.takes_scores:
+        return None
+    return scores_of_step(sample_ids, group_ids, given, scores, weights, multiplier)
 
 
 def advantage_inputs(

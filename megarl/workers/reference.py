@@ -116,7 +116,14 @@ class ReferenceRole(PolicyRole):
     @needs("parameters")
     def log_probs(self, rows: Mapping[int, int] | None = None) -> dict[str, float]:
         """Write the column ref_log_probs for this rank's samples, by the teacher of each row if there are
-        several. Returns metrics of offloading, which may be {}."""
+        several. Returns metrics of offloading, which may be {}.
+
+        Raises: ValueError if there are several, and no rows are given."""
+        if rows is None and teacher_folders(self.algorithm):
+            raise ValueError(
+                "log_probs: the job has --teachers, and the rows of the samples say which of them teaches. Pass "
+                "batch.row_of."
+            )
         if rows is not None:
             self.teacher.write_log_probs(rows)
             return self.memory_metrics()

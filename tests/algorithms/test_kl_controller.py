@@ -50,7 +50,15 @@ def test_fixed_stays():
     controller = FixedKLController(0.3)
     controller.update(math.nan, 10)
     controller.load_state_dict({"coef": 0.7})
-    assert controller.state_dict() == {"coef": 0.3}
+    assert controller.coef == 0.3
+
+
+@pytest.mark.parametrize("state", [FixedKLController(0.0).state_dict(), {"coef": 0.0}], ids=["now", "before"])
+def test_a_controller_that_follows_a_run_without_kl_begins_at_its_own_coefficient(state):
+    controller = AdaptiveKLController(0.01, target=6.0, horizon=100)
+    controller.load_state_dict(state)
+    controller.update(60.0, 10)
+    assert controller.coef == pytest.approx(0.01 * 1.02)
 
 
 def test_what_cannot_be_is_refused():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.algorithms.promised_weight import promised_weight
 from megarl.algorithms import GRPO, REGISTRY
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
@@ -106,3 +107,10 @@ def test_a_flag_that_a_transform_does_not_read_is_refused(path):
 def test_a_loss_that_is_not_one_number_per_token_is_an_error(path, name, told):
     with pytest.raises(TypeError, match=told):
         loss_and_gradient(GRPO(policy_loss=f"{path}:{name}"))
+
+
+def test_a_function_of_the_user_may_weigh_advantages_as_it_likes(path, gspo):
+    """What weights add up to is promised for megarl's own losses, whose slope is 1."""
+    counts = 12, 3, 8
+    assert promised_weight(GRPO(policy_loss=f"{gspo}:gspo"), "loss", *counts) is None
+    assert promised_weight(GRPO(policy_loss="gspo"), "loss", *counts) == 1.0

@@ -5,7 +5,7 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.rules_layout import Job
 from megarl.config.rules_reference import reference_model, reference_updates, teaching
-from megarl.config.teachers import teacher_folders, teachers_of
+from megarl.config.teachers import teacher_folders, teachers_errors, teachers_of
 from tests.algorithms.test_listing import load
 
 GKD = "--algorithm gkd --reference-model m"
@@ -88,3 +88,12 @@ def test_refused(flags, text):
 )
 def test_allowed(flags):
     assert errors(flags) == []
+
+
+def test_a_teacher_of_rows_that_are_not_there_is_refused():
+    flags = "--algorithm distill --reference-model m --teachers gsm8k=x b=y"
+    (error,) = teachers_errors(load(flags).algorithm, ["openai/gsm8k", "b", "b"])
+    assert error == (
+        "--teachers (gsm8k=x): no row of --train-data has the data_source 'gsm8k'. There are: 'b', 'openai/gsm8k'."
+    )
+    assert teachers_errors(load("").algorithm, ["b"]) == []

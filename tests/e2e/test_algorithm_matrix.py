@@ -53,7 +53,7 @@ def test_it_trains_or_says_why_not(sums_data, tmp_path, name, way: Way):
     flags += data_of(name, sums_data, tmp_path)
     if REGISTRY[name].is_taught:
         flags += ["--reference-model", str(sums_data / "model")]
-    if getattr(REGISTRY[name], "one_update", False):
+    if REGISTRY[name].one_update:
         flags += ["--global-batch-size", "16"]
     if way.turns == "one turn" and not REGISTRY[name].needs_rollout:
         flags += ["--max-response-length", "48"]

@@ -11,6 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.algorithms import REGISTRY
+from megarl.algorithms.kl_controller import MEASURED_KL
+from megarl.algorithms.lagrange import MEAN_COST
+from megarl.algorithms.turn_rewards import TurnRewards
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import (
     BatchConfig,
@@ -21,10 +24,13 @@ from megarl.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from megarl.packing import Sample
 from megarl.trainer.actor_state import ActorState
 from megarl.trainer.preflight import Inputs
+from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.trainer.state import TrainState
 from megarl.trainer.trainer import Trainer
+from megarl.workers.advantage_inputs import given_scores, given_turns
 from megarl.flow import symbolic_roles
 
 QWEN3 = {
@@ -128,6 +134,35 @@ def test_every_actor_that_samples_has_rows_of_its_own(trainer):
         admitted(trainer, flow, {"actor_3": [1, 2]})
     with pytest.raises(ValueError, match=r"rows \(12\) must be rows of --train-data: 0 to 9\."):
         admitted(trainer, flow, {"actor_2": [1, 12]})
+    with pytest.raises(ValueError, match="rows: actor_2 samples nothing in this flow. Leave its rows out."):
+        admitted(trainer, first.rollout(), chosen)
+
+
+@pytest.mark.parametrize("name, flags", [("online-dpo", {}), ("grpo", {"policy_loss": "reinforce"})])
+def test_a_loss_of_one_update_takes_no_rows_for_two(tmp_path, name, flags):
+    one = actor(replace(config(tmp_path), algorithm=REGISTRY[name](**flags)))
+    with pytest.raises(ValueError, match=r"rows \(4 of them\).*one update per step, of 2 rows.*Try 2 rows\."):
+        one.admit([1, 2, 3, 4], step=1)
+    one.admit([1, 2], step=1)
+    for several in ({"policy_loss": "reinforce", "tis_clip": 2.0}, {}):
+        actor(replace(config(tmp_path), algorithm=REGISTRY["grpo"](**several))).admit([1, 2, 3, 4], step=1)
+
+
+def test_steps_of_the_critic_alone_move_neither_the_kl_nor_the_multiplier(tmp_path):
+    flags = {"kl_mode": "reward", "kl_coef": 0.02, "kl_controller": "adaptive", "kl_horizon": 100}
+    for name, more in (("ppo", {}), ("ppo-lagrangian", {"cost_score": "harm", "cost_limit": 0.9})):
+        algorithm = REGISTRY[name](critic_warmup_iters=3, **flags, **more)
+        one = actor(replace(config(tmp_path), algorithm=algorithm))
+        found = []
+        for step in range(1, 6):
+            batch = RolloutBatch(step, {0: 0})
+            batch.samples.append(Sample(0, 10, 5, group=0))
+            batch.rewards[0] = 1.0
+            one.update_kl({MEASURED_KL: 0.0, MEAN_COST: 1.3}, batch)
+            found.append((one.kl.coef, one.multiplier and one.multiplier.value))
+        assert found[0] == found[1] == found[2] == (0.02, 1.0 if more else None)
+        assert 0.02 > found[3][0] > found[4][0]
+        assert not more or 1 < found[3][1] < found[4][1]
 
 
 def test_actors_that_play_in_the_same_episodes_have_the_same_rows(tmp_path, trainer):
@@ -178,3 +213,18 @@ def test_a_jump_of_the_critic_of_costs_is_seen_as_one_of_the_critic_is(tmp_path)
         # 4.5 times (value + the critic's --clip-grad) is the least that counts: (11.5 + 2) / (1 + 2) = 4.5
         assert watch.note(20, {f"{kind}/grad_norm": 11.4}) is None
         assert f"{kind}/grad_norm jumped from 1 " in watch.note(21, {f"{kind}/grad_norm": 11.6})
+
+
+def test_a_loop_by_hand_may_not_leave_out_what_the_advantages_need(tmp_path):
+    one = config(tmp_path)
+    assert given_turns(one, [7], [1.0], [2], None, None) is None
+    turns = replace(one, episodes=EpisodeConfig(env=("env.py:Env",), turn_rewards=True))
+    with pytest.raises(ValueError, match=r"has --turn-rewards, and gets none. Pass \*batch.turns"):
+        given_turns(turns, [7], [1.0], [2], None, None)
+    assert given_turns(turns, [7], [1.0], [2], [[1.0]], [[2]]) == [TurnRewards([1.0], [2])]
+    costs = replace(one, algorithm=REGISTRY["ppo-lagrangian"](cost_score="harm", cost_limit=0.9))
+    step = [7], [7], [1.0], {"harm": [1.0]}, {"harm": 1.0}
+    with pytest.raises(ValueError, match="with a multiplier, and gets none. Pass multiplier="):
+        given_scores(costs, *step, None)
+    assert given_scores(costs, *step, 0.5).multiplier == 0.5
+    assert given_scores(one, *step, None) is None

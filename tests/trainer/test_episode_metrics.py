@@ -4,6 +4,8 @@ pytest tests/trainer/test_episode_metrics.py"""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megarl.packing import Sample
@@ -67,3 +69,14 @@ def test_without_names_there_are_none_of_single_environments():
     metrics = metrics_of_episodes(batch_of([(None, [1.0, 1.0])]))
     assert metrics["groups/same_reward"] == 1.0 and not [key for key in metrics if key.count("/") > 1]
     assert metrics_of_episodes(RolloutBatch(1, {})) == {}
+
+
+def test_what_is_only_scored_is_in_no_metric():
+    """The greedy answers of remax, which nothing trains on."""
+    batch = batch_of([("a", [1.0, 1.0, 0.0]), ("a", [0.0, 1.0, None])])
+    for greedy in (2, 5):
+        batch.samples[greedy] = dataclasses.replace(batch.samples[greedy], trained=False)
+    metrics = metrics_of_episodes(batch)
+    assert metrics["reward/a/mean"] == 3 / 4 and metrics["batch/a/episodes"] == 4.0
+    assert metrics["turns/mean"] == (1 + 2 + 4 + 5) / 4 and metrics["groups/same_reward"] == 1 / 2
+    assert not any(name.startswith("reward/failed") for name in metrics) and metrics["reward/a/failed"] == 0.0

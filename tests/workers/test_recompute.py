@@ -291,3 +291,50 @@ def test_an_algorithm_without_a_reference_is_not_compared():
             return None
 
     assert step(Own(), make_ranks(Own(), 0), shift_rewards) == []
+
+
+def with_rewards(algorithm: Algorithm, rewards: list[float]) -> list[Rank]:
+    """A step of one rank whose groups of four have these rewards."""
+    (rank,) = make_ranks(algorithm, 0, num_ranks=1)
+    rank.rewards = dict(zip(rank.rewards, itertools.cycle(rewards)))
+    rank.inputs = replace(rank.inputs, rewards=torch.tensor(list(rank.rewards.values())))
+    return [rank]
+
+
+@pytest.mark.parametrize(
+    "name, flags, rewards, kept",
+    [
+        ("raft", {"raft_min_reward": 0.7}, [0.7, 0.2, 0.1, 0.0], 0),
+        ("raft", {}, [0.3, 0.1 + 0.2, 0.0, 0.0], 0),
+        ("raft", {}, [0.0, 0.3, 0.1 + 0.2, 0.0], 1),
+        ("maxrl", {}, [-0.1, -0.2, 0.3, 0.0], None),
+    ],
+    ids=["at the limit", "a tie", "a tie behind another", "a mean of 0"],
+)
+def test_rewards_that_fp32_cannot_hold_are_the_same_for_the_reference(name, flags, rewards, kept):
+    algorithm = REGISTRY[name](**flags)
+    ranks = with_rewards(algorithm, rewards)
+    assert step(algorithm, ranks) == []
+    advantages = ranks[0].batch.advantages[ranks[0].batch.response_mask]
+    place = {sample: number % GROUP_SIZE for number, sample in enumerate(ranks[0].rewards)}
+    lengths = ranks[0].batch.response_lengths.tolist()
+    for sample, values in zip(ranks[0].batch.sample_ids.tolist(), advantages.split(lengths), strict=True):
+        assert values.tolist() == [float(place[sample] == kept)] * len(values)
+
+
+class Clamped(GRPO):
+    def sample_advantages(self, rewards, group_ids, lengths):
+        return GRPO.sample_advantages(self, rewards, group_ids, lengths).clamp(-0.5, 0.5)
+
+
+class Checked(Clamped):
+    def reference_advantage(self, mine, group):
+        advantage, scale = GRPO.reference_advantage(self, mine, group)
+        return max(-0.5, min(0.5, advantage)), scale
+
+
+def test_the_reference_of_a_base_class_is_not_that_of_other_advantages():
+    assert step(Clamped(), make_ranks(Clamped(), 0)) == []
+    assert step(Clamped(), make_ranks(Clamped(), 0), after=reverse_tokens) == []
+    assert step(Checked(), make_ranks(Checked(), 0)) == []
+    assert len(step(Checked(), make_ranks(Checked(), 0), after=reverse_tokens)) == 2
