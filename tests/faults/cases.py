@@ -166,9 +166,12 @@ class Case:
             r"(was|does))(?=(?s:.*)\[rank 1\] (was|does))"
         )
 
-    def problems(self, outcome: Outcome, launcher: str = "") -> list[str]:
+    def problems(self, outcome: Outcome, launcher: str = "", patience: float = 1.0) -> list[str]:
         """What is not as it must be. torchrun outlives the driver: its first rank says that the driver has ended,
-        and torchrun's exit code is 1."""
+        and torchrun's exit code is 1.
+
+        Args:
+            patience: times the limit, for a machine that has other work to do."""
         exit_code, message = 1, self.message
         if self.goes_on:
             exit_code = 0
@@ -178,7 +181,7 @@ class Case:
                 r"\[rank 0\] the driver process was killed by signal 9" if launcher == "torchrun" else ""
             )
         found = []
-        if (seconds := outcome.seconds - self.noticed_after[1]) > self.limit_s:
+        if (seconds := outcome.seconds - self.noticed_after[1]) > patience * self.limit_s:
             found.append(
                 f"over after {outcome.seconds:.1f} s, {seconds:.1f} after it could be noticed; the "
                 f"limit is {self.limit_s:g}"

@@ -109,7 +109,7 @@ def test_a_job_that_is_killed_in_every_phase_ends_where_one_that_is_not_does(
         (tmp_path / "struck").unlink(missing_ok=True)
         job = Job(tmp_path, again, fault(victim, phase))
         try:
-            outcome = job.watch_end(job.wait_for_hit(), limit_s=10.0)
+            outcome = job.watch_end(job.wait_for_hit(), limit_s=25.0)
         finally:
             job.end()
         assert outcome.exit_code not in (0, None) and not outcome.orphans and not outcome.shared_memory, (

@@ -15,7 +15,10 @@ from tests.launch import preloaded_python
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 DRIVER = [sys.executable, "-P", "-m", "job_driver"]
-END_WITHIN_S = 10.0  # from the failure until the last process of the attempt is gone
+END_WITHIN_S = 25.0
+"""From a failure until the last process of the attempt is gone, on a machine that has other work to do.
+
+Users are promised 10 s, which tests/faults measures. What would take half a minute is torchrun's own kill."""
 START_WITHIN_S = 45.0  # torch imports in four processes on two busy cores
 
 
