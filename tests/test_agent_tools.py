@@ -58,6 +58,9 @@ def test_sums_are_those_of_python():
         assert calculate(f"({a} + {b}) * {c}") == str((a + b) * c)
 
 
+CUT = "\n[cut at 10000 characters]"
+
+
 @pytest.mark.parametrize(
     "program, says",
     [
@@ -65,8 +68,14 @@ def test_sums_are_those_of_python():
         ("print(1)\nraise KeyError('x')", "1\nerror: KeyError: 'x'"),
         ("import time; time.sleep(60)", "error: the program took longer than 2 s"),
         ("import ctypes; ctypes.string_at(0)", "error: the program was killed by signal 11"),
-        ("print('x' * 20000)", "x" * 10_000 + "\n[cut at 10000 characters]"),
+        ("print('x' * 20000)", "x" * 10_000 + CUT),
         ("x = bytearray(1 << 30)", "error: MemoryError"),
+        ("print('a', end='')\n1 / 0", "a\nerror: ZeroDivisionError: division by zero"),
+        (
+            "print('x' * 20000)\n1 / 0",
+            "x" * 10_000 + CUT + "\nerror: ZeroDivisionError: division by zero",
+        ),
+        ("raise ValueError('x' * 20000)", ("error: ValueError: " + "x" * 20_000)[:10_000] + CUT),
     ],
 )
 def test_a_program_prints_or_says_why_not(program, says):

@@ -300,17 +300,8 @@ def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str
             if not isinstance(message.get(name), str):
                 problems.wrong(f"{column}.{position}.{name}", message.get(name), "a string")
                 return ()
-    return tuple(_without_absent(message) for message in value)
-
-
-def _without_absent(value: Any) -> Any:
-    """Return a value without the fields of its objects that are None.
-
-    Parquet gives every object in a column the union of all objects' fields, also the arguments of tool calls;
-    those that are absent come back as None."""
-    if isinstance(value, dict):
-        return {name: _without_absent(part) for name, part in value.items() if part is not None}
-    return [_without_absent(part) for part in value] if isinstance(value, list) else value
+    # Clients of OpenAI's API write null for a field that a message has not, and templates look for the name.
+    return tuple({name: part for name, part in message.items() if part is not None} for message in value)
 
 
 def _shown(text: str, most: int) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pyarrow
@@ -69,10 +69,26 @@ def _read_parquet(path: str) -> Iterator[tuple[str, object]]:
             number = 0
             for batch in file.iter_batches():
                 for row in _rows(batch):
-                    yield f"{path} row {number} (from 0)", row
+                    yield f"{path} row {number} (from 0)", _with_messages_as_written(row)
                     number += 1
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # a damaged file
         raise UnreadableFile(f"{path} is not a parquet file that pyarrow can read: {error}.") from error
+
+
+def _with_messages_as_written(row: object) -> object:
+    """Return a row whose messages, which are lists, have no fields that are None.
+
+    Parquet gives every object in a column the union of all objects' fields, also the arguments of tool calls;
+    those that are absent come back as None. In other columns None may have a meaning."""
+    if not isinstance(row, dict):
+        return row
+    return {name: _without_absent(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+def _without_absent(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_absent(part) for name, part in value.items() if part is not None}
+    return [_without_absent(part) for part in value] if isinstance(value, list) else value
 
 
 def _rows(batch: pyarrow.RecordBatch) -> list[object]:

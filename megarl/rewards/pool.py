@@ -211,6 +211,8 @@ class _Worker:
     """Number of the last request, and digest of its text."""
 
     def __init__(self, data: DataConfig) -> None:
+        own = data.reward_function
+        self._flag = f"--reward-function ({own})" if own else f"--reward ({data.reward or 'auto'})"
         self.printed = Printed()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megarl.rewards.pool_worker", str(os.getpid())],
@@ -241,7 +243,10 @@ class _Worker:
 
     def wait_until_ready(self) -> None:
         if not wait([self], _START_S):
-            raise ValueError(f"does not load within {_START_S:g} s")
+            raise ValueError(
+                f"{self._flag} has not loaded within {_START_S:g} s. Move what its file does when it is "
+                "loaded into the function, which may take --reward-timeout-s, or use a less busy machine."
+            )
         (reply, *strangers) = self.read() or [Reply()]
         if strangers or reply.pid not in (None, self.process.pid):
             raise ValueError(_FORKED_WHILE_LOADED)

@@ -12,7 +12,15 @@ The kernel confines the program (Linux only; no privileges needed where users ma
                                 file system and the mode of files
     memory, CPU, file size      rlimits; after the time limit the program and its children are killed
 
-`missing()` names those of the first three that this machine lacks. The fourth is always available."""
+`missing()` names those of the first three that this machine lacks. The fourth is always available.
+
+The processes, each a child of the one before:
+
+    caller        whoever calls `run_confined`; kills all others after the time limit
+    supervisor    this file as a script, outside the files' and calls' confinement; if the caller dies, it
+                  ends the program and removes the program's folder
+    first         the first process in the PID namespace, with which the kernel ends all others there
+    program"""
 
 from __future__ import annotations
 
@@ -21,16 +29,20 @@ import ctypes
 import errno
 import functools
 import json
+import math
 import os
 import resource
+import select
 import signal
 import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 _MAX_OUTPUT = 2**20  # bytes that a program may write into each of its files and streams
 _MAX_OPEN_FILES, _MAX_PROCESSES = 64, 64
@@ -97,9 +109,11 @@ def run_confined(
     Raises: RuntimeError if this machine cannot confine the program and `allow_missing` is False."""
     if (lacking := missing()) and not allow_missing:
         raise RuntimeError(refusal(lacking))
-    with _empty_folder() as folder:
+    watched, held = os.pipe()  # the kernel closes `held` when this process dies, which tells the supervisor
+    with open(held, "wb"), open(watched, "rb"), _empty_folder() as folder:
         limits = {
             "folder": folder,
+            "caller": watched,
             "timeout_s": timeout_s,
             "memory_limit_bytes": memory_limit_bytes,
             "unshare": "namespaces" not in lacking,
@@ -122,6 +136,7 @@ def run_confined(
                 stdout=out,
                 stderr=err,
                 cwd=folder,
+                pass_fds=(watched,),
                 env={"PATH": os.defpath, "HOME": folder},
                 start_new_session=True,
             )
@@ -185,19 +200,18 @@ def missing() -> tuple[str, ...]:
     return tuple(found)
 
 
-# ------------------------------------------------------------------ functions in the process of the program
+# ------------------------------------------- functions in the processes of the supervisor and the program
 
 
 def _main(limits: dict) -> None:
-    """Confine this process, then run the program in it."""
-    _die_with_parent()
+    """Start a process, confine it, and run the program in it."""
     if limits["unshare"]:
         _unshare()
-        _enter_pid_namespace()
+    _start_program(limits)
     with open(".program", encoding="utf-8") as file:
         source = file.read()
     os.remove(".program")
-    seconds = max(1, round(limits["timeout_s"]))
+    seconds = math.ceil(limits["timeout_s"])
     for what, value in (
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, limits["memory_limit_bytes"]),
@@ -211,26 +225,27 @@ def _main(limits: dict) -> None:
         _confine_files(limits["folder"])
     if limits["seccomp"]:
         _confine_calls()
-    # The program gets a separate module, so that it finds nothing of this file by chance.
-    exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+    # The program gets a separate module, so that it finds nothing of this file by chance, and dataclasses
+    # find its names; and none of this file's __future__ imports, which would make its annotations strings.
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    exec(compile(source, "program.py", "exec", dont_inherit=True), module.__dict__)
 
 
-def _enter_pid_namespace() -> None:
-    """Start two processes in the new PID namespace, and return in the second; the first waits for it.
+def _start_program(limits: dict) -> None:
+    """Start two processes, and return in the second; the first waits for it, and this process for the first.
 
-    When the first one ends, by itself or because the caller ends it, the kernel ends all others. So the
-    program must not be the first: a process may leave its group, and take back that it dies with its parent.
-    The first cannot end by the program's signal, because the kernel keeps signals of its own namespace from
-    it, so this process gets the exit code through a pipe and ends with it."""
+    Both are in the new PID namespace, if there is one. When the first one ends, by itself or because the
+    caller ends it, the kernel ends all others. So the program must not be the first: a process may leave its
+    group, and take back that it dies with its parent. The first cannot end by the program's signal, because
+    the kernel keeps signals of its own namespace from it, so this process gets the exit code through a pipe
+    and ends with it."""
     told, tell = os.pipe()
     if first := os.fork():
         os.close(tell)
-        os.waitpid(first, 0)
-        code = int(os.read(told, 16) or -signal.SIGKILL)
-        os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
-        os._exit(1)
+        _supervise(first, told, limits)
     _die_with_parent()
     os.close(told)
+    os.close(limits["caller"])
     if second := os.fork():
         while (ended := os.wait())[0] != second:  # orphans of the program come to the first process too
             pass
@@ -238,6 +253,22 @@ def _enter_pid_namespace() -> None:
         os._exit(0)
     _die_with_parent()
     os.close(tell)
+
+
+def _supervise(first: int, told: int, limits: dict) -> NoReturn:
+    """End with the program's exit code. If the caller dies before, end the program and remove its folder."""
+    events = select.poll()
+    for pipe in (told, limits["caller"]):
+        events.register(pipe, select.POLLIN)
+    if limits["caller"] in dict(events.poll()):
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        # In place of this process: one whose PID namespace has ended can start no others.
+        os.execvp("rm", ["rm", "-rf", limits["folder"]])
+    os.waitpid(first, 0)
+    code = int(os.read(told, 16) or -signal.SIGKILL)
+    os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
+    os._exit(1)
 
 
 def _libc() -> ctypes.CDLL:

@@ -85,8 +85,8 @@ def run_python(
     memory_limit_bytes: int = 1 << 30,
     allow_unsandboxed: bool = False,
 ) -> str:
-    """Run a Python program in the sandbox of --reward code. Returns what it printed, or `error: ...` with the
-    end of its traceback.
+    """Run a Python program in the sandbox of --reward code. Returns what it printed; after that, if it
+    failed, a line `error: ...` with the end of its traceback. Of a program that was killed only `error: ...`.
 
     A program has an empty folder, no network and no other files, see docs/security.md.
 
@@ -107,7 +107,9 @@ def run_python(
     if outcome.exit_code < 0:
         return f"error: the program was killed by signal {-outcome.exit_code}"
     why = outcome.stderr.strip().splitlines()[-1:] or [f"exit code {outcome.exit_code}"]
-    return _cut(f"{outcome.stdout}error: {why[0]}")
+    printed = _cut(outcome.stdout)
+    gap = "\n" if printed and not printed.endswith("\n") else ""
+    return printed + gap + _cut(f"error: {why[0]}")
 
 
 def _cut(text: str) -> str:

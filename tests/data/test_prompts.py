@@ -59,6 +59,16 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
     )
 
 
+def test_null_arguments_of_tool_calls_in_jsonl_stay(tmp_path):
+    """Fields of a message that are null are absent, as OpenAI's clients write messages."""
+    arguments = {"limit": None, "q": 1, "in": [{"x": None}]}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    row = GOOD | {"prompt": [USER[0] | {"tool_calls": None}, calling, *USER]}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    assert PromptDataset.load(path)[0].messages == (*USER, calling, *USER)
+
+
 def test_several_files_are_one_dataset_with_running_indices(tmp_path):
     first, second = (
         write_jsonl(tmp_path / "a.jsonl", [GOOD] * 3),

@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,6 +31,13 @@ ASSERTS = json.dumps(
     {"asserts": ["assert add(3, 4) == 7", "import math\nassert math.isclose(add(0.1, 0.2), 0.3)"]}
 )
 ADD = "def add(a, b):\n    return a + b\n"
+CLASS_VARIABLE = (
+    "from dataclasses import dataclass\nfrom typing import ClassVar\n"
+    "@dataclass\nclass P:\n    seen: ClassVar[list] = []\n    x: int = 0\n"
+)
+SUM = CLASS_VARIABLE + "print(P(sum(map(int, input().split()))).x)"
+ANNOTATED = "def add(a: int, b: int): return a + b\nassert add.__annotations__['a'] is int\n"
+LAZY = "from __future__ import annotations\n"
 NODE = 'from dataclasses import dataclass\n@dataclass\nclass Node:\n    next: "Node" = None\n'
 CASES = [
     ("print(sum(map(int, input().split())))", STDIN, 1),
@@ -46,6 +57,11 @@ CASES = [
     ("def f(): return (1, [2])", json.dumps({"fn_name": "f", "inputs": [[]], "outputs": [[1, [2]]]}), 1),
     (ADD, ASSERTS, 1),
     *((NODE + ADD, tests, 1) for tests in (CALL, ASSERTS)),
+    (SUM, STDIN, 1),
+    (LAZY + SUM, STDIN, 1),
+    *((ANNOTATED, tests, 1) for tests in (CALL, ASSERTS)),
+    *((LAZY + CLASS_VARIABLE + ADD, tests, 1) for tests in (CALL, ASSERTS)),
+    (LAZY + ANNOTATED, CALL, 0),
     ("def add(a, b): return 7", ASSERTS, 0),
     ("def add(a, b):\n    raise SystemExit(0)", ASSERTS, 0),
     ("```python\nno end, and no program", ASSERTS, 0),
@@ -63,6 +79,13 @@ CASES = [
 @pytest.fixture(scope="module")
 def reward() -> CodeReward:
     return CodeReward(DataConfig(train_data=("x",), code_timeout_s=5.0))
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch) -> Path:
+    """Return a folder that only this test's sandboxes use."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 @confined
@@ -176,7 +199,7 @@ def test_programs_cannot_get_out(escape, tmp_path, monkeypatch):
 
 
 @confined
-def test_time_is_limited_and_nothing_goes_on_after_it():
+def test_time_is_limited_and_nothing_goes_on_after_it(own_folder):
     before = time.monotonic()
     program = (
         "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n   "
@@ -184,17 +207,15 @@ def test_time_is_limited_and_nothing_goes_on_after_it():
     )
     assert run_confined(program, "", timeout_s=0.5, memory_limit_bytes=2**30).exit_code is None
     assert time.monotonic() - before < 30
-    time.sleep(0.2)
-    assert not children_of_sandboxes()
+    assert becomes_true(lambda: not children_of_sandboxes(own_folder))
 
 
 @confined
-def test_a_program_cannot_leave_its_time_limit():
+def test_a_program_cannot_leave_its_time_limit(own_folder):
     """It takes back that it dies with its parent, and leaves the process group."""
     program = "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\nos.setsid()\ntime.sleep(1000)"
     assert run_confined(program, "", timeout_s=0.5, memory_limit_bytes=2**30).exit_code is None
-    time.sleep(0.2)
-    assert not children_of_sandboxes()
+    assert becomes_true(lambda: not children_of_sandboxes(own_folder))
 
 
 @confined
@@ -206,20 +227,66 @@ def test_the_exit_code_is_the_programs(end, code):
 
 
 @confined
-def test_a_program_that_ends_takes_its_children_with_it():
+def test_a_program_that_ends_takes_its_children_with_it(own_folder):
     program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\nprint('done')"
     outcome = run_confined(program, "", timeout_s=20.0, memory_limit_bytes=2**30)
     assert (outcome.exit_code, outcome.stdout) == (0, "done\n")
-    assert not children_of_sandboxes()
+    assert not children_of_sandboxes(own_folder)
 
 
-def children_of_sandboxes() -> list[str]:
+@confined
+@pytest.mark.parametrize(
+    ("moment", "lacking"),
+    [("it starts", ()), ("the program runs", ()), ("the program runs", ("namespaces",))],
+)
+def test_nothing_is_left_when_the_caller_is_killed(tmp_path, moment, lacking):
+    """Neither processes nor the folder; without a namespace a program's children may go on."""
+    leave = "" if lacking else "if os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n"
+    program = f"import os, time\n{leave}os.makedirs('a/b')\ntime.sleep(1000)"
+    code = (
+        f"from megarl.rewards import sandbox\nsandbox.missing = lambda: {lacking}\n"
+        f"sandbox.run_confined({program!r}, '', 1000.0, 2**30, True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}
+    ) as caller:
+        try:
+            is_there = {
+                "it starts": lambda: children_of_sandboxes(tmp_path),
+                "the program runs": lambda: list(tmp_path.glob("megarl_code_*/a/b")),
+            }[moment]
+            assert becomes_true(is_there)
+            caller.kill()
+            caller.wait()
+            assert becomes_true(lambda: not [*tmp_path.iterdir(), *children_of_sandboxes(tmp_path)])
+        finally:
+            caller.kill()
+            for pid in children_of_sandboxes(tmp_path):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def becomes_true(condition) -> bool:
+    for _ in range(1200):
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@confined
+def test_the_limit_of_cpu_seconds_is_not_below_the_time_limit():
+    program = "import resource\nprint(resource.getrlimit(resource.RLIMIT_CPU))"
+    assert run_confined(program, "", timeout_s=20.4, memory_limit_bytes=2**30).stdout == "(21, 21)\n"
+
+
+def children_of_sandboxes(folder: Path) -> list[str]:
+    """Return the ids of sandboxes' processes whose programs have their folders in `folder`."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             if (
                 entry.name.isdigit()
-                and b"megarl_code_" in (entry / "cmdline").read_bytes()
+                and f"{folder}/megarl_code_".encode() in (entry / "cmdline").read_bytes()
                 and (entry / "stat").read_text().split()[2] != "Z"
             ):
                 found.append(entry.name)

@@ -163,6 +163,21 @@ def test_a_file_that_cannot_be_used_is_refused_by_the_pool(tmp_path):
             RewardPool(DataConfig(train_data=("x",), reward_function=f"{tmp_path}/bad.py:reward"), 2)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("reward_function", "slow.py:reward", r"--reward-function \(slow.py:reward\)"),
+        ("reward", "math", r"--reward \(math\)"),
+        ("reward", None, r"--reward \(auto\)"),
+    ],
+)
+def test_a_reward_that_does_not_load_in_time_is_named(monkeypatch, field, value, named):
+    monkeypatch.setattr("megarl.rewards.pool.wait", lambda *_: [])
+    data = DataConfig(train_data=("x",), **{field: value})
+    with pytest.raises(ValueError, match=f"^{named} has not loaded within 120 s. .*--reward-timeout-s"):
+        RewardPool(data, 1)
+
+
 def test_in_the_process_itself_for_pdb(data):
     with RewardPool(data, 0) as pool:
         good, bad = pool.score(samples("0", "raises", ground_truth="pid"))
