@@ -73,11 +73,6 @@ class Sample:
         """The `version_runs` of the sample, with one entry where a single version sampled all tokens."""
         return self.version_runs or ((self.version, self.response_length),)
 
-    @property
-    def last_version(self) -> int:
-        """Version of the weights that sampled the last response token, the newest one."""
-        return self.runs[-1][0]
-
     def tokens_of(self, version: int) -> int:
         """Return how many response tokens the weights of a version sampled."""
         return sum(count for one, count in self.runs if one == version)

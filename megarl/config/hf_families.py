@@ -29,6 +29,7 @@ class Family:
     rope_theta: float = 10000.0
     eos_token_id: int | None = None
     sliding_window: int | None = None  # not None: every layer slides unless the key says null
+    switched_window: int | None = None  # the window of layers that use_sliding_window lets slide
     is_moe: bool = False
     has_latents: bool = False  # multi-head latent attention
     is_gemma: bool = False
@@ -50,18 +51,21 @@ ONLY_GEMMA = {
     "attn_logit_softcapping": ((), "capped attention is not supported"),
     "use_bidirectional_attention": ((False,), "only causal language models are supported"),
 }
+_NO_WINDOW = {"use_sliding_window": ((False,), "sliding windows are not supported for this family")}
 BIASES = {key: ((False, True), "must be true or false") for key in ("attention_bias", "mlp_bias")}
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim_is_a_key=False),
-    "qwen3": Family("Qwen3ForCausalLM", qk_layernorm=True, head_dim=128),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_layernorm=True, num_key_value_heads=4, is_moe=True),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, head_dim_is_a_key=False, switched_window=4096),
+    "qwen3": Family("Qwen3ForCausalLM", qk_layernorm=True, head_dim=128, switched_window=4096),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", qk_layernorm=True, num_key_value_heads=4, is_moe=True, only=_NO_WINDOW
+    ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         qkv_bias=True,
         head_dim_is_a_key=False,
         num_key_value_heads=16,
         is_moe=True,
-        only={"qkv_bias": ((True,), "models without it are not supported")},
+        only=_NO_WINDOW | {"qkv_bias": ((True,), "models without it are not supported")},
     ),
     "llama": Family(
         "LlamaForCausalLM",
@@ -190,6 +194,8 @@ def kind_errors(config: Json) -> Errors:
         for inner in (rope, *rope.values()) if isinstance(rope, dict) else ():
             if isinstance(inner, dict):
                 yield from kind_errors({key: inner.get(key) for key in _OF_ROPE})
+                if inner.get("rope_theta", 0) is None:  # here transformers fails on null
+                    yield "rope_theta (null): must be a positive number, or be left out."
 
 
 def value_of(config: Json, key: str, default: object) -> object:
@@ -246,11 +252,12 @@ def unsupported_windows(config: Json, family: Family) -> Errors:
     sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if sliding:
         yield f"layer_types ({sliding[0]}): only full_attention is supported."
-    window = config.get("sliding_window")
+    is_switched_on = family.switched_window is not None and config.get("use_sliding_window")
+    window = config.get("sliding_window", family.switched_window if is_switched_on else None)
     if window is None:
         return
     some_slide = value_of(config, "max_window_layers", 28) < value_of(config, "num_hidden_layers", 0)
-    if config.get("use_sliding_window") and some_slide:
+    if is_switched_on and some_slide:
         yield (
             f"use_sliding_window (true, sliding_window {window}): vLLM has no sliding window of some layers "
             "for this family."
@@ -299,6 +306,8 @@ def standard(parameters: Json, config: Json, theta: float) -> Json:
     """Return the rotary `parameters` with defaults, and with rope_theta and original_max_position_embeddings
     where config.json has them outside."""
     rope = dict(parameters)
+    if rope.get("attention_factor") is None:  # null is the same as absent, in vLLM too
+        rope.pop("attention_factor", None)
     rope.setdefault("rope_theta", theta if config.get("rope_theta") is None else config["rope_theta"])
     rope.setdefault("rope_type", rope.get("type", "default"))
     if "original_max_position_embeddings" in TYPES.get(str(rope["rope_type"]), ((),))[0]:

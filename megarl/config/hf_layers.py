@@ -359,7 +359,13 @@ def unsupported_gemma(config: Json) -> Errors:
     local = _rope(config, "sliding_attention")
     if local["rope_type"] != "default":
         yield f"rope_type of sliding_attention ({local['rope_type']}): must be default."
-    yield from rope_errors(_rope(config, "full_attention"))
+    full = _rope(config, "full_attention")
+    if full["rope_type"] == "yarn":  # Megatron has one scale of attention for all layers
+        yield (
+            "rope_type of full_attention (yarn): must be default, linear or llama3; YaRN scales the "
+            "attention of these layers alone, which is not supported."
+        )
+    yield from rope_errors(full)
 
 
 def _rope(config: Json, kind: str) -> Json:

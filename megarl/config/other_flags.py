@@ -130,6 +130,16 @@ TRANSFORMER_REFUSED = {
         "mesh of its own. Megatron's shards the same: --use-megatron-fsdp."
     ): """
         use_torch_fsdp2""",
+    (
+        "all micro-batches are recomputed alike. Set --recompute-granularity full with --recompute-method "
+        "block."
+    ): """
+        num_microbatches_with_partial_activation_checkpoints""",
+    (
+        "Megatron splits them over the ranks of the process's global parallel_state, and a role has a mesh "
+        "of its own. Set --sequence-parallel, with which each rank keeps its part too."
+    ): """
+        distribute_saved_activations""",
     "activation offload is not supported yet.": """
         cpu_offloading* fine_grained_activation_offloading offload_modules min_offloaded_tensor_size""",
     "CUDA graphs of the actor are not supported yet.": "enable_cuda_graph external_cuda_graph cuda_graph_*",
@@ -140,11 +150,21 @@ TRANSFORMER_REFUSED = {
         perform_initialization use_cpu_initialization init_model_with_meta_device
         calculate_per_token_loss variable_seq_lengths test_mode transformer_impl config_logger_dir
         flash_decode inference_* use_inference_optimized_layers symmetric_ar_type""",
+    (
+        "only Megatron's training script acts on it, after each update, and megarl has no such step. Leave "
+        "it out."
+    ): """
+        qk_clip* log_max_attention_logit""",
+    "megarl computes log-probs and losses itself, on a GPU in fused kernels. Leave it out.": """
+        cross_entropy_*""",
+    "only Megatron's own inference reads it, and vLLM or transformers samples. Leave it out.": """
+        mlp_chunks_for_prefill""",
+    "checkpoints have a format of megarl's own. Leave it out.": "hetereogenous_dist_checkpoint",
     "sequences are packed, not padded. Set --max-tokens-per-micro-batch.": """
         micro_batch_size seq_length decoder_seq_length""",
     "set --train-data.": "data_path train_data_path",
     "set --profile torch, nsys or memory.": """
-        use_pytorch_profiler record_memory_history memory_snapshot_path""",
+        use_pytorch_profiler record_memory_history memory_snapshot_path barrier_with_L1_time""",
     "set --model, a Hugging Face folder.": "load",
     "set --tokenizer-model.": "tokenizer_type vocab_file merge_file",
 }

@@ -84,7 +84,7 @@ class BatchConfig(Section):
     """Samples per optimizer update, over all ranks. A step makes num_prompts * num_samples_per_prompt /
     global_batch_size updates per epoch."""
     num_epochs: Count = 1
-    """Passes over the samples of a step."""
+    """Passes over the samples of a step. 1 for algorithms that learn from answers in the data."""
     dynamic_sampling: bool = False
     """DAPO's dynamic sampling: leave out prompts whose samples all have the same reward, and sample further
     prompts until the step has --num-prompts. Synchronous training only. Not run on a GPU yet."""
@@ -94,7 +94,10 @@ class BatchConfig(Section):
     max_tokens_per_micro_batch: Count = 16384
     """Tokens that one rank packs into one forward pass, at most. A longer sequence gets a pass of its
     own."""
-    seed: Natural = 0
+    seed: Annotated[
+        Natural,
+        Rule(lambda seed: seed < 2**32, f"must be at most {2**32 - 1}, the largest seed of vLLM. Try 0."),
+    ] = 0
     """Seed of everything random: initial weights, data order, sampling, mini-batches."""
 
 

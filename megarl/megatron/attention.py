@@ -46,11 +46,6 @@ class StackedQKVSelfAttention(SelfAttention):
             key = self.k_layernorm(key)
         return query, key, value
 
-    def clip_qk(self):
-        raise NotImplementedError(
-            "qk-clip expects Megatron's order of linear_qkv's rows. Use --qkv-layout grouped."
-        )
-
 
 class SharedKeySelfAttention(SelfAttention):
     """Self-attention for more tensor-parallel ranks than query groups.

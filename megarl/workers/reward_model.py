@@ -194,10 +194,11 @@ class RewardModelRole(HostedRole):
         return [shard.micro_batch(ids) for m in shard.mini_batches for ids in m.micro_batches[dp_rank]]
 
     def _own_micro_batches(self, batch: Batch, rows: Mapping[int, int]) -> list[MicroBatch]:
-        """Return micro-batches of the samples in the reward model's own token ids, equally many on all
-        data-parallel ranks.
+        """Return micro-batches of the samples in the reward model's own token ids, at least one and equally
+        many on all data-parallel ranks.
 
-        Empty micro-batches are added until all data-parallel ranks have equally many."""
+        Samples that are too long for the model are left out. Empty micro-batches are added until all
+        data-parallel ranks have equally many."""
         packed: list[Batch] = []
         room = 0
         for sample_id, ids in zip(batch.sample_ids.tolist(), self._token_ids(batch, rows), strict=True):
@@ -211,7 +212,8 @@ class RewardModelRole(HostedRole):
                 room = self.config.batch.max_tokens_per_micro_batch - len(ids)
         count = torch.tensor(len(packed), device=self.value_model.device)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self.value_model.groups.dp)
-        packed += [Batch.from_samples([], [], [])] * (int(count) - len(packed))
+        # Megatron's schedules run one micro-batch even if there is none.
+        packed += [Batch.from_samples([], [], [])] * (max(int(count), 1) - len(packed))
         return [MicroBatch.of(part) for part in packed]
 
     # judge

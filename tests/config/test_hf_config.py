@@ -201,6 +201,11 @@ CONFIGS = {
         "original_max_position_embeddings": 64,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25},
     },
+    "yarn, null in place of its own factor": {
+        **QWEN3,
+        "max_position_embeddings": 512,
+        "rope_scaling": {**YARN, "attention_factor": None},
+    },
     "mistral 0.1, a window": {**MISTRAL, "sliding_window": 4096, "max_position_embeddings": 32768},
     "mistral, a window by default": {key: value for key, value in MISTRAL.items() if key != "sliding_window"},
     "gemma-3-1b": {
@@ -284,7 +289,9 @@ def test_shape_is_what_transformers_reads(name, write_model):
         theirs.max_position_embeddings,
         rope["rope_theta"],
     )
-    wanted = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
+    wanted = {
+        key: value for key, value in rope.items() if key not in ("rope_theta", "type") and value is not None
+    }
     assert shape.rope_scaling == (wanted if rope["rope_type"] != "default" else None)
     eos = theirs.eos_token_id
     assert shape.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
@@ -399,6 +406,18 @@ def test_end_of_sequence_ids_of_both_files(write_model):
             "use_sliding_window (true, sliding_window 64): ",
         ),
         (
+            {**QWEN3, "use_sliding_window": True, "max_window_layers": 1},
+            "use_sliding_window (true, sliding_window 4096): ",
+        ),
+        (
+            {**MOE, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "use_sliding_window (True): sliding windows are not supported for this family.",
+        ),
+        (
+            {**MOE, "model_type": "qwen2_moe", "head_dim": 16, "use_sliding_window": True},
+            "use_sliding_window (True): sliding windows are not supported for this family.",
+        ),
+        (
             {**QWEN2, "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types (sliding_attention): ",
         ),
@@ -431,6 +450,11 @@ def test_end_of_sequence_ids_of_both_files(write_model):
             {**GEMMA, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "rope_type of sliding_attention (linear): ",
         ),
+        (
+            {**GEMMA, "rope_parameters": {"full_attention": YARN}},
+            "rope_type of full_attention (yarn): must be default, linear or llama3; YaRN scales the ",
+        ),
+        ({**GEMMA, "rope_scaling": YARN}, "rope_type of full_attention (yarn): must be default, "),
         (
             {**GEMMA, "rope_scaling": {"type": "linear", "factor": 8.0}},
             "type (linear): contradicts rope_type (default). Write one of them.",
@@ -613,6 +637,10 @@ def test_end_of_sequence_ids_of_both_files(write_model):
         ({**QWEN3, "rms_norm_eps": "1e-6"}, "rms_norm_eps (1e-6): must be a positive number."),
         ({**QWEN3, "rope_theta": [1e4]}, "rope_theta ([10000.0]): must be a positive number."),
         ({**QWEN3, "rope_parameters": {"rope_theta": {}}}, "rope_theta ({}): must be a positive number."),
+        (
+            {**QWEN3, "rope_parameters": {"rope_theta": None}},
+            "rope_theta (null): must be a positive number, or be left out.",
+        ),
         ({**QWEN3, "rope_parameters": 5}, "rope_parameters (5): must be an object."),
         (
             {**QWEN3, "eos_token_id": ["</s>"]},

@@ -224,7 +224,7 @@ def random_config(rng, num_actors=1):
     transformer = {
         "attention_dropout": rng.random(),
         "gradient_accumulation_fusion": rng.random() < 0.5,
-        "qk_clip_alpha": 0.25,
+        "num_layers_at_end_in_bf16": 2,
     }
     if type(algorithm) is Beta:  # has one role: flags of others would be refused
         nodes |= {
@@ -487,6 +487,11 @@ def test_duplicates_and_contradictions(tmp_path):
         (["--temperature", "warm"], "--temperature (warm): must be a number. Try 1.0. [command line]"),
         (["--lr", "1", "2"], "--lr (1 2): takes one value, not 2."),
         (["--seed", "1.5"], "--seed (1.5): must be a whole number."),
+        (["--seed", "-1"], "--seed (-1): must be at least 0. Try 0."),
+        (
+            ["--seed", "4294967296"],
+            "--seed (4294967296): must be at most 4294967295, the largest seed of vLLM. Try 0.",
+        ),
         (["--bf16", "true"], "--bf16 (true): takes no value. Write --bf16 or --no-bf16."),
         (["--no-lr"], "--no-lr: no such flag."),
         (["--executor", "dask"], "--executor (dask): must be one of torchrun, ray, inline."),
@@ -497,6 +502,7 @@ def test_duplicates_and_contradictions(tmp_path):
         (["--smoothing", "1"], "--smoothing (1): is a flag of beta++, which --algorithm does not choose."),
         (["--actor-seed", "1"], "--actor-seed (1): has no actor- form. Try --seed 1 instead."),
         (["--top-p", "1.5"], "--top-p (1.5): must be at most 1."),
+        (["--call-timeout-s", "inf"], "--call-timeout-s (inf): must be at most 1000000. Try 1800."),
         (["--adam-beta2", "1"], "--adam-beta2 (1): must be below 1."),
         (["--stop", ""], "--stop (): must hold no empty string."),
         (["--rollout-gpu-memory-utilization", "0"], "--rollout-gpu-memory-utilization (0): must be above 0."),
@@ -568,13 +574,13 @@ def test_megatron_transformer_fields():
         "--attention-dropout",
         "0.1",
         "--no-gradient-accumulation-fusion",
-        "--cross-entropy-fusion-impl",
-        "te",
+        "--tp-comm-bootstrap-backend",
+        "gloo",
     )
     assert config.transformer == {
         "attention_dropout": 0.1,
         "gradient_accumulation_fusion": False,
-        "cross_entropy_fusion_impl": "te",
+        "tp_comm_bootstrap_backend": "gloo",
     }
     for name in (
         "num-layers",
@@ -615,6 +621,32 @@ def test_megatron_transformer_fields():
     assert "it is alltoall" in errors("--moe-token-dispatcher-type", "allgather")[0]
     assert "no flag can carry" in errors("--timers", "x")[0]
     assert "--max-tokens-per-micro-batch" in errors("--micro-batch-size", "2")[0]
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--qk-clip", "only Megatron's training script acts on it"),
+        ("--qk-clip-alpha 0.5", "only Megatron's training script acts on it"),
+        ("--qk-clip-threshold 100", "only Megatron's training script acts on it"),
+        ("--log-max-attention-logit", "only Megatron's training script acts on it"),
+        ("--cross-entropy-loss-fusion", "megarl computes log-probs and losses itself"),
+        ("--cross-entropy-fusion-impl te", "megarl computes log-probs and losses itself"),
+        ("--mlp-chunks-for-prefill 2", "only Megatron's own inference reads it"),
+        ("--hetereogenous-dist-checkpoint", "checkpoints have a format of megarl's own"),
+        ("--barrier-with-L1-time", "set --profile torch, nsys or memory."),
+        (
+            "--num-microbatches-with-partial-activation-checkpoints 1",
+            "all micro-batches are recomputed alike. Set --recompute-granularity full",
+        ),
+        ("--distribute-saved-activations", "a role has a mesh of its own. Set --sequence-parallel"),
+    ],
+)
+def test_megatron_fields_that_would_do_nothing_or_crash(flags, reason):
+    (line,) = errors(*flags.split())
+    name, *value = flags.split()
+    assert line.startswith(f"{name} ({value[0]}): " if value else f"{name}: ") and reason in line
+    assert ("Leave it out." in line) != ("et --" in line)
 
 
 def test_help_holds_every_flag_with_its_words_and_default(capsys):

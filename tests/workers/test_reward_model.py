@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megarl.config.mesh import MeshSpec
 from megarl.data.tokenizer import load_tokenizer
+from megarl.megatron import mesh as megatron_mesh
 from megarl.megatron.offload import ModelMemory
 from megarl.workers.offload_manager import OffloadManager
 from megarl.workers.reward_model import RewardModelRole
@@ -102,6 +104,15 @@ def test_a_classifier_is_in_host_memory_while_others_work(folder):
 OTHER_TEMPLATE = "{% for m in messages %}{{m.role}}: {{m.content}}<|end|>{% endfor %}"
 
 
+def ids_of_other_template(folder: Path) -> list[list[int]]:
+    """Return the token ids of the step's conversations in OTHER_TEMPLATE."""
+    texts = [
+        f"user: {QUESTIONS[ROWS[sample]]}<|end|>assistant: {response}<|end|>"
+        for sample, response in zip(SAMPLE_IDS, RESPONSES, strict=True)
+    ]
+    return load_tokenizer(folder / "actor").encode_responses(texts)
+
+
 def test_a_classifier_with_another_chat_template_reads_text(folder):
     """The dataset's messages and the response without its end-of-sequence token, through the classifier's
     template."""
@@ -109,15 +120,8 @@ def test_a_classifier_with_another_chat_template_reads_text(folder):
         folder / "transformers", "qwen2", folder / "actor", chat_template=OTHER_TEMPLATE
     )
     role = classifier_role(folder)
-    texts = [
-        f"user: {QUESTIONS[ROWS[sample]]}<|end|>assistant: {response}<|end|>"
-        for sample, response in zip(SAMPLE_IDS, RESPONSES, strict=True)
-    ]
     assert role.retokenizes
-    check_scores(
-        role.score(ROWS),
-        models.reference_scores(model, load_tokenizer(folder / "actor").encode_responses(texts)),
-    )
+    check_scores(role.score(ROWS), models.reference_scores(model, ids_of_other_template(folder)))
 
 
 def test_a_sample_that_is_too_long_fails_alone(folder):
@@ -127,6 +131,35 @@ def test_a_sample_that_is_too_long_fails_alone(folder):
     records = {record["sample_id"]: record for record in role.score(ROWS)}
     assert "tokens, the model takes 50" in records[2]["failure"] and records[2]["score"] is None
     assert all("failure" not in records[sample] for sample in (11, 5, 8))
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """This process as the only rank, with process groups of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(megatron_mesh, "_groups", {})
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_megatron_model_to_which_every_sample_is_too_long(folder, world):
+    """With another chat template, so that the lengths are known only to the model's rank."""
+    model = models.write_classifier(
+        folder / "megatron", "qwen2", folder / "actor", chat_template=OTHER_TEMPLATE
+    )
+    mesh = MeshSpec((0,))
+    megatron_mesh.create_groups(mesh)
+    role = RewardModelRole(
+        "reward_model", config(folder, "megatron"), {"reward_model": mesh}, store(folder), OffloadManager()
+    )
+    role.setup()
+    assert role.retokenizes
+    check_scores(role.score(ROWS), models.reference_scores(model, ids_of_other_template(folder)))
+    role.max_length = 5
+    failure = "longer than the 5 tokens that the model takes"
+    assert role.score(ROWS) == [
+        {"sample_id": sample, "score": None, "failure": failure} for sample in SAMPLE_IDS
+    ]
 
 
 def test_a_vocabulary_that_lacks_what_the_actor_can_sample_is_never_read_as_ids(folder):

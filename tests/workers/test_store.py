@@ -65,10 +65,10 @@ def test_the_record_says_what_the_driver_has_to_know():
     assert record == Sample(
         8, 5, 3, (0, 1), truncated=True, digest=digest([5, 6], [7, 7, 7]), group=17, version=3
     )
-    assert record.last_version == 3 and record.tokens_of(3) == 3 and record.tokens_of(2) == 0
+    assert record.tokens_of(3) == 3 and record.tokens_of(2) == 0
     made.versions, made.truncated = [3, 4, 4], False
     record = made.record((0, 1))
-    assert (record.version, record.last_version, record.version_runs) == (3, 4, ((3, 1), (4, 2)))
+    assert (record.version, record.version_runs) == (3, ((3, 1), (4, 2)))
     assert [record.tokens_of(version) for version in (2, 3, 4)] == [0, 1, 2]
     made.versions = [3, 4]
     with pytest.raises(InvariantError, match="sample 8 has 3 response tokens, and 2 versions of weights"):
