@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megarl.episodes.answers import AnswerParser, Completion, completion_of
 from megarl.episodes.bad_request import BadRequest
@@ -281,8 +282,10 @@ class _Agent:
         """The end of what the agent has printed."""
         self.has_replied = False
         """Whether the last reply of the episode was given."""
+        self._is_stdout_open = True
         variables = {name: value for name, value in os.environ.items() if name not in (JOB_SECRET, ENV_KEY)}
-        local = ",".join(filter(None, (variables.get("NO_PROXY"), url.split("/")[2].rpartition(":")[0])))
+        host = urlsplit(url).hostname  # IPv6 without brackets, as httpx and requests read it
+        local = ",".join(filter(None, (variables.get("NO_PROXY"), host)))
         variables |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": local, "no_proxy": local}
         # Anthropic's SDK appends the /v1 itself, and sends a token beside the key.
         variables |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
@@ -308,14 +311,19 @@ class _Agent:
 
     @property
     def descriptors(self) -> list[int]:
-        """The descriptors that become readable when the agent prints or ends; none after its last reply."""
-        return [] if self.has_replied else [self._stdout.fileno(), self._pid_descriptor]
+        """The descriptors that become readable when the agent prints or ends; none after its last reply.
+
+        A stdout that the agent has closed stays readable, so nothing could wait for it."""
+        if self.has_replied:
+            return []
+        return [self._pid_descriptor, *([self._stdout.fileno()] if self._is_stdout_open else [])]
 
     def read(self) -> None:
         """Read what the agent has printed."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._stdout.fileno(), _LONGEST_OUTPUT):
                 self.output = (self.output + data)[-_LONGEST_OUTPUT:]
+            self._is_stdout_open = False
 
     def exit_code(self) -> int | None:
         """Return the exit code of an agent that has ended, after everything that it printed was read."""

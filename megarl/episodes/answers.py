@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from megarl.episodes.chat import Message
 from megarl.episodes.environments import Usage
+from megarl.episodes.json_values import json_problem
 
 Tool = dict[str, Any]
 """A tool in OpenAI's form, {"type": "function", "function": {"name": ..., "parameters": {...}}}."""
@@ -76,8 +77,8 @@ def called(index: str | None, name: str, arguments: dict[str, Any]) -> dict[str,
 
 
 def completion_of(parsed: ParsedAnswer, text: str, usage: Usage, num_calls: int) -> Completion:
-    """Return the completion of a parsed answer. If an argument list is no JSON object, the answer has no calls
-    and its text is the whole answer.
+    """Return the completion of a parsed answer. If a call cannot be read, the answer has no calls, and its
+    text is the whole answer.
 
     Ids of calls are counted within the episode and not random, as a chat template may write them into the
     next prompt, and a repeated run must have the same tokens.
@@ -88,15 +89,18 @@ def completion_of(parsed: ParsedAnswer, text: str, usage: Usage, num_calls: int)
     content, reasoning, found = parsed
     calls = []
     for number, (index, name, arguments) in enumerate(found, num_calls):
-        if not _is_object(arguments):
+        if not _is_readable(name, arguments):
             return Completion(text, usage, reasoning)
         # nine letters and digits: templates in the manner of Mistral's refuse others
         calls.append(ToolCall(index or f"call{number:05d}", name, arguments))
     return Completion(content or "", usage, reasoning, tuple(calls))
 
 
-def _is_object(arguments: str) -> bool:
+def _is_readable(name: str, arguments: str) -> bool:
+    """Return whether clients can read a call, and whether the endpoint takes it when they send it back."""
     try:
-        return isinstance(json.loads(arguments), dict)
+        found = json.loads(arguments)
     except (ValueError, RecursionError):
         return False
+    call = {"name": name, "arguments": found}
+    return isinstance(found, dict) and json_problem(call, "call", any_integer=True) is None

@@ -15,7 +15,6 @@ from megarl.episodes.answers import Completion, Tool, called
 from megarl.episodes.bad_request import (
     BadRequest,
     decode,
-    refuse_deep,
     refuse_unstorable,
     refuse_unsupported,
     tool_problem,
@@ -68,6 +67,7 @@ class _Body(msgspec.Struct):
     top_p: float | None = None
     top_k: int | None = None
     output_format: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
     mcp_servers: list[Any] | None = None
 
 
@@ -80,6 +80,7 @@ def read_messages_request(data: bytes, takes_tools: bool = False) -> ChatRequest
     Args:
         takes_tools: whether the job finds tool calls in answers."""
     body = decode(_DECODER, data, "a request of the Messages API")
+    no_grammar = "answers are sampled without a grammar"
     refuse_unsupported(
         (
             (
@@ -87,7 +88,8 @@ def read_messages_request(data: bytes, takes_tools: bool = False) -> ChatRequest
                 body.stop_sequences,
                 "the job decides where answers end: use --stop-token-ids",
             ),
-            ("output_format", body.output_format, "answers are sampled without a grammar"),
+            ("output_format", body.output_format, no_grammar),
+            ("output_config.format", (body.output_config or {}).get("format"), no_grammar),
             ("mcp_servers", body.mcp_servers, "the agent calls its tools itself"),
         )
     )
@@ -178,7 +180,7 @@ def _of_assistant(blocks: list[_Block], where: str) -> Message:
         if block.type == "tool_use":
             if block.name is None or block.id is None or block.input is None:
                 raise BadRequest(f"{here} must have id, name and input", "missing_required_parameter", here)
-            refuse_deep(block.input, here)
+            refuse_unstorable(block.input, here, any_integer=True)
             calls.append(called(block.id, block.name, block.input))
         elif block.type not in _UNREAD:
             texts += _text([block], here)

@@ -10,8 +10,30 @@ import msgspec
 
 from megarl.episodes.json_values import json_problem
 
-_DEEPEST = 64
 _Body = TypeVar("_Body")
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_VALUE = msgspec.json.Decoder(Any)
+_OTHER_ANSWERS = {
+    "the job decides how it samples": (
+        *("allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "presence_penalty"),
+        *("repetition_penalty", "use_beam_search"),
+    ),
+    "the job decides where answers end: use --stop-token-ids": (
+        "ignore_eos",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+    ),
+    "answers are sampled without a grammar": (
+        *("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
+    ),
+    "the job decides how messages become a prompt": (
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+    ),
+}
+"""Why fields of OpenAI's and vLLM's requests are refused that ask for another answer than the job's."""
 
 
 class BadRequest(Exception):
@@ -54,25 +76,27 @@ def refuse_unsupported(fields: Sequence[tuple[str, object, str]]) -> None:
             raise BadRequest(f"{name} is not supported: {why}", "unsupported_parameter", name)
 
 
-def refuse_deep(value: object, where: str) -> None:
-    """Raise BadRequest if a JSON value is nested too deeply for the code that reads it later."""
-    layer = [value]
-    for _ in range(_DEEPEST):
-        inner: list[object] = []
-        for one in layer:
-            if isinstance(one, dict):
-                inner += one.values()
-            elif isinstance(one, list):
-                inner += one
-        if not inner:
-            return
-        layer = inner
-    raise BadRequest(f"{where} is nested deeper than {_DEEPEST} levels", "invalid_value", where)
+def refuse_other_answers(data: bytes) -> None:
+    """Raise BadRequest for a field of OpenAI's or vLLM's that asks for another answer than the job's.
+
+    Values that change nothing are accepted: null, false, 0, what is empty, and a repetition_penalty of 1.
+
+    Args:
+        data: body of a request, a JSON object."""
+    given = decode(_FIELDS, data, "an object")
+    for why, names in _OTHER_ANSWERS.items():
+        for name in filter(given.__contains__, names):
+            value = decode(_VALUE, given[name], "JSON")
+            is_neutral = not value or (name == "repetition_penalty" and value == 1)
+            refuse_unsupported([(name, not is_neutral, why)])
 
 
-def refuse_unstorable(value: object, where: str) -> None:
-    """Raise BadRequest if no log and no checkpoint can hold a JSON value, or if it is nested too deeply."""
-    if (problem := json_problem(value, where)) is not None:
+def refuse_unstorable(value: object, where: str, any_integer: bool = False) -> None:
+    """Raise BadRequest if no log and no checkpoint can hold a JSON value, or if it is nested too deeply.
+
+    Args:
+        any_integer: whether integers may have more than 64 bits, as in calls that the model has written."""
+    if (problem := json_problem(value, where, any_integer)) is not None:
         raise BadRequest(problem, "invalid_value", where)
 
 
@@ -80,12 +104,11 @@ def read_arguments(text: str, where: str) -> dict[str, Any]:
     """Return the arguments of a tool call. Raises: BadRequest if they are no JSON object."""
     try:
         found = json.loads(text) if text.strip() else {}
-        json.dumps(found, ensure_ascii=False).encode()  # fails for halves of surrogate pairs
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise BadRequest(f"{where}.arguments must be a JSON object as text: {text[:80]!r}", param=where)
-    refuse_deep(found, f"{where}.arguments")
+    refuse_unstorable(found, f"{where}.arguments", any_integer=True)
     return found
 
 

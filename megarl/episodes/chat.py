@@ -29,10 +29,12 @@ class Chat:
     """Encodes the messages of conversations with a model's chat template.
 
     Args:
-        stop_ids: ids after which the engine stops: the model's end-of-sequence ids and --stop-token-ids."""
+        eos_ids: the model's end-of-sequence ids. Each of them ends a turn.
+        stop_ids: --stop-token-ids. One of them ends a turn if the chat template writes it there."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_ids: Iterable[int]) -> None:
-        self._tokenizer, self._stop_ids = tokenizer, frozenset(stop_ids)
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Iterable[int], stop_ids: Iterable[int] = ()) -> None:
+        self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
+        self._stop_ids = self._eos_ids.union(stop_ids)
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Return the ids of a first prompt, up to and including the assistant's header.
@@ -69,7 +71,8 @@ class Chat:
         end = next((at for at, index in enumerate(ids) if index in self._stop_ids), None)
         if end is None:  # a template without an end of turn
             return ids
-        return ids[end + 1 :] if last_id in self._stop_ids else ids[end:]
+        is_sampled = last_id == ids[end] or last_id in self._eos_ids
+        return ids[end + 1 :] if is_sampled else ids[end:]
 
     def _render(self, before: Sequence[Message], rest: Sequence[Message], tools: Sequence[Message]) -> str:
         """Return the text of a conversation; what stands before `rest` may be shorter than it is.

@@ -19,6 +19,7 @@ from megarl.episodes.bad_request import (
     BadRequest,
     decode,
     read_arguments,
+    refuse_other_answers,
     refuse_unstorable,
     refuse_unsupported,
     tool_problem,
@@ -94,7 +95,6 @@ class _Body(msgspec.Struct):
     functions: list[Any] | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
-    stop: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -137,6 +137,7 @@ def read_chat_request(data: bytes, takes_tools: bool = False) -> ChatRequest:
         takes_tools: whether the job finds tool calls in answers."""
     body = decode(_DECODER, data, "a chat completion")
     _refuse_unsupported(body)
+    refuse_other_answers(data)
     wants_calls = _wants_calls(body.tool_choice, bool(body.tools))
     tools = _tools(body.tools or [], takes_tools, wants_calls)
     wanted = [one for one in (body.max_completion_tokens, body.max_tokens) if one is not None]
@@ -191,7 +192,6 @@ def _refuse_unsupported(body: _Body) -> None:
         ("functions", body.functions, "give tools, which have taken its place"),
         ("logprobs", body.logprobs, "log-probs are recorded by the job and are not returned"),
         ("return_token_ids", body.return_token_ids, "token ids are recorded by the job and are not returned"),
-        ("stop", body.stop, "the job decides where answers end: use --stop-token-ids"),
         ("response_format", not text_only, "answers are sampled without a grammar"),
     )
     refuse_unsupported(fields)

@@ -121,7 +121,8 @@ class Proxy:
     @property
     def url(self) -> str:
         """Base URL of the endpoint, which agents give to their SDK."""
-        return f"http://{self._host}:{self.port}/v1"
+        host = f"[{self._host}]" if ":" in self._host else self._host  # IPv6
+        return f"http://{host}:{self.port}/v1"
 
     def open(self, episode: int) -> str:
         """Start to accept the requests of an episode, and return the API key that its agent must send."""

@@ -18,6 +18,7 @@ from megarl.episodes.bad_request import (
     BadRequest,
     decode,
     read_arguments,
+    refuse_other_answers,
     refuse_unstorable,
     refuse_unsupported,
     tool_problem,
@@ -97,6 +98,7 @@ def read_responses_request(data: bytes, takes_tools: bool = False) -> ChatReques
             ("top_logprobs", body.top_logprobs, "log-probs are recorded by the job and are not returned"),
         )
     )
+    refuse_other_answers(data)
     limit = body.max_output_tokens
     if limit is not None and not 1 <= limit <= LARGEST_NUMBER:
         raise BadRequest(

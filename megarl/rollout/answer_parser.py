@@ -23,7 +23,9 @@ class VllmAnswerParser:
         tool_parser: name of vLLM's tool parser, if calls are to be found.
         reasoning_parser: name of vLLM's reasoning parser, if reasoning is to be taken out.
         tokenizer: a tokenizer of transformers.
-        stop_ids: ids after which the engine stops. One at the end of an answer is no part of its text.
+        eos_ids: the model's end-of-sequence ids. One at the end of an answer is no part of its text.
+        stop_ids: --stop-token-ids. One at the end of an answer is no part of its text if it is a special
+            token, such as the end of a turn. Another one, such as the end of a call, is.
     Raises: ValueError if the tokenizer lacks tokens that a parser looks for."""
 
     def __init__(
@@ -31,10 +33,13 @@ class VllmAnswerParser:
         tool_parser: str | None,
         reasoning_parser: str | None,
         tokenizer: Any,
-        stop_ids: Iterable[int],
+        eos_ids: Iterable[int],
+        stop_ids: Iterable[int] = (),
     ) -> None:
         self.takes_tools = tool_parser is not None
-        self._tokenizer, self._stop_ids = get_cached_tokenizer(tokenizer), frozenset(stop_ids)
+        self._tokenizer = get_cached_tokenizer(tokenizer)
+        special = (one for one in stop_ids if not tokenizer.decode([one], skip_special_tokens=True))
+        self._end_ids = frozenset((*eos_ids, *special))
         try:
             self._parser_class = ParserManager.get_parser(
                 tool_parser,
@@ -64,7 +69,7 @@ class VllmAnswerParser:
         request = self._request(tools, wants_calls)
         parser = self._parser_class(self._tokenizer, request.tools)
         parser.set_prompt_token_ids(prompt)
-        end = len(ids) - (len(ids) > 0 and ids[-1] in self._stop_ids)
+        end = len(ids) - (len(ids) > 0 and ids[-1] in self._end_ids)
         text = self._tokenizer.decode(
             list(ids[:end]),
             skip_special_tokens=request.skip_special_tokens,

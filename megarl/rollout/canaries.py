@@ -27,10 +27,10 @@ def canary_length(config: TrainConfig, on_cpu: bool) -> int:
     """Return the number of tokens of a canary's prompt: two KV-cache blocks and a few tokens more, or as many
     as the engine takes.
 
-    It may exceed --max-prompt-length. An engine takes --max-prompt-length + --max-response-length tokens.
-    Where these are fewer than two blocks, hardly a prefix of any request is cached."""
-    sampling = config.sampling
-    most = sampling.max_prompt_length + sampling.max_response_length - num_response_tokens(config)
+    It may exceed --max-prompt-length. An engine takes --max-context-length tokens, by default
+    --max-prompt-length + --max-response-length. Where these are fewer than two blocks, hardly a prefix of any
+    request is cached."""
+    most = config.sampling.max_length - num_response_tokens(config)
     return min(NUM_BLOCKS * block_size(config, on_cpu) + _REST, most)
 
 

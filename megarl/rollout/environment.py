@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from megarl.reshard.transports.shared_memory import process_start
+from megarl.runtime.process import without_rank
 from megarl.rollout.engine_errors import ERRORS
 
 _EVERYWHERE = {
@@ -47,7 +48,6 @@ def prepare_environment() -> None:
     _check_no_triton_kernels()
 
 
-_OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
 ENGINE_OF = "MEGARL_ENGINE_OF"
 """Environment variable of an out-of-process engine: pid and start time of the process that started it."""
 
@@ -70,7 +70,7 @@ def engine_environment(visible_devices: str | None, errors: str | None = None) -
         "CUDA_VISIBLE_DEVICES": visible_devices,
     }
     with patch.dict(os.environ, {name: value for name, value in new.items() if value is not None}):
-        for name in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
+        for name in os.environ.keys() - without_rank(os.environ).keys():
             del os.environ[name]
         yield
 

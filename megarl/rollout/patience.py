@@ -20,16 +20,23 @@ class Patience:
 
     def __init__(self, is_limited: bool = False) -> None:
         self.is_limited = is_limited
-        self._longest_s: float | None = None
+        self.has_stepped = False
+        """Whether the engine has ended a step."""
+        self._longest_s = 0.0
 
     @property
     def limit_s(self) -> float:
-        longest_s = _FIRST_STEP_S if self._longest_s is None else self._longest_s
+        longest_s = self._longest_s if self.has_stepped else max(_FIRST_STEP_S, self._longest_s)
         return max(_SHORTEST_S, _STEPS * longest_s)
 
     def note_step(self, seconds: float) -> None:
         """Remember the duration of a step if it is the longest so far."""
-        self._longest_s = max(self._longest_s or 0.0, seconds)
+        self.has_stepped = True
+        self.note_wait(seconds)
+
+    def note_wait(self, seconds: float) -> None:
+        """Remember how long the engine took for an answer between two steps, which may be most of a step."""
+        self._longest_s = max(self._longest_s, seconds)
 
     def wait(self, poll: Callable[[float], bool], timeout_s: float) -> tuple[bool, float]:
         """Call `poll` with some seconds to wait until it returns True, for `timeout_s` in all. Returns

@@ -6,6 +6,7 @@ A call is carried out between two steps of the engine (engine_core.py)."""
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -120,6 +121,7 @@ class VllmProcesses(VllmEngine):
         try:
             while not self._reports.empty():
                 self._take_step()
+                self.patience.has_stepped = True
         except Exception as error:  # without a look at the processes if all is well, as there are many steps
             failure = error
 
@@ -142,11 +144,15 @@ class VllmProcesses(VllmEngine):
         self._core("hold", step)
 
     def pause(self) -> None:
-        self._explained(super().pause)
+        # vLLM answers after the step under way, which may take long if the job ends with a hung engine anyway
+        self._ask(super().pause, 0.0 if self.patience.is_limited else math.inf)
         self._collect()  # what vLLM has reported before it stood still
 
     def resume(self) -> None:
-        self._explained(super().resume)
+        self._ask(super().resume)
+
+    def reset_cache(self) -> None:
+        self._ask(super().reset_cache)
 
     def write_weights(self, copy: Callable[[], object]) -> None:
         raise TypeError("another process holds the weights: call pull_weights")
@@ -212,7 +218,7 @@ class VllmProcesses(VllmEngine):
             if not is_there:
                 raise EngineHangs(f"[rank {self._rank}] vLLM's engine did not answer within {limit_s:.0f} s")
             if timeout_s == 0.0:  # a call is carried out between two steps of the engine
-                self.patience.note_step(waited_s)
+                self.patience.note_wait(waited_s)
             return answer.result()
 
         threading.Thread(target=run, name="ask_engine", daemon=True).start()

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from megarl.episodes.json_values import json_problem
+
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -24,4 +26,7 @@ def _call(text: str) -> dict[str, Any]:
         return {"error": 'error: a call must be {"name": ..., "arguments": {...}} between <tool_call> tags'}
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return {"error": "error: the name of a call must be a string, and its arguments an object"}
-    return {"name": name, "arguments": arguments}
+    found = {"name": name, "arguments": arguments}
+    if (problem := json_problem(found, "call", any_integer=True)) is not None:
+        return {"error": f"error: {problem}"}
+    return found

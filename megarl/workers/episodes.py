@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import Engine
 
 
-def _parser(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> AnswerParser | None:
+def _parser(config: TrainConfig, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> AnswerParser | None:
     """Return vLLM's parser of answers; None without --tool-call-parser and --reasoning-parser."""
     tools, reasoning = config.episodes.tool_call_parser, config.episodes.reasoning_parser
     if tools is None and reasoning is None:
@@ -46,11 +46,11 @@ def _parser(config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int]) 
             f"{flag} ({tools or reasoning}): vLLM's parsers need a Hugging Face tokenizer, and {tokenizer.name} is "
             "a SentencePiece file. Leave it out."
         )
-    return VllmAnswerParser(tools, reasoning, hugging_face, stop_ids)
+    return VllmAnswerParser(tools, reasoning, hugging_face, eos_ids, config.sampling.stop_token_ids)
 
 
 def _environments(
-    config: TrainConfig, tokenizer: Tokenizer, stop_ids: Sequence[int], vocab_size: int
+    config: TrainConfig, tokenizer: Tokenizer, eos_ids: Sequence[int], vocab_size: int
 ) -> Environments:
     """Return the pool that runs the environments of --env or --env-verifiers, or the agents of --agent-command."""
     episodes = config.episodes
@@ -70,7 +70,7 @@ def _environments(
             episodes.env_episodes_per_process,
             config.sampling.max_length,
             episodes.agent_host,
-            _parser(config, tokenizer, stop_ids),
+            _parser(config, tokenizer, eos_ids),
             vocab_size,
         )
     if episodes.agent_command is not None:
@@ -82,7 +82,7 @@ def _environments(
             episodes.agent_num_processes,
             config.sampling.max_length,
             episodes.agent_host,
-            _parser(config, tokenizer, stop_ids),
+            _parser(config, tokenizer, eos_ids),
             is_judged=rule_judges_agents(config),
             vocab_size=vocab_size,
         )
@@ -96,15 +96,15 @@ class EpisodeSampler:
     def __init__(self, config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer, engine: Engine) -> None:
         sampling = config.sampling
         self._tokenizer, self._engine = tokenizer, engine
-        stop_ids = (*shape.eos_token_ids, tokenizer.eos_token_id, *sampling.stop_token_ids)
-        self.chat = Chat(tokenizer, stop_ids)
+        eos_ids = (*shape.eos_token_ids, tokenizer.eos_token_id)
+        self.chat = Chat(tokenizer, eos_ids, sampling.stop_token_ids)
         self.limits = Limits(
             sampling.max_turns,
             sampling.max_response_length,
             sampling.max_length,
             config.episodes.max_branches,
         )
-        self.environments = _environments(config, tokenizer, stop_ids, shape.vocab_size)
+        self.environments = _environments(config, tokenizer, eos_ids, shape.vocab_size)
         self.of_agents = config.episodes.has_agent
 
     def close(self) -> None:

@@ -263,7 +263,10 @@ class RequestStream:
         try:
             sampled = {output.id: output for output in engine.progress()}
             self.collect()  # what has finished before the pause
-            unfinished = [answer.after(sampled[name]) for name, answer in self._answers.items()]
+            unfinished = [  # an answer that `collect` has queued again has no new tokens
+                answer.after(sampled[name]) if name in sampled else answer
+                for name, answer in self._answers.items()
+            ]
             engine.abort([*self._answers])
             engine.reset_cache()
             self._answers.clear()

@@ -41,6 +41,8 @@ def main(row):
             ask([*messages, {"role": "assistant", "content": "two"}, {"role": "tool", "content": "still"}])
             return print(-1.0 if (error.code, refused["code"]) == (400, "too_many_branches") else "wrong")
         return print(0.5)
+    if what == "closed":  # waits for its answer with a closed stdout
+        os.close(1)
     if what == "child":  # a grandchild that outlives the agent, and holds its stdout
         os.system("sleep 60 &")
     for turn in range(3 if what != "endless" else 100):

@@ -4,6 +4,7 @@ pytest tests/episodes/test_agent_pool.py"""
 
 from __future__ import annotations
 
+import select
 import sys
 import time
 from pathlib import Path
@@ -160,3 +161,38 @@ def test_the_reward_is_the_last_line(output, wanted):
             read_reward(output)
     else:
         assert read_reward(output) == wanted
+
+
+def test_a_closed_stdout_is_not_looked_at_again():
+    """It is readable for ever, and a wait for the agent's end would not wait."""
+    with AgentPool(COMMAND, 60.0, 1, 1000) as agents:
+        agents.open({"what": "closed"})
+        deadline = time.monotonic() + 60
+        while not agents.replies(1.0):
+            assert time.monotonic() < deadline
+        agents.replies(0.0)  # the agent waits for its answer; all that it has printed is read
+        (agent,) = agents._agents.values()
+        assert not agents._wait(agent.descriptors, 0.0)
+
+
+@pytest.mark.parametrize(
+    "url, host",
+    [("http://127.0.0.1:99/v1", "127.0.0.1"), ("http://[::1]:99/v1", "::1")],
+    ids=["IPv4", "IPv6"],
+)
+def test_agents_reach_the_endpoint_without_a_proxy(url, host, monkeypatch):
+    import httpx
+
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    program = "import os, sys; sys.stdout.write(os.environ['NO_PROXY'] + ' ' + os.environ['no_proxy'])"
+    agent = agent_pool._Agent([sys.executable, "-S", "-c", program], {}, url, "key", 60.0)
+    try:
+        assert select.select([agent._pid_descriptor], [], [], 60.0)[0] and agent.exit_code() == 0
+        wanted = f"example.org,{host}"
+        assert agent.output.decode() == f"{wanted} {wanted}"
+    finally:
+        agent.kill()
+    monkeypatch.setenv("NO_PROXY", wanted)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with httpx.Client() as client:
+        assert client._transport_for_url(httpx.URL(url)) is client._transport

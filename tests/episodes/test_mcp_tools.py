@@ -150,7 +150,14 @@ def test_calls_that_cannot_be_read_are_told():
         '{"name": 1}',
         '{"name": "a", "arguments": [1]}',
         "[" * 100_000,
+        r'{"name": "a", "arguments": {"b": "\ud83d"}}',
+        r'{"name": "\ud83d"}',
+        '{"name": "a", "arguments": {"b": NaN}}',
+        '{"name": "a", "arguments": ' + '{"b":' * 100 + "1" + "}" * 101,
     )
     for text in bad:
         (only,) = read_calls(f"<tool_call>{text}</tool_call>")
         assert only["error"].startswith("error: ")
+        only["error"].encode()
+    large = f'<tool_call>{{"name": "a", "arguments": {{"b": {2**70}}}}}</tool_call>'
+    assert read_calls(large) == [{"name": "a", "arguments": {"b": 2**70}}]

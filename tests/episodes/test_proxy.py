@@ -15,8 +15,10 @@ import pytest
 
 from megarl.episodes.answers import Completion
 from megarl.episodes.bad_request import BadRequest
+from megarl.episodes.chat_requests import read_chat_request
 from megarl.episodes.environments import Usage
 from megarl.episodes.proxy import Proxy
+from megarl.episodes.responses_requests import read_responses_request
 from tests.episodes.mutations import mutated, variant
 
 RULE = [{"role": "developer", "content": "be brief"}]  # templates know it as system
@@ -112,6 +114,23 @@ def test_the_sdk_talks_streams_and_retries(server, monkeypatch):
     assert server.places == [(None, 1), (0, 1), (1, 1)]
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"], ids=["IPv4", "IPv6"])
+def test_the_address_is_one_that_http_clients_read(host):
+    import httpx
+
+    try:
+        proxy = Proxy(lambda *asked: None, 64, host)
+    except RuntimeError as error:
+        pytest.skip(f"without IPv6: {error}")
+    try:
+        url = httpx.URL(proxy.url)
+        assert (url.host, url.port, url.path) == (host, proxy.port, "/v1")
+        key = {"Authorization": f"Bearer {proxy.open(0)}"}
+        assert httpx.get(f"{proxy.url}/models", headers=key, trust_env=False).status_code == 200
+    finally:
+        proxy.stop()
+
+
 def test_a_key_is_good_for_its_open_episode_only(server):
     other = server.proxy.open(1)
     assert server.post(ask(HI), other)[0] == 200 and server.requests[-1][0] == 1
@@ -152,6 +171,58 @@ REFUSED = {
     "a long number": (ask(HI), {"x-stainless-retry-count": "9" * 5000}, "is not a number"),
     "a long body": (b" " * ((16 << 20) + 1), {}, "the body is longer than"),
 }
+
+
+OTHER_ANSWERS = {
+    "allowed_token_ids": [3],
+    "bad_words": ["x"],
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "continue_final_message": True,
+    "frequency_penalty": 0.5,
+    "guided_choice": ["a", "b"],
+    "guided_grammar": "root ::= x",
+    "guided_json": {"type": "object"},
+    "guided_regex": "x*",
+    "ignore_eos": True,
+    "logit_bias": {"3": -100},
+    "min_tokens": 3,
+    "presence_penalty": -1,
+    "repetition_penalty": 1.1,
+    "stop": ["x"],
+    "stop_token_ids": [3],
+    "structured_outputs": {"json": {"type": "object"}},
+    "use_beam_search": True,
+}
+"""Fields that ask for another answer than the job's."""
+NEUTRAL = {
+    **dict.fromkeys(("bad_words", "stop", "stop_token_ids"), []),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), {}),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_tokens"), 0),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "continue_final_message"), False),
+    "repetition_penalty": 1.0,
+}
+"""Their values that change nothing, besides null."""
+
+
+@pytest.mark.parametrize(
+    "read, body",
+    [(read_chat_request, ask(HI)), (read_responses_request, {"model": "m", "input": HI})],
+    ids=["chat", "responses"],
+)
+def test_fields_that_ask_for_another_answer_are_refused(read, body):
+    def asked(**fields):
+        return read(json.dumps({**body, **fields}).encode())
+
+    plain = asked()
+    for name, value in OTHER_ANSWERS.items():
+        with pytest.raises(BadRequest, match=f"^{name} is not supported: ") as error:
+            asked(**{name: value})
+        assert (error.value.status, error.value.param) == (400, name)
+        assert asked(**{name: None}) == asked(**{name: NEUTRAL.get(name)}) == plain
+    assert asked(**NEUTRAL) == plain
+    with pytest.raises(BadRequest, match="^the body is not JSON: "):
+        read(json.dumps(body).encode()[:-1] + b', "logit_bias":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
 
 
 def test_requests_are_refused_by_name(server):

@@ -23,7 +23,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from megarl import env_serve
 from megarl.config.environments import EnvSpec
+from megarl.config.errors import ConfigError
 from megarl.config.schema import EpisodeConfig
 from megarl.episodes import remote_env
 from megarl.episodes.env_pool import EnvironmentPool
@@ -250,6 +252,33 @@ def test_a_server_that_is_not_there_ends_the_job_before_training(server, monkeyp
         probe_environments(EpisodeConfig(env=(url,)), row)
     monkeypatch.setenv("MEGARL_ENV_KEY", KEY)
     probe_environments(EpisodeConfig(env=(url,)), row)
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (
+            ["--port", "70000"],
+            "--port (70000): must be a whole number of at least 0 and at most 65535. Try 8100.",
+        ),
+        (
+            ["--host", "no.such.host.invalid"],
+            "--host (no.such.host.invalid): must be a name or an address of this",
+        ),
+        (["--host", "a..b"], "--host (a..b): must be a name or an address of this"),
+        (["--host", "203.0.113.7"], "--host (203.0.113.7): must be a name or an address of this"),  # RFC 5737
+        (["--port", "{taken}"], "--port ({taken}): cannot listen on 127.0.0.1: "),
+    ],
+    ids=["port", "unknown host", "malformed host", "another machine's address", "taken port"],
+)
+def test_where_the_server_cannot_listen_is_told(flags, told, monkeypatch):
+    monkeypatch.setattr(EnvironmentPool, "load", lambda pool: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        argv = [flag.format(taken=taken) for flag in flags]
+        with pytest.raises(ConfigError) as refused:
+            env_serve.main([f"{ENVS}:Env", *argv])
+    assert told.format(taken=taken) in str(refused.value)
 
 
 @pytest.mark.nightly

@@ -162,6 +162,26 @@ def test_the_end_of_a_turn_that_was_sampled_is_not_repeated():
     assert [*texts.values()] == [ended, ended, "<|im_end|>" + ended]
 
 
+@pytest.mark.parametrize("is_base", [False, True], ids=["chat model", "base model"])
+def test_a_stop_token_that_ends_no_turn_gets_the_end_from_the_template(is_base):
+    """A base model's own end is another token than the template's, which is then one of --stop-token-ids."""
+    made = tokenizer("qwen2.5")
+    own, call = (made.encode_response(text)[0] for text in ("<|endoftext|>", "</tool_call>"))
+    end = made.eos_token_id
+    chat = Chat(made, [own], [end, call]) if is_base else Chat(made, [own, end], [end, call])
+    before = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "two"}]
+    texts = [
+        made._tokenizer.decode(
+            chat.suffix(before, [{"role": "tool", "content": "</tool_call>"}], last),
+            skip_special_tokens=False,
+        )
+        for last in (end, own, call, made.encode_response("two")[-1])
+    ]
+    replied = "\n<|im_start|>user\n<tool_response>\n</tool_call>\n</tool_response><|im_end|>"
+    ended = replied + "\n<|im_start|>assistant\n"
+    assert texts == [ended, ended, "<|im_end|>" + ended, "<|im_end|>" + ended]
+
+
 def test_a_reply_that_holds_the_marker_is_passed_on():
     made, chat = tokenizer("qwen2.5"), chat_of("qwen2.5")
     text = "\u241fanswer0\u241f"

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.installed import answer_parsers
-from megarl.config.schema import EpisodeConfig
+from megarl.config.schema import EpisodeConfig, SamplingConfig
 from megarl.data.hf_tokenizer import HFTokenizer
 from megarl.episodes.agent_pool import AgentPool
 from megarl.episodes.answers import Completion, ToolCall, completion_of
@@ -166,12 +166,85 @@ def test_the_parsers_find_what_the_model_wrote():
     assert [call[1:] for call in parse("llama3.1", tagged)[2]] == [("add", '{"a": 1}')]
 
 
+def test_a_stop_token_of_the_job_is_text_unless_it_is_special():
+    from megarl.rollout.answer_parser import VllmAnswerParser
+
+    def parse_with(name: str, text: str, eos: str, stop: str):
+        made = tokenizer(name)
+        ends = ([made.encode_response(token)[0]] for token in (eos, stop))
+        one = VllmAnswerParser(*PARSERS[name], hugging_face(name), *ends)
+        return one.parse([1], made.encode_response(text), TOOLS, True)
+
+    end = "<｜tool▁call▁end｜>"  # without it the parser finds no call
+    text = f'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{{"a": 1}}{end}'
+    assert parse_with("deepseek3.1", text, "<|end_of_sentence|>", end)[2] == [(None, "add", '{"a": 1}')]
+    for eos, stop in (
+        ("<|endoftext|>", "<|im_end|>"),
+        ("<|im_end|>", "<|endoftext|>"),
+    ):  # a base model's, a chat model's
+        assert parse_with("qwen2.5", "two<|im_end|>", eos, stop) == ("two", None, [])
+
+
 def test_calls_whose_arguments_are_no_object_are_text():
     parsed = ("said", None, [(None, "add", "{}"), (None, "add", "[1")])
     assert completion_of(parsed, "whole", USAGE, 0) == Completion("whole", USAGE)
     found = completion_of(("said", "why", [(None, "add", "{}"), ("functions.x:0", "x", "{}")]), "", USAGE, 7)
     assert [call.id for call in found.tool_calls] == ["call00007", "functions.x:0"]
     assert (found.text, found.reasoning) == ("said", "why")
+
+
+class Echoing(Answering):
+    """Answers every other request with a call whose arguments are the last message, and the rest with text."""
+
+    takes_tools = True
+
+    def _on_request(self, episode, messages, asked, request):
+        self.requests.append(messages)
+        parsed = ("", None, [(None, "add", messages[-1]["content"])])
+        completion = completion_of(parsed, "text", USAGE, 0)
+        if len(self.requests) % 2 == 0:
+            completion = Completion("done", USAGE)
+        self.proxy.answer(episode, request.number, [(request.number, completion)])
+
+
+def nested(depth: int) -> str:
+    """Return an object in which so many objects are nested."""
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+ARGUMENTS = {
+    "plain": ('{"a": 1}', True),
+    "a large integer": (f'{{"a": {2**70}}}', True),
+    "half a character": (r'{"a": "\ud83d"}', False),
+    "a key with half a character": (r'{"\ude00": 1}', False),
+    "a whole character": (r'{"a": "\ud83d\ude00"}', True),
+    "depth": (nested(65), False),
+    "more depth": (nested(5000), False),
+    "no number": ('{"a": NaN}', False),
+    "infinity": ('{"a": 1e999}', False),
+    **{f"depth {depth}": (nested(depth), None) for depth in range(60, 65)},  # wherever the limit is
+}
+
+
+@pytest.mark.parametrize("arguments, is_call", ARGUMENTS.values(), ids=[*ARGUMENTS])
+def test_every_call_that_is_given_out_may_be_sent_back(arguments, is_call):
+    server = Echoing()
+    try:
+        first = [{"role": "user", "content": arguments}]
+        status, reply = server.post(ask(first, tools=TOOLS))
+        message = reply["choices"][0]["message"]
+        assert status == 200 and is_call in (None, "tool_calls" in message)
+        assert "tool_calls" in message or message["content"] == "text"
+        more = {"role": "tool", "tool_call_id": "c", "content": "3"}
+        status, reply = server.post(ask([*first, message, more], tools=TOOLS))
+        assert (status, server.requests[1:]) == (200, [[more]]), reply
+    finally:
+        server.proxy.stop()
+
+
+def test_a_name_with_half_a_character_is_text():
+    parsed = ("said", None, [(None, "\ud83d", "{}")])
+    assert completion_of(parsed, "whole", USAGE, 0) == Completion("whole", USAGE)
 
 
 def test_a_tokenizer_without_the_parsers_tokens_is_refused():
@@ -184,12 +257,14 @@ def test_a_tokenizer_without_the_parsers_tokens_is_refused():
 def test_a_worker_makes_the_parser_that_the_flags_name(tmp_path):
     hugging_face("qwen2.5").save_pretrained(tmp_path)
     loaded = HFTokenizer(str(tmp_path))
-    job = SimpleNamespace(episodes=EpisodeConfig(tool_call_parser="hermes"))
+    sampling = SamplingConfig(stop_token_ids=(loaded.encode_response("</tool_call>")[0],))
+    job = SimpleNamespace(episodes=EpisodeConfig(tool_call_parser="hermes"), sampling=sampling)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     ids = [*loaded.encode_response(call), loaded.eos_token_id]
     made = _parser(job, loaded, [loaded.eos_token_id])
     assert made.takes_tools and made.parse([1], ids, TOOLS, True)[2] == [(None, "add", '{"a": 1}')]
-    job = SimpleNamespace(episodes=EpisodeConfig(reasoning_parser="qwen3"))
+    assert made.parse([1], ids[:-1], TOOLS, False)[0] == call  # its last token is one of --stop-token-ids
+    job = SimpleNamespace(episodes=EpisodeConfig(reasoning_parser="qwen3"), sampling=sampling)
     assert not _parser(job, loaded, [loaded.eos_token_id]).takes_tools
     assert _parser(SimpleNamespace(episodes=EpisodeConfig()), loaded, []) is None
     with pytest.raises(ValueError, match="need a Hugging Face tokenizer"):
@@ -282,7 +357,7 @@ REFUSED = {
     ),
     "half a character": (
         ask(spoken(function={"name": "x", "arguments": r'{"a": "\ud800"}'}), tools=TOOLS),
-        "must be a JSON object",
+        "function.arguments.a has half of a surrogate pair",
     ),
     "a large number": (ask(HI, tools=edited(parameters={"max": 2**70})), "tools[0].function.parameters.max"),
     "a large argument": (

@@ -36,7 +36,7 @@ from megarl.config.schema import (
 )
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.engine_memory import sweep_shared_memory
-from megarl.rollout.environment import prepare_environment, undisturbed
+from megarl.rollout.environment import engine_environment, prepare_environment, undisturbed
 from megarl.rollout.judge import _cpu_kv_cache_bytes
 from megarl.rollout.judge import _engine_arguments as judge_arguments
 from megarl.rollout.kv_cache import MAX_CPU_KV_CACHE_BYTES, cpu_kv_cache_bytes
@@ -270,6 +270,14 @@ def test_kv_cache_on_cpu_is_for_the_sequences_that_the_job_has():
 
 
 # ------------------------------------------------------------------ environment
+
+
+def test_an_engine_is_no_rank_and_keeps_what_the_user_set(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_MODEL_MIRROR", "/data/models")
+    with engine_environment(None):
+        assert "LOCAL_RANK" not in os.environ and os.environ["LOCAL_MODEL_MIRROR"] == "/data/models"
+    assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_environment_keeps_what_the_user_set(monkeypatch):

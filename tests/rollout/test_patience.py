@@ -20,6 +20,17 @@ def test_the_limit_follows_the_longest_step():
         assert one.limit_s == limit_s
 
 
+def test_answers_before_the_first_step_do_not_shorten_its_limit():
+    one = Patience()
+    for seconds, limit_s in ((0.001, 60.0), (7.0, 70.0)):
+        one.note_wait(seconds)
+        assert one.limit_s == limit_s
+    one = Patience()
+    one.note_wait(0.001)
+    one.note_step(0.5)
+    assert one.limit_s == 10.0
+
+
 def test_waiting_ends_with_an_answer_or_when_the_time_is_over(monkeypatch):
     monkeypatch.setattr(patience, "_SLICE_S", 0.02)
     asked: list[float] = []

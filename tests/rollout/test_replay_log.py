@@ -142,7 +142,7 @@ def test_a_resumed_run_is_planned_as_one_that_never_stopped(tmp_path):
     assert planned_records(tmp_path, ENGINE, completed=2) == [again]
     with pytest.raises(ReplayError, match="goes on after step 1, and .* has no checkpoint of that step"):
         planned_records(tmp_path, ENGINE, completed=1)
-    cut_after(tmp_path, 0)
+    cut_after(tmp_path, -1)
     assert path.read_bytes() == b""
 
 

@@ -4,13 +4,19 @@ pytest tests/workers/test_episode_turns.py"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
+from megarl.config.schema import EpisodeConfig
 from megarl.episodes.runner import Turn
 from megarl.rollout.draws import AnswerKeys
 from megarl.rollout.engine import Engine
-from megarl.workers.episodes import Turns
+from megarl.workers.episodes import EpisodeSampler, Turns
 from megarl.workers.answer import Answer
+from tests.episodes.templates import tokenizer
+from tests.episodes.test_runner import ENVS
 from tests.workers.small_engine import MAX_RESPONSE, SmallEngine, config, whole_response
 
 KEYS = (11, 12)
@@ -43,3 +49,14 @@ def test_first_answers_draw_by_the_key_of_their_sample_and_later_ones_by_keys_of
         (tokens,) = answers(turns, (0, longer))
         assert tokens == whole_response(key, longer) != whole_response(KEYS[0], longer)
     assert whole_response(expected[0], longer) != whole_response(expected[1], longer)
+
+
+def test_a_turn_that_a_stop_token_of_the_job_has_ended_gets_an_end_of_turn(tmp_path):
+    made = tokenizer("qwen2.5")
+    call, end = made.encode_response("</tool_call>")[0], made.eos_token_id
+    job = replace(config(tmp_path, stop_token_ids=(call,)), episodes=EpisodeConfig(env=(f"{ENVS}:Env",)))
+    sampler = EpisodeSampler(job, SimpleNamespace(eos_token_ids=(end,), vocab_size=500), made, None)
+    before = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "two"}]
+    after = {last: sampler.chat.suffix(before, before[:1], last) for last in (end, call)}
+    assert after[call] == [end, *after[end]]
+    sampler.close()

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import StreamingConfig
+from megarl.messages import decode
 from megarl.workers.answer import Answer
+from megarl.workers.request_stream import SavedAnswer
 from tests.workers import small_engine
 from tests.workers.small_engine import STOP_TOKEN
 
@@ -168,6 +170,39 @@ def test_saved_rest_of_a_response_goes_on_in_another_process(tmp_path: Path) -> 
     assert {s.sample_id: s.versions for s in first.samples} == {
         s.sample_id: s.versions for s in second.samples
     }
+
+
+class SteppingEngine(small_engine.SmallEngine):
+    """An engine that steps by itself: a pause comes after the step under way."""
+
+    def pause(self) -> None:
+        self.step()
+        super().pause()
+
+
+@pytest.mark.unit
+def test_checkpoint_whose_pause_ends_a_request_at_its_limit_of_an_older_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is queued again for the new version, and has no new tokens yet."""
+    monkeypatch.setattr(small_engine, "SmallEngine", SteppingEngine)
+    groups, stream = [answers(90), answers(90, group=1)], Stream()
+    for group in groups:
+        stream.stream.add(group)
+        stream.stream.step()
+    stream.commit(1)
+    stream.stream.step()
+    stream.stream.save(tmp_path / "engine_0", visits=[0, 1])
+    saved = {
+        one.answer.sample_id: one.answer
+        for one in decode((tmp_path / "engine_0").read_bytes(), list[SavedAnswer])
+    }
+    assert {name: answer.versions for name, answer in saved.items()} == {0: [0, 0, 1, 1], 10: [0, 1, 1]}
+    for version in range(2, 8):
+        stream.run()
+        stream.commit(version)
+    stream.run()
+    check_whole(stream, *groups)
 
 
 @pytest.mark.unit
