@@ -147,15 +147,12 @@ def check(argv: list[str]) -> int:
     errors of the job."""
     from megarl.checks.job import examine
     from megarl.checks.machine import Machine
+    from megarl.inspect.arguments import Parser, number
     from megarl.trainer.worker_check import checked_on_worker
 
-    parser = argparse.ArgumentParser("megarl check", allow_abbrev=False, add_help=False)
-    parser.add_argument("--gpu-memory", type=float)
+    parser = Parser("check", "", add_help=False)  # --help lists the flags of the job
+    parser.add_argument("--gpu-memory", type=number(0.001, 80, at_most=100_000), metavar="GB")
     options, rest = parser.parse_known_args(argv)
-    if options.gpu_memory is not None and not options.gpu_memory > 0:
-        raise ConfigError(
-            [f"--gpu-memory ({options.gpu_memory:g}): must be above 0, GB of each GPU. Try 80."]
-        )
     config = _load(rest, "megarl check [--gpu-memory GB]")
     if options.gpu_memory is None:
         code = checked_on_worker(config, "megarl.cli", ["check", *rest])

@@ -10,9 +10,11 @@ environments run in processes of their own, with your rights. SIGTERM or Ctrl-C 
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Sequence
 
@@ -35,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--env-python", nargs="+", help="Python of the environments; default: this one")
     parser.add_argument("--host", default="127.0.0.1", help="interface; default: 127.0.0.1")
-    parser.add_argument("--port", type=whole(0, 8100), default=8100, help="0 is a free one; default: 8100")
+    parser.add_argument(
+        "--port", type=whole(0, 8100, at_most=65535), default=8100, help="0 is a free one; default: 8100"
+    )
     parser.add_argument(
         "--env-timeout-s", type=number(0.001, 60), default=60.0, help="of a call; default: 60"
     )
@@ -69,15 +73,23 @@ def main(argv: Sequence[str]) -> int:
             server = EnvServer(pool, key, arguments.max_episodes, arguments.idle_timeout_s)
             say = functools.partial(_say, arguments.host, "" if is_given else key)
             asyncio.run(server.run(arguments.host, arguments.port, say))
+        except (OSError, UnicodeError) as error:
+            raise ConfigError([_not_listening(arguments.host, arguments.port, error)]) from error
         except ValueError as error:
             raise ConfigError([str(error)]) from error
-        except OSError as error:
-            raise ConfigError(
-                [
-                    f"--port ({arguments.port}): cannot listen on {arguments.host}: {error.strerror}. Try --port 0."
-                ]
-            ) from error
     return 0
+
+
+def _not_listening(host: str, port: int, error: OSError | UnicodeError) -> str:
+    """Return why the server cannot listen, naming --host if the host is wrong, and else --port."""
+    reason = getattr(error, "strerror", None) or error
+    # UnicodeError: no host can have this name
+    is_unknown = isinstance(error, (socket.gaierror, UnicodeError))
+    if is_unknown or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"--host ({host}): must be a name or an address of this machine: {reason}. Try --host 127.0.0.1."
+        )
+    return f"--port ({port}): cannot listen on {host}: {reason}. Try --port 0."
 
 
 def _say(host: str, key: str, port: int) -> None:

@@ -124,7 +124,9 @@ has_vllm() {
 if [ -n "$wheels" ]; then
   site=$PWD/build/gpu_session_site # between calls on the same machine
   export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
-  [ -d "$site" ] || run wheels 90 "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl
+  # Renamed when pip is done: a later call must not take what one that failed or timed out has left for the whole.
+  [ -d "$site" ] || run wheels 90 bash -c 'rm -rf "$1.new" && "$0" -m pip install --quiet --no-index --no-deps --no-compile --target "$1.new" "${@:2}" &&
+    mv "$1.new" "$1"' "$python" "$site" "$wheels"/*.whl
 fi
 describe_machine > "$out/machine.log" 2>&1
 record machine 0 0

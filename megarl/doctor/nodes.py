@@ -178,9 +178,12 @@ def _clocks(nodes: list[dict[str, Any]]) -> dict[str, Any]:
 def _versions(nodes: list[dict[str, Any]]) -> dict[str, Any]:
     differing = []
     for package in _SAME:
-        found = {node["node"]: node["versions"].get(package, "-") for node in nodes}
-        if len(set(found.values())) > 1:
-            differing.append(f"{package} ({', '.join(f'{name} {v}' for name, v in found.items())})")
+        found = [node["versions"].get(package, "-") for node in nodes]
+        if len(set(found)) > 1:  # the address tells apart machines with the same host name
+            where = [
+                f"{v} on {node['node']} ({node['address']})" for node, v in zip(nodes, found, strict=True)
+            ]
+            differing.append(f"{package}: {', '.join(where)}")
     text = f"must be the same everywhere: {'; '.join(differing)}" if differing else "the same everywhere"
     return _result("versions", not differing, text)
 

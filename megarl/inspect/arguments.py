@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -13,10 +14,11 @@ from megarl.config.errors import ConfigError, did_you_mean
 class Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError, so that `megarl` prints the error and exits with 2."""
 
-    def __init__(self, command: str, description: str) -> None:
+    def __init__(self, command: str, description: str, add_help: bool = True) -> None:
         super().__init__(
             f"megarl {command}",
             description=description,
+            add_help=add_help,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -37,31 +39,35 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError([f"{message} See `{self.prog} --help`."])
 
 
-def whole(at_least: int, example: int) -> Callable[[str], int]:
-    """Return a type for add_argument: whole numbers from `at_least` on."""
+def whole(at_least: int, example: int, at_most: float = math.inf) -> Callable[[str], int]:
+    """Return a type for add_argument: whole numbers from `at_least` to `at_most`."""
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d+", text) or int(text) < at_least:
+        if not re.fullmatch(r"[+-]?\d+", text) or not at_least <= int(text) <= at_most:
             raise argparse.ArgumentTypeError(
-                f"({text}): must be a whole number of at least {at_least}. Try {example}."
+                f"({text}): must be a whole number of {_bounds(at_least, at_most)}. Try {example}."
             )
         return int(text)
 
     return parse
 
 
-def number(at_least: float, example: float) -> Callable[[str], float]:
-    """Return a type for add_argument: finite numbers from `at_least` on."""
+def number(at_least: float, example: float, at_most: float = math.inf) -> Callable[[str], float]:
+    """Return a type for add_argument: finite numbers from `at_least` to `at_most`."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not at_least <= value < float("inf"):
+        if not (at_least <= value <= at_most and math.isfinite(value)):
             raise argparse.ArgumentTypeError(
-                f"({text}): must be a number of at least {at_least:g}. Try {example:g}."
+                f"({text}): must be a number of {_bounds(at_least, at_most)}. Try {example:g}."
             )
         return value
 
     return parse
+
+
+def _bounds(at_least: float, at_most: float) -> str:
+    return f"at least {at_least:.12g}" + ("" if at_most == math.inf else f" and at most {at_most:.12g}")

@@ -10,11 +10,12 @@ out new prefills, canaries and larger batches of the engine, so expect less than
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
+from megarl.config.check import job_errors
 from megarl.config.errors import ConfigError
 from megarl.config.flags import algorithm_name
 from megarl.config.loader import load_config
@@ -69,6 +70,8 @@ class Layout:
     num_trainers: int
     num_samplers: int
     is_colocated: bool
+    ranks: tuple[str, str] | None = None
+    """Lists for --actor-ranks and --rollout-ranks. None: those of the run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,18 +83,37 @@ def main(argv: Sequence[str]) -> int:
         "--world-size",
         metavar="N",
         type=whole(1, 16),
-        help="ranks of the run; default: its --nproc-per-node",
+        help="ranks of the run; default: its --nnodes times --nproc-per-node",
     )
     arguments = parser.parse(argv)
     folder = run_folder(arguments.run)
     if not (folder / ARGUMENTS).is_file():
         raise ConfigError([f"RUN ({folder}): holds no {ARGUMENTS}. Give the folder of a whole run."])
-    config = load_config([f"@{folder / ARGUMENTS}"], REGISTRY, "megarl balance")
-    world_size = arguments.world_size or config.placement.nproc_per_node
+
+    def load(flags: Sequence[str] = ()) -> TrainConfig:
+        return load_config([f"@{folder / ARGUMENTS}", *flags], REGISTRY, "megarl balance")
+
+    config = load()
+    world_size = arguments.world_size or config.placement.world_size
     check_run(folder, config)
-    meshes = role_meshes(config, world_size)
+    try:
+        meshes = role_meshes(config, world_size)
+    except ValueError as error:
+        reason = str(error).partition(" Try ")[0]
+        rule = f"must be the number of ranks of the run, whose layout it does not fit: {reason}"
+        raise ConfigError(
+            [f"--world-size ({world_size}): {rule} Give the number that was started."]
+        ) from error
     measured = measure(folder, metrics_of(folder), meshes["actor"], meshes["rollout"])
-    layouts = list(possible_layouts(measured, world_size, meshes["actor"], meshes["rollout"]))
+    of_run = {*job_errors(config, world_size, new_run=True)}  # such as: its --save holds a run
+
+    def is_accepted(layout: Layout) -> bool:
+        try:
+            return of_run.issuperset(job_errors(load(_flags(layout)), world_size, new_run=True))
+        except ConfigError:
+            return False
+
+    layouts = possible_layouts(measured, world_size, meshes["actor"], meshes["rollout"], is_accepted)
     sys.stdout.write("".join(f"{line}\n" for line in report(folder, measured, layouts)))
     return 0
 
@@ -178,22 +200,35 @@ def sampling_seconds(measured: Measured, layout: Layout) -> float:
 
 
 def possible_layouts(
-    measured: Measured, world_size: int, actor: MeshSpec, rollout: MeshSpec
-) -> Iterator[Layout]:
-    """Yield the layouts of the run's ranks: engines on all of them, and on ranks of their own.
+    measured: Measured,
+    world_size: int,
+    actor: MeshSpec,
+    rollout: MeshSpec,
+    is_accepted: Callable[[Layout], bool],
+) -> list[Layout]:
+    """Return the accepted layouts of the run's ranks: engines on all of them, and on ranks of their own.
 
-    The number of ranks of a role is a multiple of its model-parallel size."""
+    If there is none, the run's own ranks remain. The number of ranks of a role is a multiple of its
+    model-parallel size.
+
+    Args:
+        is_accepted: whether a job may have this layout."""
     model = actor.tp * actor.pp * actor.cp
     places = []
     if world_size % model == 0 == world_size % rollout.tp:
-        places.append((world_size, world_size, True))
+        own = len(actor.ranks) == len(rollout.ranks) == world_size
+        ranks = None if own else (_ranks(0, world_size),) * 2
+        places.append((world_size, world_size, True, ranks))
     for samplers in range(rollout.tp, world_size - model + 1, rollout.tp):
-        if (world_size - samplers) % model == 0:
-            places.append((world_size - samplers, samplers, False))
-    if not places:  # actor and engines share some ranks only
-        places.append((measured.num_trainers, measured.num_samplers, measured.is_colocated))
-    for place in places:
-        yield from (Layout(staleness, *place) for staleness in STALENESS)
+        if (trainers := world_size - samplers) % model == 0:
+            ranks = _ranks(0, trainers), _ranks(trainers, world_size)
+            places.append((trainers, samplers, False, ranks))
+    # The run has staleness 0, so what is refused with it is the place, and other staleness does not help.
+    places = [place for place in places if is_accepted(Layout(0, *place))]
+    if not places:
+        places = [(measured.num_trainers, measured.num_samplers, measured.is_colocated)]
+    layouts = (Layout(staleness, *place) for place in places for staleness in STALENESS)
+    return [layout for layout in layouts if not layout.staleness or is_accepted(layout)]
 
 
 def best_layout(measured: Measured, layouts: Sequence[Layout]) -> Layout:
@@ -224,36 +259,37 @@ def report(folder: Path, measured: Measured, layouts: Sequence[Layout]) -> Itera
     yield "seconds per step, by the model of docs/asynchronous.md:"
     yield f"  {'layout':<32}" + "".join(f"{f'S = {staleness}':>9}" for staleness in STALENESS)
     best, before = best_layout(measured, layouts), measured.step_s
-    for place_of, own in _by_place(layouts).items():
-        times = "".join(f"{predict(measured, layout):>9.3g}" for layout in own)
-        yield f"  {place_of:<32}{times}"
+    for place, own in _by_place(layouts).items():
+        times = {staleness: f"{predict(measured, layout):.3g}" for staleness, layout in own.items()}
+        yield f"  {place:<32}" + "".join(f"{times.get(staleness, '-'):>9}" for staleness in STALENESS)
+    if any(len(own) < len(STALENESS) for own in _by_place(layouts).values()):
+        yield "-: the run's other flags do not allow it"
     seconds = predict(measured, best)
     faster = f"{before / seconds:.2f} times as fast" if seconds > 0 else "no time"
-    yield f"balanced: {_flags(best)}   {seconds:.3g} s per step, {faster} at most"
+    yield f"balanced: {' '.join(_flags(best))}   {seconds:.3g} s per step, {faster} at most"
     if not best.is_colocated:
         sampling = sampling_seconds(measured, best)
         training = measured.training_s * measured.num_trainers / best.num_trainers
         yield f"  of that sampling {sampling:.3g} s beside training {training:.3g} s"
 
 
-def _by_place(layouts: Sequence[Layout]) -> dict[str, list[Layout]]:
-    places: dict[str, list[Layout]] = {}
+def _by_place(layouts: Sequence[Layout]) -> dict[str, dict[int, Layout]]:
+    """Return name of the place -> staleness -> layout."""
+    places: dict[str, dict[int, Layout]] = {}
     for layout in layouts:
         name = f"{layout.num_trainers} train, {layout.num_samplers} sample"
         if layout.is_colocated:
             name = f"colocated on {layout.num_trainers}"
-        places.setdefault(name, []).append(layout)
+        places.setdefault(name, {})[layout.staleness] = layout
     return places
 
 
-def _flags(layout: Layout) -> str:
-    """Return the flags that place the roles as in a layout, for a job whose other roles are on the actor's
-    ranks."""
-    flags = f"--staleness {layout.staleness}"
-    if layout.is_colocated:
+def _flags(layout: Layout) -> list[str]:
+    """Return the flags that place the actor and the engines as in a layout."""
+    flags = ["--staleness", str(layout.staleness)]
+    if layout.ranks is None:
         return flags
-    first, end = layout.num_trainers, layout.num_trainers + layout.num_samplers
-    return f"--actor-ranks {_ranks(0, first)} --rollout-ranks {_ranks(first, end)} {flags}"
+    return ["--actor-ranks", layout.ranks[0], "--rollout-ranks", layout.ranks[1], *flags]
 
 
 def _ranks(first: int, end: int) -> str:

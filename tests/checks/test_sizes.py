@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from megarl.algorithms import REGISTRY
-from megarl.checks.disk import checkpoint_bytes, checkpoints_at_once, disk_errors, export_bytes
+from megarl.checks.disk import checkpoint_bytes, disk_errors, disk_line, export_bytes, new_checkpoints
 from megarl.checks.fits import memory_errors, memory_table
 from megarl.checks.machine import Machine, free_bytes
 from megarl.checks.memory import PHASES, estimate, peak_bytes, peak_phase, phase_bytes
@@ -163,6 +163,19 @@ def test_an_evaluation_needs_the_weights_and_the_engine(job):  # noqa: F811
     assert all(whole[part] == size for part, size in evaluation.items())
 
 
+def test_an_evaluation_of_several_policies_needs_the_engines_of_all(job, write_model):  # noqa: F811
+    smaller = write_model(QWEN3 | {"hidden_size": 64}, name="smaller")
+    config = load(job, f"--num-actors 2 --actor-2-model {smaller}")
+    parts = parts_of(estimate(config, 2, CPU, trains=False))
+    shapes = {"": ModelShape.load(config.model.model), "_2": ModelShape.load(smaller)}
+    for suffix, shape in shapes.items():
+        held = megatron_held(shape, MeshSpec((0,)), "grouped")[0].total
+        assert parts[f"actor{suffix}", "parameters"] == 4 * held
+        assert parts[f"rollout{suffix}", "engine"] == 2 * 4 * engine_held(shape, 1)  # a second buffer
+        assert parts[f"rollout{suffix}", "KV cache"] > 0
+    assert len(parts) == 6 and parts["actor", "parameters"] > parts["actor_2", "parameters"]
+
+
 def test_phases_hold_what_their_calls_need(job):  # noqa: F811
     flags = (
         "--algorithm ppo --kl-mode reward --kl-coef 0.1 --offload parameters gradients "
@@ -227,13 +240,13 @@ def test_what_cannot_fit_is_an_error(job):  # noqa: F811
 def test_disk(job, tmp_path):  # noqa: F811
     n = canonical_elements(ModelShape.load(tmp_path / "model"))
     config = load(job, "--save-interval 1 --keep 5 --best-metric reward/mean")
-    assert (checkpoint_bytes(config), export_bytes(config), checkpoints_at_once(config)) == (
+    assert (checkpoint_bytes(config), export_bytes(config), new_checkpoints(config)) == (
         12 * n,
         4 * n,
         3,
     )  # of three steps
     config = load(job, "--save-interval 1 --keep 2 --train-iters 100 --bf16")
-    assert (checkpoint_bytes(config), export_bytes(config), checkpoints_at_once(config)) == (12 * n, 2 * n, 3)
+    assert (checkpoint_bytes(config), export_bytes(config), new_checkpoints(config)) == (12 * n, 2 * n, 3)
     assert list(disk_errors(config, 38 * n)) == [] and list(disk_errors(config, None)) == []
     (finding,) = disk_errors(config, 38 * n - 1)
     assert finding.startswith(f"--save ({tmp_path}/run): writes 3 checkpoints of") and finding.endswith(
@@ -246,3 +259,68 @@ def test_disk(job, tmp_path):  # noqa: F811
         list(disk_errors(load(job, "--train-iters 100"), 4 * n)) == []
         and free_bytes(tmp_path / "not" / "there" / "yet") > GIGABYTE
     )
+
+
+def simulated_folders(held: list[int], begin: int, steps: int, interval: int, keep: int) -> int:
+    """Simulate a job's remaining checkpoints, and return how many more there are at most than now."""
+    replaced = [step for step in held if step > begin]  # renamed, and removed with the next one's completion
+    there, most = [step for step in held if step <= begin], len(held)
+    for step in range(begin + 1, steps + 1):
+        if step % interval == 0 or step == steps:
+            there.append(step)
+            most = max(most, len(there) + len(replaced))
+            there, replaced = there[-keep:], []
+    return most - len(held)
+
+
+@pytest.mark.parametrize(
+    "held, begin, steps, interval, keep",
+    [
+        ([], 0, 100, 5, 2),
+        ([5], 5, 100, 5, 2),
+        ([5, 10], 10, 100, 5, 2),
+        ([5, 10], 5, 100, 5, 2),  # --load names the older one
+        ([5, 10, 15, 20], 20, 100, 5, 1),  # --keep is lower than before
+        ([5, 7], 7, 12, 5, 2),  # SIGTERM stopped the job after step 7
+        ([95, 100], 100, 100, 5, 2),  # only the export is missing
+    ],
+)
+def test_a_run_that_goes_on_needs_no_room_for_what_it_holds(
+    job,  # noqa: F811
+    tmp_path,
+    held,
+    begin,
+    steps,
+    interval,
+    keep,
+):
+    """The disk on which a run has begun is large enough to continue it."""
+    run = tmp_path / "run"
+    for step in held:
+        folder = run / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "job.json").touch()
+    load_flag = (
+        f"--load {run}" if begin == max(held, default=0) else f"--load {run}/checkpoints/step_{begin:06d}"
+    )
+    flags = f"--save-interval {interval} --keep {keep} --train-iters {steps}"
+    config = load(job, flags, load_flag if held else "")
+    more = simulated_folders(held, begin, steps, interval, keep)
+    needed = more * checkpoint_bytes(config) + export_bytes(config)
+    assert list(disk_errors(config, needed)) == [] and len(list(disk_errors(config, needed - 1))) == 1
+    assert (f"writes {more} more checkpoint" in disk_line(config, None)) == bool(held and more)
+
+
+def test_an_export_is_written_beside_the_one_that_it_replaces(job, tmp_path):  # noqa: F811
+    n = canonical_elements(ModelShape.load(tmp_path / "model"))
+    assert export_bytes(load(job, "--train-iters 10")) == 4 * n
+    assert export_bytes(load(job, "--train-iters 10 --export-interval 10")) == 4 * n
+    assert export_bytes(load(job, "--train-iters 10 --export-interval 5")) == 2 * 4 * n
+    ppo = load(job, "--algorithm ppo --num-samples-per-prompt 1 --train-iters 10 --export-interval 5")
+    critic = n - QWEN3["vocab_size"] * QWEN3["hidden_size"] + QWEN3["hidden_size"]  # one score, no words
+    assert export_bytes(ppo) == 4 * (n + critic + n)
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    assert export_bytes(ppo) == 4 * (critic + n)
+    (tmp_path / "run" / "hf_critic").mkdir()
+    assert export_bytes(ppo) == 4 * n
+    assert export_bytes(load(job, "--train-iters 10")) == 4 * n

@@ -127,6 +127,13 @@ def test_wrong_flags_exit_2_and_no_traceback(command):
     ]
 
 
+@pytest.mark.parametrize("size", ["inf", "1e300", "nan", "0", "-1", "80GB"])
+def test_a_size_of_gpus_that_is_none(size, job, capsys):
+    assert cli.main(["check", job, "--gpu-memory", size]) == 2
+    rule = "must be a number of at least 0.001 and at most 100000. Try 80."
+    assert f"--gpu-memory ({size}): {rule}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", [None, "--lr '1", b"--save \xff"], ids=["missing", "quote", "encoding"])
 def test_an_args_file_that_cannot_be_read_is_one_error(text, tmp_path):
     """Not one more for each required flag that the file would have set."""

@@ -127,10 +127,30 @@ def test_a_short_secret_is_asked_for():
 
 def test_clocks_and_versions_that_differ_are_named():
     nodes = [
-        {"node": "a", "time": 100.0, "versions": {"torch": "2.13.0", "tokenizers": "1"}},
-        {"node": "b", "time": 102.5, "versions": {"torch": "2.12.0", "tokenizers": "2"}},
+        {
+            "node": name,
+            "address": address,
+            "time": time,
+            "versions": {"torch": torch, "tokenizers": tokenizers},
+        }
+        for name, address, time, torch, tokenizers in (
+            ("a", "10.0.0.1", 100.0, "2.13.0", "1"),
+            ("b", "10.0.0.2", 102.5, "2.12.0", "2"),
+        )
     ]
     clocks, versions = _clocks(nodes), _versions(nodes)
     assert not clocks["ok"] and clocks["text"].startswith("2500 ms apart: must be within 1 s")
-    assert versions["text"] == "must be the same everywhere: torch (a 2.13.0, b 2.12.0)"
+    found = "torch: 2.13.0 on a (10.0.0.1), 2.12.0 on b (10.0.0.2)"
+    assert versions["text"] == f"must be the same everywhere: {found}"
     assert _clocks(nodes[:1] * 2)["ok"] and _versions(nodes[:1] * 2)["ok"] and not versions["ok"]
+
+
+def test_versions_of_machines_with_the_same_host_name_are_compared():
+    nodes = [
+        {"node": "localhost", "address": address, "versions": {"torch": torch}}
+        for address, torch in (("10.0.0.1", "2.13.0"), ("10.0.0.2", "2.11.0"), ("10.0.0.3", "2.11.0"))
+    ]
+    versions = _versions(nodes)
+    first, *others = (f"localhost (10.0.0.{number})" for number in (1, 2, 3))
+    found = ", ".join([f"2.13.0 on {first}", *(f"2.11.0 on {other}" for other in others)])
+    assert not versions["ok"] and versions["text"].endswith(f"torch: {found}")
