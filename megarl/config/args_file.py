@@ -6,13 +6,14 @@ the command line overrides all files."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from megarl.config.errors import try_path
+from megarl.config.flags import Word, build_flags
 from megarl.config.roles import KINDS
 from megarl.frameworks.answers import is_override
 
@@ -43,14 +44,6 @@ def numbered(name: str, number: int) -> str:
         return name
     kind, _, rest = name.partition("-")
     return f"{kind}-{number}-{rest}" if kind in KINDS and rest else f"actor-{number}-{name}"
-
-
-class Word(NamedTuple):
-    """A word of the command line or of an args file. A quoted word of a file is a value, whatever it begins
-    with."""
-
-    text: str
-    quoted: bool = False
 
 
 @dataclass(slots=True)
@@ -131,7 +124,7 @@ class Reader:
             text = word.text
             if _NO_TEXT.search(text):  # no path has a zero byte, and args files are UTF-8
                 self._error(f"{text!r}: has a zero byte, or is not UTF-8", place)
-            elif not word.quoted and is_override(text):
+            elif not word.quoted and is_override(text) and not _takes_words(current):
                 self._overrides.append((text, place))
             elif not word.quoted and text.startswith("@"):
                 self._include(text[1:], folder, place, including)
@@ -203,6 +196,18 @@ class Reader:
                 self._error(f"{match.group()!r}: a quote that is opened after this is never closed", place)
                 self.misses_flags = self._is_cut = True
                 return
+
+
+def _takes_words(given: Occurrence | None) -> bool:
+    """Return whether a flag takes several words, which may look like settings of verl, such as
+    --env data.math=env.py:Class."""
+    return given is not None and given.base.removeprefix("actor-") in _flags_of_words()
+
+
+@functools.cache
+def _flags_of_words() -> frozenset[str]:
+    kinds = ((name, flag.kind) for name, flag in build_flags(None).items())
+    return frozenset(name for name, kind in kinds if kind.many and "str" in kind.bases and not kind.choices)
 
 
 def _is_args_file(path: Path) -> bool:

@@ -14,8 +14,8 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from megarl.config.args_file import Word
 from megarl.config.errors import Errors, field_types
 from megarl.config.installed import visible_gpus
 from megarl.config.run_sections import RankCount
@@ -29,6 +29,16 @@ from megarl.config.schema import (
     StreamingConfig,
     TrainConfig,
 )
+from megarl.frameworks.answers import is_override
+
+
+class Word(NamedTuple):
+    """A word of the command line or of an args file. A quoted word of a file is a value, whatever it begins
+    with."""
+
+    text: str
+    quoted: bool = False
+
 
 PREFIXES = {"rollout": "rollout-"}
 """Section -> prefix of its flags. The flags of every other section are its field names."""
@@ -384,7 +394,8 @@ def _format_one(value: object) -> str:
         return _quoted(json.dumps(value))
     if isinstance(value, str):
         plain = shlex.quote(value)
-        return plain if plain[0] not in "-@" and plain != "none" else _quoted(value)
+        is_value = plain[0] not in "-@" and plain != "none" and not is_override(plain)
+        return plain if is_value else _quoted(value)
     return repr(value)
 
 

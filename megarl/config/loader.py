@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.config.args_file import Occurrence, Reader, Word, numbered
+from megarl.config.args_file import Occurrence, Reader, numbered
 from megarl.config.errors import FieldErrors, did_you_mean, raise_errors
 from megarl.config.flags import (
     OF_ROLES,
@@ -20,6 +21,7 @@ from megarl.config.flags import (
     SECTIONS,
     Flag,
     Kind,
+    Word,
     algorithm_flags,
     algorithm_name,
     build_flags,
@@ -32,7 +34,7 @@ from megarl.config.rules_streaming import stale_defaults
 from megarl.config.schema import TrainConfig
 from megarl.config.user_algorithm import is_in_file, load_user_algorithm, with_user_algorithms
 from megarl.frameworks.answers import find_row
-from megarl.frameworks.rows import as_number, format_line
+from megarl.frameworks.rows import TIMES, Line, as_number, format_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,14 +261,48 @@ class _Loader:
         if row is None:
             return None
         lines = row.lines_here(value.strip() or True, self._known_values(row.times))
+        lines = [self._rounded_up(line) for line in lines] if row.times else lines
         if not lines:
-            return f"no such flag: {row.instead}. Leave it out."
+            flags = " and ".join(f"--{flag}" for flag in sorted(row.flags_here()))
+            is_known = row.has_counterpart(value.strip() or True)
+            reason = row.instead if is_known else f"its value has no counterpart among those of {flags}"
+            return f"no such flag{f': {reason}' if reason else ''}. Leave it out."
         if {line.flag for line in lines} - {*self.flags, "algorithm"}:
             return None
-        first, *rest = (format_line(line) for line in lines)
-        words = " ".join([f"--{numbered(first.removeprefix('--'), self.number)}", *rest])
         why = f": {row.note}" if row.note else ""
+        for line in lines:
+            flag = self._name_of(line)
+            if isinstance(line.value, str) and TIMES in line.value:
+                return f"no such flag{why}. Set --{flag} to {line.value}."
+            if rule := self._broken_rule(line):
+                return f"no such flag{why}. Here it is --{flag}: {rule}"
+        words = " ".join(format_line(line._replace(flag=self._name_of(line))) for line in lines)
         return f"no such flag{why}. Try {words} instead."
+
+    def _rounded_up(self, line: Line) -> Line:
+        """Return a line whose value is whole if its flag counts something, such as steps."""
+        flag = self.flags.get(line.flag)
+        is_whole = flag is None or flag.kind.bases != ("int",) or not isinstance(line.value, float)
+        return line if is_whole else line._replace(value=math.ceil(line.value))
+
+    def _name_of(self, line: Line) -> str:
+        flag = self.flags.get(line.flag)
+        return numbered(line.flag, self.number) if flag is None else self._name(flag)
+
+    def _broken_rule(self, line: Line) -> str:
+        """Return why a proposed flag's value does not parse; "" if it does."""
+        flag = self.flags.get(line.flag)
+        if flag is None:  # --algorithm
+            is_known = line.value in self.algorithms
+            return "" if is_known else f"must be one of {', '.join(self.algorithms)}."
+        if flag.kind.is_bool:
+            return ""
+        values = line.value if isinstance(line.value, list) else [line.value]
+        try:
+            flag.kind.parse([Word(str(value)) for value in values if value is not True])
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _known_values(self, name: str) -> dict[str, object]:
         """Return {name: value} of the flag by which another framework's value is multiplied: the given value
@@ -304,13 +340,15 @@ class _Loader:
 
         A missing or invalid field is set to None, so that the rules of the other fields still report."""
         values, complete = {}, True
+        is_corrected = section == "algorithm" and getattr(cls, "needs_correction", False)
+        of_staleness = self.stale_defaults if is_corrected else {}
         for flag in section_flags(section, cls):
             setting = self.settings.get((section, flag.field))
             if setting is not None:
                 values[flag.field] = setting.value
                 complete &= setting.valid
-            elif section == "algorithm" and flag.default is None and flag.field in self.stale_defaults:
-                values[flag.field] = self.stale_defaults[flag.field]
+            elif flag.default is None and flag.field in of_staleness:
+                values[flag.field] = of_staleness[flag.field]
             elif flag.required:
                 values[flag.field], complete = None, False
                 if self.number == 1:

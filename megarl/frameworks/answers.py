@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megarl.frameworks.rows import Row
 
-_TOO_SHORT = {"n", "path", "name", "type", "model", "enable", "seed", "mode", "len"}
+_TOO_SHORT = {"n", "path", "name", "type", "model", "enable", "enabled", "seed", "mode", "len"}
 """Last parts of dotted names that say nothing alone."""
 
 

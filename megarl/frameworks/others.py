@@ -5,7 +5,7 @@ flags.
 
 from __future__ import annotations
 
-from megarl.frameworks.rows import Row, as_number, known_trackers
+from megarl.frameworks.rows import START, Row, as_number, known_trackers
 
 
 def seconds_of(minutes: object) -> object:
@@ -33,7 +33,9 @@ TABLE = (
     Row("train-batch-size mini-batch-size", "--global-batch-size {}"),
     Row("num-ppo-epochs max-epochs", "--num-epochs {}"),
     Row("max-token-len-per-gpu", "--max-tokens-per-micro-batch {}"),
-    Row("num-gpus num-gpus-per-node world-size", "--nproc-per-node {}"),
+    Row("num-gpus", "--nproc-per-node {}", note="ranks of each node"),
+    Row("world-size", "--nproc-per-node {}", note="ranks of each node, of which there are --nnodes"),
+    Row("num-nodes", "--nnodes {}", note=START),
     Row("tp tp-size tensor-parallel-size tensor-parallel", "--tensor-model-parallel-size {}"),
     Row("pp pp-size pipeline-parallel-size", "--pipeline-model-parallel-size {}"),
     Row("cp cp-size ring-attn-size", "--context-parallel-size {}"),
@@ -67,12 +69,12 @@ TABLE = (
     Row("mlflow-experiment-name", "--log-project {}"),
     Row("distributed-timeout-minutes", "--call-timeout-s {}", convert=seconds_of),
     Row(
-        "grpo.async_grpo.max_trajectory_age_steps max-staleness",
+        "grpo.async_grpo.max_trajectory_age_steps",
         "--staleness {}",
         note="no sample is discarded for its age (docs/asynchronous.md)",
     ),
     Row("async-queue-size", "--staleness {}", note="counts training steps"),
-    Row("async-train", "--staleness 1"),
+    Row("async-train grpo.async_grpo.enabled", "--staleness 1"),
     Row(
         "in-flight-weight-updates recompute-kv-cache-after-weight-updates",
         instead="--weight-update says what unfinished responses do at a weight sync: keep, recompute or wait",
@@ -86,5 +88,8 @@ TABLE = (
         "colocate-all-models colocate-actor-ref",
         instead="roles share ranks unless --actor-ranks and the like say otherwise",
     ),
-    Row("zero-stage", instead="--use-distributed-optimizer shards Adam's state, which is the default"),
+    Row(
+        "zero-stage",
+        instead="--use-distributed-optimizer, the default, shards Adam's state, --use-megatron-fsdp more",
+    ),
 )

@@ -6,13 +6,15 @@ configuration's loader answers a single foreign flag with it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import NamedTuple
 
 _FLAG = re.compile(r"--([\w-]+)(?: (?!--)(\S+))?")
+TRUTH = dict.fromkeys(("1", "yes", "on"), "true") | dict.fromkeys(("0", "no", "off"), "false")
+"""Other ways to write true and false -> key in `Row.values`."""
 TIMES = " x --"
 """Stands between a number and a flag whose value is not known yet."""
 
@@ -42,7 +44,7 @@ class Row:
     Args:
         names: its names there, separated by spaces; * stands for anything.
         flags: our flags, {} for the value. Empty if there is none: then `instead` says what to do.
-        values: value there -> value here. Other values are kept.
+        values: value there -> value here, None if it has no counterpart. Other values are kept.
         convert: makes the value here of the value there, in place of `values`.
         times: our flag by whose value the value is multiplied.
         default: the value there if it is not given.
@@ -71,8 +73,8 @@ class Row:
 
         Args:
             ours: our flags whose values are known, without dashes."""
-        value = self.values.get(key_of(value), value) if self.convert is None else self.convert(value)
-        if not self.times:
+        value = self.values.get(self._key(value), value) if self.convert is None else self.convert(value)
+        if not self.times or value is None or value is True:  # True: no value was given
             return value
         factor = ours.get(self.times)
         number = as_number(value)
@@ -81,20 +83,34 @@ class Row:
         product = float(f"{number * factor:.9g}")
         return int(product) if product.is_integer() else product
 
+    def _key(self, value: object) -> str:
+        key = key_of(value)
+        return key if key in self.values else TRUTH.get(key, key)
+
+    def has_counterpart(self, value: object) -> bool:
+        """Return whether a value corresponds to one here, or may do so, because other values are kept."""
+        if self.convert is not None:
+            return self.convert(value) is not None
+        return self.flags != "{}" or self._key(value) in self.values
+
     def flags_here(self) -> set[str]:
         """Return the names of megarl's flags that take the value of this setting."""
         texts = [self.flags] if self.flags != "{}" else [str(value) for value in self.values.values()]
         found = [(flag.removeprefix("no-"), word) for text in texts for flag, word in _FLAG.findall(text)]
-        return {flag for flag, word in found if word == "{}"} or {flag for flag, _ in found}
+        return {flag for flag, word in found if "{}" in word} or {flag for flag, _ in found}
 
     def lines_here(self, value: object, ours: Mapping[str, object]) -> list[Line]:
         """Return megarl's flags with the value; none if no flag has this meaning."""
         here = self.value_here(value, ours)
+        is_switched_off = "{}" not in self.flags and key_of(value) == "false"
+        if here is None or is_switched_off:
+            return []
         if self.flags == "{}":
             return [_switch(flag, word) for flag, word in _FLAG.findall(str(here))]
         found = []
         for flag, word in _FLAG.findall(self.flags):
-            found.append(Line(flag, here if word == "{}" else word or True, self.note))
+            filled: object = word.replace("{}", str(here)) or True
+            found.append(Line(flag, here if word == "{}" else filled, self.note))
         return found
 
 
@@ -121,9 +137,10 @@ class Settings:
         return {name: row.default for row in self.table for name in row.names.split()}
 
     def __getitem__(self, name: str) -> object:
-        """Return the value of a setting, or the default of the foreign framework if it is not given."""
-        value = self.given.get(name)
-        return self._defaults.get(name) if value is None else value
+        """Return the value of a setting, or the default of the foreign framework if it is not given.
+
+        None that is given, such as null in YAML, is a value: it turns a default off."""
+        return self.given[name] if name in self.given else self._defaults.get(name)
 
     def number(self, name: str) -> int | float | None:
         """Return a setting as a number; None if it has no value or is no number."""
@@ -154,9 +171,10 @@ def as_number(value: object) -> int | float | None:
     except ValueError:
         pass
     try:
-        return float(str(value))
+        number = float(str(value))
     except ValueError:
         return None
+    return int(number) if number.is_integer() else number
 
 
 def as_list(value: object) -> list[str]:
@@ -182,7 +200,8 @@ def train_iters(epochs: float, rows: int | None, per_step: object, source: str) 
             note=f"--train-iters = {source} {epochs:g} x (rows of --train-data // {per_step}). "
             "Name the number of rows: megarl translate --rows N",
         )
-    per_pass = rows // int(str(per_step)) if as_number(per_step) else 0
+    prompts = as_number(per_step)
+    per_pass = int(rows // prompts) if prompts else 0
     return Line("train-iters", int(epochs * per_pass), f"{source} {epochs:g} x ({rows} rows // {per_step})")
 
 
@@ -205,6 +224,19 @@ def schedule(
         yield Line(f"{prefix}lr-warmup-iters", warmup)
     if as_number(min_ratio) and as_number(lr) is not None:
         yield Line(f"{prefix}min-lr", float(f"{as_number(min_ratio) * as_number(lr):.6g}"))
+
+
+def decaying(prefix: str, lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield the flags of a schedule, without the end of its decay if it is constant: megarl refuses one that
+    has no effect.
+
+    Args:
+        prefix: of the flags, critic- or nothing."""
+    found = list(lines)
+    styles = [line.value for line in found if line.flag == f"{prefix}lr-decay-style"]
+    is_constant = not styles or styles[-1] == "constant"
+    ends = {f"{prefix}min-lr", f"{prefix}lr-decay-iters"} if is_constant else set()
+    yield from (line for line in found if line.flag not in ends)
 
 
 STYLES = {
@@ -234,6 +266,10 @@ KL_ESTIMATORS = {
     "k3": "k3",
 }
 """Name of an estimate of the KL in verl and slime -> --kl-estimator."""
+KL_FLAGS = {name: f"--kl-estimator {ours}" for name, ours in KL_ESTIMATORS.items()} | {
+    f"{name}+": f"--kl-estimator {ours} --kl-straight-through" for name, ours in KL_ESTIMATORS.items()
+}
+"""The same names, in verl also with + for the gradient of k2 -> our flags."""
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 """What gradient checkpointing of every layer is here."""
 LORA_MODULES = {
@@ -248,23 +284,55 @@ LORA_MODULES = {
 """Layer of a Hugging Face model -> Megatron's layer, for --lora-target-modules."""
 
 
-def lora(rank: object, alpha: object, modules: object) -> Iterator[Line]:
-    """Yield the flags of adapters; nothing if the rank is 0."""
+START = "start it on every node by torchrun, or with --executor ray (docs/clusters.md)"
+"""How a job on several nodes begins."""
+
+
+def ranks_of_nodes(nodes: int, per_node: int, note: str = "") -> Iterator[Line]:
+    """Yield --nproc-per-node and --nnodes.
+
+    Args:
+        note: what to know about the number of ranks."""
+    yield Line("nproc-per-node", per_node, note)
+    yield Line("nnodes", nodes, START if nodes > 1 else "")
+
+
+def lora_modules(modules: object) -> list[str] | None:
+    """Return the --lora-target-modules for layers by Hugging Face's or Megatron's names, or for all-linear.
+    None if no name is known."""
+    layers = list(dict.fromkeys(LORA_MODULES.values()))
+    names = [name for text in as_list(modules) for name in text.split()]
+    if "all-linear" in names:
+        return layers
+    named = {LORA_MODULES.get(name, name) for name in names}
+    return [layer for layer in layers if layer in named] or None
+
+
+def lora(prefix: str, rank: object, alpha: object, modules: object) -> Iterator[Line]:
+    """Yield the flags of adapters; nothing if the rank is 0.
+
+    Args:
+        prefix: actor-, critic-, or nothing for the adapters of all roles."""
     if not as_number(rank):
         return
-    yield Line("lora-rank", rank)
-    yield Line("lora-alpha", alpha)
-    names = {name for name in as_list(modules) if name in LORA_MODULES}
-    if names:
-        found = list(dict.fromkeys(LORA_MODULES[name] for name in LORA_MODULES if name in names))
-        all_of_them = {name for name in LORA_MODULES if LORA_MODULES[name] in found}
-        added = " ".join(sorted(all_of_them - names))
-        yield Line("lora-target-modules", found, f"has {added} too" if added else "")
+    yield Line(f"{prefix}lora-rank", rank)
+    yield Line(f"{prefix}lora-alpha", alpha)
+    names = as_list(modules)
+    found = lora_modules(names)
+    if found and "all-linear" not in names:
+        added = sorted(
+            name for name, layer in LORA_MODULES.items() if layer in found and not {name, layer} & {*names}
+        )
+        note = f"has {' '.join(added)} too" if added else ""
+        yield Line(f"{prefix}lora-target-modules", found, note)
+    for name in names:
+        if name not in (*LORA_MODULES, *LORA_MODULES.values(), "all-linear"):
+            yield Line("", note=f"{name}: --{prefix}lora-target-modules has no such layer")
 
 
 def known_trackers(logger: object) -> list[str]:
     """Return the trackers of a list that megarl has."""
-    names = as_list(logger)
+    names = [name for text in as_list(logger) for name in text.split()]
     return [name for name in TRACKERS if name in names or "all" in names]
 
 

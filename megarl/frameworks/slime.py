@@ -8,18 +8,22 @@ from collections.abc import Iterator
 
 from megarl.frameworks.rows import (
     KL_ESTIMATORS,
+    KL_FLAGS,
+    START,
+    STYLES,
     Line,
     Row,
     Settings,
     as_list,
     as_number,
+    decaying,
     key_of,
     model_folder,
+    ranks_of_nodes,
     schedule,
     trackers,
     train_iters,
 )
-
 
 ESTIMATORS = {
     "ppo": "ppo",
@@ -29,6 +33,10 @@ ESTIMATORS = {
     "reinforce_plus_plus_baseline": "reinforce++-baseline",
 }
 """advantage-estimator -> --algorithm."""
+ESTIMATOR_FLAGS = {name: f"--algorithm {ours}" for name, ours in ESTIMATORS.items()} | {
+    "gspo": "--algorithm grpo --policy-loss gspo"
+}
+"""advantage-estimator -> all flags that it is here."""
 
 
 def _algorithm(settings: Settings) -> Iterator[Line]:
@@ -81,6 +89,10 @@ def _updates(settings: Settings) -> int:
 def _rate(settings: Settings) -> Iterator[Line]:
     """Yield the flags of the learning-rate schedule. slime's counts optimizer updates, megarl's counts
     steps."""
+    yield from decaying("", _schedule(settings))
+
+
+def _schedule(settings: Settings) -> Iterator[Line]:
     warmup, total = settings.number("lr-warmup-iters"), settings.ours.get("train-iters")
     if warmup:
         warmup = -(-warmup // _updates(settings))
@@ -89,6 +101,8 @@ def _rate(settings: Settings) -> Iterator[Line]:
     yield from schedule("", settings["lr"], settings["lr-decay-style"], warmup)
     if decay := settings.number("lr-decay-iters"):
         yield Line("lr-decay-iters", -(-decay // _updates(settings)))
+    if (lowest := settings["min-lr"]) is not None:
+        yield Line("min-lr", lowest)
 
 
 def _kl(settings: Settings) -> Iterator[Line]:
@@ -118,11 +132,20 @@ def _importance(settings: Settings) -> Iterator[Line]:
 
 
 def _ranks(settings: Settings) -> Iterator[Line]:
-    nodes, gpus = settings.number("actor-num-nodes") or 1, settings.number("actor-num-gpus-per-node") or 8
+    """Yield the ranks of trainer and engines, on nodes of the same size.
+
+    slime counts the nodes of the trainer only, and fills nodes of --num-gpus-per-node GPUs with both."""
+    nodes, gpus = (
+        int(settings.number(f"actor-num-{name}") or default)
+        for name, default in (("nodes", 1), ("gpus-per-node", 8))
+    )
     actor = nodes * gpus
-    engines = 0 if settings.is_on("colocate") else settings.number("rollout-num-gpus") or actor
-    start = f"start with torchrun --nnodes N --nproc-per-node {gpus} -m megarl.train @FILE"
-    yield Line("nproc-per-node", actor + engines, "" if nodes == 1 else f"for megarl check; {start}")
+    engines = 0 if settings.is_on("colocate") else int(settings.number("rollout-num-gpus") or actor)
+    if engines:
+        ranks, room = actor + engines, max(gpus, int(settings.number("num-gpus-per-node") or 8))
+        nodes = next(number for number in range(-(-ranks // room), ranks + 1) if ranks % number == 0)
+        gpus = ranks // nodes
+    yield from ranks_of_nodes(nodes, gpus)
     if engines:
         yield Line("actor-ranks", f"0-{actor - 1}")
         yield Line("rollout-ranks", f"{actor}-{actor + engines - 1}")
@@ -151,7 +174,13 @@ def _loggers(settings: Settings) -> Iterator[Line]:
 
 
 TABLE = (
-    Row("advantage-estimator", "--algorithm {}", default="grpo", lines=_algorithm),
+    Row(
+        "advantage-estimator",
+        "{}",
+        ESTIMATOR_FLAGS,
+        default="grpo",
+        lines=_algorithm,
+    ),
     Row("bf16", "--bf16", lines=_algorithm),
     Row("hf-checkpoint", "--model {}", lines=_algorithm),
     Row(
@@ -185,11 +214,11 @@ TABLE = (
     Row("num-rollout", "--train-iters {}", lines=_steps),
     Row("num-epoch", instead="--train-iters = epochs x (rows // --num-prompts)", lines=_steps),
     Row("lr", "--lr {}", default=1e-6, lines=_rate),
-    Row("lr-decay-style", "--lr-decay-style {}", default="constant", lines=_rate),
+    Row("lr-decay-style", "--lr-decay-style {}", STYLES, default="linear", lines=_rate),
     Row("lr-warmup-iters", "--lr-warmup-iters {}", lines=_rate),
     Row("lr-warmup-fraction", "--lr-warmup-iters {}", times="train-iters", lines=_rate),
     Row("lr-decay-iters", "--lr-decay-iters {}", lines=_rate),
-    Row("min-lr", "--min-lr {}"),
+    Row("min-lr", "--min-lr {}", lines=_rate),
     Row("weight-decay", "--weight-decay {}", default=0.01),
     Row("adam-beta1", "--adam-beta1 {}", default=0.9),
     Row("adam-beta2", "--adam-beta2 {}", default=0.999),
@@ -205,12 +234,21 @@ TABLE = (
     ),
     Row("eps-clip-c", "--clip-ratio-c {}"),
     Row("entropy-coef", "--entropy-coef {}", default=0.0),
-    Row("use-kl-loss", "--kl-mode loss", default=False, lines=_kl),
+    Row("use-kl-loss", "--kl-mode {}", {"true": "loss", "false": "none"}, default=False, lines=_kl),
     Row("kl-loss-coef", "--kl-coef {} --kl-mode loss", default=0.0, lines=_kl),
     Row("kl-coef", "--kl-coef {}", default=0.0, lines=_kl),
-    Row("kl-loss-type", "--kl-estimator {}", KL_ESTIMATORS, default="k1", lines=_kl),
+    Row("kl-loss-type", "{}", KL_FLAGS, default="k1", lines=_kl),
     Row("use-tis", "--tis-clip 2.0", default=False, lines=_importance),
     Row("tis-clip", "--tis-clip {}", default=2.0, lines=_importance),
+    Row("use-rollout-logprobs", "--old-log-probs engine"),
+    Row("use-rollout-routing-replay", "--moe-routing-replay engine"),
+    Row("use-routing-replay", "--moe-routing-replay policy"),
+    Row("ref-update-interval", "--reference-update-interval {}"),
+    Row(
+        "train_async",
+        "--staleness 1",
+        note="train_async.py samples a step ahead, and ends responses before a sync: --weight-update wait",
+    ),
     Row("rollout-temperature", "--temperature {}", default=1.0),
     Row("rollout-top-p", "--top-p {}", default=1.0),
     Row("rollout-top-k", "--top-k {}", {"-1": 0}, default=-1),
@@ -231,6 +269,7 @@ TABLE = (
             "optimizer-offload-fraction",
             "moe-router-load-balancing-type",
             "moe-aux-loss-coeff",
+            "moe-z-loss-coeff",
             "save-interval",
             "eval-interval",
         )
@@ -246,7 +285,8 @@ TABLE = (
         times="context-parallel-size",
     ),
     Row("actor-num-gpus-per-node", "--nproc-per-node {}", lines=_ranks),
-    Row("actor-num-nodes", instead="--nproc-per-node = nodes x GPUs of a node", lines=_ranks),
+    Row("num-gpus-per-node", "--nproc-per-node {}", default=8, lines=_ranks),
+    Row("actor-num-nodes", "--nnodes {}", note=START, lines=_ranks),
     Row(
         "colocate", instead="roles share ranks unless --actor-ranks and the like say otherwise", lines=_ranks
     ),
@@ -276,9 +316,16 @@ TABLE = (
         instead="stages with different numbers of layers are not supported",
     ),
     Row("update-weight-*", instead="--reshard-* says how weights get into the engines"),
-    Row("use-opd opd-* use-rollout-logprobs", instead="no counterpart"),
+    Row("update-weights-interval", instead="the engines get the weights of every step"),
+    Row(
+        "use-opd opd-*",
+        instead="--algorithm distill --reference-model TEACHER learns from the teacher's log-probs alone",
+    ),
     Row("mtp-* enable-mtp-training", instead="layers for multi-token prediction are not supported"),
-    Row("ref-load", instead="the reference starts from --model"),
+    Row(
+        "ref-load ref-ckpt-step",
+        instead="a Megatron checkpoint; --reference-model names a Hugging Face folder (default: --model)",
+    ),
     Row(
         "label-key apply-chat-template tool-key metadata-key",
         instead="docs/data_and_rewards.md lists the columns",
@@ -315,8 +362,20 @@ TABLE = (
         "over-sampling-batch-size dynamic-sampling-filter-path",
         instead="--dynamic-sampling leaves out prompts with equal rewards, and samples others",
     ),
-    Row("rollout-function-path", instead="no counterpart"),
+    Row(
+        "rollout-function-path custom-generate-function-path",
+        instead="--env FILE.py:CLASS or --agent-command make episodes of your own (docs/agents.md)",
+    ),
+    Row("custom-loss-function-path", instead="--policy-loss FILE.py:FUNCTION (docs/algorithms.md)"),
+    Row("custom-advantage-function-path", instead="--advantage FILE.py:FUNCTION (docs/algorithms.md)"),
+    Row("custom-tis-function-path", instead="--tis-clip, --tis-level and --mis-level weigh or mask tokens"),
+    Row(
+        "custom-rollout-log-function-path dump-details",
+        instead="--num-rollouts-to-log N writes samples of each step to --save/rollouts",
+    ),
+    Row("megatron-to-hf-mode", instead="--model is read directly"),
+    Row("train-backend", instead="Megatron trains; --use-megatron-fsdp is its FSDP"),
     Row("sglang-*", instead="the engine is vLLM: --rollout-NAME for its arguments"),
     Row("wandb-* tensorboard-dir", instead="trackers are set up by their own environment variables"),
-    Row("megatron-to-hf-mode train-backend custom-* debug-* dump-details", instead="no counterpart"),
+    Row("custom-* debug-*", instead="no counterpart"),
 )

@@ -5,8 +5,8 @@ Arguments of the trainer, of its adapters (LoraConfig) and of `accelerate launch
 from __future__ import annotations
 
 from megarl.frameworks import trl_lines as lines
-from megarl.frameworks.rows import RECOMPUTE, STYLES, Row, known_trackers
-from megarl.frameworks.trl_lines import BATCH, LOSSES
+from megarl.frameworks.rows import RECOMPUTE, START, STYLES, Row, known_trackers, lora_modules
+from megarl.frameworks.trl_lines import BATCH, LOSS_FLAGS
 
 WARMUP = "--lr-warmup-iters counts steps; without it there is no warm-up"
 
@@ -43,6 +43,7 @@ TABLE = (
         lines=lines.batch,
     ),
     Row("num_processes", "--nproc-per-node {}", lines=lines.batch),
+    Row("num_machines", "--nnodes {}", note=START, default=1, lines=lines.batch),
     Row("num_iterations", "--num-epochs {}", default=1, lines=lines.batch),
     Row(
         "max_steps", "--train-iters {}", note="updates there, generations here", default=-1, lines=lines.steps
@@ -70,7 +71,13 @@ TABLE = (
     Row("adam_beta2", "--adam-beta2 {}", default=0.999),
     Row("adam_epsilon", "--adam-eps {}", default=1e-8),
     Row("max_grad_norm", "--clip-grad {}", default=1.0),
-    Row("loss_type", "--loss-aggregation {}", LOSSES, default="dapo", lines=lines.loss),
+    Row(
+        "loss_type",
+        "{}",
+        LOSS_FLAGS,
+        default="dapo",
+        lines=lines.loss,
+    ),
     Row("epsilon", "--clip-eps-low {} --clip-eps-high {}", default=0.2, lines=lines.loss),
     Row("epsilon_high", "--clip-eps-high {}", lines=lines.loss),
     Row(
@@ -84,6 +91,11 @@ TABLE = (
     Row("sapo_temperature_pos", "--sapo-tau-pos {}", default=1.0, lines=lines.loss),
     Row("sapo_temperature_neg", "--sapo-tau-neg {}", default=1.05, lines=lines.loss),
     Row("beta", "--kl-coef {} --kl-mode loss", default=0.0, lines=lines.kl),
+    Row("entropy_coef", "--entropy-coef {}", default=0.0),
+    Row(
+        "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+        instead="--entropy-coef stays the same",
+    ),
     Row(
         "scale_rewards",
         "{}",
@@ -98,15 +110,20 @@ TABLE = (
     Row("vllm_gpu_memory_utilization", "--rollout-gpu-memory-utilization {}", default=0.3, lines=lines.vllm),
     Row("vllm_tensor_parallel_size", "--rollout-tensor-parallel-size {}", default=1, lines=lines.vllm),
     Row("vllm_mode", instead="--rollout-engine says where vLLM runs", default="colocate", lines=lines.vllm),
-    Row("use_vllm", instead="the engine is always vLLM", default=False, lines=lines.vllm),
+    Row(
+        "use_vllm",
+        instead="vLLM samples unless --rollout-backend transformers is given",
+        default=False,
+        lines=lines.vllm,
+    ),
     Row("vllm_importance_sampling_correction", instead="--tis-clip 2.0", default=True, lines=lines.vllm),
     Row(
         "vllm_importance_sampling_mode",
         "{}",
         {
-            f"{level}_{how}": f"--{flag}-level {level}"
+            f"{level}_{how}": f"--{flag} {level}"
             for level in ("token", "sequence")
-            for how, flag in (("mask", "mis"), ("truncate", "tis"))
+            for how, flag in (("mask", "mis-level"), ("truncate", "tis-clip 3.0 --tis-level"))
         },
         default="sequence_mask",
         lines=lines.vllm,
@@ -123,7 +140,13 @@ TABLE = (
     Row("use_peft", instead="--lora-rank above 0", default=False, lines=lines.adapters),
     Row("lora_r", "--lora-rank {}", default=16, lines=lines.adapters),
     Row("lora_alpha", "--lora-alpha {}", default=32, lines=lines.adapters),
-    Row("lora_target_modules", "--lora-target-modules {}", default="all-linear", lines=lines.adapters),
+    Row(
+        "lora_target_modules",
+        "--lora-target-modules {}",
+        convert=lora_modules,
+        default="all-linear",
+        lines=lines.adapters,
+    ),
     Row("reward_funcs", "--reward-function {}", lines=lines.rewards),
     Row("output_dir", "--save {}", default="trainer_output"),
     Row("resume_from_checkpoint", "--load {}", note="a megarl run folder or checkpoint"),
@@ -135,8 +158,21 @@ TABLE = (
     Row("report_to", "--log-with {}", convert=known_trackers, default="none", lines=lines.loggers),
     Row("run_name", "--log-name {}"),
     Row("wandb_project", "--log-project {}"),
+    Row(
+        "max_staleness",
+        "--staleness {}",
+        note="no sample is discarded for its age (docs/asynchronous.md)",
+    ),
     # From here on: nothing to set.
-    Row("reward_weights", instead="weigh the parts of the sum in your own --reward-function"),
+    Row(
+        "reward_weights multi_objective_aggregation",
+        instead="--score-weights NAME=WEIGHT ... weighs the scores that a --reward-function returns by name; "
+        "normalize_then_sum is --algorithm gdpo",
+    ),
+    Row(
+        "tools environment_factory rollout_func max_tool_calling_iterations",
+        instead="turns come from --env FILE.py:CLASS or --agent-command (docs/agents.md)",
+    ),
     Row("eval_dataset dataset_test_split", instead="--eval-data FILE"),
     Row(
         "dataset_config dataset_configs dataset_train_split dataset_prompt_column dataset_num_proc "
@@ -154,7 +190,11 @@ TABLE = (
         "min_p repetition_penalty generation_kwargs top_entropy_quantile cache_implementation",
         instead="no counterpart: the engine samples from the policy itself",
     ),
-    Row("sync_ref_model ref_model_*", instead="the reference stays as it was at the start"),
+    Row(
+        "sync_ref_model ref_model_*",
+        instead="--reference-update-interval N makes the reference a copy of the actor every N steps, as "
+        "ref_model_mixup_alpha 1 does",
+    ),
     Row("log_completions num_completions_to_print log_unique_prompts", instead="--num-rollouts-to-log N"),
     Row("num_generations_eval", "--eval-num-samples {}"),
     Row(
@@ -187,10 +227,15 @@ TABLE = (
     ),
     Row(
         "deepspeed deepspeed_config fsdp fsdp_config config_file mixed_precision",
-        instead="Megatron trains: --use-distributed-optimizer shards Adam's state",
+        instead="Megatron trains: --use-distributed-optimizer shards Adam's state, --use-megatron-fsdp more",
     ),
     Row("lora_dropout", instead="adapters have no dropout, as the engine's log-probs have none"),
     Row("lora_bias lora_task_type lora_modules_to_save use_rslora use_dora", instead="no counterpart"),
-    Row("vllm_* use_transformers_paged", instead="an engine argument of vLLM: --rollout-NAME"),
+    Row(
+        "vllm_server_* vllm_group_port",
+        instead="megarl starts the engines itself; --rollout-ranks and --rollout-engine say where",
+    ),
+    Row("use_transformers_paged", instead="--rollout-backend transformers, if vLLM is not to sample"),
+    Row("vllm_*", instead="an engine argument of vLLM: --rollout-NAME"),
     Row("processing_class args model peft_config", instead="nothing to set"),
 )

@@ -5,15 +5,18 @@ Each function is `lines` of rows of the table in trl.py."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 
 from megarl.frameworks.rows import (
     Line,
     Settings,
     as_list,
+    decaying,
     key_of,
     lora,
     model_folder,
+    ranks_of_nodes,
     schedule,
     trackers,
     train_iters,
@@ -28,6 +31,11 @@ LOSSES = {
     "sapo": "seq-mean-token-mean",
 }
 """loss_type -> --loss-aggregation."""
+LOSS_FLAGS = {
+    name: f"--loss-aggregation {ours}" + (f" --policy-loss {name}" if name in ("cispo", "sapo") else "")
+    for name, ours in LOSSES.items()
+}
+"""loss_type -> all flags that it is here."""
 BATCH = "num_processes x per_device_train_batch_size x gradient_accumulation_steps"
 
 
@@ -79,7 +87,18 @@ def batch(settings: Settings) -> Iterator[Line]:
     yield Line("num-prompts", prompts, f"{samples * updates} samples of a generation / {group}{unsure}")
     yield Line("global-batch-size", prompts * group // updates, f"{BATCH}{unsure}")
     yield Line("num-epochs", settings["num_iterations"])
-    yield Line("nproc-per-node", _processes(settings), unsure[2:])
+    yield from _ranks(settings, unsure[2:])
+
+
+def _ranks(settings: Settings, unsure: str) -> Iterator[Line]:
+    processes, machines = _processes(settings), int(settings.number("num_machines") or 1)
+    if processes % machines:
+        note = f"{processes} processes on {machines} machines: all nodes have the same number here"
+        yield Line("", note=f"--nnodes N --nproc-per-node M: {note}")
+        return
+    if processes > 8 and "num_machines" not in settings.given:
+        unsure = f"on one machine; on N machines --nnodes N --nproc-per-node {processes}/N"
+    yield from ranks_of_nodes(machines, processes // machines, unsure)
 
 
 def steps(settings: Settings) -> Iterator[Line]:
@@ -102,13 +121,14 @@ def rate(settings: Settings) -> Iterator[Line]:
     if warmup:
         warmup, ratio = -(-warmup // per_step), None
     elif ratio and isinstance(total, int):
-        warmup = int(ratio * total)
+        warmup = math.ceil(ratio * total)  # as Hugging Face's trainer rounds
     kwargs = _scheduler_kwargs(settings)
     style = settings["lr_scheduler_type"]
     min_ratio = kwargs.pop("min_lr_rate", None)
-    yield from schedule("", settings["learning_rate"], style, int(warmup or 0), min_ratio)
+    flags = [*schedule("", settings["learning_rate"], style, int(warmup or 0), min_ratio)]
     if (lowest := kwargs.pop("min_lr", None)) is not None:
-        yield Line("min-lr", lowest)
+        flags.append(Line("min-lr", lowest))
+    yield from decaying("", flags)
     for name, value in kwargs.items():
         yield Line("", note=f"lr_scheduler_kwargs: {name}={value} has no counterpart")
     if ratio and not isinstance(total, int):
@@ -204,8 +224,8 @@ def rewards(settings: Settings) -> Iterator[Line]:
     if names:
         yield Line(
             "",
-            note=f"reward_funcs ({', '.join(names)}): write their weighted sum as one function, "
-            "--reward-function rewards.py:score; for rules of mathematics --reward math",
+            note=f"reward_funcs ({', '.join(names)}): write one function that returns their sum, or their "
+            "scores for --score-weights: --reward-function rewards.py:score; for mathematics --reward math",
         )
     else:
         yield Line(
@@ -238,6 +258,10 @@ def intervals(settings: Settings) -> Iterator[Line]:
 
 def vllm(settings: Settings) -> Iterator[Line]:
     if not settings.is_on("use_vllm"):
+        if "use_vllm" in settings.given:
+            yield Line(
+                "", note="use_vllm=false: vLLM samples all the same; --rollout-backend transformers does not"
+            )
         return
     yield Line("rollout-gpu-memory-utilization", settings["vllm_gpu_memory_utilization"])
     yield Line("rollout-tensor-parallel-size", settings["vllm_tensor_parallel_size"])
@@ -252,19 +276,18 @@ def _correction(settings: Settings) -> Iterator[Line]:
     probabilities, and either truncates the ratio or makes it 0 outside of the bounds."""
     mode = key_of(settings["vllm_importance_sampling_mode"])
     level, _, how = mode.partition("_")
-    low = settings["vllm_importance_sampling_clip_min"]
-    names = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
-    high = next((settings[name] for name in names if settings[name] is not None), None)
-    if level not in ("token", "sequence") or how not in ("mask", "truncate") or key_of(high) == "none":
-        yield Line(
-            "", note=f"vllm_importance_sampling_mode={mode}, clip_max={high}: see --mis-level and --tis-clip"
-        )
+    low, high = settings["vllm_importance_sampling_clip_min"], settings["vllm_importance_sampling_cap"]
+    high = settings["vllm_importance_sampling_clip_max"] if high is None else high
+    if level not in ("token", "sequence") or how not in ("mask", "truncate"):
+        yield Line("", note=f"vllm_importance_sampling_mode={mode}: see --mis-level and --tis-clip")
         return
-    yield Line("tis-clip", high)
+    unbounded = "TRL has no upper bound" if high is None else ""
+    high = 1e30 if high is None else high
+    yield Line("tis-clip", high, unbounded)
     yield Line("tis-level", level)
     if how == "mask":
         yield Line("mis-level", level)
-        yield Line("mis-high", high)
+        yield Line("mis-high", high, unbounded)
         yield Line("mis-low", 1e-30 if low is None else low, "TRL has no lower bound" if low is None else "")
     elif low is not None:
         yield Line("", note=f"vllm_importance_sampling_clip_min={low}: truncation has no lower bound here")
@@ -272,7 +295,7 @@ def _correction(settings: Settings) -> Iterator[Line]:
 
 def adapters(settings: Settings) -> Iterator[Line]:
     rank = settings["lora_r"] if settings.is_on("use_peft") else None
-    yield from lora(rank, settings["lora_alpha"], settings["lora_target_modules"])
+    yield from lora("", rank, settings["lora_alpha"], settings["lora_target_modules"])
 
 
 def loggers(settings: Settings) -> Iterator[Line]:

@@ -4,11 +4,10 @@ The names are those of verl's `ppo_trainer` configuration, with the older names 
 
 from __future__ import annotations
 
+from megarl.frameworks import verl_corrections, verl_remarks
 from megarl.frameworks import verl_lines as lines
-from megarl.frameworks.rows import KL_ESTIMATORS, RECOMPUTE, STYLES, Row, known_trackers
+from megarl.frameworks.rows import KL_FLAGS, RECOMPUTE, START, STYLES, Row, known_trackers, lora_modules
 from megarl.frameworks.verl_lines import ACTOR, LOSSES, MODEL, OVERRIDE, REF, ROLLOUT, SIZES, STYLE_NAMES
-
-_PACKED = "sequences are packed up to --max-tokens-per-micro-batch tokens, whatever their number"
 
 TABLE = (
     Row(
@@ -83,23 +82,21 @@ TABLE = (
                 lines=lines.rates,
             ),
             Row(f"{there}.optim.min_lr_ratio", f"--{role}min-lr {{}}", times=f"{role}lr", lines=lines.rates),
+            Row(f"{there}.optim.min_lr", f"--{role}min-lr {{}}", lines=lines.rates),
+            Row(f"{there}.optim.lr_decay_steps", f"--{role}lr-decay-iters {{}}", lines=lines.rates),
         )
     ),
-    Row(f"{ACTOR}.optim.min_lr", "--min-lr {}"),
-    Row(f"{ACTOR}.optim.lr_decay_steps", "--lr-decay-iters {}"),
-    Row(f"{ACTOR}.optim.weight_decay", "--weight-decay {}", default=0.01),
+    *lines.rows_per_role("weight-decay", "optim.weight_decay", default=0.01),
+    *lines.rows_per_role("clip-grad", "grad_clip optim.clip_grad", default=1.0),
     Row(
-        f"{ACTOR}.optim.betas",
+        f"{ACTOR}.optim.betas critic.optim.betas",
         instead="--adam-beta1 and --adam-beta2 take one number each",
         default=[0.9, 0.999],
         lines=lines.betas,
     ),
-    Row(f"{ACTOR}.grad_clip {ACTOR}.optim.clip_grad", "--clip-grad {}", default=1.0),
-    Row("critic.grad_clip critic.optim.clip_grad", "--critic-clip-grad {}"),
-    Row("critic.optim.weight_decay", "--critic-weight-decay {}"),
     Row(f"{ACTOR}.clip_ratio", "--clip-eps-low {} --clip-eps-high {}", default=0.2, lines=lines.clip),
-    Row(f"{ACTOR}.clip_ratio_low", "--clip-eps-low {}", lines=lines.clip),
-    Row(f"{ACTOR}.clip_ratio_high", "--clip-eps-high {}", lines=lines.clip),
+    Row(f"{ACTOR}.clip_ratio_low", "--clip-eps-low {}", default=0.2, lines=lines.clip),
+    Row(f"{ACTOR}.clip_ratio_high", "--clip-eps-high {}", default=0.2, lines=lines.clip),
     Row(f"{ACTOR}.clip_ratio_c", "--clip-ratio-c {}", default=3.0, lines=lines.clip),
     Row(
         f"{ACTOR}.loss_agg_mode",
@@ -131,8 +128,9 @@ TABLE = (
     ),
     Row(f"{ACTOR}.kl_loss_coef", "--kl-coef {} --kl-mode loss", default=0.001, lines=lines.kl),
     Row("algorithm.kl_ctrl.kl_coef", "--kl-coef {} --kl-mode reward", default=0.001, lines=lines.kl),
-    Row(f"{ACTOR}.kl_loss_type", "--kl-estimator {}", KL_ESTIMATORS, default="low_var_kl", lines=lines.kl),
-    Row("algorithm.kl_penalty", "--kl-estimator {}", KL_ESTIMATORS, default="kl", lines=lines.kl),
+    Row(f"{REF}.model.path", "--reference-model {}", lines=lines.kl),
+    Row(f"{ACTOR}.kl_loss_type", "{}", KL_FLAGS, default="low_var_kl", lines=lines.kl),
+    Row("algorithm.kl_penalty", "--kl-estimator {}", lines.KL_IN_REWARD, default="kl", lines=lines.kl),
     Row("algorithm.kl_ctrl.type", "--kl-controller {}", default="fixed", lines=lines.kl),
     Row(
         "algorithm.kl_ctrl.target_kl",
@@ -141,19 +139,16 @@ TABLE = (
         lines=lines.kl,
     ),
     Row("algorithm.kl_ctrl.horizon", "--kl-horizon {}", default=10000, lines=lines.kl),
-    Row("algorithm.rollout_correction.rollout_is_threshold algorithm.rollout_is_threshold", "--tis-clip {}"),
-    Row(f"{ACTOR}.tis_imp_ratio_cap", "--tis-clip {}"),
+    *verl_corrections.ROWS,
+    Row(f"{ROLLOUT}.name", "{}", {"vllm": "", "hf": "--rollout-backend transformers"}),
     Row(f"{ROLLOUT}.temperature", "--temperature {}", default=1.0),
     Row(f"{ROLLOUT}.top_p", "--top-p {}", default=1.0),
     Row(f"{ROLLOUT}.top_k", "--top-k {}", {"-1": 0}, default=-1),
-    Row(
-        f"{ROLLOUT}.tensor_model_parallel_size",
-        "--rollout-tensor-parallel-size {}",
-        default=2,
-    ),
+    Row(f"{ROLLOUT}.tensor_model_parallel_size", "--rollout-tensor-parallel-size {}", default=2),
     Row(
         f"{ROLLOUT}.free_cache_engine",
-        "--no-rollout-release-kv-cache",
+        "{}",
+        {"true": "--rollout-release-kv-cache", "false": "--no-rollout-release-kv-cache"},
         default=True,
         lines=lines.kv_cache,
     ),
@@ -199,23 +194,29 @@ TABLE = (
         default=16384,
     ),
     Row(f"{MODEL}.enable_gradient_checkpointing", "{}", {"true": RECOMPUTE, "false": ""}, default=True),
-    Row(f"{MODEL}.lora_rank", "--lora-rank {}", default=0, lines=lines.adapters),
-    Row(f"{MODEL}.lora_alpha", "--lora-alpha {}", default=16, lines=lines.adapters),
-    Row(f"{MODEL}.target_modules", "--lora-target-modules {}", default="all-linear", lines=lines.adapters),
-    Row(f"{MODEL}.lora.rank", "--lora-rank {}", lines=lines.adapters),
-    Row(f"{MODEL}.lora.alpha", "--lora-alpha {}", lines=lines.adapters),
-    Row(f"{MODEL}.lora.target_modules", "--lora-target-modules {}", lines=lines.adapters),
-    Row("trainer.n_gpus_per_node", "--nproc-per-node {}", default=8, lines=lines.ranks),
-    Row(
-        "trainer.nnodes",
-        instead="one torchrun per node: torchrun --nnodes N --nproc-per-node 8 -m megarl.train @FILE",
-        default=1,
-        lines=lines.ranks,
+    *(
+        Row(f"{there}.{name}", f"--{role}{flag} {{}}", convert=convert, default=default, lines=lines.adapters)
+        for role, there in (("", MODEL), ("critic-", "critic.model"))
+        for name, flag, convert, default in (
+            ("lora_rank", "lora-rank", None, 0),
+            ("lora_alpha", "lora-alpha", None, 16),
+            ("target_modules", "lora-target-modules", lora_modules, "all-linear"),
+            ("lora.rank", "lora-rank", None, 0),
+            ("lora.alpha", "lora-alpha", None, 32),
+            ("lora.target_modules", "lora-target-modules", lora_modules, "all-linear"),
+        )
     ),
+    Row("trainer.n_gpus_per_node", "--nproc-per-node {}", default=8, lines=lines.ranks),
+    Row("trainer.nnodes", "--nnodes {}", note=START, default=1, lines=lines.ranks),
     Row(
         "rollout.nnodes rollout.n_gpus_per_node",
         instead="--actor-ranks and --rollout-ranks give trainer and engines devices of their own, and "
-        "--nproc-per-node counts both",
+        "--nnodes x --nproc-per-node counts both",
+    ),
+    Row(
+        "one_step_off_policy fully_async_policy",
+        "--staleness 1",
+        note="this program samples while it trains; --rollout-ranks gives the engines devices of their own",
     ),
     Row(
         " ".join(
@@ -257,25 +258,6 @@ TABLE = (
     Row("trainer.project_name", "--log-project {}", default="verl_examples"),
     Row("trainer.experiment_name", "--log-name {}", default="gsm8k"),
     Row("trainer.log_val_generations", "--num-rollouts-to-log {}", {"0": 32}, note="per step"),
-    Row("actor_rollout_ref.nccl_timeout", "--call-timeout-s {}"),
-    # From here on: nothing to set.
-    Row(
-        f"{ACTOR}.ppo_micro_batch_size* critic.ppo_micro_batch_size* critic.forward_micro_batch_size* "
-        f"*.log_prob_micro_batch_size* {ACTOR}.use_dynamic_bsz critic.use_dynamic_bsz "
-        "*.log_prob_use_dynamic_bsz "
-        "reward_model.micro_batch_size* reward_model.use_dynamic_bsz *.log_prob_max_token_len_per_gpu "
-        "critic.ppo_max_token_len_per_gpu critic.forward_max_token_len_per_gpu",
-        instead=_PACKED,
-    ),
-    Row("critic.ppo_mini_batch_size", instead="the critic's updates have --global-batch-size too"),
-    Row("critic.ppo_epochs", instead="the critic's updates have --num-epochs too"),
-    Row("*.use_remove_padding *.use_rmpad", instead="there is no padding to remove"),
-    Row("trainer.balance_batch", instead="tokens are always balanced over the ranks"),
-    Row(
-        "data.filter_overlong_prompts* data.truncation",
-        instead="a prompt above --max-prompt-length is an error: remove such rows from the data",
-    ),
-    Row("data.val_batch_size", instead="--eval-num-prompts limits the rows of an evaluation"),
     Row("algorithm.filter_groups.enable", "{}", {"true": "--dynamic-sampling", "false": ""}),
     Row(
         "algorithm.filter_groups.max_num_gen_batches",
@@ -283,78 +265,19 @@ TABLE = (
         {"0": 1000},
         note="0 is no limit in verl",
     ),
-    Row(
-        "algorithm.filter_groups.metric",
-        instead="--dynamic-sampling compares rewards without the penalty of long responses",
-    ),
-    Row(
-        "data.gen_batch_size",
-        instead="a first round of --dynamic-sampling has --num-prompts, and further ones what is missing",
-    ),
     Row(f"{ROLLOUT}.val_kwargs.n", "--eval-num-samples {}", default=1),
     Row(
-        f"{ROLLOUT}.val_kwargs.*",
-        instead="an evaluation decodes greedily, and samples at --temperature; megarl eval takes --top-p too",
+        f"{OVERRIDE}.optimizer_cpu_offload",
+        "{}",
+        {"true": "--optimizer-cpu-offload", "false": "--no-optimizer-cpu-offload"},
+        default=False,
+        lines=lines.offload,
     ),
-    Row(
-        "trainer.val_before_train",
-        instead="with --eval-interval there is an evaluation before the first step",
-    ),
-    Row("trainer.val_only", instead="megarl eval @FILE evaluates only"),
-    Row(f"{ROLLOUT}.name", instead="the engine is vLLM"),
-    Row(f"{ROLLOUT}.mode", instead="--rollout-engine says where vLLM runs"),
-    Row(
-        f"{ROLLOUT}.load_format {ROLLOUT}.layered_summon {ROLLOUT}.dtype "
-        f"{ROLLOUT}.*update_weights_bucket_megabytes {ROLLOUT}.multi_stage_wake_up",
-        instead="the engine's memory and weights are managed by megarl",
-    ),
-    Row(
-        f"{ROLLOUT}.do_sample {ROLLOUT}.ignore_eos {ROLLOUT}.prompt_length {ROLLOUT}.response_length "
-        f"{ROLLOUT}.max_model_len",
-        instead="set by --temperature, --max-prompt-length and --max-response-length",
-    ),
-    Row(
-        f"{ROLLOUT}.data_parallel_size {ROLLOUT}.expert_parallel_size {ROLLOUT}.pipeline_model_parallel_size",
-        instead="--rollout-ranks form as many engines as fit; an engine is split by tensors only",
-    ),
-    Row(f"{ROLLOUT}.calculate_log_probs", instead="the engine's log-probs are always returned and compared"),
-    Row(f"{ROLLOUT}.multi_turn.*", instead="a row is one prompt and one response; turns are not supported"),
-    Row(f"{ROLLOUT}.*kwargs.*", instead="an engine argument of vLLM: --rollout-NAME"),
-    Row(
-        f"{ACTOR}.strategy {REF}.strategy critic.strategy reward_model.strategy model_engine "
-        f"*.fsdp_config.* *.fsdp_size",
-        instead="Megatron trains: --use-distributed-optimizer shards Adam's state, --use-megatron-fsdp more",
-    ),
-    Row(f"{OVERRIDE}.optimizer_cpu_offload", "--optimizer-cpu-offload", default=False, lines=lines.offload),
     Row(
         f"{OVERRIDE}.optimizer_offload_fraction",
         "--optimizer-offload-fraction {}",
         default=1.0,
         lines=lines.offload,
-    ),
-    Row(
-        "*.override_transformer_config.* *.override_ddp_config.* *.override_optimizer_config.*",
-        instead="a field of Megatron's TransformerConfig is a flag of the same name; megarl sets most itself",
-    ),
-    Row(f"{MODEL}.override_config.* critic.model.override_config.*", instead="change --model's config.json"),
-    Row(
-        "*.use_dist_checkpointing *.use_mbridge *.dist_checkpointing_path", instead="--model is read directly"
-    ),
-    Row("*.megatron.*", instead="Megatron's own flags have Megatron's own names here"),
-    Row(
-        "critic.model.enable_gradient_checkpointing *.enable_activation_offload",
-        instead="--critic-recompute-granularity and the like set it for one role",
-    ),
-    Row("reward_model.reward_manager", instead="the built-in rules are chosen by --reward and data_source"),
-    Row(
-        "reward_model.reward_kwargs.* custom_reward_function.overlong_buffer.* "
-        "reward_model.overlong_buffer.*",
-        instead="--overlong-buffer and --overlong-penalty are DAPO's penalty of long responses",
-    ),
-    Row(
-        "*.use_shm *.use_liger *.use_fused_kernels *.use_torch_compile *.trust_remote_code *.external_lib "
-        "*.fused_kernel_options.* *.attn_implementation *.exclude_modules *.custom_chat_template",
-        instead="nothing to set: the kernels are fused, and no code of a model's folder is run",
     ),
     Row(f"{ACTOR}.policy_loss.loss_mode", "--policy-loss {}", LOSSES, default="vanilla", lines=lines.clip),
     Row(
@@ -374,60 +297,5 @@ TABLE = (
             ("tau_neg", "sapo-tau-neg", 1.05),
         )
     ),
-    Row(
-        f"{ACTOR}.policy_loss.*",
-        instead="`megarl algorithms` lists the losses; docs/algorithms.md says how to add one",
-    ),
-    Row(f"{ACTOR}.shuffle critic.shuffle", instead="mini-batches are drawn by --seed"),
-    Row(
-        "data.return_raw_chat data.return_raw_input_ids data.return_full_prompt data.reward_fn_key "
-        "data.image_key data.video_key data.trust_remote_code data.use_shm data.dataloader_num_workers "
-        "data.return_multi_modal_inputs data.validation_shuffle",
-        instead="nothing to set: docs/data_and_rewards.md lists the columns",
-    ),
-    Row("data.custom_cls.* data.sampler.* data.datagen.*", instead="prepare the rows as a file instead"),
-    Row("data.apply_chat_template_kwargs.*", instead="the tokenizer's template is used as it is"),
-    Row(
-        "actor_rollout_ref.hybrid_engine",
-        instead="roles share ranks unless --actor-ranks and the like say otherwise",
-    ),
-    Row(
-        "trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.device", instead="nothing to set"
-    ),
-    Row(
-        "async_training.staleness_threshold",
-        instead="--staleness counts whole training steps; 1 is the nearest to any threshold up to 1",
-    ),
-    Row(
-        "async_training.partial_rollout",
-        instead="--weight-update recompute, the default of --staleness; wait is partial_rollout=False",
-    ),
-    Row(
-        "async_training.*",
-        instead="--staleness 1 makes rollouts asynchronous (docs/asynchronous.md)",
-    ),
-    Row(
-        "trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl ray_init.* ray_kwargs.* "
-        "trainer.esi_redundant_time",
-        instead="there is no Ray",
-    ),
-    Row(
-        "*.checkpoint.* trainer.rollout_data_dir trainer.validation_data_dir",
-        instead="--save holds checkpoints/, rollouts/ and hf/",
-    ),
-    Row(
-        "*profiler.* trainer.profile_steps",
-        instead="--profile torch --profile-step-start N (docs/profiling.md)",
-    ),
-    Row(
-        "algorithm.use_pf_ppo algorithm.pf_ppo.* algorithm.rollout_correction.* "
-        "*.entropy_from_logits_with_chunking "
-        f"*.entropy_checkpointing {ROLLOUT}.agent.* {ROLLOUT}.trace.* {ROLLOUT}.over_sample_rate "
-        f"{ROLLOUT}.disable_log_stats {ROLLOUT}.skip_* {ROLLOUT}.cudagraph_capture_sizes "
-        "critic.rollout_n critic.loss_agg_mode critic.enable critic.model.* critic.optim.* "
-        "*.optim.num_cycles "
-        "*.optim.total_training_steps *.ulysses_sequence_parallel_size reward_model.* *._target_ "
-        f"{REF}.model {REF}.* {ACTOR}.optim.optimizer {MODEL}.lora.* {MODEL}.mtp.* {ROLLOUT}.prometheus.*",
-        instead="no counterpart",
-    ),
+    *verl_remarks.ROWS,
 )

@@ -8,17 +8,22 @@ from collections.abc import Iterator
 
 from megarl.frameworks.rows import (
     KL_ESTIMATORS,
+    TIMES,
     Line,
+    Row,
     Settings,
     as_list,
     as_number,
+    decaying,
     key_of,
     lora,
     model_folder,
+    ranks_of_nodes,
     schedule,
     trackers,
     train_iters,
 )
+from megarl.frameworks.verl_corrections import loss_mode
 
 ACTOR, ROLLOUT, REF, MODEL = (
     "actor_rollout_ref.actor",
@@ -37,6 +42,7 @@ ESTIMATORS = {
     "reinforce_plus_plus": "reinforce++",
     "reinforce_plus_plus_baseline": "reinforce++-baseline",
     "opo": "opo",
+    "gdpo": "gdpo",
 }
 """algorithm.adv_estimator -> --algorithm."""
 LOSSES = {
@@ -70,8 +76,12 @@ PARAMETERS = {
     "sapo": {"sapo-tau-pos": "tau_pos", "sapo-tau-neg": "tau_neg"},
 }
 """Value of --policy-loss -> our flags that only it reads -> the settings of `actor` that they are."""
+KL_IN_REWARD = KL_ESTIMATORS | {f"{name}+": ours for name, ours in KL_ESTIMATORS.items()}
+"""algorithm.kl_penalty -> --kl-estimator."""
 STYLE_NAMES = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
 """Names that the schedule of the learning rate has had."""
+NO_SCHEDULE = {"lr-warmup-iters": 0, "min-lr": 0.0, "lr-decay-iters": None}
+"""Flag of a learning rate's schedule -> its value in a schedule without this part."""
 OFFLOADED = {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
 """Part that fsdp_config.*offload names -> its name for --offload."""
 SIZES = tuple(
@@ -123,36 +133,87 @@ def steps(settings: Settings) -> Iterator[Line]:
     )
 
 
-def rates(settings: Settings) -> Iterator[Line]:
-    """Yield the flags of the learning rates. The schedules of verl and megarl both count steps."""
+def _roles(settings: Settings) -> dict[str, str]:
+    """Return prefix of our flags -> section of the settings, for the roles with an optimizer.
+
+    Our flags without a prefix set both roles."""
     has_critic = key_of(settings["algorithm.adv_estimator"]) == "gae"
-    for prefix, there in (("", f"{ACTOR}.optim"), ("critic-", "critic.optim"))[: 1 + has_critic]:
-        warmup, ratio = (
-            settings.number(f"{there}.lr_warmup_steps"),
-            settings.number(f"{there}.lr_warmup_steps_ratio"),
-        )
-        total = settings.ours.get("train-iters")
-        if (warmup is None or warmup < 0) and ratio and isinstance(total, int):
-            warmup = int(ratio * total)
-        style = next(
-            (value for name in STYLE_NAMES if (value := settings[f"{there}.{name}"]) is not None),
-            "constant",
-        )
-        yield from schedule(prefix, settings[f"{there}.lr"], style, warmup, settings[f"{there}.min_lr_ratio"])
-        if (warmup is None or warmup < 0) and ratio:
-            yield Line("", note=f"--{prefix}lr-warmup-iters = {ratio} x --train-iters")
+    return {"": ACTOR} | ({"critic-": "critic"} if has_critic else {})
+
+
+def rates(settings: Settings) -> Iterator[Line]:
+    """Yield the flags of the learning rates. The schedules of verl and megarl both count steps.
+
+    The actor's flags set the critic's schedule too, so what the critic lacks is turned off for it."""
+    found = {
+        prefix: {
+            line.flag.removeprefix(prefix): line for line in decaying(prefix, _rate(settings, prefix, there))
+        }
+        for prefix, there in _roles(settings).items()
+    }
+    for prefix, lines in found.items():
+        yield from lines.values()
+        for name, nothing in NO_SCHEDULE.items():
+            if name in found[""] and name not in lines:
+                yield Line(f"{prefix}{name}", nothing)
+
+
+def _rate(settings: Settings, prefix: str, there: str) -> Iterator[Line]:
+    optim = f"{there}.optim"
+    warmup = settings.number(f"{optim}.lr_warmup_steps")
+    ratio = settings.number(f"{optim}.lr_warmup_steps_ratio")
+    total = settings.ours.get("train-iters")
+    if (warmup is None or warmup < 0) and ratio and isinstance(total, int):
+        warmup = int(ratio * total)
+    styles = [settings[f"{optim}.{name}"] for name in STYLE_NAMES]
+    style = next((style for style in styles if style is not None), "constant")
+    min_ratio, lowest = settings[f"{optim}.min_lr_ratio"], settings[f"{optim}.min_lr"]
+    yield from schedule(prefix, settings[f"{optim}.lr"], style, warmup, min_ratio)
+    if lowest is not None and not as_number(min_ratio):
+        yield Line(f"{prefix}min-lr", lowest)
+    if (decay := settings[f"{optim}.lr_decay_steps"]) is not None:
+        yield Line(f"{prefix}lr-decay-iters", decay)
+    if (warmup is None or warmup < 0) and ratio:
+        yield Line(f"{prefix}lr-warmup-iters", f"{ratio}{TIMES}train-iters")
+
+
+def rows_per_role(flag: str, names: str, default: float) -> Iterator[Row]:
+    """Yield the rows of a setting that actor and critic have each.
+
+    The actor's flag sets both roles, so with gae the critic's is written if its value differs.
+
+    Args:
+        names: the setting's names in the section of a role; the first that is given counts."""
+
+    def lines(settings: Settings) -> Iterator[Line]:
+        of_actor: object = None
+        for prefix, there in _roles(settings).items():
+            given = [settings.given[key] for key in _in(there, names) if key in settings.given]
+            value = given[0] if given else default
+            of_actor = of_actor if prefix else value
+            if not prefix or given or key_of(value) != key_of(of_actor):
+                yield Line(f"{prefix}{flag}", value)
+
+    for prefix, there in (("", ACTOR), ("critic-", "critic")):
+        yield Row(" ".join(_in(there, names)), f"--{prefix}{flag} {{}}", default=default, lines=lines)
+
+
+def _in(section: str, names: str) -> list[str]:
+    return [f"{section}.{name}" for name in names.split()]
 
 
 def betas(settings: Settings) -> Iterator[Line]:
-    for flag, beta in zip(
-        ("adam-beta1", "adam-beta2"), as_list(settings[f"{ACTOR}.optim.betas"]), strict=False
-    ):
-        yield Line(flag, as_number(beta))
+    """Yield Adam's betas of the actor, and of the critic where they differ."""
+    of_actor = as_list(settings[f"{ACTOR}.optim.betas"])
+    for prefix, there in _roles(settings).items():
+        values = as_list(settings[f"{there}.optim.betas"])
+        if not prefix or values != of_actor:
+            for flag, beta in zip(("adam-beta1", "adam-beta2"), values, strict=False):
+                yield Line(f"{prefix}{flag}", as_number(beta))
 
 
 def kl(settings: Settings) -> Iterator[Line]:
-    """Yield the flags of the KL penalty: whether it is part of the loss or of the reward, its coefficient and
-    its estimator."""
+    """Yield the flags of the KL penalty, of its reference and of its estimator."""
     in_loss, in_reward = settings.is_on(f"{ACTOR}.use_kl_loss"), settings.is_on("algorithm.use_kl_in_reward")
     mode = "loss" if in_loss else "reward"
     factor = settings[f"{ACTOR}.kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"]
@@ -167,8 +228,12 @@ def kl(settings: Settings) -> Iterator[Line]:
         return
     yield Line("kl-mode", mode)
     yield Line("kl-coef", factor)
-    yield Line("kl-estimator", KL_ESTIMATORS.get(estimator.rstrip("+"), "k3"))
-    if estimator.endswith("+"):
+    if path := settings[f"{REF}.model.path"]:
+        yield model_folder(path)._replace(flag="reference-model")
+    name = estimator.rstrip("+")
+    note = "" if name in KL_ESTIMATORS else f"the nearest to {name}"
+    yield Line("kl-estimator", KL_ESTIMATORS.get(name, "k3"), note)
+    if estimator.endswith("+") and in_loss:  # in the reward it has no gradient
         yield Line("kl-straight-through")
     if in_loss and in_reward:
         yield Line("", note="algorithm.use_kl_in_reward: the KL is counted in one place here, the loss")
@@ -183,19 +248,26 @@ def kl(settings: Settings) -> Iterator[Line]:
 
 def clip(settings: Settings) -> Iterator[Line]:
     """Yield the flags of the policy loss and of its clip ranges."""
-    mode = key_of(settings[f"{ACTOR}.policy_loss.loss_mode"])
+    mode = loss_mode(settings)
     loss = LOSSES.get(mode, "ppo")
-    near = f"the nearest to {mode}; docs/algorithms.md says how to add a loss"
-    yield Line("policy-loss", loss, "" if mode in LOSSES else near)
+    note = "" if mode in LOSSES else f"the nearest to {mode}; docs/algorithms.md says how to add a loss"
+    if mode != (given := key_of(settings[f"{ACTOR}.policy_loss.loss_mode"])):
+        note = f"bypass_mode puts it in the place of {given}"
+    yield Line("policy-loss", loss, note)
+    both, low, high = (settings[f"{ACTOR}.clip_ratio{side}"] for side in ("", "_low", "_high"))
+    is_read = low is None or high is None or {as_number(low), as_number(high)} == {as_number(both)}
+    if f"{ACTOR}.clip_ratio" in settings.given and not is_read:
+        why = f"clip_ratio_low ({low}) and clip_ratio_high ({high}) come before it"
+        yield Line("", note=f"clip_ratio={both} has no effect in verl: {why}")
+    low, high = both if low is None else low, both if high is None else high
     if loss.startswith("dppo"):
-        yield Line("dppo-threshold", settings[f"{ACTOR}.clip_ratio"])
-    for side in ("low", "high") if loss in CLIPPED else ():
-        value = settings[f"{ACTOR}.clip_ratio_{side}"]
-        value = settings[f"{ACTOR}.clip_ratio"] if value is None else value
-        if side == "low" and (as_number(value) or 0) > 1:
-            yield Line("clip-eps-low", 1.0, f"{value} there: a ratio is never below 0")
-        else:
-            yield Line(f"clip-eps-{side}", value)
+        note = "" if as_number(low) == as_number(high) else f"clip_ratio_low={low} has no counterpart"
+        yield Line("dppo-threshold", high, note)
+    elif loss in CLIPPED:
+        below_zero = (as_number(low) or 0) > 1
+        note = f"{low} there: a ratio is never below 0" if below_zero else ""
+        yield Line("clip-eps-low", 1.0 if below_zero else low, note)
+        yield Line("clip-eps-high", high)
     if loss == "ppo":
         yield Line("clip-ratio-c", settings[f"{ACTOR}.clip_ratio_c"])
     for flag, name in PARAMETERS.get(loss, {}).items():
@@ -204,7 +276,7 @@ def clip(settings: Settings) -> Iterator[Line]:
 
 def aggregation(settings: Settings) -> Iterator[Line]:
     """Yield how the losses of tokens become one number."""
-    mode = key_of(settings[f"{ACTOR}.policy_loss.loss_mode"])
+    mode = loss_mode(settings)
     given, old = settings[f"{ACTOR}.loss_agg_mode"], settings[f"{ACTOR}.use_token_level_loss"]
     if LOSSES.get(mode) in SEQUENCE_MEAN:
         note = f"verl's {mode} takes this mean, whatever loss_agg_mode says"
@@ -217,22 +289,21 @@ def aggregation(settings: Settings) -> Iterator[Line]:
 
 
 def adapters(settings: Settings) -> Iterator[Line]:
-    names = (
-        ("lora.rank", "lora_rank"),
-        ("lora.alpha", "lora_alpha"),
-        ("lora.target_modules", "target_modules"),
-    )
-    values = [settings.given.get(f"{MODEL}.{new}", settings[f"{MODEL}.{old}"]) for new, old in names]
-    yield from lora(*values)
+    """Yield the flags of the adapters of each role. verl's names differ between FSDP and Megatron."""
+    roles = {"actor-": MODEL, "critic-": "critic.model"} if len(_roles(settings)) > 1 else {"": MODEL}
+    for prefix, there in roles.items():
+        is_megatron = bool(settings.number(f"{there}.lora.rank"))
+        names = ("lora.rank", "lora.alpha", "lora.target_modules")
+        names = names if is_megatron else ("lora_rank", "lora_alpha", "target_modules")
+        yield from lora(prefix, *(settings[f"{there}.{name}"] for name in names))
 
 
 def ranks(settings: Settings) -> Iterator[Line]:
     nodes, gpus = settings.number("trainer.nnodes"), settings.number("trainer.n_gpus_per_node")
     if nodes is None or gpus is None:
-        yield Line("", note="--nproc-per-node = trainer.nnodes x trainer.n_gpus_per_node")
+        yield Line("", note="--nnodes = trainer.nnodes, --nproc-per-node = trainer.n_gpus_per_node")
         return
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {gpus} -m megarl.train @FILE"
-    yield Line("nproc-per-node", nodes * gpus, "" if nodes == 1 else f"for megarl check; start with {start}")
+    yield from ranks_of_nodes(nodes, gpus)
 
 
 def sizes(settings: Settings) -> Iterator[Line]:

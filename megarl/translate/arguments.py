@@ -26,7 +26,7 @@ def write_arguments(
     values: dict[str, object] = {}
     settings = Settings(source.settings, table, rows, ranks, ChainMap(values, defaults))
     there = source.framework.name
-    lines: list[str] = [f"# {remark}" for remark in source.remarks]
+    lines: list[str] = [_comment(remark) for remark in source.remarks]
     flags: dict[str, Flag] = {}
     written: dict[str, str] = {}
     for row, found in _translated(settings):
@@ -36,12 +36,14 @@ def write_arguments(
                 flags = build_flags(algorithms[str(line.value)])
                 defaults.update({name: flag.default for name, flag in flags.items()})
             if not line.flag:
-                lines.append(f"# {line.note}")
+                lines.append(_comment(line.note))
                 continue
             flag = flags.get(line.flag)
             known = as_number(line.value)
             if line.flag not in values:
                 values[line.flag] = line.value if known is None else known
+            if flag is not None and flag.kind.bases == ("int",) and isinstance(known, int):
+                line = line._replace(value=known)  # 1e3 and 16.0 are whole numbers there
             if not is_given and flag is not None and not flag.required and _is_default(flag, line.value):
                 continue
             note = line.note or ("" if is_given else f"{there}'s default")
@@ -86,10 +88,15 @@ def _written(line: Line, note: str) -> str:
     """Return a line of an args file; a comment if its value is not known."""
     value = line.value
     if isinstance(value, str) and TIMES in value:
-        return f"# --{line.flag} = {value}"
+        return _comment(f"--{line.flag} = {value}")
     value = tuple(map(_without_tilde, value)) if isinstance(value, list) else _without_tilde(value)
     text = format_flag(line.flag, value)
-    return f"{text}  # {note}" if note else text
+    return f"{text}  {_comment(note)}" if note else text
+
+
+def _comment(text: str) -> str:
+    """Return a comment of an args file, on one line, because a line break would make flags of the rest."""
+    return f"# {' '.join(text.split())}"
 
 
 def _without_tilde(value: object) -> object:
@@ -103,29 +110,39 @@ def _comments(source: Source, written: Collection[str]) -> Iterator[str]:
     Args:
         written: our flags that are in the args file."""
     table = source.framework.table
+    set_here = {*written, *(flag.removeprefix("actor-") for flag in written)}
     for name, reason in source.unknown.items():
         row = next((row for row in table if row.has(name)), None)
         if row is None or row.flags or row.lines:
-            flags = row.flags.replace(" {}", "") if row else ""
-            yield f"# {name}: {reason}{f'; set {flags}' if flags.startswith('--') else ''}"
+            flags = ", ".join(f"--{flag}" for flag in sorted(row.flags_here())) if row else ""
+            yield _comment(f"{name}: {reason}{f'; set {flags}' if flags else ''}")
     by_reason: dict[str, list[str]] = {}
     for name, value in source.settings.items():
-        row = next((row for row in table if row.has(name)), None)
-        if row is None:
-            reason = "not known here"
-            names = [name for row in table for name in row.names.split() if "*" not in name]
-            if near := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
-                reason += f"; the nearest known is {near[0]}"
-        elif row.lines is None and not row.flags:
-            reason = row.instead
-        elif row.lines is not None and row.flags and not row.flags_here() & set(written):
-            reason = row.instead or "no effect in this configuration"
-        else:
-            continue
-        by_reason.setdefault(reason, []).append(f"{name}={_short(value)}")
+        if reason := _reason(name, value, table, set_here):
+            by_reason.setdefault(reason, []).append(f"{name}={_short(value)}")
     for reason, settings in by_reason.items():
-        yield f"# {reason}:"
-        yield from (f"#   {setting}" for setting in settings)
+        yield _comment(f"{reason}:")
+        yield from (f"#   {' '.join(setting.split())}" for setting in settings)
+
+
+def _reason(name: str, value: object, table: tuple[Row, ...], set_here: Collection[str]) -> str:
+    """Return why a setting is a comment in the args file; "" if it is none.
+
+    Args:
+        set_here: our flags that are in the args file."""
+    row = next((row for row in table if row.has(name)), None)
+    if value is None:
+        is_lost = row is not None and row.flags and row.lines is None and row.default is not None
+        return "there is no such value here; megarl's default counts" if is_lost else ""
+    if row is None:
+        names = [name for row in table for name in row.names.split() if "*" not in name]
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        return f"not known here{f'; the nearest known is {near[0]}' if near else ''}"
+    if row.lines is None:
+        unknown = "" if row.has_counterpart(value) else f"not one of {', '.join(row.values)}"
+        return unknown if row.flags else row.instead
+    is_set = not row.flags or any(flag in set_here for flag in row.flags_here())
+    return "" if is_set else row.instead or "no effect in this configuration"
 
 
 def _short(value: object) -> str:

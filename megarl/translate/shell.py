@@ -47,6 +47,7 @@ class Script:
         environment: variables that are set before it runs.
         has_branches: whether it has conditions or loops, which are not followed.
         missing: arrays that the script uses and does not set.
+        lines: for each command that `commands` returns, the line on which it begins.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Script:
     has_branches: bool = False
     variables: dict[str, str | list[str]] = field(default_factory=dict)
     missing: dict[str, None] = field(default_factory=dict)
+    lines: list[int] = field(default_factory=list)
 
     def commands(self) -> list[list[str]]:
         """Return the words of every command, without assignments."""
@@ -75,6 +77,7 @@ class Script:
                 words = words[1:]
             if words and not is_declaration:
                 found.append([text for word in words for text in self._expand_word(word)])
+                self.lines.append(self.text.count("\n", 0, command.position) + 1)
             if is_run is not False:
                 succeeded = self._succeeds(words) if is_run else None
         return found

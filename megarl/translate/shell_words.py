@@ -18,11 +18,13 @@ class Command(NamedTuple):
     Args:
         words: as they are written, without comments and redirections.
         operator: what stands before it: && and || make it depend on the command before.
-        groups: where the groups {...} and (...) begin that it is in."""
+        groups: where the groups {...} and (...) begin that it is in.
+        position: where it begins in the text."""
 
     words: list[str]
     operator: str = ";"
     groups: tuple[int, ...] = ()
+    position: int = 0
 
 
 def split_commands(text: str) -> Iterator[Command]:
@@ -32,7 +34,7 @@ def split_commands(text: str) -> Iterator[Command]:
     heredocs: list[str] = []
     groups: list[int] = []
     operator = ";"
-    position = 0
+    begin = position = 0
     while position < len(text):
         letter = text[position]
         if letter == "#":
@@ -45,7 +47,7 @@ def split_commands(text: str) -> Iterator[Command]:
             position = _end_of_word(text, redirection.end(), groups)
         elif letter in "\n;|&" or _is_bracket(text, position, bool(words), groups):
             if words:
-                yield Command(words, operator, tuple(groups))
+                yield Command(words, operator, tuple(groups), begin)
             end = position + (2 if text[position : position + 2] in ("&&", "||", ";;") else 1)
             if letter in "({":
                 groups.append(position)
@@ -62,10 +64,11 @@ def split_commands(text: str) -> Iterator[Command]:
             end = _end_of_word(text, position, groups)
             is_descriptor = text[position:end].isdigit() and text[end : end + 1] in ("<", ">")
             if not is_descriptor:
+                begin = begin if words else position
                 words.append(text[position:end])
             position = end
     if words:
-        yield Command(words, operator, tuple(groups))
+        yield Command(words, operator, tuple(groups), begin)
 
 
 def _is_bracket(text: str, position: int, is_within: bool, groups: list[int]) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from megarl.config.args_file import COMMAND_LINE, Reader
+from megarl.config.flags import Kind, format_flag
 
 TEXTS = [
     "--lr 1e-5 # a comment\n--seed 1#2 '#3' \\#4",
@@ -60,6 +61,26 @@ def test_quoted_words_of_a_file_are_values(tmp_path):
     (tmp_path / "x.args").write_text("--stop '--lr' \"@x\" '-1' -1 -1e-3 -inf -")
     reader = read(f"@{tmp_path / 'x.args'}")
     assert reader.errors == [] and flat(reader) == ["--stop", "--lr", "@x", "-1", "-1", "-1e-3", "-inf", "-"]
+
+
+@pytest.mark.parametrize("value", ["data.x=1", "+trainer.y=", "data.math=env.py:Math", "@x", "none", "a b"])
+def test_a_written_value_is_read_back(value, tmp_path):
+    (tmp_path / "x.args").write_text(format_flag("judge-prompt", value))
+    reader = read(f"@{tmp_path / 'x.args'}")
+    [flag] = reader.occurrences
+    assert reader.errors == [] and [word.text for word in flag.words] == [value]
+    assert Kind(optional=True).parse(flag.words) == value
+
+
+def test_words_after_a_flag_of_several_may_look_like_settings_of_verl():
+    """--env takes NAME=VALUE, and the name of a data source may begin like a section of verl."""
+    env = ["--env", "data.math=env.py:Math", "trainer.x=env.py:X"]
+    assert read(*env).errors == [] and flat(read(*env)) == env
+    for one in ("--seed", "--log-with", "--bf16"):
+        [error] = read(one, "data.seed=1").errors
+        assert error.startswith("data.seed=1: key=value is how verl is set")
+    reader = read("--actor-2-stop", "data.x=1", "--seed", "1", "data.seed=1")
+    assert len(reader.errors) == 1 and flat(reader) == ["--actor-2-stop", "data.x=1", "--seed", "1"]
 
 
 def test_places_and_levels(tmp_path):

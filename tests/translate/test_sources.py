@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from megarl import cli
+from megarl.config.args_file import Reader
 from megarl.translate.shell import Script
 from tests.translate.conftest import of_file
 
@@ -165,10 +166,126 @@ def test_settings_of_unknown_sections_are_named(translate, tmp_path, words, expe
     assert words in comments and expected in comments
 
 
+def test_a_value_that_is_not_known_names_the_flag_alone(translate, tmp_path):
+    command = f"{VERL} custom_reward_function.path=$FILE"
+    _, comments = of_file(translate, tmp_path, "run.sh", command)
+    assert "$FILE is not set in the script; set --reward-function" in comments
+    assert ":compute_score" not in comments
+
+
+def test_a_switch_with_an_unknown_value_is_a_comment(translate, tmp_path):
+    flags, comments = of_file(translate, tmp_path, "run.sh", f"{VERL} data.shuffle=0")
+    assert "--no-shuffle" in flags
+    flags, comments = of_file(translate, tmp_path, "run.sh", f"{VERL} data.shuffle=maybe")
+    assert "--no-shuffle" not in flags and "not one of true, false:\ndata.shuffle=maybe" in comments
+
+
 def test_the_newer_name_of_verls_reward_function(translate, tmp_path):
     words = "reward.custom_reward_function.path=my.py reward.custom_reward_function.name=score"
     flags, _ = of_file(translate, tmp_path, "run.sh", f"{VERL} {words}")
     assert flags["--reward-function"] == ["my.py:score"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--num-generations 8 --max-steps 100",
+        "--num_generations 8 --max-steps 100",
+        "--num-generations=8 --max_steps=100",
+    ],
+)
+def test_trls_options_may_have_dashes(translate, tmp_path, options):
+    flags, comments = of_file(translate, tmp_path, "run.sh", f"trl grpo --num-processes 2 {options}")
+    assert flags["--num-samples-per-prompt"] == ["8"] and flags["--train-iters"] == ["100"]
+    assert flags["--nproc-per-node"] == ["2"] and "not known here" not in comments
+
+
+PYTHON = """import trl
+if debug:
+    config = GRPOConfig(max_steps=5, num_iterations=4)
+else:
+    config = trl.GRPOConfig(
+        output_dir="real", max_steps=7, num_generations=4)
+"""
+TWO_VERL = f"""{VERL} data.seed=1
+# again
+{VERL} data.seed=2 \\
+    trainer.save_freq=5
+"""
+TWO_TRL = f"""python a.py {GRPO_FLAGS} --seed 1 --max-steps 9
+python b.py {GRPO_FLAGS} --seed 2
+"""
+TWO_SLIME = "python3 train.py --hf-checkpoint /m\npython3 train.py --hf-checkpoint /m --rollout-seed 7\n"
+
+
+@pytest.mark.parametrize(
+    "name, text, expected, remark",
+    [
+        (
+            "a.py",
+            PYTHON,
+            {"--train-iters": ["7"], "--num-epochs": ["1"], "--save": ["real"]},
+            "GRPOConfig(...) is in lines 3 and 5: line 5, which",
+        ),
+        (
+            "a.sh",
+            TWO_VERL,
+            {"--seed": ["2"], "--save-interval": ["5"]},
+            "a command of verl is in lines 1 and 3: line 3, which",
+        ),
+        (
+            "a.sh",
+            TWO_TRL,
+            {"--seed": ["1"], "--train-iters": ["9"]},
+            "of TRL is in lines 1 and 2: line 1, which",
+        ),
+        ("a.sh", TWO_SLIME, {"--seed": ["7"]}, "of slime is in lines 1 and 2: line 2, which"),
+        (
+            "a.yaml",
+            "one: {num_generations: 4, seed: 3}\ntwo: {num_generations: 8, beta: 0.1}",
+            {"--seed": ["3"], "--num-samples-per-prompt": ["4"]},
+            "one, two are configurations each: one is translated",
+        ),
+    ],
+    ids=["python", "verl", "trl", "slime", "yaml"],
+)
+def test_one_of_several_configurations_is_translated_and_named(
+    translate, tmp_path, name, text, expected, remark
+):
+    flags, comments = of_file(translate, tmp_path, name, text)
+    assert {flag: flags.get(flag) for flag in expected} == expected
+    assert remark in comments
+
+
+@pytest.mark.parametrize("text", ["seed: 3", "GRPOConfig(seed=3)", f"{VERL} data.seed=3", "echo\n\n"])
+def test_one_configuration_has_no_remark(translate, tmp_path, text):
+    name = {"seed": "a.yaml", "GRPO": "a.py"}.get(text[:4], "a.sh")
+    text = f"num_generations: 8\n{text}" if name == "a.yaml" else text
+    text = f"{text}{VERL} data.seed=3" if text.startswith("echo") else text
+    flags, comments = of_file(translate, tmp_path, name, text)
+    assert (
+        flags["--seed"] == ["3"] and "is in lines" not in comments and "configurations each" not in comments
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        'data.prompt_key="q\n--seed 3 $Y"',
+        "data.tokenizer='a\n--seed 3'",
+        "foo.x='b\n--seed 3'",
+        "actor_rollout_ref.actor.policy_loss.loss_mode='x\n--seed 3'",
+    ],
+)
+def test_a_line_break_in_a_value_makes_no_flags(tmp_path, capsys, words):
+    (tmp_path / "run.sh").write_text(f"{VERL} {words}")
+    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 0
+    (tmp_path / "run.args").write_text(capsys.readouterr().out)
+    reader = Reader()
+    reader.read([f"@{tmp_path / 'run.args'}"])
+    found = {one.name: [word.text for word in one.words] for one in reader.occurrences}
+    assert reader.errors == [] and "seed" not in found
+    assert found.get("tokenizer-model") == (["a\n--seed 3"] if "tokenizer" in words else None)
 
 
 @pytest.mark.parametrize("word", ["~data.seed", "~data.seed=7", "~data"])

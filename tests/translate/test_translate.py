@@ -40,7 +40,12 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
             {"--kl-mode": ["none"], "--kl-coef": None},
         ),
         ([f"{ACTOR}.clip_ratio_high=0.28"], {"--clip-eps-high": ["0.28"]}),
-        ([f"{ACTOR}.clip_ratio=0.1"], {"--clip-eps-low": ["0.1"], "--clip-eps-high": ["0.1"]}),
+        # clip_ratio_low and clip_ratio_high are 0.2 in verl unless they are set, to null too
+        ([f"{ACTOR}.clip_ratio=0.1"], {"--clip-eps-low": ["0.2"], "--clip-eps-high": ["0.2"]}),
+        (
+            [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=null", f"{ACTOR}.clip_ratio_high=0.3"],
+            {"--clip-eps-low": ["0.1"], "--clip-eps-high": ["0.3"]},
+        ),
         ([f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], {"--loss-aggregation": ["dr-grpo"]}),
         (
             ["algorithm.adv_estimator=gae"],
@@ -48,7 +53,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ),
         (["algorithm.adv_estimator=rloo"], {"--algorithm": ["rloo"], "--clip-eps-low": ["0.2"]}),
         (
-            [f"{ACTOR}.policy_loss.loss_mode=dppo_tv", f"{ACTOR}.clip_ratio=0.15"],
+            [f"{ACTOR}.policy_loss.loss_mode=dppo_tv", f"{ACTOR}.clip_ratio_high=0.15"],
             {"--policy-loss": ["dppo-tv"], "--dppo-threshold": ["0.15"], "--clip-eps-low": None},
         ),
         (
@@ -87,13 +92,17 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
             [f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=50"],
             {"--lr-warmup-iters": ["5"], "--train-iters": ["50"]},
         ),
-        ([f"{ACTOR}.optim.lr=2e-6", f"{ACTOR}.optim.min_lr_ratio=0.1"], {"--min-lr": ["2e-07"]}),
+        ([f"{ACTOR}.optim.lr=2e-6", f"{ACTOR}.optim.min_lr_ratio=0.1"], {"--min-lr": None}),
+        (
+            [f"{ACTOR}.optim.{one}" for one in ("lr=2e-6", "min_lr_ratio=0.1", "lr_scheduler_type=cosine")],
+            {"--min-lr": ["2e-07"]},
+        ),
         ([f"{ACTOR}.optim.lr_warmup_steps=10"], {"--lr-warmup-iters": ["10"]}),
         (
             [f"{ACTOR}.ppo_max_token_len_per_gpu=1000", f"{ACTOR}.ulysses_sequence_parallel_size=4"],
             {"--context-parallel-size": ["4"], "--max-tokens-per-micro-batch": ["4000"]},
         ),
-        (["trainer.nnodes=2", "trainer.n_gpus_per_node=4"], {"--nproc-per-node": ["8"]}),
+        (["trainer.nnodes=2", "trainer.n_gpus_per_node=4"], {"--nproc-per-node": ["4"], "--nnodes": ["2"]}),
         ([f"{ROLLOUT}.top_k=-1", f"{ROLLOUT}.temperature=0.6"], {"--temperature": ["0.6"], "--top-k": ["0"]}),
         (
             ["trainer.save_freq=-1", "trainer.test_freq=-1"],
@@ -114,6 +123,12 @@ def test_verl(translate, words, expected):
         words = ["algorithm.adv_estimator=grpo", *words]
     flags, _ = of_verl(translate, *words)
     assert {flag: flags.get(flag) for flag in expected} == expected
+
+
+@pytest.mark.parametrize("prompts", ["1e3", "1000.0", "1000"])
+def test_whole_numbers_may_be_written_as_others(translate, prompts):
+    flags, _ = of_verl(translate, f"data.train_batch_size={prompts}", "trainer.total_epochs=3", rows=10000)
+    assert flags["--num-prompts"] == ["1000"] and flags["--train-iters"] == ["30"]
 
 
 def test_passes_over_the_data_become_steps(translate):
@@ -192,6 +207,10 @@ ray job submit --address="http://127.0.0.1" -- python3 train.py --actor-num-gpus
         ("--rollout-batch-size $RBS --num-rollout $R", {"--num-prompts": None, "--train-iters": None}),
         ("--eval-prompt-data aime /d/aime.jsonl", {"--eval-data": ["/d/aime.jsonl"]}),
         ("--sequence-parallel", {"--sequence-parallel": []}),
+        # slime keeps Megatron's default, a linear decay to --min-lr 0
+        ("", {"--lr-decay-style": ["linear"], "--min-lr": None}),
+        ("--lr-decay-style constant --min-lr 1e-7", {"--lr-decay-style": ["constant"], "--min-lr": None}),
+        ("--lr-decay-style cosine --min-lr 1e-7", {"--lr-decay-style": ["cosine"], "--min-lr": ["1e-7"]}),
     ],
 )  # fmt: skip
 def test_slime(translate, tmp_path, monkeypatch, more, expected):
@@ -317,8 +336,15 @@ def test_flags_of_the_tables_exist(name, capsys):
         ("--trainer.logger ['console','wandb']", "Try --log-with wandb instead."),
         ("--report_to all", "Try --log-with tensorboard wandb mlflow instead."),
         ("--model.path m", "Try --model m instead."),
-        ("--trainer.nnodes 2", "torchrun --nnodes N --nproc-per-node 8 -m megarl.train @FILE. Leave it out."),
+        (
+            "--trainer.nnodes 2",
+            "by torchrun, or with --executor ray (docs/clusters.md). Try --nnodes 2 instead.",
+        ),
         ("--lr_warmup_steps_ratio 0.1 --train-iters 50", "Try --lr-warmup-iters 5 instead."),
+        # 1.5 and 0.3 steps
+        ("--lr-warmup-fraction 0.05 --train-iters 30", "Try --lr-warmup-iters 2 instead."),
+        ("--warmup_ratio 0.1 --train-iters 3", "Try --lr-warmup-iters 1 instead."),
+        ("--min_lr_ratio 0.1 --lr 1e-5", "Try --min-lr 1e-06 instead."),
         ("--adv_estimator rloo", "Try --algorithm rloo instead."),
         ("--importance_sampling_level sequence", "Try --policy-loss gspo instead."),
         ("--adv_estimator remax", "Try --algorithm remax instead."),
@@ -330,6 +356,13 @@ def test_flags_of_the_tables_exist(name, capsys):
         ),
         ("--max_trajectory_age_steps 2", "Try --staleness 2 instead."),
         ("--max_staleness 4", "Try --staleness 4 instead."),
+        ("--grpo.async_grpo.enabled true", "Try --staleness 1 instead."),
+        ("--use_vllm True", "vLLM samples unless --rollout-backend transformers is given. Leave it out."),
+        ("--rollout.name hf", "Try --rollout-backend transformers instead."),
+        ("--rollout.name sglang", "no counterpart among those of --rollout-backend"),
+        ("--use-rollout-logprobs", "Try --old-log-probs engine instead."),
+        ("--ref-load /r", "--reference-model names a Hugging Face folder"),
+        ("--ray_init.num_cpus 4", "--executor ray starts the ranks in a Ray cluster"),
         ("--async_queue_size 1", "Try --staleness 1 instead."),
         ("--async_train", "Try --staleness 1 instead."),
         ("--partial-rollout", "--staleness 1: unfinished responses go on over a weight sync"),
@@ -338,6 +371,26 @@ def test_flags_of_the_tables_exist(name, capsys):
         ("--in-flight-weight-updates", "--weight-update says what unfinished responses do"),
         ("--distributed-timeout-minutes 30", "Try --call-timeout-s 1800 instead."),
         ("--norm_adv_by_std_in_grpo False", "Try --no-normalize-advantages-by-std instead."),
+        ("--use_kl_loss False", "Try --kl-mode none instead."),
+        ("--use_tis False", "--use_tis (False): no such flag. Leave it out."),
+        ("--optimizer_cpu_offload False", "Try --no-optimizer-cpu-offload instead."),
+        ("--override_optimizer_config.optimizer_cpu_offload 0", "Try --no-optimizer-cpu-offload instead."),
+        ("--free_cache_engine True", "Try --rollout-release-kv-cache instead."),
+        ("--custom_reward_function.path a.py", "Try --reward-function a.py:compute_score instead."),
+        ("--advantage_estimator reinforce_plus_plus", "Try --algorithm reinforce++ instead."),
+        ("--advantage_estimator gspo", "Try --algorithm grpo --policy-loss gspo instead."),
+        ("--lora_target_modules q_proj v_proj down_proj", "Try --lora-target-modules linear_qkv linear_fc2"),
+        ("--lora_target_modules mlp", "no counterpart among those of --lora-target-modules. Leave it out."),
+        ("--kl_loss_type low_var_kl+", "Try --kl-estimator k3 --kl-straight-through instead."),
+        ("--kl_loss_type full", "its value has no counterpart among those of --kl-estimator"),
+        ("--loss_type sapo", "Try --loss-aggregation seq-mean-token-mean --policy-loss sapo instead."),
+        ("--gradient_checkpointing False", "(False): no such flag. Leave it out."),
+        ("--lr_scheduler_type step", "Here it is --lr-decay-style: must be one of constant, linear, cosine."),
+        ("--save_steps often", "Here it is --save-interval: must be a whole number."),
+        ("--save_steps", "Here it is --save-interval: needs a value."),
+        ("--lr_warmup_steps_ratio 0.1", "Set --lr-warmup-iters to 0.1 x --train-iters."),
+        ("--tis_imp_ratio_cap -1", "there is no correction without --tis-clip. Leave it out."),
+        ("--nccl_timeout 600", "a timeout of single collectives; --call-timeout-s is of whole calls"),
         ("--per_device_train_batch_size 4", "num_processes x per_device_train_batch_size"),
     ],
 )

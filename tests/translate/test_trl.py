@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,17 @@ TRL = "num_generations: 4\nper_device_train_batch_size: 2\ngradient_accumulation
         ("use_vllm: true\nvllm_importance_sampling_mode: sequence_truncate",
          {"--tis-clip": ["3.0"], "--tis-level": ["sequence"], "--mis-level": None}),
         ("vllm_importance_sampling_clip_max: 2.0", {"--tis-clip": None}),
+        # null is no bound in TRL, as opposed to its default 3.0
+        ("use_vllm: true\nvllm_importance_sampling_clip_max: null\nvllm_importance_sampling_clip_min: 0.5",
+         {"--mis-low": ["0.5"], "--mis-high": ["1e+30"], "--tis-clip": ["1e+30"]}),
+        ("use_vllm: true\nvllm_importance_sampling_clip_max: null\n"
+         "vllm_importance_sampling_mode: token_truncate",
+         {"--tis-clip": ["1e+30"], "--tis-level": ["token"], "--mis-level": None}),
+        ("entropy_coef: 0.01", {"--entropy-coef": ["0.01"]}),
+        ("warmup_ratio: 0.03\nmax_steps: 50", {"--lr-warmup-iters": ["2"]}),  # transformers rounds up
+        ("per_device_train_batch_size: 2.0\nnum_generations: 4.0",
+         {"--num-prompts": ["8"], "--num-samples-per-prompt": ["4"], "--train-iters": ["36"]}),
+        ("save_steps: 2e1\nnum_iterations: 2.0", {"--save-interval": ["10"], "--num-epochs": ["2"]}),
         ("report_to: [wandb, trackio]", {"--log-with": ["wandb"]}),
         ("use_peft: true\nlora_target_modules: [q_proj, v_proj]", {"--lora-target-modules": ["linear_qkv"]}),
         ("num_train_epochs: 2", {"--train-iters": ["24"]}),
@@ -70,6 +82,23 @@ def test_what_trl_leaves_open_is_a_comment(translate, tmp_path):
     assert "lr_scheduler_kwargs: num_cycles=2 has no counterpart" in comments
     assert "vllm_mode=server: --rollout-ranks" in comments
     assert "--train-data FILE ...: neither dataset_name nor train_dataset" in comments
+
+
+def test_warm_up_steps_are_those_of_transformers(translate, tmp_path):
+    from transformers import TrainingArguments
+
+    for share in (0.03, 0.1, 0.07, 0.5):
+        theirs = TrainingArguments.get_warmup_steps(SimpleNamespace(warmup_steps=share), 50)
+        flags, _ = of_file(translate, tmp_path, "grpo.yaml", TRL + f"warmup_steps: {share}\nmax_steps: 50")
+        assert flags["--lr-warmup-iters"] == [str(theirs)]
+
+
+def test_what_trl_has_of_its_own_is_named(translate, tmp_path):
+    more = "sync_ref_model: true\nuse_adaptive_entropy: true\nmax_completion_length: null"
+    _, comments = of_file(translate, tmp_path, "grpo.yaml", TRL + more)
+    assert "--reference-update-interval N makes the reference a copy of the actor" in comments
+    assert "--entropy-coef stays the same:\nuse_adaptive_entropy=True" in comments
+    assert "no such value here; megarl's default counts:\nmax_completion_length=None" in comments
 
 
 @pytest.mark.parametrize("value, is_noted", [("batch", True), ("group", False), ("false", False)])
