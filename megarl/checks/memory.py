@@ -73,8 +73,8 @@ def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: boo
     """Return rank -> the parts of memory (parameters, gradients, KV cache, ...) that it needs, for a
     configuration without errors.
 
-    If `trains` is False, the estimate is for `megarl eval`, which builds only the first actor, without an
-    optimizer, and its engines. The actor computes nothing there: its weights are copied into the engines."""
+    If `trains` is False, the estimate is for `megarl eval`, which builds the actors, without an optimizer,
+    and their engines. An actor computes nothing there: its weights are copied into its engines."""
     parts: dict[int, list[Part]] = {rank: [] for rank in range(world_size)}
     if machine.has_gpu and machine.gpu_bytes is not None:
         for of_rank in parts.values():
@@ -82,7 +82,6 @@ def estimate(config: TrainConfig, world_size: int, machine: Machine, trains: boo
     actors = {
         suffix: _ActorParts(of_actor, world_size, machine)
         for suffix, of_actor in configs_of_actors(config).items()
-        if trains or not suffix
     }
     for suffix, actor in actors.items():
         for rank, part in actor:

@@ -6,22 +6,34 @@ So a job's own args file works: its flags of training have no effect."""
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megarl.algorithms import REGISTRY, samples
+from megarl.algorithms import GRPO, REGISTRY, samples
 from megarl.config.args_file import COMMAND_LINE, Occurrence, Reader, numbered
 from megarl.config.errors import ConfigError, raise_errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
 from megarl.config.render import help_of
+from megarl.config.reward_models import uses_rule_reward
 from megarl.config.roles import configs_of_actors, with_each_actor
 from megarl.config.rules_training import NO_EVAL_DATA
-from megarl.config.schema import CheckpointConfig, LoRAConfig, StreamingConfig, TrainConfig
+from megarl.config.schema import (
+    CheckpointConfig,
+    LoRAConfig,
+    MoEConfig,
+    ProfileConfig,
+    RewardModelConfig,
+    SftConfig,
+    StreamingConfig,
+    TrainConfig,
+)
 from megarl.files.checkpoints import run_of_model
+from megarl.files.writing import obstacle
 from megarl.inspect.models import (
     ambiguous_model,
     model_errors,
@@ -142,21 +154,36 @@ class Options:
 
 def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Return the options and the remaining arguments, which are the configuration's. Raises: ConfigError for
-    a file that cannot be written."""
+    a file that cannot be written, and for --json with a value."""
     parser = argparse.ArgumentParser("megarl eval", allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("--out", nargs="?", const="")
     parser.add_argument("--json", action="store_true")
-    found, rest = parser.parse_known_args(list(argv))
+    try:
+        found, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError:  # --out takes any value, and other flags are the configuration's
+        value = next(word for word in argv if word.startswith("--json=")).partition("=")[2]
+        raise ConfigError([f"--json ({value}): takes no value. Write --json, or leave it out."]) from None
     if found.out is None:
         return Options(None, found.json), rest
     path = Path(found.out)
     if path.suffix != SUFFIX:
         better = path.with_suffix(SUFFIX) if path.name else f"samples{SUFFIX}"
         raise ConfigError([f"--out ({found.out}): must name a file that ends in {SUFFIX}. Try {better}."])
-    if not path.parent.is_dir() or path.is_dir():
-        why = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ConfigError([f"--out ({path}): {why}. Try --out {path.stem}-samples{SUFFIX}."])
+    if (why := _unwritable(path)) is not None:
+        advice = f"Try --out {path.stem}-samples{SUFFIX}."
+        if obstacle(Path()) is not None:
+            advice = "Name a file in a folder in which this user may write."
+        raise ConfigError([f"--out ({path}): {why}. {advice}"])
     return Options(path, found.json), rest
+
+
+def _unwritable(path: Path) -> str | None:
+    """Return why a file cannot be written, or None."""
+    if os.path.isdir(path):
+        return "is a folder"
+    if os.path.exists(path):
+        return None if os.access(path, os.W_OK) else "this user may not write to it"
+    return obstacle(path.parent) if os.path.isdir(path.parent) else f"there is no folder {path.parent}"
 
 
 def with_settings_of_run(argv: Sequence[str]) -> list[str]:
@@ -261,17 +288,46 @@ def load_evaluation(argv: Sequence[str]) -> TrainConfig:
         errors.append(f"--load ({load}): an evaluation takes it as --model. Try --model {load}.")
     if "random-init" in typed:
         errors.append("--random-init: an evaluation is of the weights in --model. Leave it out.")
+    if "profile" in typed and config.profile.profile is not None:
+        errors.append(f"--profile ({config.profile.profile}): profiles steps of training. Leave it out.")
     raise_errors(errors)
-    return with_each_actor(
+    return with_each_actor(config, lambda of_actor, _: _without_training(of_actor))
+
+
+def _without_training(config: TrainConfig) -> TrainConfig:
+    """Return the configuration of one actor without what only training uses: critic, reference, reward
+    models, profile and so on.
+
+    Their models and files may be gone, and their layouts need not fit the actor's model."""
+    config = replace(
         config,
-        lambda of_actor, _: replace(
-            of_actor,
-            model=replace(of_actor.model, random_init=False),
-            lora=LoRAConfig(),  # exports and checkpoints are evaluated with their adapters merged
-            data=replace(of_actor.data, train_data=()),
-            run=replace(of_actor.run, eval_interval=0, log_with=()),
-            streaming=StreamingConfig(),
-            checkpoint=CheckpointConfig(),
+        model=replace(config.model, random_init=False),
+        lora=LoRAConfig(),  # exports and checkpoints are evaluated with their adapters merged
+        experts=MoEConfig(),
+        data=replace(config.data, train_data=()),
+        sft=SftConfig(),
+        run=replace(config.run, eval_interval=0, log_with=()),
+        streaming=StreamingConfig(),
+        checkpoint=CheckpointConfig(),
+        profile=ProfileConfig(),
+    )
+    algorithm, batch = config.algorithm, config.batch
+    if not algorithm.needs_rollout or not uses_rule_reward(config):
+        return config  # the rule `evaluation_alone` refuses it
+    group_size = batch.num_samples_per_prompt + algorithm.greedy_samples  # the engines are sized by it
+    return replace(
+        config,
+        algorithm=GRPO(),  # it needs no role but the actor and its engines
+        model=replace(config.model, critic_model=None, reference_model=None, reference_update_interval=None),
+        batch=replace(batch, num_samples_per_prompt=group_size),
+        critic=None,
+        critic_optimizer=None,
+        critic_lora=None,
+        reference=None,
+        reward=None,
+        reward_models=RewardModelConfig(),
+        placement=replace(
+            config.placement, critic_ranks=None, reference_ranks=None, reward_ranks=(), offload_ahead_bytes=0
         ),
     )
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.checks.job import check_everything
+from megarl.config.args_file import Reader
+from megarl.config.errors import ConfigError
 from megarl.config.render import write_args
 from megarl.config.roles import with_each_actor
 from megarl.config.schema import TrainConfig
@@ -23,7 +25,7 @@ from megarl.evaluation.arguments import (
     with_settings_of_run,
 )
 from megarl.inspect.models import base_model, checkpoint_of, exported, model_folder
-from megarl.trainer.executors import has_rank_processes
+from megarl.trainer.executors import has_rank_processes, shared_folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     options, rest = split_options(argv)
     rest = with_models_of_run(with_settings_of_run(rest))
     given = load_evaluation(rest)
+    _check_nodes(given, rest)
     check_models(given)
     names = names_of_models(given)
     found = {name: model_folder(name) for name in names.values()}
@@ -44,9 +47,10 @@ def main(argv: Sequence[str]) -> int:
 
     check_everything(with_each_actor(config, checked), config.placement.world_size, new_run=False)
     with contextlib.ExitStack() as stack:
-        folders = {name: stack.enter_context(exported(name)) for name in found}
+        shared = shared_folder(config)
+        folders = {name: stack.enter_context(exported(name, shared)) for name in found}
         config = with_models(given, folders, rest)
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-eval-"))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-eval-", dir=shared))
         from megarl.evaluation.job import evaluate_job, progress_of
 
         job = functools.partial(evaluate_job, options=options, models=names)
@@ -62,3 +66,19 @@ def main(argv: Sequence[str]) -> int:
         return launch(
             config, [f"@{arguments}"], job, "megarl.evaluate", new_run=False, say=progress_of(options)
         )
+
+
+def _check_nodes(config: TrainConfig, argv: Sequence[str]) -> None:
+    """Raise ConfigError, with the place of the flag, for --nnodes above 1 under the executor torchrun."""
+    placement = config.placement
+    if placement.nnodes == 1 or placement.executor != "torchrun":
+        return
+    given = Reader()
+    given.read(argv)
+    flag = max((one for one in given.occurrences if one.base == "nnodes"), key=lambda one: one.level)
+    rule = (
+        "megarl eval starts ranks on this machine only. Try --nnodes 1, or --executor ray, or on every node "
+        f"torchrun --nnodes {placement.nnodes} --nproc-per-node {placement.nproc_per_node} ... -m "
+        "megarl.evaluate with the same arguments."
+    )
+    raise ConfigError([flag.error(rule)])

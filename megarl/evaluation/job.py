@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.mesh import role_meshes
@@ -12,6 +13,7 @@ from megarl.config.roles import configs_of_actors
 from megarl.config.schema import TrainConfig
 from megarl.evaluation.arguments import Options
 from megarl.evaluation.report import as_json, sample_lines, table
+from megarl.files.writing import writing
 from megarl.flow import Actor, Reward, Rollout
 from megarl.futures import Future
 from megarl.trainer.announce import Say, line_on, reminding, wait_for_setups
@@ -82,12 +84,11 @@ def _report(
     held_out: Mapping[str, Mapping[bool, HeldOut]],
     options: Options,
 ) -> None:
-    """Write the samples into --out, and the scores of each actor to stdout."""
-    if options.out is not None:
-        with open(options.out, "w", encoding="utf-8") as file:
-            for suffix, of_actor in held_out.items():
-                lines = sample_lines(of_actor.get(False), of_actor[True], suffix)
-                file.writelines(f"{line}\n" for line in lines)
+    """Write the scores of each actor to stdout, and then the samples into --out.
+
+    The scores come first, so that a full disk does not take them too.
+
+    Raises: WriteError."""
     results = {
         f"actor{suffix}": as_json(
             of_actor, models[suffix], held_out[suffix].get(False), held_out[suffix][True]
@@ -99,11 +100,23 @@ def _report(
         sys.stdout.write(json.dumps(result, allow_nan=False) + "\n")
     else:
         tables = [
-            (f"{actor}\n" if len(results) > 1 else "") + table(result, options.out)
-            for actor, result in results.items()
+            (f"{actor}\n" if len(results) > 1 else "") + table(result) for actor, result in results.items()
         ]
         sys.stdout.write("\n".join(tables))
     sys.stdout.flush()
+    if options.out is not None:
+        _write_samples(options.out, held_out)
+        if not options.as_json:
+            sys.stdout.write(f"samples: {options.out}; look at them with `megarl show {options.out}`\n")
+            sys.stdout.flush()
+
+
+def _write_samples(path: Path, held_out: Mapping[str, Mapping[bool, HeldOut]]) -> None:
+    """Write every sample of every actor into a file, one JSON object a line. Raises: WriteError."""
+    with writing(path), open(path, "w", encoding="utf-8") as file:
+        for suffix, of_actor in held_out.items():
+            lines = sample_lines(of_actor.get(False), of_actor[True], suffix)
+            file.writelines(f"{line}\n" for line in lines)
 
 
 def progress_of(options: Options) -> Say:

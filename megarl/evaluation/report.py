@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from megarl.config.schema import TrainConfig
 from megarl.role_names import with_suffix
@@ -84,12 +83,11 @@ def _estimate(estimate: Estimate) -> dict[str, float | int | None]:
     }
 
 
-def table(result: Mapping[str, object], out: Path | None) -> str:
+def table(result: Mapping[str, object]) -> str:
     """Return the result of an evaluation as a table with a column for all rows and one per data source.
 
     Args:
-        result: of `as_json`.
-        out: file that the samples were written to."""
+        result: of `as_json`."""
     samples = result["num_samples"]
     how = (
         f"{samples} sample{'s' if samples > 1 else ''} per row at temperature {result['temperature']:g}, and "
@@ -108,7 +106,7 @@ def table(result: Mapping[str, object], out: Path | None) -> str:
     grid += _rows_of_table(result, list(columns.values()))
     widths = [max(len(row[column]) for row in grid) for column in range(len(columns) + 1)]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in grid]
-    lines += ["", *_notes(result, out)]
+    lines += ["", *_notes(result)]
     return "\n".join(lines) + "\n"
 
 
@@ -141,7 +139,7 @@ def _cell(estimate: Mapping[str, float | None] | None) -> str:
     return f"{estimate['value']:.3f} ± {estimate['high'] - estimate['value']:.3f}"
 
 
-def _notes(result: Mapping[str, object], out: Path | None) -> Iterator[str]:
+def _notes(result: Mapping[str, object]) -> Iterator[str]:
     scores, n = result["all"], result["num_samples"]
     yield "± is a 95 % confidence interval over rows (1.96 standard errors, clustered by row)."
     if not result["rewards_are_right_or_wrong"]:
@@ -154,8 +152,6 @@ def _notes(result: Mapping[str, object], out: Path | None) -> Iterator[str]:
             yield f"{count} {kind} responses have no reward, and count in no number above."
     if result["first_failure"] is not None:
         yield f"first failure: {result['first_failure']}"
-    if out is not None:
-        yield f"samples: {out}; look at them with `megarl show {out}`"
 
 
 def sample_lines(sampled: HeldOut | None, greedy: HeldOut, suffix: str = "") -> Iterator[str]:

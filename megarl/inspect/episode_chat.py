@@ -44,7 +44,7 @@ from megarl.files.checkpoints import run_of_model
 from megarl.inspect.arguments import whole
 from megarl.inspect.chat_model import answer, limit_of_run, longest
 from megarl.inspect.models import ambiguous_model, model_errors, models_of_others, shares_episodes
-from megarl.inspect.runs import argument_of
+from megarl.inspect.runs import argument_of, data_files_of
 from megarl.inspect.terminal import encodable, visible
 from megarl.role_names import suffix_of
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = {"env_python": None, "row": 0, "data": None, "max_turns": None, "max_context_length": None}
 """Flags that need --env, and their defaults."""
+_PROMPT_KEY = "prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +144,17 @@ def _episodes(arguments: argparse.Namespace) -> EpisodeConfig:
 
 def row_of(arguments: argparse.Namespace) -> tuple[str, Prompt]:
     """Return the row that the flags name, and where it stands. Raises: ConfigError if there is no such row."""
-    flag, files = "--data", arguments.data
-    if files is None:
-        flag, files = _data_of_run(arguments.model)
+    flag, files, prompt_key = "--data", [arguments.data], _PROMPT_KEY
+    if arguments.data is None:
+        flag, files, prompt_key = _data_of_run(arguments.model)
+    named = " ".join(files)
     try:
-        rows = PromptDataset.load(files, flag=flag, first=arguments.row + 1)
+        rows = PromptDataset.load(files, prompt_key, flag=flag, first=arguments.row + 1)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     if arguments.row >= len(rows):
-        raise ConfigError(
-            [f"--row ({arguments.row}): {files} has {len(rows)} rows, counted from 0. Try {len(rows) - 1}."]
-        )
+        rule = f"{named} {'has' if len(files) == 1 else 'have'} {len(rows)} rows, counted from 0"
+        raise ConfigError([f"--row ({arguments.row}): {rule}. Try {len(rows) - 1}."])
     specs, source = environments(_episodes(arguments)), rows[arguments.row].data_source
     if of_source(specs, source) is None:
         raise ConfigError(
@@ -162,19 +163,17 @@ def row_of(arguments: argparse.Namespace) -> tuple[str, Prompt]:
                 f"{', '.join(map(str, names(specs)))}. Try another row, or name its environment."
             ]
         )
-    return f"{arguments.row} of {files}", rows[arguments.row]
+    return f"{arguments.row} of {named}", rows[arguments.row]
 
 
-def _data_of_run(model: str) -> tuple[str, str]:
-    """Return the flag and the file of the rows of the run that a model is of."""
+def _data_of_run(model: str) -> tuple[str, list[str], str]:
+    """Return the flag, the files and the prompt's column of the rows of the run that a model is of."""
     run = run_of_model(Path(model))
     for flag in ("eval-data", "train-data"):
-        if run is not None and (name := argument_of(run, flag)) is not None:
-            return f"--{flag} of {run}", name
+        if run is not None and (files := data_files_of(run, flag)):
+            return f"--{flag} of {run}", files, argument_of(run, "prompt-key") or _PROMPT_KEY
     raise ConfigError(
-        [
-            f"--data: --model ({model}) is of no run with one data file, so name a file, e.g. --data test.jsonl."
-        ]
+        [f"--data: --model ({model}) is of no run with data files, so name a file, e.g. --data test.jsonl."]
     )
 
 

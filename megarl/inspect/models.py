@@ -126,9 +126,11 @@ def base_model(checkpoint: Path) -> Path:
 
 
 @contextlib.contextmanager
-def exported(name: str) -> Iterator[Path]:
+def exported(name: str, within: str | None = None) -> Iterator[Path]:
     """Yield the Hugging Face folder of --model. A checkpoint is exported into a temporary folder first.
 
+    Args:
+        within: folder in which the temporary folder is made. None: the default one.
     Raises: ConfigError if there is no model, or its checkpoint cannot be read."""
     folder = model_folder(name)
     if folder is not None:
@@ -140,7 +142,7 @@ def exported(name: str) -> Iterator[Path]:
 
     checkpoint = checkpoint_of(Path(name))
     base = base_model(checkpoint)
-    with tempfile.TemporaryDirectory(prefix="megarl-export-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="megarl-export-", dir=within) as temporary:
         sys.stderr.write(f"exporting {checkpoint}, as there is no hf/ beside it\n")
         shape = ModelShape.load(str(base))
         try:

@@ -90,11 +90,23 @@ def _resumed_run(folder: Path) -> tuple[Path, float] | None:
 
 def argument_of(folder: Path, flag: str) -> str | None:
     """Return the value of a flag in a run's resolved.args; None if it has none, or several."""
+    words = _words_of(folder, flag)
+    return words[0] if len(words) == 1 else None
+
+
+def _words_of(folder: Path, flag: str) -> list[str]:
+    """Return the words of a flag in a run's resolved.args, ["true"] for a flag without words; [] without the
+    flag."""
     arguments = folder / "resolved.args"
     if not arguments.is_file():
-        return None
-    words = shlex.split(flags_of(arguments.read_text(encoding="utf-8")).get(flag, ""))
-    return words[0] if len(words) == 1 else None
+        return []
+    return shlex.split(flags_of(arguments.read_text(encoding="utf-8")).get(flag, ""))
+
+
+def data_files_of(folder: Path, flag: str) -> list[str]:
+    """Return the files that a flag of a run's resolved.args names; [] if it names none."""
+    words = _words_of(folder, flag)
+    return [] if words == ["true"] else words  # data files have a suffix, so "true" is none
 
 
 def actor_argument_of(folder: Path, flag: str, number: int) -> str | None:

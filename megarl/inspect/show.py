@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megarl.algorithms import REGISTRY
 from megarl.config.errors import ConfigError, try_path
 from megarl.inspect.arguments import Parser, whole
 from megarl.inspect.runs import argument_of, is_run, read_rows, run_folder
@@ -180,12 +181,18 @@ def _num_sampled(folder: Path, samples: Sequence[Sample]) -> int | None:
     """Return how many samples were sampled in the steps of these logged samples, by the run's resolved.args;
     None if the flags do not say.
 
-    Several actors may have numbers of their own. The steps before a resume count as those after it."""
-    flags = [argument_of(folder, name) for name in ("num-prompts", "num-samples-per-prompt")]
-    if any("actor" in sample for sample in samples) or not all(flag and flag.isdecimal() for flag in flags):
+    Several actors may have numbers of their own, and an algorithm in a user's file may sample further
+    responses. The steps before a resume count as those after it."""
+    num_prompts, group_size = (
+        argument_of(folder, name) for name in ("num-prompts", "num-samples-per-prompt")
+    )
+    algorithm = REGISTRY.get(argument_of(folder, "algorithm") or "")
+    if any("actor" in sample for sample in samples) or algorithm is None:
+        return None
+    if not all(text and text.isdecimal() for text in (num_prompts, group_size)):
         return None
     num_steps = len({sample["step"] for sample in samples})
-    num_sampled = num_steps * math.prod(int(flag) for flag in flags if flag)
+    num_sampled = num_steps * int(num_prompts) * (int(group_size) + algorithm.greedy_samples)
     return num_sampled if num_sampled >= len(samples) else None
 
 

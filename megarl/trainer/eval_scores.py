@@ -149,8 +149,13 @@ class Scores:
 
     @property
     def majority(self) -> Estimate:
-        """Mean reward of the majority's answers: maj@n."""
-        return clustered_mean([[majority_reward(samples)] for samples in self.by_row.values() if samples])
+        """Mean reward of the majority's answers, maj@n, over the rows whose rule names answers."""
+        voting = [
+            samples
+            for samples in self.by_row.values()
+            if any(sample.answer is not None for sample in samples)
+        ]
+        return clustered_mean([[majority_reward(samples)] for samples in voting])
 
     def _per_row(self, k: int, value: Callable[[list[float]], float]) -> Estimate:
         return clustered_mean([[value(rewards)] for rewards in self._rewards() if len(rewards) >= k])

@@ -52,6 +52,15 @@ def has_rank_processes(config: TrainConfig) -> bool:
     return config.placement.executor in ("torchrun", "ray")
 
 
+def shared_folder(config: TrainConfig) -> str | None:
+    """Return the folder for temporary files that all ranks of a job read; None is the default one.
+
+    Other nodes see the working directory, but not this machine's /tmp. Ray may start a single rank on any
+    node."""
+    placement = config.placement
+    return os.getcwd() if placement.nnodes > 1 or placement.executor == "ray" else None
+
+
 def register_executor(name: str, factory: ExecutorFactory) -> None:
     """Let --executor `name` mean the executor that `factory` makes. Call this before a configuration names
     it."""
@@ -70,9 +79,7 @@ def rank_processes(config: TrainConfig, world_size: int) -> Iterator[StoreExecut
             ["--elastic-min-nodes: is for megarl train, which restarts the job. Leave it out here."]
         )
     ranks = hosting_ranks(config, world_size)
-    # other nodes see the working directory, but not this machine's /tmp; Ray may start a single rank on any node
-    shared = os.getcwd() if config.placement.nnodes > 1 or config.placement.executor == "ray" else None
-    with tempfile.TemporaryDirectory(prefix="megarl-", dir=shared) as folder:
+    with tempfile.TemporaryDirectory(prefix="megarl-", dir=shared_folder(config)) as folder:
         arguments = Path(folder) / "job.args"
         arguments.write_text(write_args(config))
         processes = job_ranks(config, [f"@{arguments}"], world_size)

@@ -117,16 +117,15 @@ def _metrics_of_samples(
 def _metrics_of_untrained(batch: RolloutBatch, lengths: Mapping[int, int]) -> dict[str, float]:
     """Return number, tokens and mean reward of the samples that are scored and not trained on; {} without.
 
+    There is no mean if every reward failed.
+
     Args:
         lengths: sample id -> its response tokens."""
     if not lengths:
         return {}
     rewards = [reward for sample in lengths if (reward := batch.rewards.get(sample)) is not None]
-    return {
-        "untrained/samples": float(len(lengths)),
-        "untrained/tokens": float(sum(lengths.values())),
-        "untrained/reward_mean": sum(rewards) / max(len(rewards), 1),
-    }
+    metrics = {"untrained/samples": float(len(lengths)), "untrained/tokens": float(sum(lengths.values()))}
+    return metrics | ({"untrained/reward_mean": sum(rewards) / len(rewards)} if rewards else {})
 
 
 def rollout_rows(batches: StepBatches, state: TrainState) -> list[dict[str, object]]:

@@ -9,8 +9,10 @@ import pytest
 
 from megarl.algorithms import REGISTRY
 from megarl.config.loader import load_config
-from megarl.evaluation.arguments import DEFAULTS
+from megarl.evaluation.arguments import DEFAULTS, Options
+from megarl.evaluation.job import _report
 from megarl.evaluation.report import as_json, sample_lines, table
+from megarl.files.writing import WriteError
 from megarl.trainer.eval_scores import EvalSample
 from megarl.trainer.evaluation import HeldOut, metrics_of
 
@@ -51,9 +53,9 @@ def test_right_and_wrong_rewards_have_an_accuracy_and_pass_at_k(config) -> None:
         "set/b": 0.0,
     }
     assert json.loads(json.dumps(result, allow_nan=False)) == result
-    text = table(result, Path("s.jsonl"))
+    text = table(result)
     assert "accuracy (mean@2)" in text and "pass@2" in text and "maj@2" in text and "set/b" in text
-    assert "megarl show s.jsonl" in text and max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_a_shaped_reward_has_neither(config) -> None:
@@ -61,7 +63,7 @@ def test_a_shaped_reward_has_neither(config) -> None:
     scores = result["all"]
     assert scores["best_at_2"]["value"] == 0.5 and scores["reward"]["value"] == 0.375
     assert "pass_at_1" not in scores and scores["maj_at_2"] is None and scores["reward"]["low"] is None
-    text = table(result, None)
+    text = table(result)
     assert "accuracy (" not in text and "accuracy, greedy" not in text and "maj@2 " not in text
     assert "mean reward (mean@2)" in text and "No maj@2: the reward function names no answers" in text
 
@@ -69,12 +71,12 @@ def test_a_shaped_reward_has_neither(config) -> None:
 def test_failures_are_named(config) -> None:
     result = as_json(config(), "m", held_out([[None], [1.0]]), held_out([[1.0], [1.0]]))
     assert result["all"]["failed"] == 1 and result["all"]["reward"]["value"] == 1.0
-    assert "1 sampled responses have no reward" in table(result, None) and "boom" in table(result, None)
+    assert "1 sampled responses have no reward" in table(result) and "boom" in table(result)
 
 
 def test_temperature_0_has_the_greedy_answer_alone(config) -> None:
     result = as_json(config("--temperature", "0"), "m", None, GREEDY)
-    assert "reward" not in result["all"] and "accuracy, greedy" in table(result, None)
+    assert "reward" not in result["all"] and "accuracy, greedy" in table(result)
 
 
 def test_samples_are_lines_that_show_reads(tmp_path, capsys) -> None:
@@ -111,3 +113,19 @@ def test_a_job_s_metrics_have_names_that_are_always_true() -> None:
     assert one == {"eval/reward": 1.0, "eval/reward_greedy": pytest.approx(1 / 3), "eval/failed": 1.0} | {
         name: value for name, value in one.items() if name.count("/") > 1
     }
+
+
+@pytest.mark.parametrize("as_json_too", [False, True], ids=["table", "json"])
+def test_scores_are_told_before_the_samples_are_written(config, tmp_path, capsys, as_json_too) -> None:
+    """/dev/full is a disk without room: the scores of the evaluation must outlive it."""
+    held = {"": {False: RIGHT, True: GREEDY}}
+    result = as_json(config(), "m", RIGHT, GREEDY)
+    expected = json.dumps(result) + "\n" if as_json_too else table(result)
+    with pytest.raises(WriteError, match="/dev/full cannot be written: No space left on device"):
+        _report(config(), {"": "m"}, held, Options(Path("/dev/full"), as_json_too))
+    assert capsys.readouterr().out == expected
+    out = tmp_path / "samples.jsonl"
+    _report(config(), {"": "m"}, held, Options(out, as_json_too))
+    told = f"samples: {out}; look at them with `megarl show {out}`\n"
+    assert capsys.readouterr().out == expected + ("" if as_json_too else told)
+    assert out.read_text().splitlines() == [*sample_lines(RIGHT, GREEDY)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -16,8 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megarl.config.errors import ConfigError
 from megarl.data.tokenizer import load_tokenizer
 from megarl.inspect import chat as chat_command
+from megarl.inspect.episode_chat import row_of
 from megarl.inspect.terminal import visible
 from tests.launch import preloaded_python
 
@@ -242,12 +245,38 @@ def test_a_run_knows_the_rows_and_the_limits_of_its_environment(model, chat, env
     ), err
 
 
+def test_the_rows_are_those_of_the_run_s_own_flags(env, rows, open_run, tmp_path):
+    """As a job writes them: --eval-data has no words if there are no held-out rows, and may have several."""
+    more, named = tmp_path / "more.jsonl", tmp_path / "named.jsonl"
+    more.write_text(json.dumps({"prompt": [{"role": "user", "content": "3+3 ?"}]}) + "\n")
+    named.write_text(json.dumps({"question": [{"role": "user", "content": "4+4 ?"}]}) + "\n")
+
+    def row(arguments: str, number: int = 0) -> tuple[str, str]:
+        """Number and files of a row, and its prompt."""
+        folder = tmp_path / f"run {len(list(tmp_path.iterdir()))}"
+        with open_run(folder, arguments):
+            pass
+        given = argparse.Namespace(model=str(folder), data=None, row=number, env=[env], env_python=None)
+        where, found = row_of(given)
+        return where, found.messages[-1]["content"]
+
+    assert row(f"--train-data {rows}\n--eval-data") == (f"0 of {rows}", "9+9 ?")
+    several = f"--train-data {named}\n--eval-data {rows} {more}"
+    assert row(several, 2) == (f"2 of {rows} {more}", "2+2 ?")
+    assert row(several, 3) == (f"3 of {rows} {more}", "3+3 ?")
+    with pytest.raises(ConfigError, match=r"--row \(4\): .*more.jsonl have 4 rows, .* Try 3\."):
+        row(several, 4)
+    assert row(f"--train-data {named}\n--eval-data\n--prompt-key question") == (f"0 of {named}", "4+4 ?")
+    with pytest.raises(ConfigError, match="is of no run with data files, so name a file"):
+        row("--train-data\n--eval-data")
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [
         (("--row", 1), "--row: has no effect without --env"),
         (("--env", "ENV", "--single-turn"), "--single-turn: the environment leads the conversation"),
-        (("--env", "ENV"), "is of no run with one data file, so name a file, e.g. --data"),
+        (("--env", "ENV"), "is of no run with data files, so name a file, e.g. --data"),
         (("--env", "ENV", "--data", "ROWS", "--row", 3), "--row (3): .* has 3 rows, .* Try 2"),
         (("--env", "nothing.py:Env", "--data", "ROWS"), "there is no file nothing.py"),
     ],

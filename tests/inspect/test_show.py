@@ -85,7 +85,12 @@ def test_equal_rewards_show_the_newest_first(open_run, megarl, tmp_path):
 
 
 def show_rows(
-    open_run, megarl, folder, rows, *flags, arguments="--num-prompts 2\n--num-samples-per-prompt 4"
+    open_run,
+    megarl,
+    folder,
+    rows,
+    *flags,
+    arguments="--algorithm grpo\n--num-prompts 2\n--num-samples-per-prompt 4",
 ):
     """Return the output of `megarl show` for a run whose step 1 has logged these rows."""
     with open_run(folder, arguments) as run:
@@ -105,6 +110,20 @@ def test_the_header_says_how_many_samples_of_how_many_prompts_are_there(open_run
     assert ": step 1, 8 samples, of 2 prompts, every reward 1, " in out and "logs all" not in out
     out = show_rows(open_run, megarl, tmp_path / "unknown", rows, arguments="--num-prompts 2")
     assert ": step 1, 8 samples, of 2 prompts, " in out and "logs all" not in out
+
+
+@pytest.mark.parametrize(
+    "algorithm, count",
+    [("remax", "3 of 10 samples"), ("rloo", "3 of 8 samples"), ("own.py:Own", "3 samples")],
+)
+def test_greedy_answers_that_are_logged_too_count_as_samples_of_the_step(
+    open_run, megarl, tmp_path, algorithm, count
+):
+    """The class in a user's file is not run, so how many samples it draws is not known."""
+    rows = [sample(1, index, 1.0) for index in (0, 2, 4)]
+    arguments = f"--algorithm {algorithm}\n--num-prompts 2\n--num-samples-per-prompt 4"
+    out = show_rows(open_run, megarl, tmp_path / "run", rows, arguments=arguments)
+    assert f": step 1, {count}, of 1 prompt, " in out
 
 
 def test_no_sample_is_both_best_and_worst(open_run, megarl, tmp_path):

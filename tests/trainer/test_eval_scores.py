@@ -98,6 +98,16 @@ def test_the_majority_s_answer_counts(answers: list[str], reward: float) -> None
     assert majority_reward(samples) == reward
 
 
+def test_rows_whose_rule_names_no_answers_have_no_vote() -> None:
+    """One reward function may name answers of some sources only. A row in which it found none counts as 0."""
+    samples = [sample(0, i, 1.0, "17") for i in range(2)]
+    samples += [sample(1, i, 1.0, None) for i in range(2)]
+    assert (Scores(samples).majority.value, Scores(samples).majority.num_prompts) == (1.0, 1)
+    samples += [sample(2, 0, 0.0, ""), sample(2, 1, 0.0, None), sample(3, 0, None, "17")]
+    assert (Scores(samples).majority.value, Scores(samples).majority.num_prompts) == (0.5, 2)
+    assert Scores(samples).mean.num_prompts == 3
+
+
 def test_a_failed_reward_counts_nowhere_but_in_failed() -> None:
     rewards = {0: [1.0, None, 0.0], 1: [1.0, 1.0, 1.0], 2: [None, None, None]}
     samples = [sample(row, i, reward) for row, found in rewards.items() for i, reward in enumerate(found)]

@@ -82,3 +82,17 @@ def test_tokens_trained_on_are_those_of_trained_samples(state, batches):
     assert batches.num_tokens == 12 + 9
     found = metrics_of_actors(batches, state, [], {})[""]
     assert found["batch/tokens"] == 12 + 9 + 40 and found["untrained/tokens"] == 33
+
+
+@pytest.mark.parametrize(
+    "greedy_rewards, mean", [([None, None], None), ([1.0, None], 1.0), ([0.0, 1.0], 0.5)], ids=str
+)
+def test_the_mean_of_untrained_rewards_is_of_those_that_are_there(state, batches, greedy_rewards, mean):
+    batches.first.samples = [
+        Sample(0, 12, 5, group=0),
+        Sample(1, 9, 2, group=0, trained=False),
+        Sample(2, 9, 2, group=0, trained=False),
+    ]
+    batches.first.rewards = {0: 0.25, **dict(enumerate(greedy_rewards, start=1))}
+    found = metrics_of_actors(batches, state, [], {})[""]
+    assert found["untrained/samples"] == 2 and found.get("untrained/reward_mean") == mean
