@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from megarl.config.errors import Count, Fraction, Natural, Positive, Rule, Section, section
+from megarl.config.errors import Count, Fraction, Natural, Positive, Rule, Seconds, Section, section
 
 
 @section
@@ -38,7 +38,7 @@ class DataConfig(Section):
     reward_num_workers: Natural | None = None
     """Processes per engine that call the rule or function. 0: none; it is called in the worker itself, for
     pdb, and nothing can stop it. Default: this rank's share of the cores, at most 8."""
-    reward_timeout_s: Positive = 60.0
+    reward_timeout_s: Seconds = 60.0
     """Seconds that the reward of one response may take; then its process is killed and the reward has
     failed."""
     reward_memory_limit_bytes: Count = 4 * 2**30
@@ -46,7 +46,7 @@ class DataConfig(Section):
     reward_max_failed_share: Fraction = 0.1
     """Share of a step's rewards that may fail, whatever computes them. Samples without a reward are masked.
     A larger share ends the run."""
-    code_timeout_s: Positive = 10.0
+    code_timeout_s: Seconds = 10.0
     """With --reward code: seconds that the program may take for each test of a row, of CPU and of the
     clock."""
     code_memory_limit_bytes: Count = 2**30

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from megarl.config.errors import Count, Positive, Section, at_least, at_most, section
+from megarl.config.errors import Count, Seconds, Section, at_least, at_most, section
 
 
 @section
@@ -20,7 +20,7 @@ class EpisodeConfig(Section):
     """Your own environment, path/to/file.py:Class, with reset(row) -> messages, step(text) -> messages,
     reward, done; or reasoning-gym:TASK, skyrl-gym:NAME, openenv:URL, http://HOST:PORT of megarl env-serve. It
     gives the rewards, in place of --reward. Several: NAME=VALUE ...; a row has the one of its data_source."""
-    env_timeout_s: Positive = 60.0
+    env_timeout_s: Seconds = 60.0
     """With --env: seconds that one call of reset or step may take; then its episode has failed."""
     env_episodes_per_process: Count = 16
     """With --env: episodes that share one process of the environment. Their calls overlap. 1: none share
@@ -37,7 +37,7 @@ class EpisodeConfig(Section):
     """With --env and --num-actors 2 or more: all actors play in the same episodes, each with its own
     conversation and reward. The environment says who answers next, see docs/agents.md. By default each has
     its own episodes."""
-    agent_timeout_s: Positive = 600.0
+    agent_timeout_s: Seconds = 600.0
     """With --agent-command: seconds of an episode, but for those in which the engine stands still; then it
     fails."""
     tool_call_parser: str | None = None

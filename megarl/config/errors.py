@@ -81,7 +81,7 @@ class Bound(typing.NamedTuple):
             advice = f"Try {default:g}."
         else:
             advice = f"Try {self.limit:g}." if self.words.startswith("at") else "Leave it out."
-        return f"must be {self.words} {self.limit:g}. {advice}"
+        return f"must be {self.words} {self.limit:.10g}. {advice}"
 
 
 at_least = functools.partial(Bound, "at least", operator.ge)
@@ -92,6 +92,8 @@ Count = Annotated[int, at_least(1)]
 Natural = Annotated[int, at_least(0)]
 NonNegative = Annotated[float, at_least(0)]
 Positive = Annotated[float, above(0)]
+Seconds = Annotated[float, above(0), at_most(1_000_000)]
+"""Time limit. c10d counts milliseconds in 32 bits, so 24 days would be the most."""
 Fraction = Annotated[float, at_least(0), at_most(1)]
 PositiveFraction = Annotated[float, above(0), at_most(1)]
 Decay = Annotated[float, at_least(0), below(1)]

@@ -16,6 +16,7 @@ from megarl.config.errors import (
     Positive,
     PositiveFraction,
     Rule,
+    Seconds,
     Section,
     at_least,
     section,
@@ -188,7 +189,7 @@ class SamplingConfig(Section):
         _VLLM_TEMPERATURE,
     ] = 1.0
     """Sampling temperature, from 0.01 to 2: vLLM raises a lower one to that and refuses a higher one. The
-    trainer's log-probs use the same."""
+    trainer's log-probs use the same. 1 for algorithms that learn from answers in the data."""
     top_p: PositiveFraction = 1.0
     """Nucleus sampling. Training needs 1.0: otherwise the sampled distribution is not the policy's."""
     top_k: Natural = 0
@@ -257,7 +258,7 @@ class ReshardConfig(Section):
     """How weights get from an actor rank to an engine. auto: within a process direct copies, on one node
     shared memory (CPU) or CUDA IPC (GPU), else messages of torch.distributed. Anything else must work for
     every pair of ranks."""
-    reshard_timeout_s: Positive = 600.0
+    reshard_timeout_s: Seconds = 600.0
     """Seconds that one sync may take before it fails and the late rank is named."""
     reshard_double_buffer: bool | None = None
     """Write a version beside the one that generates, and switch when it is complete: the engine goes on

@@ -13,6 +13,7 @@ from megarl.config.errors import (
     Natural,
     Positive,
     Rule,
+    Seconds,
     Section,
     at_least,
     at_most,
@@ -75,7 +76,7 @@ class PlacementConfig(Section):
     offload_ahead_bytes: Natural = 0
     """With --offload: bytes that may be moved to the device for the next call while the running call
     computes. 0: a call's data is moved when the call begins."""
-    call_timeout_s: Positive = 1800.0
+    call_timeout_s: Seconds = 1800.0
     """Seconds that one call on a role may take before the job is stopped and the ranks that did not answer
     are named."""
 
@@ -164,7 +165,7 @@ class CheckpointConfig(Section):
     """After a failure start again from the newest checkpoint of the run, at most so many times. Not after
     errors in the configuration or the data, and not after signals. Under torchrun use its own
     --max-restarts."""
-    exit_grace_s: Positive = 25.0
+    exit_grace_s: Seconds = 25.0
     """Seconds between SIGTERM and the end of the job, at most: it writes a checkpoint of the last completed
     step. Below what your scheduler leaves between SIGTERM and SIGKILL (Slurm and Kubernetes: 30)."""
 

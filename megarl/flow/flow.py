@@ -86,16 +86,21 @@ class Flow(Graph):
             ),
         )
 
-    def update(self, role: SymbolicRole, reads: Iterable[str] | None = None) -> Flow:
+    def update(
+        self,
+        role: SymbolicRole,
+        reads: Iterable[str] | None = None,
+        writes: Iterable[str] | None = None,
+    ) -> Flow:
         """Return the flow with the role's optimizer updates and, after an actor's updates, the weight sync of
         its engines.
 
         Args:
-            reads: columns that the loss reads, or None for those that the role's class declares."""
+            reads, writes: columns of the update, or None for those that the role's class declares."""
         if not role:
             return self
         kind, index = kind_and_suffix(role.name)
-        nodes = [Node(role=role.name, method="update", reads=None if reads is None else tuple(reads))]
+        nodes = [SymbolicMethod(role, "update").node(reads, writes)]
         if kind == "actor" and any(node.role == f"rollout{index}" for node in self.declared):
             nodes.append(Node(role=f"rollout{index}", method="sync"))
         return self._with(*nodes)
@@ -249,7 +254,7 @@ class SymbolicMethod:
         if algorithm is not None:
             return trace.extend(lambda flow: flow.advantages(algorithm, self.role), inputs)
         if self.method == "update":
-            return trace.extend(lambda flow: flow.update(self.role), inputs)
+            return trace.extend(lambda flow: flow.update(self.role, reads, writes), inputs)
         return trace.extend(lambda flow: flow.then(self, reads, writes, staleness), inputs)
 
 

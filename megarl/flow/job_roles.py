@@ -57,8 +57,8 @@ class CheckpointedRole(ModelRole):
 
     @method(optional=True)
     def damage_of_checkpoint(self, folder: str) -> str | None:
-        """Return why `load_checkpoint` would fail, the same text on every rank, or None if it would
-        succeed."""
+        """Return why `load_checkpoint` would fail, the same text on every rank, or None if it would succeed.
+        An error of the file system is raised: it is no damage."""
 
     @method(optional=True)
     def load_checkpoint(

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -181,7 +180,7 @@ class Role:
             )
         if kind is None:
             return
-        other = _CLASSES.get(kind)
+        other = ROLE_CLASSES.get(kind)
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(
                 f"kind ({kind}) of {cls.__qualname__} is taken by {other.__module__}.{other.__qualname__}."
@@ -191,7 +190,7 @@ class Role:
                 f"kind ({kind}) must not end in a number: {kind} is the name of one role of a kind."
             )
         cls.kind = kind
-        _CLASSES[kind] = cls
+        ROLE_CLASSES[kind] = cls
 
     @property
     def name(self) -> str:
@@ -228,18 +227,13 @@ class Role:
             )
 
 
-_CLASSES: dict[str, type[Role]] = {}
-"""Maps each kind to the class that declares it."""
-
-
-def role_classes() -> Mapping[str, type[Role]]:
-    """Return kind of role -> the class that declares it, in the order of declaration."""
-    return MappingProxyType(_CLASSES)
+ROLE_CLASSES: dict[str, type[Role]] = {}
+"""Maps each kind to the class that declares it, in the order of declaration."""
 
 
 def role_class(name: str) -> type[Role]:
     """Return the class that declares the role of this name: Critic for critic_2, Role for an unknown kind."""
-    return _CLASSES.get(kind_and_suffix(name)[0], Role)
+    return ROLE_CLASSES.get(kind_and_suffix(name)[0], Role)
 
 
 def methods_of(cls: type[Role]) -> dict[str, RoleMethod[..., Any]]:
@@ -273,7 +267,7 @@ def writer_of(column: str, index: str = "") -> str | None:
 
     Args:
         index: actor index of the writing role."""
-    for kind, cls in _CLASSES.items():
+    for kind, cls in ROLE_CLASSES.items():
         for name, declared in methods_of(cls).items():
             if column in (declared.writes or ()):
                 return f"{kind}{index}.{name}"

@@ -167,7 +167,28 @@ class FlowStep:
         candidate's ranks.
 
         Nodes that wait for the candidate do not count."""
-        after = {candidate.node.name}
+        after = self._after(candidate)
+        return any(
+            self._ranks_with_sources(node) & candidate.ranks
+            for node in self._unissued(background=False)
+            if node.name not in after
+        )
+
+    def critical_path_wants(self, candidate: Candidate) -> bool:
+        """Return whether a call in the background must leave its ranks to the critical path, of which a node
+        must still be issued on some of them.
+
+        The critical path waits for a background node that reads weights which it overwrites. Such a node
+        leaves its ranks only to nodes that wait for no background node. The others cannot come first."""
+        unissued, behind = [*self._unissued(background=False)], self.prepared.flow.behind
+        if self._after(candidate) & {node.name for node in unissued}:
+            waiting = frozenset().union(*(behind[node.name] for node in self._unissued(background=True)))
+            unissued = [node for node in unissued if node.name not in waiting]
+        return any(self._ranks_with_sources(node) & candidate.ranks for node in unissued)
+
+    def _after(self, candidate: Candidate) -> frozenset[str]:
+        """Return the candidate's node, or all that wait for the same exchange, and the nodes behind them."""
+        first = {candidate.node.name}
         if candidate.source is not None:  # all nodes that wait for the same exchange
             shard_of, needs = self.prepared.shard_of, self.prepared.flow.dependencies
             shard = shard_of[candidate.node.role]
@@ -175,21 +196,13 @@ class FlowStep:
                 if node.function or shard_of[node.role] != shard:
                     continue
                 if candidate.source.name in needs[node.name]:
-                    after.add(node.name)
-        after = after.union(*(self.prepared.flow.behind[name] for name in after))
-        return any(
-            self._ranks_with_sources(node) & candidate.ranks
-            for node in self._unissued_critical()
-            if node.name not in after
-        )
+                    first.add(node.name)
+        return frozenset(first).union(*(self.prepared.flow.behind[name] for name in first))
 
-    def critical_path_wants(self, ranks: frozenset[int]) -> bool:
-        """Return whether a node that is not in the background must still be issued on some of these ranks."""
-        return any(self._ranks_with_sources(node) & ranks for node in self._unissued_critical())
-
-    def _unissued_critical(self) -> Iterator[Node]:
+    def _unissued(self, background: bool) -> Iterator[Node]:
+        """Return the nodes, of the background or of the critical path, that must still be issued."""
         done = self.issued | self.skipped
-        return (node for node in self.prepared.critical if node.name not in done)
+        return (n for n in self.prepared.order if n.background == background and n.name not in done)
 
     def _ranks_with_sources(self, node: Node) -> frozenset[int]:
         """Return the ranks of a node and those of the nodes whose columns must still be moved to it."""

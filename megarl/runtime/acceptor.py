@@ -19,6 +19,9 @@ import time
 logger = logging.getLogger(__name__)
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _RETRY_S = 1.0
+SIGN_IN_S = 60.0
+"""Seconds after which a connection that has not signed in is closed, so that strangers cannot use up the
+descriptors of this process."""
 
 
 class Acceptor:

@@ -13,6 +13,7 @@ can write there."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,15 @@ def connect(address: str | None = None, prefix: str | None = None, timeout_s: fl
     client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     client.set_timeout(FOREVER)
     return dist.PrefixStore(store_prefix() if prefix is None else prefix, client)
+
+
+def wait_for(store: KeyValueStore, key: str) -> bytes:
+    """Return the value of a key as soon as it is set, also after more days than one `get` may take.
+
+    Raises: DistNetworkError, if the store is gone."""
+    while True:
+        with contextlib.suppress(dist.DistStoreError):  # FOREVER is over, and the job goes on
+            return store.get(key)
 
 
 def has_own_store() -> bool:
@@ -132,7 +142,7 @@ class Mailbox:
 
         Runs on a separate thread with a separate connection."""
         number = 0
-        while self._store.get(f"health/{number}") != _END:
+        while wait_for(self._store, f"health/{number}") != _END:
             key = f"health/{number}/{rank}"
             self._store.set(key, signing.sign(describe().encode("utf-8", "backslashreplace"), key))
             number += 1

@@ -11,6 +11,7 @@ ranks after the same time, so that nothing of an attempt goes on that was given 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,11 +22,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megarl.runtime import signing
-from megarl.runtime.acceptor import Acceptor
+from megarl.runtime.acceptor import SIGN_IN_S, Acceptor
 from megarl.runtime.keep_alive import KeepAlive, is_cut
 from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.process import NUM_NODES
@@ -37,7 +39,7 @@ ACCEPTED, RANK_ENDS, RANK_ENDED = b"+", b"?%d", b"-%d"
 """Messages to and from a node: its connection is accepted; a rank of it ends; it has ended and said nothing."""
 LAST_WORDS_S = 2.0
 """Seconds between the two, for what the rank or its agent says. A node that is killed closes the connection."""
-CHALLENGE_BYTES, _MOST_BYTES = 16, 1 << 16
+CHALLENGE_BYTES, _MOST_BYTES, _TICK_S = 16, 1 << 16, 1.0
 _RANK = re.compile(rb"([?-])(\d{1,9})")
 
 
@@ -86,29 +88,43 @@ class NodeWatch:
         self._selector = selectors.DefaultSelector()
         self._acceptor = Acceptor(self._selector, self._listener)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, float] = {}
+        """Connections that have not signed in, in the order of their beginning -> time at which they are
+        closed."""
         self._thread = threading.Thread(target=self._run, name="watch_nodes", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop reporting lost nodes, and close all connections. Then the watch processes of the nodes end."""
+        """Stop reporting lost nodes, and close all connections. Then the watch processes of the nodes end.
+
+        May be called again, also after a call that a signal has interrupted."""
         self._is_closed = True
-        self._wake.sendall(b".")
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._wake.sendall(b".")
         self._thread.join()
 
     def _run(self) -> None:
         while not self._is_closed:
-            for key, _ in self._selector.select(self._acceptor.retry_s):
+            retry_s = self._acceptor.retry_s
+            for key, _ in self._selector.select(_TICK_S if retry_s is None and self._strangers else retry_s):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.data, _Connection):
                     assert isinstance(key.fileobj, socket.socket)
                     self._take(key.fileobj, key.data)
+            self._drop_strangers()
         for key in [*self._selector.get_map().values()]:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._acceptor.close()
         self._selector.close()
         self._wake.close()
+
+    def _drop_strangers(self) -> None:
+        """Close the connections that have not signed in for too long."""
+        now = time.monotonic()
+        while self._strangers and now > next(iter(self._strangers.values())):
+            self._drop(next(iter(self._strangers)))
 
     def _accept(self) -> None:
         if (connection := self._acceptor.accept()) is None:
@@ -121,6 +137,7 @@ class NodeWatch:
         except OSError as error:  # the node has gone meanwhile
             logger.debug("a connection of a node failed: %s", error)
             return
+        self._strangers[connection] = time.monotonic() + SIGN_IN_S
         self._selector.register(connection, selectors.EVENT_READ, new)
 
     def _take(self, connection: socket.socket, known: _Connection) -> None:
@@ -159,12 +176,14 @@ class NodeWatch:
             signed = bytes.fromhex(line.decode("ascii"))
             body = json.loads(bytes(signing.verify(signed, challenge_name(known.challenge))))
             known.node = Node(str(body["node"]), tuple(map(int, body["ranks"])))
+            del self._strangers[connection]
             connection.sendall(ACCEPTED)
         except (ValueError, KeyError, TypeError, OSError, signing.ForgedMessage) as error:
             logger.warning("[driver] a connection that is not from a node of this job was closed: %s", error)
             self._drop(connection)
 
     def _drop(self, connection: socket.socket) -> None:
+        self._strangers.pop(connection, None)
         self._selector.unregister(connection)
         connection.close()
 

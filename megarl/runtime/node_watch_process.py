@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megarl.runtime import signing
@@ -48,10 +48,16 @@ def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> in
         return 0
     try:
         connection = _connect(address, ranks, keep_alive)
-        number_of = {own: ranks[0]} | _other_ranks(agent_pid, rank_pid)
+        found = _ranks_of(agent_pid)
+        number_of = {own: ranks[0]} | _other_ranks(found, rank_pid)
+        gone = [rank for rank in ranks if rank not in number_of.values()]
+        if gone and rank_pid in found:  # otherwise the variables of processes cannot be read here
+            _tell_end(connection, gone[0])
+            return 0
         ready, _, _ = select.select([connection.fileno(), *number_of], [], [])
         if connection.fileno() not in ready:
-            _tell_end(connection, number_of[ready[0]])
+            # The last: torchrun ends the first rank because another one has ended.
+            _tell_end(connection, number_of[ready[-1]])
             return 0
         read_bytes(connection, 1)  # raises if the driver is not reached
         _kill_stopped([*{rank_pid, *_ranks_of(agent_pid)}])
@@ -99,11 +105,12 @@ def _read(connection: socket.socket, size: int) -> bytes:
     raise ConnectionAbortedError("the driver has ended")
 
 
-def _other_ranks(agent: int, but: int) -> dict[int, int]:
-    """Return pidfd -> number, for the ranks that an agent has started, without the process `but`."""
+def _other_ranks(number_of: Mapping[int, int], but: int) -> dict[int, int]:
+    """Return pidfd -> number, for ranks given as process id -> number, without the process `but` and those
+    that have ended."""
     found = {}
-    for pid, number in _ranks_of(agent).items():
-        with contextlib.suppress(OSError):  # it has ended, and its agent will end the one that is watched
+    for pid, number in number_of.items():
+        with contextlib.suppress(OSError):  # it has ended
             if pid != but:
                 found[os.pidfd_open(pid)] = number
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import logging
 import os
 import signal
@@ -11,8 +12,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 WRITES_CHECKPOINT = "write_checkpoint"
 """Name of the thread that writes checkpoints."""
@@ -30,12 +31,23 @@ NUM_NODES = "MEGARL_NUM_NODES"
 """Environment variable of the driver beside rank 0: number of nodes on which torchrun runs."""
 ATTEMPT = "MEGARL_ATTEMPT"
 """Environment variable of ranks under torchrun_agent.py: number of the attempt, from 0."""
-_RANK_VARIABLES = (ATTEMPT, "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_")
+LAUNCHER = "MEGARL_LAUNCHER"
+"""Environment variable of ranks and driver: name of the one start of torchrun whose attempt this is."""
+# torch/distributed/elastic/agent/server/local_elastic_agent.py sets these, and others that begin with
+# TORCHELASTIC_. Their beginnings are not reserved: a user's LOCAL_JUDGE_URL or MASTER_KEY must stay.
+_RANK_VARIABLES = {
+    *(ATTEMPT, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+}
 
 
 def without_rank(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without the variables that torchrun sets for a rank (RANK, MASTER_ADDR, ...)."""
-    return {name: value for name, value in env.items() if not name.startswith(_RANK_VARIABLES)}
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def rank_command(module: str, argv: Sequence[str]) -> list[str]:
@@ -140,6 +152,14 @@ def ignore_signals_for_good() -> None:
         signal.signal(signum, lambda signum, frame: None)
         libc.signal(signum, int(signal.SIG_IGN))
         signal.signal(signum, signal.SIG_IGN)
+    # Another thread may have been in the middle of noting one: it completes that after the last line.
+    sys.unraisablehook = functools.partial(_tell_but_signals, sys.unraisablehook)
+
+
+def _tell_but_signals(tell: Callable[[Any], object], unraisable: Any) -> None:
+    error = unraisable.exc_value
+    if not (isinstance(error, OSError) and "ignored due to race condition" in str(error)):
+        tell(unraisable)
 
 
 def end_process(code: int) -> NoReturn:

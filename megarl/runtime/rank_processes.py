@@ -127,7 +127,7 @@ class RankProcesses:
 
         Returns whether the signal ends the job; in that case it is no failure."""
         self.may_exit: Callable[[], bool] = lambda: True
-        """Function that returns whether a rank may end with exit code 0. Otherwise that is a death too."""
+        """Function that returns whether a rank may end with exit code 0. Otherwise that is reported too."""
 
     def start_ranks(self) -> None:
         """Start the processes. Raises: OSError if one cannot be started."""
@@ -213,7 +213,8 @@ class RankProcesses:
         elif not self._ending and (code != 0 or not self.may_exit()):
             with self._lock:
                 self._report(RankDied(code, self._describe_rank(rank)))
-            self._end_ranks()  # the other ranks would wait for this rank
+            if code:  # with 0 it may have left in order, which whoever gets the report knows
+                self._end_ranks()  # the other ranks would wait for this rank
 
     def _end_ranks(self) -> None:
         """Kill the running ranks at once, and send SIGTERM to their child processes, which may clean up."""

@@ -70,6 +70,7 @@ class RayNode:
                 own.setdefault(name, interface)
         self._ranks = RankProcesses(rank_command(module, argv), own, ranks, tidy_up=tidy_up)
         self._ranks.on_signal = self._tell_signal
+        self._ranks.may_exit = lambda: False  # every end is told: the driver knows whether the job ends
         self._ranks.report_deaths(self._tell_death)
         self._ranks.start_ranks()
 

@@ -93,7 +93,7 @@ class RayRanks:
         if self._group is None:
             self.place([self._num_nodes])
         world_size = self._num_nodes * self._ranks_per_node
-        where = self._ask("where")
+        where = self._get([node.where.remote() for node in self._nodes])
         addresses, self._names = [address for address, _ in where], [name for _, name in where]
         own = node_address()
         is_local = set(addresses) == {own}
@@ -201,9 +201,6 @@ class RayRanks:
                 return False
         return True
 
-    def _ask(self, method: str) -> list[Any]:
-        return self._get([getattr(node, method).remote() for node in self._nodes])
-
     def _get(self, references: list[Any]) -> list[Any]:
         """Return the results of calls to the nodes. Raises: RuntimeError if a node does not answer; errors of
         its method."""
@@ -235,6 +232,8 @@ class RayRanks:
             if report is None or self._is_ending:
                 return
             kind, rank, code = report
+            if code == 0 and executor.is_ending:
+                continue
             if kind == SIGNALLED and self.on_signal(code):
                 return
             who = f"of node {self._names[number]}" if rank is None else self._describe_rank(rank)

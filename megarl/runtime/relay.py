@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from megarl.runtime import signing
-from megarl.runtime.acceptor import Acceptor
+from megarl.runtime.acceptor import SIGN_IN_S, Acceptor
 from megarl.runtime.channel import (
     ACCEPTED,
     CHALLENGE_BYTES,
@@ -57,9 +57,6 @@ FAN_OUT = 16
 DRIVER_ADDRESS = "commands/driver"
 """Key of the job's store with the address of the driver's CommandTree."""
 _BACKLOG, _MOST_BUFFERS, _FLUSH_S, _LONGEST_HELLO = 4096, 64, 2.0, 1024
-_SIGN_IN_S = 60.0
-"""Seconds after which a connection that has not signed in is closed, so that strangers cannot use up the
-descriptors of this process."""
 
 
 def parent_of(node: int) -> int | None:
@@ -173,7 +170,7 @@ class Relay:
         with contextlib.suppress(OSError):  # it may have gone meanwhile, which its first read finds
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer = _Peer(connection)
-        self._strangers[peer] = time.monotonic() + _SIGN_IN_S
+        self._strangers[peer] = time.monotonic() + SIGN_IN_S
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._put(peer, peer.challenge)
 

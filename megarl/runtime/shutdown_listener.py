@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megarl.runtime.abort import ABORT, Aborted
 from megarl.runtime.key_value_store import KeyValueStore
 from megarl.runtime.channel import ConnectionLost
-from megarl.runtime.mailbox import Mailbox, connect
+from megarl.runtime.mailbox import Mailbox, connect, wait_for
 from megarl.runtime.messages import Terminated, signed_report
 from megarl.runtime.process import has_died, process_name
 from megarl.runtime.relay import DRIVER_ADDRESS, report_directly
@@ -82,17 +82,17 @@ class ShutdownListener:
         with contextlib.suppress(dist.DistError):  # the job and its store end before anybody asks
             store = connect()
             store.set(f"{PROCESS}/{self._rank}", process_name())
-            if store.get(PING) == END:
+            if wait_for(store, PING) == END:
                 return
             self._pinged.set()
             store.set(f"{PING}/{self._rank}", "1")
-            if (first_kept := store.get(ABORT_CALLS)) == END:
+            if (first_kept := wait_for(store, ABORT_CALLS)) == END:
                 return
             self._first_kept = int(first_kept)
             ABORT.store, ABORT.is_requested = connect(), True
             self._asked.set()
             store.set(f"{ABORT_CALLS}/{self._rank}", "1")
-            ABORT.all_ranks_know = store.get(ALL_RANKS_KNOW) == ASKED
+            ABORT.all_ranks_know = wait_for(store, ALL_RANKS_KNOW) == ASKED
 
     def _end(self) -> None:
         """After a SIGTERM, wait until the driver has ended or is out of reach, then end this process. Runs on

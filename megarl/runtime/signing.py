@@ -20,6 +20,7 @@ import os
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from megarl.runtime.key_value_store import KeyValueStore
 JOB_SECRET = "MEGARL_JOB_SECRET"
 _MAC_BYTES, _SECRET_BYTES, _SHORTEST_SECRET = hashlib.sha256().digest_size, 32, 32
 _FILE, _READERS = "secret/file", "secret/readers"
+_LEFT_OVER_S = 3600.0
 
 
 class ForgedMessage(ExplainedError, RuntimeError):
@@ -131,11 +133,14 @@ def agree(store: KeyValueStore, env: MutableMapping[str, str] = os.environ) -> N
 def _write(secret: str) -> Path:
     """Write the secret to a new file that only this user can read, and return its path.
 
-    Files of jobs that ended before all of their ranks had started are removed."""
+    Files of jobs that ended before all of their ranks had started are removed after an hour: a process that
+    cannot be seen may run in another container with the same temporary folder."""
     folder = _folder()
     for path in folder.glob("secret-*"):
-        if not Path(f"/proc/{path.name.split('-')[1]}").exists():
-            path.unlink(missing_ok=True)
+        has_ended = not Path(f"/proc/{path.name.split('-')[1]}").exists()
+        with contextlib.suppress(FileNotFoundError):  # another job has removed it
+            if has_ended and time.time() - path.stat().st_mtime > _LEFT_OVER_S:
+                path.unlink()
     handle, name = tempfile.mkstemp(prefix=f"secret-{os.getpid()}-", dir=folder)  # mode 0600
     with os.fdopen(handle, "w") as file:
         file.write(secret)

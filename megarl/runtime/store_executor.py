@@ -161,11 +161,15 @@ class StoreExecutor(ProcessExecutor):
         with self._changed:
             self._raise_failure()
             self.check_interrupt()
-            index, self.num_calls = self.num_calls, self.num_calls + 1
+            index = self.num_calls
+            # Before it counts: a signal may come while a long command is signed, and the Kill that follows
+            # must have the number that the ranks expect.
+            message = signed_command(index, command)
             self._calls[index] = future, self._now()
             for rank in future.ranks:
                 self._queues[rank].append(index)
-            self._tree.post(signed_command(index, command))
+            self.num_calls += 1
+            self._tree.post(message)
         return future
 
     def drain(self) -> None:

@@ -14,8 +14,8 @@ fair
 order
     The node with the longest chain behind it goes first, then the order of declaration: the same every time.
 
-Background calls run where and when the critical path has nothing left to issue. Background functions run in
-one thread of this process.
+Background calls run where and when the critical path has nothing left to issue, but for those that must read
+weights before the path overwrites them. Background functions run in one thread of this process.
 """
 
 from __future__ import annotations
@@ -213,7 +213,8 @@ class Scheduler:
         become_free_together = len(in_front) <= 1
         if candidate.node.background:
             others_free = all(rank not in self._newest for rank in ranks - step.prepared.critical_ranks)
-            return not ranks or (become_free_together or others_free) and not step.critical_path_wants(ranks)
+            are_free = become_free_together or others_free
+            return not ranks or (are_free and not step.critical_path_wants(candidate))
         if become_free_together:
             return in_front <= {None} or not ranks & held_back
         if not step.others_want(candidate):

@@ -105,6 +105,25 @@ def test_both_ways_to_write_a_flow_give_the_same_nodes():
     ppo_flow().validate(COLOCATED)
 
 
+def test_both_ways_to_write_a_flow_say_what_an_update_reads_and_writes():
+    @dataflow
+    def tuned(actor, student):
+        rows = actor.receive_rows()
+        actor.update(rows, reads=("tokens",))
+        student.update(rows, reads=("tokens",), writes=("loss",))
+
+    @dataflow
+    def rolled_out(actor):
+        actor.update(actor.rollout(), reads=("tokens",))
+
+    actor, student = symbolic_roles("actor student")
+    flow = actor.receive_rows().update(actor, reads=("tokens",))
+    assert tuned() == flow.update(student, ("tokens",), ("loss",)) and tuned().errors() == []
+    assert [node.reads for node in tuned().nodes[1:]] == [("tokens",), ("tokens",)]
+    assert rolled_out() == actor.rollout().update(actor, reads=("tokens",))
+    assert rolled_out().nodes[-1].name == "rollout.sync"
+
+
 def test_both_ways_to_write_a_flow_say_how_stale_its_samples_may_be():
     @dataflow
     def stale(actor):

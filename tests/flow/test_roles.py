@@ -8,7 +8,7 @@ import pytest
 
 from megarl.flow import Actor, Critic, Data, Reward, Role, Roles, SymbolicRole, method, role_class
 from megarl.flow.columns import COLUMNS, base, is_state
-from megarl.flow.role import declaration, methods_of, role_classes, writer_of
+from megarl.flow.role import ROLE_CLASSES, declaration, methods_of, writer_of
 from megarl.packing import MiniBatch, Sample
 from tests.launch import run, succeed
 
@@ -78,8 +78,8 @@ def test_annotations_resolve_without_torch():
     }
     assert get_type_hints(Data.distribute.function)["mini_batches"] == list[MiniBatch]
     code = (
-        "import sys, typing; from megarl.flow.role import methods_of, role_classes\n"
-        "hints = [typing.get_type_hints(m.function) for c in role_classes().values() "
+        "import sys, typing; from megarl.flow.role import ROLE_CLASSES, methods_of\n"
+        "hints = [typing.get_type_hints(m.function) for c in ROLE_CLASSES.values() "
         "for m in methods_of(c).values()]\n"
         "assert 'torch' not in sys.modules and len(hints) > 30 and all('return' in h for h in hints)"
     )
@@ -88,7 +88,7 @@ def test_annotations_resolve_without_torch():
 
 
 def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
-    for cls in role_classes().values():
+    for cls in ROLE_CLASSES.values():
         for declared in methods_of(cls).values() if cls.__module__.startswith("megarl.") else ():
             for column in (*(declared.reads or ()), *(declared.writes or ())):
                 assert is_state(column) or base(column) in COLUMNS, (cls.kind, declared.name, column)
@@ -123,7 +123,7 @@ def test_declared_columns_are_in_the_table_and_each_computed_one_has_a_writer():
 
 
 def test_what_the_step_does_with_each_call():
-    of_job = [cls for cls in role_classes().values() if cls.__module__ == "megarl.flow.job_roles"]
+    of_job = [cls for cls in ROLE_CLASSES.values() if cls.__module__ == "megarl.flow.job_roles"]
     declared = {f"{cls.kind}.{name}": m for cls in of_job for name, m in methods_of(cls).items()}
     assert {call for call, m in declared.items() if m.commits} == {
         "actor.update",

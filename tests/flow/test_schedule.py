@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.flow import Flow, FlowError, Node
-from megarl.flow.schedule import FlowStep, PreparedFlow
+from megarl.flow.schedule import Candidate, FlowStep, PreparedFlow
 
 
 def node(name, reads=(), writes=(), **options):
@@ -66,12 +66,44 @@ def test_the_longest_chain_goes_first_and_functions_and_background_last():
     ]
     step = FlowStep(prepared(nodes, {"a": [0]}), ())
     assert names(step) == ["a.first", "a.short", "driver.f", "a.log"]
-    assert step.critical_path_wants(frozenset([0])) and not step.critical_path_wants(frozenset([1]))
+    log = step.candidates()[-1]
+    assert step.critical_path_wants(log) and not step.critical_path_wants(Candidate(log.node, frozenset([1])))
     step.issued |= {"a.first", "a.short", "driver.f", "a.second"}
-    assert not step.critical_path_wants(frozenset([0])) and names(step) == ["a.log"]
+    assert not step.critical_path_wants(log) and names(step) == ["a.log"]
     assert not step.is_over()  # a.second reads what a.first has not returned
     step.ended.add("a.first")
     assert step.is_over() and step.has_unissued()
+
+
+def test_a_background_reader_of_weights_does_not_wait_for_what_overwrites_them():
+    """Two of them on the same rank do not wait for each other's update either."""
+    nodes = [
+        node("a.look", ["weights:a"], background=True),
+        node("b.look", ["weights:b"], background=True),
+        node("a.last"),
+        node("a.update", (), ["weights:a"]),
+        node("b.update", (), ["weights:b"]),
+    ]
+    step = FlowStep(prepared(nodes, {"a": [0], "b": [0]}), ())
+    assert names(step) == ["a.last", "a.look", "b.look"]
+    assert [step.critical_path_wants(c) for c in step.candidates()[1:]] == [True, True]
+    step.issued.add("a.last")
+    assert [step.critical_path_wants(c) for c in step.candidates()] == [False, False]
+
+
+def test_an_exchange_does_not_wait_for_what_waits_for_one_of_its_readers():
+    nodes = [
+        node("far.x", (), ["p"], background=True),
+        node("b.first", ["p"], ["q"], background=True),
+        node("b.second", ["q"], background=True),
+        node("b.look", ["p", "weights:a"], background=True),
+        node("a.update", (), ["weights:a"]),
+    ]
+    step = FlowStep(prepared(nodes, {"far": [1], "b": [0], "a": [0]}), ())
+    step.issued.add("far.x")
+    (exchange,) = step.candidates()
+    assert exchange.columns == ("p",) and exchange.node.name == "b.first"
+    assert not step.critical_path_wants(exchange)
 
 
 def test_what_comes_after_a_skipped_node_comes_after_what_was_before_it():

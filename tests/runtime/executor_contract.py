@@ -94,6 +94,12 @@ class ContractRole:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(WAIT_S)
 
+    def leave(self, bad_rank: int):
+        """End as native code may, or a user's function: with the exit code of success, and without a word."""
+        if self.context.rank == bad_rank:
+            os._exit(0)
+        time.sleep(WAIT_S)
+
     def emit(self, count: int):
         for i in range(count):
             self.context.emit("counted", {"number": i})
@@ -483,6 +489,12 @@ def a_rank_that_dies_is_a_failure(executor: Executor) -> None:
     assert time.monotonic() - start < 20.0
 
 
+def a_rank_that_leaves_is_a_failure(executor: Executor) -> None:
+    rank = executor.ranks["both"][-1]
+    with pytest.raises(RuntimeError, match=rf"rank {rank}.* ended with exit code 0; stderr may say why"):
+        executor.call("both", "leave", bad_rank=rank).result()
+
+
 FAILURES: dict[str, Callable[[Executor], None]] = {
     "raises": an_error_names_everything_and_stays,
     "idle": an_error_between_calls_names_the_hook_and_the_last_step,
@@ -500,7 +512,8 @@ FAILURES: dict[str, Callable[[Executor], None]] = {
     "event": _fails_with(r"event bad of rank 0 cannot be sent: generator is no plain", "emit_generator"),
     "deadline": a_call_that_takes_too_long_is_named_with_its_stacks,
     "death": a_rank_that_dies_is_a_failure,
+    "leaves": a_rank_that_leaves_is_a_failure,
     "killed": lambda executor: executor.kill(1),
 }
-"""Check -> after it the executor is of no more use. "deadline" and "death" are for executors that declare
-deadlines and rank processes."""
+"""Check -> after it the executor is of no more use. "deadline", "death" and "leaves" are for executors that
+declare deadlines and rank processes."""

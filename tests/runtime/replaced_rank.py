@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 print(f"attempt {os.environ['MEGARL_ATTEMPT']} of rank {dist.get_rank()}", flush=True)
+print(f"launcher {os.environ['MEGARL_LAUNCHER']}", flush=True)
 ends = [False]
 while not ends[0]:
     ends = [Path(os.environ["ENDS"]).exists()]

@@ -15,7 +15,7 @@ from tests.runtime.jobs import END_WITHIN_S, TORCHRUN, Job, preloaded
 from tests.runtime.thread_executor import Agreement, ThreadExecutor
 
 CHECKS = [check.__name__ for check in contract.CHECKS]
-IN_PROCESS = [name for name in contract.FAILURES if name not in ("deadline", "death")]
+IN_PROCESS = [name for name in contract.FAILURES if name not in ("deadline", "death", "leaves")]
 
 
 def inline() -> InlineExecutor:
@@ -72,7 +72,7 @@ def run_on_own(folder, ends: tuple[str, ...], started_by: str = "") -> dict[str,
     return run_job(folder, [sys.executable, "-P", "-m"], 0, started_by, ",".join(ends))
 
 
-ALL_ENDS = ("raises", "idle", "result_type", "deadline", "death", "killed")
+ALL_ENDS = ("raises", "idle", "result_type", "deadline", "death", "leaves", "killed")
 """Failures after which an executor must have ended all processes that it has started."""
 RUN = {
     "inline": lambda folder: run_in_process(inline),

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+import time
 
 import pytest
 import torch.distributed as dist
@@ -72,7 +73,9 @@ def test_ranks_on_one_node_agree_through_a_file_of_this_user(tmp_path, as_rank):
     """One after the other in this process; with processes: every job of test_torchrun.py."""
     store, folder, secrets = dist.HashStore(), tmp_path / f"megarl-{os.getuid()}", []
     folder.mkdir(mode=0o700)
-    (folder / f"secret-{2**22 + 1}-left").touch()  # of a dead job: pids are smaller
+    left = folder / f"secret-{2**22 + 1}-left"  # of a dead job: pids are smaller
+    left.touch()
+    os.utime(left, times=(0.0, time.time() - 2 * 3600.0))
     for rank in range(3):
         agree(store, as_rank(rank))
         secrets.append(job_secret())
@@ -80,6 +83,16 @@ def test_ranks_on_one_node_agree_through_a_file_of_this_user(tmp_path, as_rank):
         assert files == ([(0o600, secrets[0])] if rank < 2 else [])  # the last one that reads it removes it
     assert len(set(secrets)) == 1 and len(secrets[0]) == 64
     assert secrets[0].encode() not in store.get("secret/file")
+
+
+def test_the_file_of_a_job_in_another_container_stays(tmp_path, as_rank):
+    """Its process ids are not those of this one, where none may have the number."""
+    folder = tmp_path / f"megarl-{os.getuid()}"
+    folder.mkdir(mode=0o700)
+    other = folder / f"secret-{2**22 + 1}-of-another-job"
+    other.touch()
+    agree(dist.HashStore(), as_rank(0))
+    assert other.exists()
 
 
 def test_a_name_in_the_store_leads_to_no_other_folder(tmp_path, as_rank):

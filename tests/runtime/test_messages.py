@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.flow.role import methods_of, role_classes
+from megarl.flow.role import ROLE_CLASSES, methods_of, role_class
 from megarl.packing import Sample
 from megarl.runtime import messages
 from megarl.runtime.messages import (
@@ -21,7 +21,7 @@ from megarl.runtime.messages import (
     encode_arguments,
 )
 
-DECLARED = [(cls, name) for cls in role_classes().values() for name in methods_of(cls)]
+DECLARED = [(cls, name) for cls in ROLE_CLASSES.values() for name in methods_of(cls)]
 
 
 @pytest.mark.parametrize("cls, name", DECLARED, ids=lambda value: getattr(value, "__name__", value))
@@ -33,15 +33,15 @@ def test_every_declared_method_has_types_that_messages_hold(cls, name):
 
 def test_a_result_has_the_declared_type():
     data = encode([Sample(1, 20, 8, owners=(0, 1))])
-    assert decode_result(role_classes()["rollout"], "generate", data) == [Sample(1, 20, 8, owners=(0, 1))]
+    assert decode_result(role_class("rollout"), "generate", data) == [Sample(1, 20, 8, owners=(0, 1))]
     assert decode_result(None, "generate", data)[0]["owners"] == [0, 1]
-    assert decode_result(role_classes()["rollout"], "of_its_own", data)[0]["sample_id"] == 1
+    assert decode_result(role_class("rollout"), "of_its_own", data)[0]["sample_id"] == 1
     with pytest.raises(TypeError, match=r"^its result is not of the declared type: .*float"):
-        decode_result(role_classes()["rollout"], "sync", encode({"sync/bytes": "many"}))
+        decode_result(role_class("rollout"), "sync", encode({"sync/bytes": "many"}))
 
 
 def test_counts_stay_integers():
-    metrics = decode_result(role_classes()["rollout"], "sync", encode({"bytes": 3, "seconds": 3.0}))
+    metrics = decode_result(role_class("rollout"), "sync", encode({"bytes": 3, "seconds": 3.0}))
     assert [type(value) for value in metrics.values()] == [int, float]
 
 

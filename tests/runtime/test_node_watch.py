@@ -4,6 +4,7 @@ tests/nodes/test_node_watch.py cuts real links."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megarl.runtime import node_watch
 from megarl.runtime.keep_alive import KeepAlive
 from megarl.runtime.messages import Failure
 from megarl.runtime.node_watch import Node, NodeWatch
@@ -143,6 +145,46 @@ def test_a_rank_that_ends_before_its_watch_looks_is_told_too(start, tmp_path):
     assert json.loads((tmp_path / "ended").read_text()) == [socket.gethostname(), 1]
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("when", ["before the watch looks", "together with the first rank"])
+def test_of_two_ranks_the_one_is_told_that_is_not_the_first(start, tmp_path, when):
+    """torchrun, here this process, kills the first rank because the second one has ended."""
+    start("driver", "127.0.0.1", *limits(SHORT))
+    until((tmp_path / "address").exists, 60)
+    env = os.environ | {JOB_SECRET: job_secret(), "TORCHELASTIC_RUN_ID": str(tmp_path)}
+    first, second = (subprocess.Popen(["sleep", "300"], env=env | {"RANK": str(rank)}) for rank in (1, 2))
+    if when == "before the watch looks":
+        second.kill()
+        second.wait()
+    where = [(tmp_path / "address").read_text(), str(first.pid), "1", "2", *limits(SHORT)]
+    command = [sys.executable, "-P", "-m", "megarl.runtime.node_watch_process", *where]
+    watch = subprocess.Popen(command, env=env)
+    try:
+        if when == "together with the first rank":
+            until(lambda: num_pidfds(watch.pid) == 2, 60)
+            watch.send_signal(signal.SIGSTOP)
+            for rank in (second, first):
+                rank.kill()
+                rank.wait()
+            watch.send_signal(signal.SIGCONT)
+        assert watch.wait(60) == 0
+        until((tmp_path / "ended").exists, 60)
+        assert json.loads((tmp_path / "ended").read_text()) == [socket.gethostname(), 2]
+    finally:
+        for process in (watch, first, second):
+            process.kill()
+            process.wait()
+
+
+def num_pidfds(pid: int) -> int:
+    """Number of processes whose end this process can wait for."""
+    found = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # of the listing itself
+            found += os.readlink(descriptor) == "anon_inode:[pidfd]"
+    return found
+
+
 @pytest.mark.timeout(60)
 def test_the_death_of_a_rank_is_reported_before_what_it_makes_of_its_peers(start, tmp_path):
     """A killed rank makes the collectives of the others raise at once, before its end counts as silent."""
@@ -173,3 +215,23 @@ def test_only_nodes_that_know_the_secret_are_listened_to(caplog):
         connection.recv(16)
     watch.close()
     assert lost == [] and "not from a node of this job" in caplog.text
+
+
+def test_a_connection_that_does_not_sign_in_is_closed(monkeypatch):
+    monkeypatch.setattr(node_watch, "SIGN_IN_S", 0.5)
+    watch = NodeWatch("127.0.0.1", lambda node, _: None, lambda node, _: None)
+    host, port = watch.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=200) as connection:
+        assert len(connection.recv(16, socket.MSG_WAITALL)) == 16
+        assert connection.recv(1) == b""
+    watch.close()
+
+
+def test_a_watch_may_be_closed_again():
+    """A signal during the end of a job makes the driver kill the ranks after it has closed the watch."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    executor = StoreExecutor({"actor": [0]}, 1, 60.0, store, nodes=Nodes("127.0.0.1", 1))
+    executor.watch_nodes()
+    executor._end()
+    executor.kill(130)
+    assert store.get("kill") == b"1"

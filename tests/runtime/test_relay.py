@@ -208,7 +208,7 @@ def test_who_does_not_know_the_secret_is_refused_and_the_others_go_on(monkeypatc
 
 @pytest.mark.timeout(300)
 def test_who_does_not_sign_in_is_closed_and_uses_up_no_descriptor(monkeypatch):
-    monkeypatch.setattr(relay, "_SIGN_IN_S", 0.5)
+    monkeypatch.setattr(relay, "SIGN_IN_S", 0.5)
     tree = CommandTree(LOOPBACK, 1, lambda reports: None)
     channel, (host, port) = Channel(tree.address), tree.address.split(":")
     silent = [socket.create_connection((host, int(port)), timeout=200.0) for _ in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -72,3 +73,5 @@ def test_a_new_agent_takes_the_place_of_a_lost_one(tmp_path):
             for one, name in ((first, "first"), (third, "third")):
                 assert one.wait(60) == 0, (tmp_path / name).read_text()
     assert (tmp_path / "first").read_text().count("attempt 1 of rank 0") == 1
+    texts = [(tmp_path / name).read_text() for name in ("first", "second", "third")]
+    assert len({name for text in texts for name in re.findall(r"^launcher (\w+)$", text, re.MULTILINE)}) == 1

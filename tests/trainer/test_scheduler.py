@@ -261,6 +261,27 @@ def test_background_work_left_over_reads_the_columns_of_its_own_step():
         assert move.end <= after.start
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_update_comes_after_a_background_call_that_reads_the_weights(rank):
+    """Also if the update wants the rank of that call. An unrelated call in the background delays nothing."""
+    nodes = [
+        node("probe.look", ["c", "weights:a"], background=True),
+        node("log.w", ["c"], background=True),
+        node("a.x", (), ["c"]),
+        node("a.y", ["c"], ["d"]),
+        node("a.update", ["d"], ["weights:a"]),
+    ]
+    machine, host, scheduler = schedule(
+        nodes, {"a": [0], "probe": [rank], "log": [rank]}, {"log.w": 50.0}, steps=2
+    )
+    scheduler.close()
+    assert sorted(host.over) == sorted([n.name for n in nodes] * 2)
+    calls = {n.name: [call for call in machine.calls if call.name == n.name] for n in nodes}
+    for look, update, log in zip(calls["probe.look"], calls["a.update"], calls["log.w"]):
+        assert look.end <= update.start
+    assert calls["a.update"][0].end < 5.0
+
+
 def test_skipped_nodes_are_passed_over_in_order():
     nodes = [
         node("a.x", (), ["c"]),
@@ -280,7 +301,12 @@ def random_case(rng):
         earlier = [f"c{j}" for j in range(i)]
         reads = rng.sample(earlier, min(len(earlier), rng.randrange(3)))
         background = rng.random() < 0.2 or any(nodes[int(c[1:])].background for c in reads)
-        nodes.append(node(f"{rng.choice([*roles])}.m{i}", reads, [f"c{i}"], background=background))
+        writes, weights = [f"c{i}"], f"weights:{rng.choice([*roles])}"
+        if rng.random() < 0.2:
+            reads = [*reads, weights]
+        elif rng.random() < 0.2 and not background:  # the critical path cannot wait for the background's
+            writes = [*writes, weights]
+        nodes.append(node(f"{rng.choice([*roles])}.m{i}", reads, writes, background=background))
         seconds[nodes[-1].name] = rng.choice([0.1, 1.0, 1.0, 5.0])
     return nodes, roles, seconds, [f"c{i}" for i in range(12) if rng.random() < 0.3]
 
@@ -309,12 +335,12 @@ def test_random_flows_run_everything_in_order_the_same_every_time():
                 calls = [[c for c in machine.calls if c.name == n][step] for n in (name, *needs)]
                 assert all(calls[0].start >= before.end for before in calls[1:])
                 for before, columns in zip(calls[1:], needs.values()):
-                    if before.ranks != calls[0].ranks and not {*columns} & {*driver_columns}:
+                    if before.ranks != calls[0].ranks and columns and not {*columns} & {*driver_columns}:
                         moves = [
                             c
                             for c in machine.calls
                             if ":" in c.name
-                            and columns[0] in c.name.split(":")[0].split(",")
+                            and columns[0] in c.name.rpartition(":")[0].split(",")
                             and {*before.ranks, *calls[0].ranks} <= {*c.ranks}
                         ]
                         assert any(before.end <= move.start and move.end <= calls[0].start for move in moves)
