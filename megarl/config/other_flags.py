@@ -44,6 +44,8 @@ ENGINE_REFUSED = {
     "--rollout-ranks places the engines.": """
         master_addr master_port nnodes node_rank device_ids data_parallel_*""",
     "the engine generates text.": "runner convert enable_prompt_embeds pooler_config",
+    "a sync writes the experts in the order of vLLM's Triton kernels, which megarl sets.": """
+        moe_backend kernel_config""",
     "quantized rollout weights are not supported yet.": """
         quantization quantization_config allow_deprecated_quantization""",
     "the engine gets adapters merged: train them with --lora-rank.": """

@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from huggingface_hub import StateDictSplit
@@ -109,14 +110,16 @@ def new_model_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch
         yield partial
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
+) -> None:
     """Write a safetensors file with the permissions of its folder. The library alone writes a file that only
     this user can read.
 
     Raises: WriteError naming the file; the library's own error is no OSError and names no file."""
     with writing(path):
         try:
-            save_file(tensors, path, metadata={"format": "pt"})
+            save_file(tensors, path, metadata=dict(metadata))
         except SafetensorError as error:
             code = re.search(r"os error (\d+)", str(error))
             raise (

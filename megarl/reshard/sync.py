@@ -254,6 +254,8 @@ class WeightSync:
             in_engine = self._receiver is not None and self._receiver.process is None
             if not in_engine:
                 self._run_messages()
+                if self._receiver is not None and self._receiver.device == "cuda":
+                    torch.cuda.synchronize()  # the engine's process does not see the stream that they fill
             if self._receiver is not None:
                 messages = self._run_messages if in_engine else lambda: None
                 self._receiver.begin(version, self._await_sources(version), self._new_pulls, messages)

@@ -198,3 +198,18 @@ def test_messages_run_until_the_deadline_of_their_sync(pair, monkeypatch):
     monkeypatch.setattr(Transfer, "run", lambda self, deadline: deadlines.append(deadline))
     assert [error for error, _ in errors_of(parts)] == ["", ""]
     assert sorted(deadlines) == sorted(part._deadline for part in parts)
+
+
+def test_another_process_copies_messages_only_when_the_gpu_has_them(pair, monkeypatch):
+    """A wait for NCCL and the kernels that unpack are queued on a stream that the engine's process does not
+    see."""
+    receiver, happened = Receiver("another process", device="cuda"), []
+    (part, _) = pair(ReshardConfig(reshard_transport="messages"), receiver)
+    monkeypatch.setattr(part, "_connect", lambda: vars(part).update(_transports={}, _new_pulls={}))
+    monkeypatch.setattr(part, "_announce", lambda version: None)
+    monkeypatch.setattr(part, "_await_sources", lambda version: {})
+    monkeypatch.setattr(part, "_run_messages", lambda: happened.append("messages"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("synchronize"))
+    monkeypatch.setattr(receiver, "begin", lambda *_: happened.append("begin"))
+    part.begin(1)
+    assert part._problem is None and happened == ["messages", "synchronize", "begin"]
