@@ -31,6 +31,8 @@ from megarl.loggers.json_lines import ENGINES
 FORMAT = 1
 DRIVER = "driver"
 """Name of the driver's file. An engine's is that of its role and its number: rollout_0, rollout_2_0."""
+SIZE_OF = "bytes of "
+"""Begins the names of the settings that are sizes of data files."""
 
 
 class ReplayError(ExplainedError, ValueError):
@@ -325,8 +327,11 @@ def _check_settings(run: Path, logged: Mapping[str, str], now: Mapping[str, str]
 
 
 def _differences(logged: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, logged value and present value of each setting that differs."""
-    for name in [*logged, *(name for name in now if name not in logged)]:
+    """Yield name, logged value and present value of each setting that differs.
+
+    Sizes that the run did not log are passed over: older versions logged those of fewer files."""
+    added = [name for name in now if name not in logged and not name.startswith(SIZE_OF)]
+    for name in [*logged, *added]:
         value, other = logged.get(name, "not set"), now.get(name, "not set")
         if value != other:
             yield name, value, other

@@ -251,7 +251,10 @@ class ActorState:
             state["multiplier"] = self.multiplier.state_dict()
         if self.sft is not None:
             state["sft"] = self.sft.state()
-        return state | ({"buffer": self.buffer.snapshot()} if len(self.buffer) else {})
+        if len(self.buffer):
+            state["buffer"] = self.buffer.snapshot()
+            state["greedy_samples"] = self.algorithm.greedy_samples  # of each group of the buffer
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `snapshot` returned, or raise ValueError if the size of the training data

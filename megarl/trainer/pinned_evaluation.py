@@ -147,7 +147,8 @@ class PinnedEvaluation:
 
     def _route(self, role: str, count: int) -> list[int]:
         self._take_events()
-        left = {*self._engines[role]} - self._state.actor_of(role).buffer.lost_engines
+        # an engine that was lost is no longer pinned, and comes back with newer weights
+        left = {*self._engines[role]} & self._state.actor_of(role).buffer.pinned_engines
         if not left:
             raise _EnginesLost
         return route(count, [0 if engine in left else None for engine in range(self._meshes[role].dp)])
@@ -162,7 +163,8 @@ class PinnedEvaluation:
 
         def is_ready() -> bool:
             self._take_events()
-            return all(row in answers or engine in buffer.lost_engines for row, engine in engine_of.items())
+            pinned = buffer.pinned_engines
+            return all(row in answers or engine not in pinned for row, engine in engine_of.items())
 
         call = self._rollout(role).generate("eval", rows, greedy=greedy, engines=engines, wait=False)
         future = _Answers(self._executor, call, is_ready, self._num_reported, self._ranks(role))

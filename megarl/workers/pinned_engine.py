@@ -28,7 +28,7 @@ class PinnedEngine(LeavingEngine):
     def set_pinned(self, is_pinned: bool) -> None:
         """Let the engine keep its weights from now on, or let the next sync give it new ones."""
         if self.engine is not None:
-            self.engine.is_pinned = is_pinned
+            self.engine.is_pinned = is_pinned and not self.has_left  # one that is started again needs weights
 
     @property
     def is_pinned(self) -> bool:

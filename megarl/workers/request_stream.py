@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
+from megarl.files.writing import writing
 from megarl.messages import decode, encode
 from megarl.rollout.interface import Output, Request
 from megarl.workers.answer import GREEDY, Answer
@@ -220,8 +221,9 @@ class RequestStream:
         self._report_whole_groups()
         partial = path.with_name(f".{path.name}.new")
         unfinished = [*self._resting, *self._answers.values()]
-        partial.write_bytes(encode(self._saved(unfinished, chain(*self._finished.values()))))
-        partial.replace(path)  # another rank may be reading
+        with writing(path):
+            partial.write_bytes(encode(self._saved(unfinished, chain(*self._finished.values()))))
+            partial.replace(path)  # another rank may be reading
         self._clear()
 
     def _clear(self) -> None:
@@ -245,7 +247,7 @@ class RequestStream:
             saved = [replace(one, over_old_cache=one.is_mixed) for one in saved]
         data = encode([one for one in saved if one.answer.group in wanted])
         if path is not None:
-            with open(path, "wb") as file:
+            with writing(path), open(path, "wb") as file:
                 file.write(data)
                 os.fsync(file.fileno())
         return hashlib.sha256(data).hexdigest()
@@ -285,7 +287,8 @@ class RequestStream:
 
         A response that is longer than --max-response-length allows now is cut there, and counts as truncated.
         With --weight-update recompute the log-prob gate compares every token of the current weights, so a
-        response that was sampled over a KV cache of older ones begins anew."""
+        response that was sampled over a KV cache of older ones begins anew. So does one without experts if
+        this job replays those of the engine."""
         found = self._read(answers, files, SavedAnswer)
         self._how = how
         self._missing.update(answer.group for answer in answers)
@@ -304,23 +307,32 @@ class RequestStream:
     def _read(self, answers: Iterable[Answer], files: Iterable[Path], kind: type[Saved]) -> dict[int, Saved]:
         """Return sample id -> what the files of `save` have of these answers, as far as it may be used."""
         wanted = {answer.sample_id for answer in answers}
-        recomputes = self._engine.config.streaming.weight_update == "recompute"
         usable = [
             one
             for file in files
             for one in decode(file.read_bytes(), list[kind])  # type: ignore[valid-type]
-            if one.answer.sample_id in wanted and not (recomputes and one.over_old_cache)
+            if one.answer.sample_id in wanted and self._is_usable(one)
         ]
         found: dict[int, Saved] = {}
         for one in sorted(usable, key=lambda one: one.progress, reverse=True):
             found.setdefault(one.answer.sample_id, one)
         return found
 
+    def _is_usable(self, saved: SavedAnswer) -> bool:
+        """Return whether this job can take over a saved answer. Otherwise the answer begins anew."""
+        recomputes = self._engine.config.streaming.weight_update == "recompute"
+        lacks_experts = self._has_experts and saved.finish_reason is not None and saved.experts is None
+        return not (recomputes and saved.over_old_cache or lacks_experts)
+
     def _from(self, answer: Answer) -> Answer:
         """Return the answer to continue after its saved tokens, or without these tokens if the engine cannot
         continue it.
 
-        A stop string that begins in the prefix would not be found."""
-        if self._engine.inference.cannot_continue is None and not self._engine.config.sampling.stop:
-            return answer
-        return answer.first(0)
+        A stop string that begins in the prefix would not be found. With --weight-update wait one version
+        samples all tokens of a response, and the engine may have another one than they come from."""
+        engine = self._engine
+        waits = engine.config.streaming.weight_update == "wait"
+        has_other_version = any(version != engine.version for version in answer.versions)
+        if engine.inference.cannot_continue is not None or engine.config.sampling.stop:
+            return answer.first(0)
+        return answer.first(0) if waits and has_other_version else answer

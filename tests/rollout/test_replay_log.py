@@ -168,6 +168,16 @@ def test_a_replay_with_other_settings_is_refused(tmp_path, changed, error):
         DriverPlan.read(tmp_path, SETTINGS | changed)
 
 
+def test_a_run_that_did_not_log_the_sizes_of_all_files_can_be_replayed(tmp_path):
+    """Older versions logged those of --train-data and --eval-data of the first actor."""
+    write_log(tmp_path, *OF_DRIVER, name=DRIVER, settings=SETTINGS)
+    now = SETTINGS | {"bytes of answers.jsonl": "90"}
+    assert DriverPlan.read(tmp_path, now) == DriverPlan.read(tmp_path, SETTINGS)
+    write_log(tmp_path, *OF_DRIVER, name=DRIVER, settings=now)
+    with pytest.raises(ReplayError, match="bytes of answers.jsonl is 90 in that run and 91 in this job"):
+        DriverPlan.read(tmp_path, SETTINGS | {"bytes of answers.jsonl": "91"})
+
+
 def test_a_run_that_changed_its_settings_at_a_resume_cannot_be_replayed(tmp_path):
     write_log(tmp_path, *OF_DRIVER, name=DRIVER, settings=SETTINGS)
     write_log(tmp_path, name=DRIVER, step=2, settings=SETTINGS | {"--staleness": "2"})

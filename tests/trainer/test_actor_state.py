@@ -228,3 +228,17 @@ def test_a_loop_by_hand_may_not_leave_out_what_the_advantages_need(tmp_path):
         given_scores(costs, *step, None)
     assert given_scores(costs, *step, 0.5).multiplier == 0.5
     assert given_scores(one, *step, None) is None
+
+
+@pytest.mark.parametrize(("algorithm", "number"), [("grpo", 0), ("remax", 1)])
+def test_a_checkpoint_says_how_many_samples_of_its_groups_are_greedy(tmp_path, algorithm, number):
+    state = actor(replace(config(tmp_path), algorithm=REGISTRY[algorithm]()))
+    assert "greedy_samples" not in state.snapshot()  # no groups
+    state.admit(None, 1)
+    saved = state.snapshot()
+    assert saved["greedy_samples"] == number and len(saved["buffer"]) == 2
+    size = state.config.batch.num_samples_per_prompt + number
+    assert {group["num_samples"] for group in saved["buffer"]} == {size}
+    other = actor(state.config)
+    other.restore(saved)
+    assert other.snapshot() == saved

@@ -48,6 +48,8 @@ def reward(version: int, row: int, index: int, greedy: bool) -> float:
 class Engine:
     def __init__(self, rank: int) -> None:
         self.rank, self.version, self.is_pinned, self.has_left = rank, 0, False, False
+        self.is_joining = False
+        """Whether it was started again and waits for weights."""
         self.rows: list[int] = []
         self.greedy = False
         self.answers: dict[int, int] = {}
@@ -127,7 +129,10 @@ class Engines:
 
     def lose(self, engine: Engine) -> None:
         engine.has_left, engine.is_pinned, engine.rows = True, False, []
-        change = EngineChange("rollout", engine.rank, False, "killed")
+        self.report_change(engine, False, "killed")
+
+    def report_change(self, engine: Engine, is_live: bool, reason: str = "") -> None:
+        change = EngineChange("rollout", engine.rank, is_live, reason)
         self.events.append(Event(engine.rank, ENGINE_CHANGED, change))
 
     # Methods of the roles, on one rank.
@@ -136,6 +141,9 @@ class Engines:
         engine.is_pinned = is_pinned and not engine.has_left
 
     def sync(self, engine: Engine, version: int) -> dict[str, float]:
+        if engine.is_joining:
+            engine.is_joining = engine.has_left = False
+            self.report_change(engine, True)
         if not engine.is_pinned and not engine.has_left:
             engine.version = version
         return {}
@@ -151,7 +159,7 @@ class Engines:
         own = [row for row, of in zip(visits, chosen, strict=True) if of == engine.rank]
         if wait:
             return [sample for row in own for sample in self.answer(engine, row)]
-        assert engine.is_pinned
+        assert engine.is_pinned or not own
         engine.rows = own
         return []
 
@@ -230,7 +238,8 @@ def test_the_scores_are_those_of_a_run_that_waits_in_many_schedules(
 
 
 def check_schedule(folder: Path, seed: int, number: int, eval_engines: int, num_lost: int) -> None:
-    """Five steps with an evaluation every other step, weights that arrive meanwhile, and engines that leave."""
+    """Five steps with an evaluation every other step, weights that arrive meanwhile, and engines that leave
+    and come back."""
     eval_engines = min(eval_engines, number - 1)
     chance = random.Random(seed)
     executor = Engines(number, seed + 1)
@@ -258,6 +267,8 @@ def check_schedule(folder: Path, seed: int, number: int, eval_engines: int, num_
         if num_lost and len(live) > eval_engines + 1 and chance.random() < 0.5:
             num_lost -= 1
             executor.lose(chance.choice(live))
+        for engine in executor.engines:
+            engine.is_joining = engine.has_left and chance.random() < 0.5
         sync(executor, events, version + 1)
         closed = buffer.closed_engines
         assert len(buffer.pinned_engines) <= eval_engines, (
@@ -291,3 +302,26 @@ def test_an_evaluation_without_engines_is_given_up(tmp_path):
     events.pinned.finish()
     assert notes == ["the evaluation of step 4 is given up: the engines with its weights have left"]
     assert events._state.first.buffer.closed_engines == {2} and not executor.engines[0].is_pinned
+
+
+@pytest.mark.parametrize("is_asked_again", [False, True])
+def test_an_evaluating_engine_that_comes_back_takes_no_part(tmp_path, is_asked_again):
+    """It has newer weights. It comes back before the others are asked for its rows, or while they answer them."""
+    executor, found = Engines(4, 0), []
+    events = open_job(tmp_path, executor, 2)
+    sync(executor, events, 0)
+    assert events.pinned.begin(0, lambda scores, answers: found.append(scores), pytest.fail)
+    _, _, other, lost = executor.engines
+    while not lost.rows:
+        executor.go_on()
+    executor.lose(lost)
+    while is_asked_again and len(other.rows) < len(ROWS):
+        executor.go_on()
+        events.pinned.advance()
+    lost.is_joining = True
+    sync(executor, events, 1)
+    while any(executor.queues):
+        executor.go_on()
+    assert lost.version == 1
+    events.pinned.finish()
+    assert found == [waited(0)]

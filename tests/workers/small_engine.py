@@ -190,7 +190,8 @@ class Stream:
         self.table: SampleTable[RolloutBlock] = SampleTable("train")
         self.reports: list[list[RolloutSample]] = []
         """One list of samples per report."""
-        self.stream = RequestStream(self.engine, self.table, self.reports.append, has_experts=True)
+        has_experts = self.inference.has_experts
+        self.stream = RequestStream(self.engine, self.table, self.reports.append, has_experts)
 
     @property
     def inference(self) -> SmallEngine:

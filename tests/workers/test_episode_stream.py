@@ -95,12 +95,33 @@ def test_with_wait_each_answer_comes_from_one_version_and_episodes_may_span_seve
         version += 1
         job.engine.commit(version)
     check(job.samples, 3, 7, 11)
-    for sample in job.samples:
+    check_versions_of_turns(job.samples)
+
+
+def check_versions_of_turns(samples: Sequence[RolloutSample]) -> None:
+    """Each turn comes from one version, and an episode from several."""
+    for sample in samples:
         ends = 0
         for length in sample.episode.turn_lengths:
             assert len({*sample.versions[ends : ends + length]}) == 1
             ends += length
-    assert any(len({*sample.versions}) > 1 for sample in job.samples)
+    assert any(len({*sample.versions}) > 1 for sample in samples)
+
+
+def test_with_wait_a_turn_of_other_weights_begins_anew(tmp_path):
+    before, after = (Job(tmp_path / f"{number}", weight_update="wait") for number in range(2))
+    before.recorder.start(0)
+    before.stream.add(answers(3, 7, 11))
+    before.step(15)
+    before.stream.save(tmp_path / "file", [3, 7, 11])
+    saved = decode((tmp_path / "file").read_bytes(), list[SavedEpisode])
+    assert any(one.finish_reason is None and one.answer.response for one in saved)
+    after.inference.set_version(1)
+    after.recorder.start(1)
+    after.stream.load(answers(3, 7, 11), [tmp_path / "file"])
+    after.finish()
+    check(after.samples, 3, 7, 11)
+    check_versions_of_turns(after.samples)
 
 
 @pytest.mark.parametrize("seed", range(8))

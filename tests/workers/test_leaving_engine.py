@@ -11,6 +11,7 @@ import pytest
 from megarl.flow.events import ENGINE_CHANGED, EngineChange
 from megarl.rollout.processes import EngineDied
 from megarl.workers.leaving_engine import LeavingEngine
+from megarl.workers.pinned_engine import PinnedEngine
 
 
 class Restartable:
@@ -54,3 +55,12 @@ def test_an_engine_that_fails_at_its_first_sync_after_a_start_has_left_again(rol
         assert role.events == [(ENGINE_CHANGED, EngineChange("rollout", 0, False, "the second death"))]
         assert not role.has_engine and not role.is_joining
     assert role.start_engine() == "" and role.is_joining
+
+
+def test_an_engine_that_has_left_is_not_pinned(role):
+    """Otherwise it would get no weights at the sync after its start. It may leave just before it is pinned."""
+    PinnedEngine.set_pinned(role, True)
+    assert not role.engine.is_pinned
+    role.has_left = False
+    PinnedEngine.set_pinned(role, True)
+    assert role.engine.is_pinned

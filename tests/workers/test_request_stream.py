@@ -284,9 +284,7 @@ def test_a_checkpoint_computes_the_cache_of_unfinished_requests_anew_and_lets_th
 
 
 @pytest.mark.parametrize("weight_update", ["keep", "recompute", "wait"])
-def test_only_a_gate_that_compares_every_token_begins_responses_over_an_old_cache_anew(
-    tmp_path, weight_update
-):
+def test_responses_over_an_old_cache_go_on_with_keep_only(tmp_path, weight_update):
     before = Stream(tmp_path, max_running=100, weight_update="keep")
     before.stream.add(answers(*LONG[:2]), **SAMPLING)
     before.step(2)
@@ -302,13 +300,54 @@ def test_only_a_gate_that_compares_every_token_begins_responses_over_an_old_cach
         for visit in LONG[:3]
         for ids in [{f"sample/{answer.sample_id}" for answer in answers(visit)}]
     }
-    goes_on = 0 if weight_update == "recompute" else 4  # tokens that are part of the new prompt
+    goes_on = 4 if weight_update == "keep" else 0  # tokens that are part of the new prompt
     for visit, tokens in zip(LONG[:3], (goes_on, goes_on, 1), strict=True):
         assert num_left[visit] == {len(make_answer(visit, 0).prompt) + tokens}
     after.stream.drain()
     check_samples(after.samples, *LONG[:3])
     begun = {sample.versions[0] for sample in after.samples if sample.group != LONG[2]}
-    assert begun == {1 if weight_update == "recompute" else 0}
+    assert begun == {0 if weight_update == "keep" else 1}
+
+
+def test_finished_responses_without_experts_begin_anew_where_a_job_replays_those_of_the_engine(tmp_path):
+    """The run that a checkpoint is of may have had no --moe-routing-replay engine."""
+    before = Stream(tmp_path, max_running=100)
+    after = Stream(tmp_path, max_running=100, weight_update="wait", has_experts=True)
+    before.stream.add(answers(0, 1, 2, 3), **SAMPLING)
+    while not before.samples:
+        before.step(1)
+    files = save_all([before], tmp_path, [0, 1, 2, 3])
+    after.inference.set_version(1)
+    after.stream.load(answers(0, 1, 2, 3), files, **SAMPLING)
+    assert not after.samples
+    after.stream.drain()
+    check_samples(after.samples, 0, 1, 2, 3)
+    for sample in after.samples:
+        assert torch.equal(sample.experts, experts_of([*sample.prompt, *sample.response]))
+
+
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("is_lost", [False, True], ids=["checkpoint", "lost engine"])
+def test_with_wait_a_response_of_other_weights_begins_anew(tmp_path, is_lost, version):
+    """The engine tells experts of the current weights for a prefix, so all tokens must come from these."""
+    options = {"max_running": 100, "weight_update": "wait", "has_experts": True}
+    before, after = Stream(tmp_path, **options), Stream(tmp_path, **options)
+    before.stream.add(answers(*LONG[:2]), **SAMPLING)
+    before.step(3)
+    before.inference.report()
+    file = tmp_path / "rollout_engine_0.msgpack"
+    if is_lost:
+        before.stream.give_up(file)
+    else:
+        before.stream.save(file, LONG[:2])
+    after.inference.set_version(version)
+    after.stream.load(answers(*LONG[:2]), [file], **SAMPLING)
+    own = {f"sample/{one.sample_id}": len(one.prompt) for one in answers(*LONG[:2])}
+    kept = {len(one.request.prompt) - own[one.request.id] for one in after.inference.requests}
+    assert kept == {0 if version else 3}
+    after.stream.drain()
+    check_samples(after.samples, *LONG[:2])
+    assert {number for sample in after.samples for number in sample.versions} == {version}
 
 
 def test_an_aborted_stream_forgets_its_requests_and_takes_new_ones(tmp_path):
