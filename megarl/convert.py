@@ -60,17 +60,31 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(argv: list[str]) -> int:
+    """Convert as the arguments say, and return the exit code: 0, 1 for a failure, 2 for arguments or weights
+    that cannot be read."""
     arguments = parse(argv)
-    if "RANK" in os.environ and arguments.sizes:
-        return convert_on_ranks(arguments)
-    if problems := find_problems(arguments):
+    is_rank = "RANK" in os.environ and arguments.sizes
+    if not is_rank and (problems := find_problems(arguments)):
         sys.stderr.write("\n".join(problems) + "\n")
         return 2
-    if arguments.sizes:
-        from megarl.trainer.launch import launch_ranks
+    exit_code = 1 if is_rank else 2  # the arguments name no weights that can be read
+    try:
+        if is_rank:
+            return convert_on_ranks(arguments)
+        source = open_source(arguments)
+        exit_code = 1  # the conversion fails
+        source.check()
+        if not arguments.sizes:
+            return convert(arguments, source)
+        from megarl.checkpoint.stream import check_room
 
-        return launch_ranks(argv, len(mesh_of(arguments).ranks), "megarl.convert")
-    return convert(arguments)
+        check_room(Path(arguments.save), source, load_shape(arguments), dtype_on_ranks(arguments, source))
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"megarl convert: {error}\n")
+        return exit_code
+    from megarl.trainer.launch import launch_ranks
+
+    return launch_ranks(argv, len(mesh_of(arguments).ranks), "megarl.convert")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -128,6 +142,11 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
     problems = []
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         problems.append(f"--save ({save}): exists and is not empty. Try --save {free_name(save)}.")
+    elif save.is_symlink() and save.exists():
+        problems.append(
+            f"--save ({save}): is a link to a folder, and must be the folder itself, which the result "
+            f"replaces. Try --save {save.resolve()}."
+        )
     elif (why := obstacle(save)) is not None:
         problems.append(f"--save ({save}): cannot be written: {why}. Name a folder that can be created.")
     if arguments.load is None and not any(Path(arguments.model).glob("*.safetensors")):
@@ -156,15 +175,14 @@ def find_problems(arguments: argparse.Namespace) -> list[str]:
 def load_shape(arguments: argparse.Namespace) -> ModelShape:
     """Return the sizes of the model of --model (layers, hidden size, ...), with a value head if the weights
     have one."""
-    if arguments.load is not None:
-        manifest = Path(arguments.load) / MANIFEST
-        text = manifest.read_text(encoding="utf-8", errors="replace") if manifest.is_file() else ""
-        value_head = '"score.weight"' in text
-    else:
-        try:
-            value_head = is_sequence_classifier(arguments.model)
-        except (OSError, ValueError, AttributeError, TypeError):
-            value_head = False  # ModelShape.load reports the error with advice
+    weights = Path(arguments.load or arguments.model)
+    try:
+        if (manifest := weights / MANIFEST).is_file():
+            value_head = '"score.weight"' in manifest.read_text(encoding="utf-8", errors="replace")
+        else:
+            value_head = is_sequence_classifier(weights)
+    except (OSError, ValueError, AttributeError, TypeError):
+        value_head = False  # reading the shape or the weights reports the error with advice
     return ModelShape.load(arguments.model, value_head=value_head)
 
 
@@ -187,30 +205,35 @@ def mesh_of(arguments: argparse.Namespace) -> MeshSpec:
     return megatron_mesh(tuple(range(stage * parallel.pipeline_model_parallel_size)), parallel)
 
 
-def convert(arguments: argparse.Namespace) -> int:
-    """Convert a Hugging Face folder or one of our checkpoints into the other, file by file in this process.
-
-    Returns: the exit code: 0, 1 for a failure, 2 for weights that cannot be read."""
+def open_source(arguments: argparse.Namespace) -> WeightSource:
+    """Open the weights to convert. Raises: ValueError for weights that cannot be read, or not by ranks."""
     from megarl.checkpoint.sources import open_weights
+    from megarl.checkpoint.torch_dist import MegatronWeights
+
+    source = open_weights(Path(arguments.load or arguments.model), load_shape(arguments))
+    if arguments.sizes and isinstance(source, MegatronWeights):
+        raise ValueError(
+            f"--load ({arguments.load}): Megatron's checkpoints are converted without ranks. Leave the "
+            "parallel sizes out, or convert it first."
+        )
+    return source
+
+
+def convert(arguments: argparse.Namespace, source: WeightSource) -> int:
+    """Convert a Hugging Face folder or one of our checkpoints into the other, file by file in this process.
+    Returns the exit code 0.
+
+    Raises: ValueError or OSError if reading or writing fails."""
     from megarl.checkpoint.stream import write_checkpoint, write_hf
 
     shape, save = load_shape(arguments), Path(arguments.save)
     if save.exists():
         save.rmdir()  # it is empty; the folder appears when the conversion is complete
-    limit = shard_bytes(arguments.max_shard_size)
-    exit_code = 2  # the arguments name no weights that can be read
-    try:
-        source = open_weights(Path(arguments.load or arguments.model), shape)
-        exit_code = 1  # the conversion fails
-        dtype = wanted_dtype(arguments, source)
-        source.check()
-        if arguments.to == "checkpoint":
-            write_checkpoint(save, source, shape, dtype, limit)
-        else:
-            write_hf(save, source, shape, Path(arguments.model), dtype, limit)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"megarl convert: {error}\n")
-        return exit_code
+    limit, dtype = shard_bytes(arguments.max_shard_size), wanted_dtype(arguments, source)
+    if arguments.to == "checkpoint":
+        write_checkpoint(save, source, shape, dtype, limit)
+    else:
+        write_hf(save, source, shape, Path(arguments.model), dtype, limit)
     dtypes = sorted({str(dtype or stored) for stored, _ in source.tensors.values()})
     sys.stdout.write(f"{len(source.tensors)} tensors in {' and '.join(dtypes)}: {save}\n")
     return 0
@@ -225,9 +248,21 @@ def wanted_dtype(arguments: argparse.Namespace, source: WeightSource) -> torch.d
     return source.dtype if arguments.to == "hf" else None
 
 
+def dtype_on_ranks(arguments: argparse.Namespace, source: WeightSource) -> torch.dtype:
+    """Return the dtype in which ranks write.
+
+    Their model is in bf16, or in fp32, which holds every value of fp16."""
+    import torch
+
+    stored = {dtype for dtype, _ in source.tensors.values()}
+    dtype = wanted_dtype(arguments, source) or (stored.pop() if len(stored) == 1 else torch.float32)
+    return dtype if arguments.to == "hf" or dtype == torch.bfloat16 else torch.float32
+
+
 def convert_on_ranks(arguments: argparse.Namespace) -> int:
-    """Load and write the weights through Megatron's shards, as one of the ranks, and return 0. Raises
-    RuntimeError if a tensor changed on the way."""
+    """Load and write the weights through Megatron's shards, as one of the ranks, and return 0.
+
+    Raises: RuntimeError if a tensor changed on the way; ValueError or OSError if reading or writing fails."""
     from megarl.runtime.process import DRIVER_PID, end_with_parent, quiet_libraries
 
     if launcher := os.environ.get(DRIVER_PID):
@@ -236,7 +271,7 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from megarl.checkpoint.sources import CheckpointWeights, HFWeights, open_weights
+    from megarl.checkpoint.sources import HFWeights, open_weights
     from megarl.config.mesh import group_timeout
     from megarl.megatron.mesh import create_groups
     from megarl.megatron.training_state import load_checkpoint, save_checkpoint
@@ -246,24 +281,17 @@ def convert_on_ranks(arguments: argparse.Namespace) -> int:
 
     join_world(_RANKS_WAIT_S)
     mesh, shape, parallel = mesh_of(arguments), load_shape(arguments), parallel_of(arguments)
-    folder = Path(arguments.load or arguments.model)
-    source = open_weights(folder, shape)
-    if not isinstance(source, (CheckpointWeights, HFWeights)):
-        raise ValueError(
-            f"--load ({folder}): Megatron's checkpoints are converted without ranks. Leave the "
-            "parallel sizes out, or convert it first."
-        )
-    stored = {dtype for dtype, _ in source.tensors.values()}
-    dtype = wanted_dtype(arguments, source) or (stored.pop() if len(stored) == 1 else torch.float32)
+    folder, source = Path(arguments.load or arguments.model), open_source(arguments)
+    dtype = dtype_on_ranks(arguments, source)
     create_groups(mesh, group_timeout(_RANKS_WAIT_S))
-    bf16 = dtype == torch.bfloat16  # else fp32, which holds every value of fp16
+    bf16 = dtype == torch.bfloat16
     model = model_of(shape, mesh, ModelConfig(model=arguments.model, bf16=bf16), parallel)
     atlases = megatron_atlases(shape, mesh, parallel)
     atlas = atlases[dist.get_rank()]
     if isinstance(source, HFWeights):
         load_hf(folder, atlas, model.parameters, shape)
     else:
-        load_checkpoint(folder, model, atlas, weights_only=True)
+        load_checkpoint(folder, model, atlas, weights_only=True, digests=launcher is None)
     if arguments.to == "hf":
         save_hf(
             arguments.save,

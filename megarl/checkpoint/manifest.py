@@ -10,6 +10,7 @@ import torch
 
 from megarl.checkpoint.rectangles import Box, tiling_problem, whole
 from megarl.files.checkpoints import MANIFEST, file_digest, read_json, write_json
+from megarl.files.writing import reading
 from megarl.reshard.hf_folder import some
 
 VERSION, _FORM = 1, "megarl checkpoint"
@@ -19,6 +20,10 @@ WEIGHTS = "weights"
 
 class CheckpointError(ValueError):
     """Error of a folder that cannot be read or written as a checkpoint, with the reason."""
+
+
+class CheckpointIOError(CheckpointError):
+    """Error of the file system, as I/O errors or missing rights: the checkpoint may be undamaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +120,13 @@ class Manifest:
         return manifest
 
     def check_sizes(self, folder: Path) -> None:
-        """Raise CheckpointError naming a file that is missing or has not the size that was written."""
+        """Raise CheckpointError naming a file that is missing or has not the size that was written.
+
+        Raises: ReadError for a file that cannot be looked up."""
         for name, (size, _) in self.files.items():
             path = folder / name
-            found = path.stat().st_size if path.exists() else None
+            with reading(path):
+                found = path.stat().st_size if path.exists() else None
             if found != size:
                 raise CheckpointError(
                     f"{path} is {'missing' if found is None else f'damaged: it has {found} bytes'}, "
@@ -126,9 +134,13 @@ class Manifest:
                 )
 
     def check_digests(self, folder: Path, names: Collection[str]) -> None:
-        """Raise CheckpointError naming one of these files whose content is not what was written."""
+        """Raise CheckpointError naming one of these files whose content is not what was written.
+
+        Raises: ReadError for a file that cannot be read."""
         for name in names:
-            if file_digest(folder / name) != self.files[name][1]:
+            with reading(folder / name):
+                found = file_digest(folder / name)
+            if found != self.files[name][1]:
                 raise CheckpointError(
                     f"{folder / name} is damaged: its SHA-256 is not the one that was written."
                 )

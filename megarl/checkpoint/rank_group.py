@@ -8,8 +8,9 @@ from typing import Generic, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from megarl.checkpoint.manifest import CheckpointError
+from megarl.checkpoint.manifest import CheckpointError, CheckpointIOError
 from megarl.collectives import all_gather_messages
+from megarl.files.writing import MISSING
 
 T = TypeVar("T")
 
@@ -19,6 +20,8 @@ class Outcome(msgspec.Struct, Generic[T], frozen=True):
 
     result: T | None = None
     error: str | None = None
+    is_io: bool = False
+    """Whether the error is the file system's, and not one of a file that is missing or damaged."""
 
 
 class RankGroup:
@@ -36,12 +39,14 @@ class RankGroup:
 
         Args:
             kind: the declared type of the results (megarl/messages.py).
-        Raises: CheckpointError, on every rank, if the step failed on any."""
+        Raises: CheckpointError, on every rank, if the step failed on any; CheckpointIOError for an error of
+            the file system."""
         caught, own = None, Outcome()
         try:
             own = Outcome(result=step())
         except (OSError, ValueError) as error:
-            caught, own = error, Outcome(error=str(error))
+            is_io = isinstance(error, OSError | CheckpointIOError) and not isinstance(error, MISSING)
+            caught, own = error, Outcome(error=str(error), is_io=is_io)
         outcomes = [own] if self._alone else all_gather_messages(own, Outcome[kind], self._group)
         failed = next((rank for rank, outcome in enumerate(outcomes) if outcome.error is not None), None)
         if failed is None:
@@ -50,7 +55,7 @@ class RankGroup:
         reason = outcomes[failed].error
         if self.size > 1 and any(outcome.error != reason for outcome in outcomes):
             reason = f"[rank {dist.get_global_rank(self._group or dist.group.WORLD, failed)}] {reason}"
-        raise CheckpointError(reason) from caught
+        raise (CheckpointIOError if outcomes[failed].is_io else CheckpointError)(reason) from caught
 
     def first(self, step: Callable[[], T], kind: type[T]) -> T:
         """Run a step on the first rank, while the others wait, and return its result on every rank."""

@@ -126,6 +126,11 @@ def _main_dtype(entries: dict[str, Entry]) -> torch.dtype:
     return max(share, key=share.__getitem__)
 
 
+def check_room(folder: Path, source: WeightSource, shape: ModelShape, dtype: torch.dtype) -> None:
+    """Raise CheckpointError if the disk has no room for the weights in a dtype."""
+    _check_room(folder, _entries(source, shape, dtype))
+
+
 def _check_room(folder: Path, entries: dict[str, Entry]) -> None:
     """Raise CheckpointError, before the first byte is written, if the disk has no room for all tensors."""
     parent = next(path for path in folder.absolute().parents if path.exists())

@@ -349,7 +349,7 @@ def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> Json:
     """Return the fields of a `ModelShape` on which the model's outputs depend, such as rope_theta, as JSON.
 
     Checkpoints store these fields, and they are compared before weights are loaded. Adapters are described by
-    rank and scale."""
+    rank, scale and the layers that have them."""
     fields = {
         field.name: getattr(shape, field.name)
         for field in dataclasses.fields(shape)
@@ -357,12 +357,14 @@ def function_fields(shape: ModelShape, lora: LoRAConfig | None = None) -> Json:
     }
     if lora is not None and lora.lora_rank:
         fields |= {"lora_rank": lora.lora_rank, "lora_alpha": lora.lora_alpha}
+        fields["lora_target_modules"] = sorted(lora.lora_target_modules)
     return json.loads(json.dumps(fields))
 
 
 def differences(saved: Json, now: Json) -> list[str]:
     """Return a text such as 'rope_theta 10000.0, not 1000000.0' for every field whose saved value (named
-    first) differs from the current one."""
+    first) differs from the current one. A model without adapters has none of their fields."""
+    saved, now = ({"lora_rank": 0} | fields for fields in (saved, now))
     return [
         f"{name} {saved[name]}, not {now.get(name, 'none')}"
         for name in {**now, **saved}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from megarl.config.args_file import numbered
 from megarl.config.errors import Errors
@@ -99,17 +100,29 @@ def _has_other_weights(config: TrainConfig, cursor: Json) -> bool:
     return (config.data.train_data_weights is not None) != ("mixture" in cursor)
 
 
-def rows_error(config: TrainConfig, number: int, num_rows: int, saved: Json) -> str | None:
-    """Return an error if an actor's number of training rows differs from that of the run that --load names,
-    else None.
+def rows_errors(
+    config: TrainConfig, number: int, file_sizes: Sequence[int], num_sft_rows: int, saved: Json
+) -> Errors:
+    """Yield an error per flag whose files have other numbers of rows than in the run that --load continues.
 
     Args:
+        number: number of the actor, from 1.
+        file_sizes: rows of each file of --train-data.
+        num_sft_rows: rows of --sft-data, 0 without.
         saved: the content of job.json."""
-    cursor = saved["actors"].get(suffix_of(number - 1), {}).get("cursor", {"num_rows": num_rows})
-    if cursor["num_rows"] == num_rows:
-        return None
-    return (
-        f"--{numbered('train-data', number)} ({' '.join(config.data.train_data)}): has {num_rows} "
-        "rows, and the run that --load continues has "
-        f"{cursor['num_rows']}. Give the same files, or start a new run from the exported hf/ folder."
-    )
+    actor, walks = saved["actors"].get(suffix_of(number - 1), {}), []
+    if "mixture" in actor.get("cursor", {}):  # a walk over each file
+        walks.append(
+            ("train-data", config.data.train_data, [*file_sizes], actor["cursor"]["mixture"]["sizes"])
+        )
+    elif "cursor" in actor:
+        walks.append(("train-data", config.data.train_data, [sum(file_sizes)], [actor["cursor"]["num_rows"]]))
+    if num_sft_rows and "sft" in actor:
+        walks.append(("sft-data", config.sft.sft_data, [num_sft_rows], [actor["sft"]["num_rows"]]))
+    for flag, files, now, then in walks:
+        if now != then:
+            given, had = (" and ".join(map(str, sizes)) for sizes in (now, then))
+            yield (
+                f"--{numbered(flag, number)} ({' '.join(files)}): has {given} rows, and the run that --load "
+                f"continues has {had}. Give the same files, or start a new run from the exported hf/ folder."
+            )

@@ -9,14 +9,16 @@ import ast
 import difflib
 import itertools
 import os
+import re
 from pathlib import Path
 
 from megarl.config.args_file import numbered
 from megarl.config.errors import Errors, nearest_path, try_path
 from megarl.config.hf_config import differences, function_fields, not_compared
 from megarl.config.hf_families import Json
-from megarl.config.roles import configs_of_actors, trained_models
+from megarl.config.roles import absent_roles, configs_of_actors, trained_models
 from megarl.config.environments import environments
+from megarl.config.rules_buffer import buffer_errors
 from megarl.config.rules_data import order_errors, weights_errors
 from megarl.config.schema import TrainConfig
 from megarl.config.teachers import teacher_folders
@@ -32,9 +34,11 @@ from megarl.files.checkpoints import (
     read_job,
     step_of,
 )
+from megarl.files.writing import ReadError
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN_FILES = ("resolved.args", "metrics.jsonl")
+"""Files whose presence marks a folder as a run. So does a checkpoint, see `mark_of_run`."""
 _SIMILAR = 0.6
 """Smallest ratio of difflib at which a file is proposed in place of one that does not exist."""
 
@@ -182,7 +186,7 @@ def _function_in_file(name: str, path: Path, function: str) -> Errors:
 
 
 def _save(folder: Path) -> Errors:
-    taken = next((name for name in RUN_FILES if (folder / name).exists()), None)
+    taken = mark_of_run(folder)
     advice = f"Try --save {free_name(folder)}."
     if taken is not None:
         if checkpoints_in(folder):
@@ -190,6 +194,14 @@ def _save(folder: Path) -> Errors:
         yield f"--save ({folder}): holds another run ({taken}), which would be overwritten. {advice}"
     elif folder.exists() and not folder.is_dir():
         yield f"--save ({folder}): is a file; it must be a folder, which is created. {advice}"
+
+
+def mark_of_run(folder: Path) -> str | None:
+    """Return the file or the newest checkpoint by which a folder holds a run; None if it holds none.
+
+    A new run would take checkpoints of another one for its own, and remove them by --keep."""
+    found = [f"{CHECKPOINTS}/{path.name}" for path in checkpoints_in(folder)]
+    return next((name for name in (*RUN_FILES, *found) if (folder / name).exists()), None)
 
 
 def free_name(folder: Path) -> Path:
@@ -242,8 +254,8 @@ def checkpoint_notes(config: TrainConfig) -> list[str]:
     be compared, and files of the user's that have changed."""
     try:
         found = newest_job(config) if config.checkpoint.load is not None else None
-    except JobFileError:
-        return []
+    except (JobFileError, ReadError):
+        return []  # an error of `checkpoint_errors`
     if found is None:
         return []
     saved = found[1]
@@ -259,7 +271,9 @@ def checkpoint_errors(config: TrainConfig) -> list[str]:
         found = newest_job(config)
     except JobFileError as error:
         return [str(error)]
-    return list(_disagreements(config, *found)) if found is not None else []
+    except ReadError as error:
+        return [f"--load ({config.checkpoint.load}): {error}"]
+    return list(disagreements(config, *found)) if found is not None else []
 
 
 def is_savable(config: TrainConfig) -> bool:
@@ -304,7 +318,7 @@ def newest_job(config: TrainConfig) -> tuple[Path, Json] | None:
     """Return the folder and the job.json of the newest complete checkpoint that --load names; None if --load
     is --save and that holds none yet.
 
-    Raises: JobFileError if --load names no checkpoint."""
+    Raises: JobFileError if --load names no checkpoint; ReadError if the newest one cannot be read."""
     problems = []
     for folder in found_by(config.checkpoint.load):
         try:
@@ -336,7 +350,11 @@ def _why_none(load: Path) -> str:
     return "holds no checkpoints/step_*. Name a run folder, or leave it out for a new run."
 
 
-def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
+def disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
+    """Yield an error per flag or model by which the job cannot go on from a checkpoint.
+
+    Args:
+        saved: the content of the checkpoint's job.json."""
     head, step = f"--load ({config.checkpoint.load}): {folder.name}", saved["step"]
     if config.batch.train_iters < step:
         yield (
@@ -344,7 +362,7 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
             f"--train-iters {2 * step}."
         )
     for role, model in described_models(config).items():
-        if role not in saved["models"]:
+        if not (role in saved["models"] and role in saved["roles"]):
             yield (
                 f"{head} has no {role}, but {', '.join(saved['models'])}. Leave --load out, or "
                 "name a run that has one."
@@ -356,9 +374,11 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
                 "model that the run had, or leave --load out."
             )
     for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
+        if f"reference{suffix}" in saved["roles"]:
+            yield from _reference_errors(of_actor, number, folder, saved)
         if suffix in saved["actors"]:
             yield from order_errors(of_actor, number, saved["actors"][suffix]["cursor"])
-            yield from _buffer_errors(of_actor, number, saved["actors"][suffix], step + 1)
+            yield from buffer_errors(of_actor, number, saved["actors"][suffix], saved)
     saved_staleness = max((actor.get("staleness", 0) for actor in saved["actors"].values()), default=0)
     if config.streaming.staleness < saved_staleness:
         yield (
@@ -368,39 +388,18 @@ def _disagreements(config: TrainConfig, folder: Path, saved: Json) -> Errors:
         )
 
 
-def _buffer_errors(config: TrainConfig, number: int, saved: Json, step: int) -> Errors:
-    """Yield an error per flag with which an actor cannot train on the sample groups in its part of a
-    checkpoint, which an asynchronous run has.
-
-    Args:
-        step: the first step of this job."""
-    batch, groups = config.batch, saved.get("buffer", ())
-    staleness = max(config.streaming.staleness, saved.get("staleness", 0))  # a smaller one is another error
-    num_greedy = config.algorithm.greedy_samples
-    sizes = {group["num_samples"] - num_greedy for group in groups} - {batch.num_samples_per_prompt}
-    if sizes:
-        flag = numbered("num-samples-per-prompt", number)
-        yield (
-            f"--{flag} ({batch.num_samples_per_prompt}): the run that --load continues had {max(sizes)}, and "
-            f"its checkpoint holds groups of that size. Try --{flag} {max(sizes)}."
-        )
+def _reference_errors(config: TrainConfig, number: int, folder: Path, saved: Json) -> Errors:
+    """Yield an error if a checkpoint holds an actor's reference, which has taken over weights, and the
+    reference of this job is the model that training starts from."""
+    if config.model.reference_update_interval is not None or "reference" in absent_roles(
+        config.algorithm, config.reward_models.reward_model
+    ):
         return
-
-    def is_in_time(num_prompts: int) -> bool:
-        return all(
-            step + place // num_prompts <= group["version"] + staleness + 1
-            for place, group in enumerate(groups)
-        )
-
-    if not is_in_time(batch.num_prompts):
-        flag, n = numbered("num-prompts", number), batch.num_samples_per_prompt
-        fitting = (
-            more
-            for more in range(batch.num_prompts + 1, len(groups) + batch.global_batch_size + 1)
-            if more * n % batch.global_batch_size == 0 and is_in_time(more)
-        )
-        yield (
-            f"--{flag} ({batch.num_prompts}): the checkpoint that --load names holds {len(groups)} prompts, "
-            f"which would be older than --staleness ({staleness}) before a step trains on the last of them. "
-            f"Try --{flag} {next(fitting)}."
-        )
+    flag = numbered("reference-update-interval", number)
+    interval = re.search(rf"^--{flag} (\d+)$", str(saved.get("arguments")), re.MULTILINE)
+    advice = f"Try --{flag} {interval[1]}" if interval else f"Give --{flag} the number of that run"
+    yield (
+        f"--{flag} (none): {folder} holds a reference that has taken over weights of the actor, and this "
+        f"job's is the model that training starts from. {advice}, or start a new run from the exported hf/ "
+        "folder."
+    )

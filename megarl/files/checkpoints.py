@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.files.writing import writing
+from megarl.files.writing import MISSING, reading, writing
 
 CHECKPOINTS, JOB, MANIFEST = "checkpoints", "job.json", "checkpoint.json"
 REQUESTS = "requests"
@@ -49,12 +49,14 @@ def write_json(path: Path, form: str, version: int, body: Mapping[str, object]) 
 def read_json(path: Path, form: str, version: int, error: type[ValueError]) -> dict[str, object]:
     """Return the content of a JSON file that `write_json` wrote, after comparing its digest.
 
-    Raises: FileNotFoundError; `error` naming the file and the problem."""
+    Raises: FileNotFoundError; `error` naming the file and the problem; ReadError, which is no damage."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            text = path.read_bytes()
+        stored = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, RecursionError) as reason:
+    except (*MISSING, ValueError, RecursionError) as reason:
         raise error(f"{path} cannot be read: {reason}.") from reason
     if not isinstance(stored, dict) or stored.get("format") != form:
         raise error(f"{path} is not of a {form}.")
@@ -136,7 +138,8 @@ def write_job(folder: Path, body: Mapping[str, object]) -> None:
 def read_job(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's job.json, after comparing the digests of the roles' manifests.
 
-    Raises: JobFileError naming the file and the problem, also for the manifests."""
+    Raises: JobFileError naming the file and the problem, also for the manifests; ReadError for a file that
+        cannot be read, which is no damage."""
     path = folder / JOB
     try:
         body = read_json(path, _FORM, VERSION, JobFileError)
@@ -145,16 +148,13 @@ def read_job(folder: Path) -> dict[str, Any]:
     for name, kind in _PARTS.items():
         if not isinstance(body.get(name), kind):
             raise JobFileError(f"{path} is not of a megarl job: it has no {name}.")
-    for role, digest in body["roles"].items():
-        manifest = folder / role / MANIFEST
-        if not manifest.is_file():
-            raise JobFileError(f"{manifest} is missing.")
-        if file_digest(manifest) != digest:
-            raise JobFileError(f"{manifest} is damaged: its SHA-256 is not the one that was written.")
-    for name, digest in body.get(REQUESTS, {}).items():
-        path = folder / REQUESTS / name
-        if not path.is_file():
+    digests = {folder / role / MANIFEST: digest for role, digest in body["roles"].items()}
+    digests |= {folder / REQUESTS / name: digest for name, digest in body.get(REQUESTS, {}).items()}
+    for path, digest in digests.items():
+        with reading(path):
+            found = file_digest(path) if path.is_file() else None
+        if found is None:
             raise JobFileError(f"{path} is missing.")
-        if file_digest(path) != digest:
+        if found != digest:
             raise JobFileError(f"{path} is damaged: its SHA-256 is not the one that was written.")
     return body

@@ -1,4 +1,4 @@
-"""Raise errors of writing that name the file and give advice. Imports no torch.
+"""Raise errors of reading and writing that name the file and give advice. Imports no torch.
 
 The operating system's own error of a full disk, for example, names no file."""
 
@@ -23,20 +23,24 @@ _ADVICE = {
 }
 
 
-class WriteError(ExplainedError, OSError):
-    """Error of a file that cannot be written. `errno` and `filename` are those of the cause."""
-
-    read_on = "docs/debugging.md, section Read a failure"
+class _FileError(ExplainedError, OSError):
+    """Error of the file system with one file. `errno` and `filename` are those of the cause."""
 
     def __init__(self, path: str | os.PathLike, cause: OSError) -> None:
         super().__init__(cause.errno, cause.strerror or str(cause), str(path))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.filename, OSError(self.errno, self.strerror))
+
+
+class WriteError(_FileError):
+    """Error of a file that cannot be written."""
+
+    read_on = "docs/debugging.md, section Read a failure"
+
     def __str__(self) -> str:
         advice = _ADVICE.get(self.errno)
         return f"{self.filename} cannot be written: {self.strerror}.{f' {advice}.' if advice else ''}"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.filename, OSError(self.errno, self.strerror))
 
 
 @contextlib.contextmanager
@@ -49,6 +53,33 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
         raise
     except OSError as error:
         raise WriteError(path, error) from error
+
+
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of a path at which there is no file. Any other OSError says nothing about the file's content."""
+
+
+class ReadError(_FileError):
+    """Error of a file that is there and cannot be read now, so that its content may well be whole."""
+
+    read_on = "docs/checkpoints.md, section Damage"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.filename} cannot be read: {self.strerror}. That is no damage, so no other file is taken "
+            "in its place. Give this user the right to read it, or try again when the file system answers."
+        )
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike) -> Iterator[None]:
+    """Context manager that raises ReadError in place of any OSError but those of a missing file."""
+    try:
+        yield
+    except MISSING:
+        raise
+    except OSError as error:
+        raise ReadError(path, error) from error
 
 
 def obstacle(folder: str | os.PathLike) -> str | None:

@@ -100,7 +100,7 @@ def to_json_line(metrics: Mapping[str, float | int]) -> str:
 
 def cut_after(folder: Path, step: int) -> None:
     """Remove the records of steps after `step` from a run folder: rows, held-out answers, samples and the
-    logs of driver and engines; 0 removes everything."""
+    logs of driver and engines; -1 removes everything."""
     logs = (folder / ENGINES).glob("*.jsonl")
     for path in (folder / METRICS, folder / "rollouts" / "eval.jsonl", *logs):
         if path.exists():
@@ -131,12 +131,14 @@ def rollout_files(folder: Path) -> dict[int, Path]:
 
 def _keep_rows(path: Path, last: int) -> None:
     """Rewrite a file with the rows of steps up to `last`, without a line that a killed job did not finish."""
-    kept = [
-        line for line in path.read_bytes().splitlines(keepends=True) if last > 0 and _step_of(line) <= last
-    ]
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) <= last]
     new = path.with_name(f".{path.name}.new")
-    new.write_bytes(b"".join(kept))
-    os.replace(new, path)
+    with writing(path):
+        try:
+            new.write_bytes(b"".join(kept))
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)  # of a full disk
 
 
 def _step_of(line: bytes) -> float:

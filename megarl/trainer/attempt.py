@@ -19,10 +19,9 @@ from typing import Any
 
 from megarl.failures import ExplainedError
 from megarl.files.writing import writing
+from megarl.runtime.process import LAUNCHER
 
 ATTEMPTS = "attempt.json"
-LAUNCHER = "MEGARL_LAUNCHER"
-"""Environment variable of the driver under torchrun: what all attempts that torchrun makes at a job have in common."""
 
 
 class SupersededError(ExplainedError, RuntimeError):

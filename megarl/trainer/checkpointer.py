@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config.rules_files import described_models, uncompared_models
+from megarl.config.errors import raise_errors
+from megarl.config.rules_files import described_models, disagreements, goes_on, uncompared_models
 from megarl.config.user_files import changed_files, user_files
 from megarl.failures import ExplainedError
 from megarl.files.checkpoints import (
@@ -37,7 +38,6 @@ from megarl.files.checkpoints import (
     step_of,
     write_job,
 )
-from megarl.config.rules_files import goes_on
 from megarl.files.checkpoints import file_digest, sync_folder
 from megarl.config.render import write_args
 from megarl.files.writing import writing
@@ -161,7 +161,8 @@ class Checkpointer:
         for name, rollout in self._rollouts.items():
             visits = [group.visit for group in self._state.actor_of(name).buffer.groups]
             if visits:
-                (folder / REQUESTS).mkdir(exist_ok=True)
+                with writing(folder / REQUESTS):
+                    (folder / REQUESTS).mkdir(exist_ok=True)
                 for of_rank in rollout.save_requests(str(folder / REQUESTS), visits).result():
                     written |= of_rank
         return written
@@ -220,16 +221,20 @@ class Checkpointer:
 
         Nothing is restored if --load is --save's own folder and holds no checkpoint yet.
 
-        Raises: NoWholeCheckpoint if all checkpoints are damaged or belong to other models."""
+        Only damage is passed over. With other flags, or when the file system answers again, the checkpoint
+        may be whole, and a job that went on from an older one would remove it.
+
+        Raises: NoWholeCheckpoint if all checkpoints are damaged; ConfigError if this job cannot go on from
+            the newest undamaged one; ReadError or RemoteError if a file cannot be read."""
         if self.config.load is None:
             return
         note, problems = self._run.progress.note, []
         for folder in found_by(self.config.load):
-            if (problem := self._problem_of(folder)) is None:
+            if (damage := self._damage_of(folder)) is None:
                 self._load(folder)
                 return
-            problems.append(problem)
-            note(f"checkpoint {folder} is passed over: {problem}")
+            problems.append(damage)
+            note(f"checkpoint {folder} is passed over: {damage}")
         if problems or not goes_on(self._job_config):
             load = Path(self.config.load)
             others = (
@@ -240,7 +245,7 @@ class Checkpointer:
             raise NoWholeCheckpoint(
                 "\n".join([f"--load ({load}): no whole checkpoint is there.{others}", *problems])
             )
-        self._go_on(0, None)
+        self._go_on(None, None)
 
     # ------------------------------------------------------------------ writing
 
@@ -309,30 +314,20 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ reading
 
-    def _problem_of(self, folder: Path) -> str | None:
-        """Return why a checkpoint cannot be loaded, or None if it can.
+    def _damage_of(self, folder: Path) -> str | None:
+        """Return what of a checkpoint is damaged, or None.
 
-        Compares digests of the files and shapes of the models."""
+        Compares digests of the files and shapes of the models.
+
+        Raises: the errors of `restore`."""
         try:
             body = read_job(folder)
         except JobFileError as error:
             return str(error)
-        if missing := [
-            role for role in self.roles if role not in body["roles"] and role not in self._references
-        ]:
-            return f"{folder} has no {missing[0]}, but {', '.join(body['roles'])}."
-        if changed := [role for role in self._references if role in body["roles"] and role not in self.roles]:
-            return (
-                f"{folder} has a {changed[0]} that had taken over weights of the actor, and this job's is the model "
-                "that training starts from. Try --reference-update-interval with the number of that run."
-            )
+        raise_errors([*disagreements(self._job_config, folder, body)])
         asked = {name: role.damage_of_checkpoint(str(folder / name)) for name, role in self._held_by(body)}
         damages = ((name, future.first()) for name, future in asked.items())
         return next((f"{name}: {damage}" for name, damage in damages if damage is not None), None)
-
-    @property
-    def _references(self) -> list[str]:
-        return [role for role in self._meshes if kind_and_suffix(role)[0] == "reference"]
 
     def _held_by(self, body: Mapping[str, Any]) -> list[tuple[str, CheckpointedRole]]:
         """Return the roles that a checkpoint holds. It lacks the reference if that still was the model from
@@ -361,20 +356,22 @@ class Checkpointer:
         self.last_step, self.restored_metrics, self._restored = body["step"], body["metrics"], folder
         self._go_on(body["step"], folder)
 
-    def _go_on(self, step: int, folder: Path | None) -> None:
+    def _go_on(self, step: int | None, folder: Path | None) -> None:
         """Report that the job continues after `step`. If it continues in its own run folder, also remove the
-        records and checkpoints of later steps."""
+        records and checkpoints of later steps. Both are None for a run that begins anew."""
         note = self._run.progress.note
         if not goes_on(self._job_config):
             note(f"continues after step {step}: {folder}")
             return
         self._run.lock()  # before anything of another job's is renamed
         for number, later in self._on_disk.items():
-            if number > step:  # removed when the next checkpoint is complete
+            if step is None or number > step:  # removed when the next checkpoint is complete
                 replaced = later.with_name(f".{later.name}.replaced")
                 shutil.rmtree(replaced, ignore_errors=True)
                 later.rename(replaced)
         self._run.go_on_after(step)
+        if step is not None:  # a job before may have made up for the evaluation that the checkpoint lacks
+            self.restored_metrics |= self._run.recorded({step}).get(step, {})
         self._metrics = {number: _metrics_of(path) for number, path in self._on_disk.items()}
         if folder is None:
             note(f"--load ({self.config.load}): no checkpoint is there yet; begins at step 1")

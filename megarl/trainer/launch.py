@@ -13,10 +13,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from megarl.config.check import fitting_nodes, on_nodes
 from megarl.config.mesh import hosting_ranks
+from megarl.config.run_sections import RankCount
 from megarl.config.schema import TrainConfig
 from megarl.rollout.engine_memory import sweep_shared_memory
 from megarl.runtime.end_message import EndNotes
@@ -26,6 +28,7 @@ from megarl.trainer.executors import interfaces_of, job_ranks, rank_description
 from megarl.trainer.restarts import continued, where_it_goes_on
 from megarl.trainer.resume_command import end_notes, torchrun_command
 from megarl.runtime.process import (
+    NUM_NODES,
     exit_on_signals,
     keep_checkout_off_path,
     quiet_libraries,
@@ -127,10 +130,25 @@ def drive(
         say: shows the line that says what is started."""
     notes = end_notes(config, torchrun_command(argv), argv) if new_run else EndNotes()
     world_size = world_size_from_env()
+    config = _with_started_ranks(config, world_size)
     say(starting_text(config, world_size))
     ranks = hosting_ranks(config, world_size)
     timeout_s, body = config.placement.call_timeout_s, _body(job, config, world_size, new_run)
     return run_driver(body, ranks, timeout_s, interfaces_of(ranks), notes, rank_description(ranks))
+
+
+def _with_started_ranks(config: TrainConfig, world_size: int) -> TrainConfig:
+    """Return the configuration with the numbers of nodes and ranks that torchrun has started, so that
+    resolved.args repeats the run. The flags may say otherwise.
+
+    No flags can say that nodes have different numbers of ranks; then the configuration stays as it is."""
+    nodes = int(os.environ.get(NUM_NODES, "1"))
+    if world_size % nodes:
+        return config
+    return replace(
+        config,
+        placement=replace(config.placement, nnodes=nodes, nproc_per_node=RankCount(world_size // nodes)),
+    )
 
 
 def _body(

@@ -2,28 +2,30 @@
 
 `megarl train --max-restarts N` restarts the job itself. Under torchrun --max-restarts N each attempt reads
 its number from the environment. An attempt that was refused has begun nothing, and what lies in --save may be another
-job's run: so a later attempt continues it only if it was begun under the same torchrun."""
+job's run: so a later attempt continues it only if it was begun under the same start of torchrun."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
-import socket
-from collections.abc import Mapping, MutableMapping
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.runtime.process import attempt_number
-from megarl.runtime.signing import JOB_SECRET
+from megarl.runtime.process import LAUNCHER, attempt_number, process_name
 from megarl.files.checkpoints import checkpoints_in, step_of
-from megarl.config.rules_files import goes_on
+from megarl.config.errors import ConfigError
+from megarl.config.rules_files import RUN_FILES, goes_on
 from megarl.config.schema import TrainConfig
-from megarl.trainer.attempt import LAUNCHER, launcher_of_last_attempt
-from megarl.trainer.run_folder import MARKS
+from megarl.trainer.attempt import launcher_of_last_attempt
+from megarl.trainer.run_folder import lock_folder
 from megarl.loggers.json_lines import cut_after
+
+_DRIVER_ENDS_S = 10.0
+"""Seconds within which the driver of the attempt before, whose rank 0 has ended, ends too."""
 
 
 def continued(config: TrainConfig) -> TrainConfig:
@@ -31,36 +33,53 @@ def continued(config: TrainConfig) -> TrainConfig:
     run and --save has no checkpoint yet.
 
     Before the first checkpoint the next attempt begins where the first one began. If that was a checkpoint of
-    another run, the records in --save are removed."""
+    another run, the records in --save are removed.
+
+    Raises: ConfigError if records are to be removed while another job writes there."""
     run = Path(config.run.save)
     begins_elsewhere = config.checkpoint.load is not None and not goes_on(config)
-    if begins_elsewhere and not checkpoints_in(run):
-        if run.is_dir():
-            cut_after(run, 0)
+    if not begins_elsewhere or checkpoints_in(run):
+        return replace(config, checkpoint=replace(config.checkpoint, load=config.run.save))
+    if run.is_dir():
+        with _locked(run):
+            cut_after(run, -1)
             shutil.rmtree(run / "tensorboard", ignore_errors=True)
-        for mark in MARKS:
-            with contextlib.suppress(FileNotFoundError):
-                (run / mark).unlink()
-        return config
-    return replace(config, checkpoint=replace(config.checkpoint, load=config.run.save))
+            for mark in RUN_FILES:
+                with contextlib.suppress(FileNotFoundError):
+                    (run / mark).unlink()
+    return config
+
+
+@contextlib.contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    """Hold the lock of a run folder, after waiting for the driver of the attempt before."""
+    deadline = time.monotonic() + _DRIVER_ENDS_S
+    while True:
+        try:
+            lock = lock_folder(run)
+            break
+        except ValueError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError([str(error)]) from None
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def note_launcher(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment variable LAUNCHER, by which the attempts that one torchrun makes at a job are told from others.
+    """Set the environment variable LAUNCHER, which names the start of torchrun that this attempt belongs to.
 
-    Called on rank 0, whose driver inherits it, before the job's secret is removed from the environment. On several
-    nodes it is a digest of the secret, as any node may be replaced; on one node of torchrun's process."""
-    secret = env.get(JOB_SECRET)
-    if secret is None:
-        agent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-        secret = f"{socket.gethostname()} {os.getppid()} {agent[19]}"  # and the time at which it started
-    words = f"{secret} {env.get('TORCHELASTIC_RUN_ID', '')}"
-    env[LAUNCHER] = hashlib.sha256(words.encode()).hexdigest()[:16]
+    Called on rank 0, whose driver inherits it. torchrun_agent.py sets it on all nodes. Otherwise it names the
+    process of torchrun on this node: where another node gets rank 0, the run is not continued."""
+    env.setdefault(LAUNCHER, process_name(os.getppid()))
 
 
 def of_this_attempt(config: TrainConfig, env: Mapping[str, str] = os.environ) -> TrainConfig:
     """Return the configuration of this attempt under torchrun: continued if an earlier one has begun the run."""
-    has_begun = launcher_of_last_attempt(Path(config.run.save)) == env.get(LAUNCHER)
+    launcher = env.get(LAUNCHER)
+    has_begun = launcher is not None and launcher == launcher_of_last_attempt(Path(config.run.save))
     return continued(config) if attempt_under_torchrun(env) and has_begun else config
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from megarl.config.rules_files import free_name, goes_on
+from megarl.config.rules_files import free_name, goes_on, mark_of_run
 from megarl.config.schema import TrainConfig
 from megarl.files.writing import WriteError, writing
 from megarl.loggers import Logger, LoggerContext, open_loggers
@@ -40,8 +40,6 @@ from megarl.trainer.attempt import ATTEMPTS, Attempt
 from megarl.loggers.json_lines import METRICS, JsonLines, cut_after, remove_engine_logs
 
 ARGUMENTS, ROLLOUTS, TIMELINE, PROFILE = "resolved.args", "rollouts", "timeline.json", "profile"
-MARKS = (ARGUMENTS, METRICS)
-"""Files whose presence marks a folder as a run."""
 
 
 def check_folder_is_free(save: str) -> None:
@@ -52,9 +50,9 @@ def check_folder_is_free(save: str) -> None:
             f"--save ({save}) is a file; it must be a folder that can be created. Try --save "
             f"{free_name(folder)}."
         )
-    if any((folder / mark).exists() for mark in MARKS):
+    if (mark := mark_of_run(folder)) is not None:
         raise ValueError(
-            f"--save ({save}) already holds a run, and no run overwrites another. Try --save "
+            f"--save ({save}) already holds a run ({mark}), and no run overwrites another. Try --save "
             f"{free_name(folder)}."
         )
 
@@ -130,12 +128,14 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self.folder) if self._lock is None else self._lock
 
-    def go_on_after(self, step: int) -> None:
-        """Resume in the run's own folder: remove the records of later steps. Step 0 begins a new run."""
+    def go_on_after(self, step: int | None) -> None:
+        """Resume in the run's own folder: remove the records of later steps. None begins the run anew.
+
+        Step 0 goes on from a checkpoint before the first step, whose evaluation stays."""
         self.lock()
-        self._attempt = Attempt(self.folder, step)  # before the folder changes
-        cut_after(self.folder, step)
-        self._first_step = step + 1 if step else 0
+        self._attempt = Attempt(self.folder, step or 0)  # before the folder changes
+        cut_after(self.folder, -1 if step is None else step)
+        self._first_step = 0 if step is None else step + 1
         self._open("a")
 
     def _open(self, mode: Literal["x", "a"]) -> None:

@@ -52,6 +52,7 @@ def set_up_stored_reference(
         hidden: hidden size of the reference, by which the cost of a sample is estimated.
     Raises: OtherReference; RemoteError if a rank fails."""
     actor, reference = Actor(executor, "actor"), Reference(executor, "reference")
+    run.lock()  # a run that is resumed where there is none yet is not locked before
     folder, done = run.folder / FOLDER, ["reference"]
     index = _index(config, actor.digest_rows().first() or "")
     if _check_index(folder, index):
@@ -97,7 +98,10 @@ def _index(config: TrainConfig, rows: str) -> dict[str, object]:
 
 
 def _check_index(folder: Path, wanted: Mapping[str, object]) -> bool:
-    """Return whether the folder has all log-probs; write its index if it has none. Raises OtherReference."""
+    """Return whether the folder has all log-probs. If not, prepare it for the ranks: write its index, and
+    remove what a killed job was writing. The run folder is locked, and no rank writes yet.
+
+    Raises: OtherReference."""
     path = folder / INDEX
     if not path.exists():
         with writing(folder):
@@ -114,6 +118,9 @@ def _check_index(folder: Path, wanted: Mapping[str, object]) -> bool:
             f"--precompute-ref-log-probs: the log-probs in {folder} are of other values than this job's: "
             f"{', '.join(changed)}. Remove the folder to compute them anew, or go on as the run began."
         )
+    if not found.get("complete"):
+        for partial in folder.glob("*.partial_*"):
+            partial.unlink()
     return bool(found.get("complete"))
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megarl.algorithms.base import Algorithm, LossInputs, ValueLossInputs
 from megarl.algorithms.promised_weight import promised_weight
 from megarl.batch import MicroBatch, column_dtype
-from megarl.checkpoint.manifest import CheckpointError
+from megarl.checkpoint.manifest import CheckpointError, CheckpointIOError
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig
@@ -397,11 +397,15 @@ class MegatronRole(HostedRole):
     def damage_of_checkpoint(self, folder: str) -> str | None:
         """Return why `load_checkpoint` would fail, the same text on every rank, or None if it would succeed.
 
-        Collective over the mesh."""
+        Collective over the mesh.
+
+        Raises: CheckpointIOError, on every rank, if the file system fails: that is no damage."""
         from megarl.megatron.training_state import verify_checkpoint
 
         try:
             verify_checkpoint(folder, self.model, self.atlases[self.rank])
+        except CheckpointIOError:
+            raise
         except CheckpointError as error:
             return str(error)
         return None

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megarl.batch import Batch
 from megarl.files.writing import writing
 from megarl.invariants import InvariantError
+from megarl.reshard.export_folder import save_tensors
 
 
 def sample_keys(batch: Batch) -> list[bytes]:
@@ -42,15 +42,20 @@ class StoredLogProbs:
         for path in sorted(folder.glob("*.safetensors")):
             self._read(path)
 
+    @property
+    def _advice(self) -> str:
+        # A single file is not computed again: the index says that all log-probs are there.
+        return f"Remove the folder {self.folder}, to compute all of them anew"
+
     def _read(self, path: Path) -> None:
         try:
             with safe_open(path, framework="pt") as file:
                 samples, lengths, log_probs = map(file.get_tensor, ("samples", "lengths", "log_probs"))
                 digest = (file.metadata() or {}).get("sha256")
         except (SafetensorError, OSError) as error:
-            raise InvariantError(f"{path} cannot be read: {error}. Remove it, to compute it anew") from error
+            raise InvariantError(f"{path} cannot be read: {error}. {self._advice}") from error
         if digest != _digest(log_probs):
-            raise InvariantError(f"{path} is damaged: its digest does not fit. Remove it, to compute it anew")
+            raise InvariantError(f"{path} is damaged: its digest does not fit. {self._advice}")
         self._of_sample |= zip(map(bytes, samples.tolist()), log_probs.split(lengths.tolist()), strict=True)
 
     def lacks(self, batch: Batch) -> bool:
@@ -68,7 +73,8 @@ class StoredLogProbs:
         ]
         if missing:
             raise InvariantError(
-                f"{self.folder} has no log-probs of sample {missing[0]}: its row has changed"
+                f"{self.folder} has no log-probs of sample {missing[0]}: a file was removed or damaged, or "
+                f"the sample's row has changed. {self._advice}"
             )
         return torch.cat([torch.zeros(0), *(self._of_sample[key] for key in keys)])
 
@@ -84,14 +90,14 @@ class StoredLogProbs:
             "lengths": batch.response_lengths,
             "log_probs": log_probs,
         }
-        with writing(path):
-            save_file(tensors, partial, {"sha256": _digest(log_probs)})
-            descriptor = os.open(partial, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            partial.rename(path)
+        try:
+            save_tensors(tensors, partial, {"sha256": _digest(log_probs)})
+            with writing(path):
+                with open(partial, "rb") as file:
+                    os.fsync(file.fileno())
+                partial.rename(path)
+        finally:
+            partial.unlink(missing_ok=True)  # of a full disk
 
 
 def _digest(log_probs: torch.Tensor) -> str:

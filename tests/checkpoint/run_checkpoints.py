@@ -22,9 +22,10 @@ from tiny import make_folder
 
 from megarl.algorithms import REGISTRY
 from megarl.batch import Batch, MicroBatch
+from megarl.checkpoint import manifest as manifest_module
 from megarl.checkpoint import save as save_module
 from megarl.checkpoint.load import Checkpoint
-from megarl.checkpoint.manifest import CheckpointError
+from megarl.checkpoint.manifest import CheckpointError, CheckpointIOError
 from megarl.checkpoint.rectangles import whole
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
@@ -36,7 +37,7 @@ from megarl.megatron.initialize import initial_adapters
 from megarl.megatron.mesh import create_groups
 from megarl.megatron.policy import Policy
 from megarl.megatron.trained_model import TrainedModel
-from megarl.megatron.training_state import load_checkpoint, save_checkpoint
+from megarl.megatron.training_state import load_checkpoint, save_checkpoint, verify_checkpoint
 from megarl.megatron.value_model import ValueModel
 from megarl.packing import Sample, plan_mini_batches
 from megarl.reshard.lora_atlas import adapter_sizes, with_adapters
@@ -227,6 +228,13 @@ def refusals(out: Path) -> dict[str, list[str]]:
         save_module, "write_tensors", full_disk if dist.get_rank() == 1 else save_module.write_tensors
     ):
         attempt("disk full", lambda: save_checkpoint(out / "full", job.model, job.atlas))
+    with unittest.mock.patch.object(
+        manifest_module, "file_digest", unreadable if dist.get_rank() == 1 else manifest_module.file_digest
+    ):
+        try:
+            verify_checkpoint(out / "qwen3-tp2_sp", job.model, job.atlas)
+        except CheckpointIOError as error:
+            messages["I/O error"] = str(error)
     dist.barrier()
     messages["left"] = str(sorted(p.name for p in out.glob("*full*")))
     return messages
@@ -251,6 +259,10 @@ def load_weights_only(out: Path) -> list[str]:
 
 def full_disk(path: Path, entries: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def unreadable(path: Path) -> str:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def run_roles(out: Path, *flags: str) -> dict[str, bool]:

@@ -22,9 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from megarl.algorithms import REGISTRY
+from megarl.checkpoint import manifest as manifest_module
 from megarl.checkpoint import save as save_module
+from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.convert import main as convert
+from megarl.files.checkpoints import read_job, write_job
 from megarl.trainer.attempt import Attempt, SupersededError
 from megarl.trainer.checkpointer import NoWholeCheckpoint
 from megarl.runtime.executor import RemoteError
@@ -118,6 +121,39 @@ def few_rows(out: Path) -> None:
     train(out, "few_half", 4, "--load", str(half), rows=five)
 
 
+def other_rows(out: Path) -> list[str]:
+    """What is said before anything is built where two weighted files change places, and where --sft-data has
+    other rows than in the run."""
+    five, rest, run = out / "five.jsonl", out / "rest.jsonl", out / "weighted"
+    with open(out / "rows.jsonl") as rows:
+        rest.write_text("".join(itertools.islice(rows, 5, None)))
+    flags = ("--train-data-weights", "1", "1", "--save-interval", "2")
+    with opened(out, "weighted", str(rest), *flags, "--train-iters", "2", rows=five) as (trainer, _):
+        run_loop(trainer)
+    told: list[str] = []
+    try:
+        more = ("--train-iters", "4", "--load", str(run))
+        with opened(out, "weighted", str(five), *flags, *more, rows=rest):
+            pass
+    except ConfigError as error:
+        told += error.errors
+    body = read_job(run / "checkpoints" / "step_000002")
+    body["actors"][""]["sft"] = {"num_rows": 7}  # as of a run that samples
+    del body["actors"][""]["cursor"]["mixture"]
+    write_job(run / "checkpoints" / "step_000002", body)
+    words = (
+        f"--algorithm grpo --kl-mode none --executor inline --model {out}/data/model --load {run} "
+        f"--save {run} "
+        f"--train-data {out}/data/train.jsonl --sft-data {five} --train-iters 4 --max-prompt-length 64 "
+        "--max-response-length 64"
+    )
+    try:
+        read_inputs(load_config(words.split(), REGISTRY), 1)
+    except ConfigError as error:
+        told += error.errors
+    return told
+
+
 def flip_last_byte(path: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -166,6 +202,26 @@ def damaged(out: Path) -> dict[str, dict[str, object]]:
             "untouched": before == sorted(str(path) for path in run.rglob("*")),
         }
     return report
+
+
+def unreadable(out: Path) -> dict[str, object]:
+    """What becomes of a run whose newest checkpoint meets an I/O error on a rank."""
+    run, real = out / "unreadable", manifest_module.file_digest
+    shutil.copytree(out / "parts_after_5", run)
+    before = sorted(str(path) for path in run.rglob("*"))
+
+    def file_digest(path: Path) -> str:
+        if "step_000005" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
+
+    with unittest.mock.patch.object(manifest_module, "file_digest", file_digest):
+        try:
+            with opened(out, "unreadable", "--train-iters", "8", "--load", str(run)):
+                told = "it went on"
+        except RemoteError as error:
+            told = str(error)
+    return {"told": told, "untouched": before == sorted(str(path) for path in run.rglob("*"))}
 
 
 def held_up(out: Path) -> list[str]:
@@ -255,7 +311,9 @@ def main(out: Path) -> None:
     few_rows(out)
     report = {
         "told": interrupted(out),
+        "other rows": other_rows(out),
         "damaged": damaged(out),
+        "unreadable": unreadable(out),
         "held up": held_up(out),
         "disk full": disk_full(out),
         "superseded": superseded(out),

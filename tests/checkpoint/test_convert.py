@@ -21,9 +21,11 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.checkpoint.rectangles import whole
 from megarl.checkpoint.tensor_file import Entry, write_tensors
 from megarl.checkpoint.torch_dist import megatron_folder
+from megarl.config.errors import ConfigError
 from megarl.convert import main, shard_bytes
 from tests.checkpoint.cases import MEGATRON_CASES
-from tests.checkpoint.tiny import make_folder
+from megarl.trainer import launch
+from tests.checkpoint.tiny import COMMON, make_folder
 from tests.launch import run, succeed
 
 
@@ -366,6 +368,104 @@ def test_memory_does_not_grow_with_the_model(many_layers, tmp_path):
 
 
 # ------------------------------------------------------------------ bad input
+
+
+def make_classifier(folder: Path) -> Path:
+    """A sequence classifier, as a reward model or an exported critic is."""
+    from transformers import AutoModelForSequenceClassification, Qwen3Config
+
+    torch.manual_seed(len(folder.name))
+    config = Qwen3Config(**COMMON, vocab_size=150, head_dim=32, num_labels=1, pad_token_id=0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("target", ("hf", "checkpoint"))
+def test_weights_of_another_classifier(tmp_path, target):
+    """--load names a Hugging Face folder: its own config.json says that there is a value head."""
+    one, other = (make_classifier(tmp_path / name) for name in ("cls", "other"))
+    assert convert("--model", one, "--load", other, "--save", tmp_path / "out", "--to", target) == 0
+    assert same(other, tmp_path / "out") and not same(one, tmp_path / "out")
+    assert convert("--model", one, "--save", tmp_path / "own", "--to", target) == 0
+    assert same(one, tmp_path / "own")
+
+
+@pytest.mark.parametrize("target", ("hf", "checkpoint"))
+def test_a_link_to_an_empty_folder_is_refused_with_the_folder(model, tmp_path, capsys, target):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    assert convert("--model", model, "--save", tmp_path / "link", "--to", target) == 2
+    told = capsys.readouterr().err
+    assert told == (
+        f"--save ({tmp_path / 'link'}): is a link to a folder, and must be the folder itself, which the "
+        f"result replaces. Try --save {tmp_path / 'empty'}.\n"
+    )
+    assert convert("--model", model, "--save", tmp_path / "empty", "--to", target) == 0
+    assert same(model, tmp_path / "link")
+
+
+TP1 = ("--tensor-model-parallel-size", 1)
+
+
+@pytest.fixture
+def no_ranks(monkeypatch) -> None:
+    """Ranks that are started fail the test."""
+    monkeypatch.setattr(launch, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
+
+
+def test_what_is_wrong_with_weights_for_ranks_is_one_line_before_they_start(
+    model, tmp_path, capsys, no_ranks
+):
+    assert convert("--model", model, "--save", tmp_path / "a", "--to", "checkpoint") == 0
+    (file,) = (tmp_path / "a").glob("weights*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert convert("--model", model, "--load", tmp_path / "a", "--save", tmp_path / "out", *TP1) == 1
+    damaged = f"megarl convert: {file} is damaged: its SHA-256 is not the one that was written.\n"
+    assert capsys.readouterr().err == damaged
+    file.write_bytes(content[:-1])
+    assert convert("--model", model, "--load", tmp_path / "a", "--save", tmp_path / "out", *TP1) == 2
+    assert capsys.readouterr().err.splitlines()[0].startswith(f"megarl convert: {file} is damaged: it has ")
+
+
+def test_a_megatron_checkpoint_for_ranks_is_refused_before_they_start(saved, tmp_path, capsys, no_ranks):
+    source = saved / "megatron-qwen3-pp2"
+    assert convert("--model", saved / "qwen3", "--load", source, "--save", tmp_path / "out", *TP1) == 2
+    assert capsys.readouterr().err == (
+        f"megarl convert: --load ({source}): Megatron's checkpoints are converted without ranks. Leave the "
+        "parallel sizes out, or convert it first.\n"
+    )
+
+
+@pytest.mark.parametrize("target", ("hf", "checkpoint"))
+def test_a_disk_without_room_is_found_before_ranks_start(
+    model, tmp_path, capsys, monkeypatch, no_ranks, target
+):
+    monkeypatch.setattr(stream.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(100_000))
+    assert convert("--model", model, "--save", tmp_path / "out", "--to", target, *TP1) == 1
+    assert "No space left on device: 0.00 GB are to be written" in capsys.readouterr().err
+
+
+def test_a_model_of_another_kind_is_an_error_of_the_flags(tmp_path):
+    """The command line shows it, with exit code 2."""
+    (folder := tmp_path / "model").mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt_neox"}')
+    for sizes in ((), TP1):
+        with pytest.raises(ConfigError, match="gpt_neox"):
+            convert("--model", folder, "--save", tmp_path / "out", *sizes)
+
+
+def test_an_error_of_a_file_on_a_rank_is_one_line(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+
+    def fail(arguments):
+        raise OSError(28, "No space left on device", "out")
+
+    monkeypatch.setattr("megarl.convert.convert_on_ranks", fail)
+    assert convert("--model", model, "--save", tmp_path / "out", *TP1) == 1
+    assert capsys.readouterr().err == "megarl convert: [Errno 28] No space left on device: 'out'\n"
 
 
 def test_weights_that_are_not_this_models(model, tmp_path, capsys):

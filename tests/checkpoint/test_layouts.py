@@ -126,6 +126,7 @@ REFUSALS = {
     "other model": "score.weight is missing; lm_head.weight is not a tensor of this model.",
     "flipped": "exp_avg-00001.safetensors is damaged: its SHA-256 is not the one that was written.",
     "disk full": "No space left on device",
+    "I/O error": "[rank 1] ",
 }
 
 

@@ -119,6 +119,20 @@ def test_tensorboard_shows_each_step_once(out: Path):
     assert len(list((out / "parts" / "tensorboard").iterdir())) == 2
 
 
+def test_other_rows_are_an_error_of_the_flags(out: Path, report):
+    """So the exit code is 2, and no restart repeats it; the run is not touched."""
+    weighted, _, sft = report["other rows"]
+    rest = "Give the same files, or start a new run from the exported hf/ folder."
+    assert weighted == (
+        f"--train-data ({out}/rest.jsonl {out}/five.jsonl): has 35 and 5 rows, and the run that --load "
+        f"continues has 5 and 35. {rest}"
+    )
+    assert (
+        sft == f"--sft-data ({out}/five.jsonl): has 5 rows, and the run that --load continues has 7. {rest}"
+    )
+    assert len(rows(out / "weighted")) == 2
+
+
 # ------------------------------------------------------------------ which checkpoints there are
 
 
@@ -212,6 +226,18 @@ def test_where_none_is_whole_nothing_is_changed(out: Path, report):
         and "step_000003/actor/exp_avg" in told
     )
     assert report["damaged"]["all"]["untouched"]
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(out: Path, report):
+    """The next try may find it whole; a job that went on from step 3 would remove step 5 and its records."""
+    told = report["unreadable"]["told"]
+    folder = out / "unreadable" / "checkpoints" / "step_000005"
+    assert told.startswith("[actor rank 0] damage_of_checkpoint failed")
+    assert (
+        f"CheckpointIOError: {folder}/actor/" in told
+        and "cannot be read: Input/output error. That is no damage" in told
+    )
+    assert report["unreadable"]["untouched"]
 
 
 # ------------------------------------------------------------------ writing

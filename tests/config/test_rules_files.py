@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
+import pickle
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +22,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.hf_config import ModelShape, differences, function_fields
 from megarl.config.loader import load_config
 from megarl.config.render import write_args
-from megarl.config.rules_data import rows_error
+from megarl.config.rules_data import rows_errors
 from megarl.config.rules_files import (
     checkpoint_errors,
     checkpoint_notes,
@@ -27,7 +30,14 @@ from megarl.config.rules_files import (
     goes_on,
     newest_job,
 )
+from megarl.config.mesh import role_meshes
+from megarl.config.roles import checkpointed_roles
 from megarl.files.checkpoints import JobFileError, checkpoints_in, read_job, write_job
+from megarl.files.writing import ReadError
+from megarl.loggers.console import Progress
+from megarl.trainer.checkpointer import Checkpointer
+from megarl.trainer.run_folder import Run
+from megarl.trainer.stop_request import StopRequest
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -91,7 +101,7 @@ def _by_flag(words: list[str]) -> list[tuple[str, list[str]]]:
 
 def make_checkpoint(folder: Path, step: int, flags: str = "") -> None:
     job, digests = config(flags), {}
-    for role in described_models(job):
+    for role in checkpointed_roles(job, role_meshes(job, 1)):
         (folder / role).mkdir(parents=True)
         (folder / role / "checkpoint.json").write_text(f"{role} {step}")
         digests[role] = hashlib.sha256(f"{role} {step}".encode()).hexdigest()
@@ -111,12 +121,24 @@ def make_checkpoint(folder: Path, step: int, flags: str = "") -> None:
     )
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def findings(flags: str) -> tuple[str, ...]:
     try:
         check_job(config(flags), 1)
     except ConfigError as error:
         return error.errors
     return ()
+
+
+def test_a_folder_with_checkpoints_alone_is_another_run(here):
+    """As its run's files were removed to start again; a new run would prune them at once."""
+    assert findings("--save old") == (
+        "--save (old): holds another run (checkpoints/step_000010), which would be overwritten. Try --save "
+        "old-2, or continue that run with --load old.",
+    )
 
 
 def test_a_run_with_stale_samples_goes_on_with_the_same_bound_or_a_larger_one(here):
@@ -158,6 +180,35 @@ def test_the_groups_of_a_checkpoint_keep_their_size_and_are_trained_on_in_time(h
     assert findings(f"{larger} --num-samples-per-prompt 2 --num-prompts 3") == ()
     odd = flags.replace("--global-batch-size 2", "--global-batch-size 6")
     assert findings(f"{odd} --num-samples-per-prompt 2 --num-prompts 3")[0].endswith("Try --num-prompts 6.")
+
+
+@pytest.mark.parametrize(
+    ("had", "greedy", "now", "n"),
+    [("grpo", 0, "remax", 3), ("remax", 1, "grpo", 4)],
+    ids=["to remax", "from remax"],
+)
+def test_an_algorithm_with_another_number_of_greedy_samples_is_refused(here, had, greedy, now, n):
+    """Groups of four samples: four drawn ones, or three and the greedy one of ReMax."""
+    folder = Path("stale/checkpoints/step_000003")
+    sizes = "--staleness 1 --global-batch-size 12 --num-prompts 12"
+    make_checkpoint(folder, 3, f"--algorithm {had} {sizes}")
+    body = read_job(folder)
+    group = {"visit": 0, "row": 0, "num_samples": 4, "version": 3}
+    body["actors"][""] |= {"staleness": 1, "buffer": [group], "greedy_samples": greedy}
+    write_job(folder, body)
+    flags = f"--load stale {sizes}"
+    assert findings(f"{flags} --algorithm {now} --num-samples-per-prompt {n}") == (
+        f"--algorithm ({now}): has {1 - greedy} greedy responses per prompt, and the groups in the checkpoint "
+        f"that --load names have {greedy}. Try --algorithm {had}, or start a new run from the exported hf/ "
+        "folder.",
+    )
+    assert findings(f"{flags} --algorithm {had} --num-samples-per-prompt {4 - greedy}") == ()
+    del body["actors"][""]["greedy_samples"]  # an older checkpoint
+    write_job(folder, body)
+    assert findings(f"{flags} --algorithm {had} --num-samples-per-prompt {4 - greedy}") == ()
+    body["actors"][""]["buffer"] = []
+    write_job(folder, body)
+    assert findings(f"{flags} --algorithm {now} --num-samples-per-prompt {n}") == ()
 
 
 def test_what_can_be_continued(here):
@@ -322,7 +373,33 @@ def test_adapters_of_another_scale(here):
         "its actor has lora_alpha 32.0, not 16.0. "
         in findings("--load adapted --lora-rank 4 --lora-alpha 16")[0]
     )
-    assert "lora_rank 4, not none, lora_alpha 32.0, not none" in findings("--load adapted")[0]
+    assert "lora_rank 4, not 0, lora_alpha 32.0, not none" in findings("--load adapted")[0]
+    others = "--load adapted --lora-rank 4 --lora-target-modules linear_proj linear_qkv"
+    assert "linear_qkv'], not ['linear_proj', 'linear_qkv']. " in findings(others)[0]
+
+
+def test_adapters_over_a_model_that_was_trained_as_a_whole(here):
+    """Their tensors are missing in the checkpoint, and none of them is to be called damaged for it."""
+    assert findings("--load old --lora-rank 4") == tuple(
+        f"--load (old): step_000010 is of another model: its {role} has lora_rank 0, not 4. Give the model "
+        "that the run had, or leave --load out."
+        for role in ("actor", "critic")
+    )
+
+
+def test_adapters_of_an_older_checkpoint_are_compared_as_far_as_it_goes(here):
+    """It stored their rank and their scale."""
+    folder = Path("adapted/checkpoints/step_000001")
+    make_checkpoint(folder, 1, "--lora-rank 4")
+    body = read_job(folder)
+    for model in body["models"].values():
+        del model["lora_target_modules"]
+    write_job(folder, body)
+    assert findings("--load adapted --lora-rank 4") == ()
+    assert (
+        "did not store lora_target_modules of its actor"
+        in checkpoint_notes(config("--load adapted --lora-rank 4"))[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -363,14 +440,82 @@ def test_a_critic_that_the_run_had_not(here):
     )
 
 
+WITH_KL = "--kl-mode loss --kl-coef 0.1"
+
+
+def test_a_reference_that_followed_the_actor_goes_on_only_where_it_follows(here):
+    """A run without the flag at step 10 and with it at step 20, where the checkpoint holds the reference. The
+    older one is not taken in its place."""
+    make_checkpoint(Path("run/checkpoints/step_000010"), 10, WITH_KL)
+    make_checkpoint(Path("run/checkpoints/step_000020"), 20, f"{WITH_KL} --reference-update-interval 5")
+    before = contents(Path("run"))
+    flags = "--save run --train-iters 30 --load run"
+    refused = (
+        "--reference-update-interval (none): run/checkpoints/step_000020 holds a reference that has taken "
+        "over weights of the actor, and this job's is the model that training starts from. Try "
+        "--reference-update-interval 5, or start a new run from the exported hf/ folder.",
+    )
+    assert findings(f"{flags} {WITH_KL}") == refused and contents(Path("run")) == before
+    follows = f"{WITH_KL} --reference-update-interval 8"
+    assert findings(f"{flags} {follows}") == findings(flags) == ()
+    assert findings(f"{flags}/checkpoints/step_000010 {follows}") == ()
+
+
+def test_the_checkpoint_that_damage_leaves_must_suit_the_job_too(here):
+    """The flags decide that, so it is an error of the configuration, and nothing is removed."""
+    for step in (10, 20):
+        make_checkpoint(
+            Path(f"run/checkpoints/step_{step:06d}"), step, f"{WITH_KL} --reference-update-interval 5"
+        )
+    Path("run/checkpoints/step_000020/actor/checkpoint.json").write_text("damaged")
+    before, told = contents(Path("run")), io.StringIO()
+    job = config(f"--load run --save run --train-iters 30 {WITH_KL}")
+    with Run(job, "", Progress(30, told, terminal=False)) as run:
+        checkpointer = Checkpointer(job, SimpleNamespace(ranks={"actor": (0,)}), {}, None, run, StopRequest())
+        with pytest.raises(ConfigError, match="step_000010 holds a reference"):
+            checkpointer.restore()
+    assert contents(Path("run")) == before
+    assert told.getvalue().count("is passed over") == 1 and "step_000020 is passed over" in told.getvalue()
+
+
+def test_a_job_file_that_cannot_be_read_is_no_damage(here):
+    """An error of the file system, here by a link to itself, may be gone the next time."""
+    path = Path("old/checkpoints/step_000010/job.json")
+    path.unlink()
+    path.symlink_to(path.name)
+    (error,) = findings("--load old")
+    assert error.startswith(
+        f"--load (old): {path} cannot be read: Too many levels of symbolic links. That is no damage"
+    )
+    assert checkpoint_notes(config("--load old")) == []
+    with pytest.raises(ReadError):
+        read_job(path.parent)
+    assert pickle.loads(pickle.dumps(ReadError(path, OSError(5, "Input/output error")))).errno == 5
+
+
 def test_other_training_rows(here):
     saved = newest_job(config("--load old"))[1]
-    assert rows_error(config("--load old"), 1, 50, saved) is None
-    assert rows_error(config("--load old"), 1, 51, saved) == (
+    assert [*rows_errors(config("--load old"), 1, (20, 30), 0, saved)] == []
+    assert [*rows_errors(config("--load old"), 1, (21, 30), 0, saved)] == [
         "--train-data (rows.jsonl): has 51 rows, and the run that --load continues has 50. Give the "
         "same files, or start a new run from the exported "
         "hf/ folder."
-    )
+    ]
+
+
+def test_other_rows_of_a_file_with_a_weight_and_of_fine_tuning(here):
+    """The walk over each file goes on, so their sum is not enough."""
+    saved = newest_job(config("--load old"))[1]
+    actor = saved["actors"][""]
+    actor["cursor"]["mixture"], actor["sft"] = {"sizes": [20, 30], "weights": [1.0, 1.0]}, {"num_rows": 7}
+    job = config("--load old --train-data a.jsonl b.jsonl --train-data-weights 1 1 --sft-data c.jsonl")
+    assert [*rows_errors(job, 1, (20, 30), 7, saved)] == [*rows_errors(job, 1, (20, 30), 0, saved)] == []
+    rest = "Give the same files, or start a new run from the exported hf/ folder."
+    assert [*rows_errors(job, 1, (30, 20), 8, saved)] == [
+        "--train-data (a.jsonl b.jsonl): has 30 and 20 rows, and the run that --load continues has 20 and "
+        f"30. {rest}",
+        f"--sft-data (c.jsonl): has 8 rows, and the run that --load continues has 7. {rest}",
+    ]
 
 
 def test_a_newer_one_that_is_damaged_does_not_count(here):

@@ -2,12 +2,20 @@
 kills real jobs."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from megarl.algorithms import REGISTRY
+from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
+from megarl.runtime.torchrun_agent import launcher_name
+from megarl.trainer import restarts
+from megarl.trainer.run_folder import lock_folder
 from megarl.trainer.restarts import (
     attempt_under_torchrun,
     continued,
@@ -15,10 +23,6 @@ from megarl.trainer.restarts import (
     of_this_attempt,
     where_it_goes_on,
 )
-
-
-RUNS = (("ours", "0"), ("ours", "1"), ("others", "1"), ("ours", "0"))
-"""torchrun's id of the launch, and number of the attempt."""
 
 
 def job(run: Path, *flags: str):
@@ -80,34 +84,72 @@ def test_the_attempt_under_torchrun():
     assert [attempt_under_torchrun(env) for env in ({}, rank, driver, on_a_new_node)] == [0, 2, 3, 1]
 
 
-def test_only_an_attempt_of_the_same_torchrun_is_continued(run, tmp_path):
-    """The run in --save may be another job's, for which the first attempt was refused. Its records stay."""
-    config, before = job(run, "--load", str(tmp_path / "other")), (run / "metrics.jsonl").read_bytes()
-    ours, again, others, first = (
-        {"TORCHELASTIC_RUN_ID": name, "MEGARL_ATTEMPT": number} for name, number in RUNS
-    )
-    for env in (ours, again, others, first):
-        note_launcher(env)
-    for attempts in (
-        [],
-        [{"number": 1, "launcher": ours["MEGARL_LAUNCHER"]}, {"number": 2, "launcher": None}],
-    ):
-        (run / "attempt.json").write_text(json.dumps({"attempts": attempts}))
-        assert [of_this_attempt(config, env) for env in (again, others, first)] == [config] * 3
-        assert (run / "metrics.jsonl").read_bytes() == before
-    (run / "attempt.json").write_text(
-        json.dumps({"attempts": [{"number": 1, "launcher": ours["MEGARL_LAUNCHER"]}]})
-    )
-    (run / "checkpoints" / "step_000002").mkdir(parents=True)
-    assert [of_this_attempt(config, env) for env in (others, first)] == [config] * 2
-    assert of_this_attempt(config, again).checkpoint.load == str(run)
+SAME = {"MEGARL_JOB_SECRET": "a" * 64, "TORCHELASTIC_RUN_ID": "megarl"}
+"""What two starts of the documented command share: the secret is exported once, and the id is fixed."""
 
 
-def test_on_several_nodes_the_secret_is_what_attempts_have_in_common():
-    """A node may be replaced, and with it torchrun's process."""
-    secret, other = ({"MEGARL_JOB_SECRET": name * 64, "TORCHELASTIC_RUN_ID": "megarl"} for name in "ab")
-    alone = {"TORCHELASTIC_RUN_ID": "megarl"}
-    for env in (secret, other, alone):
-        note_launcher(env)
-    launchers = {env["MEGARL_LAUNCHER"] for env in (secret, other, alone)}
-    assert len(launchers) == 3 and not any("a" * 16 in launcher for launcher in launchers)
+def agent(store: HashStore) -> dict[str, str]:
+    """Return what torchrun_agent.py passes on to the ranks of a node."""
+    return SAME | {"MEGARL_LAUNCHER": launcher_name(store, "megarl")}
+
+
+def begin_run(run: Path, env: dict[str, str]) -> None:
+    note_launcher(env)
+    attempts = [{"number": 1, "launcher": env["MEGARL_LAUNCHER"]}]
+    (run / "attempt.json").write_text(json.dumps({"attempts": attempts}))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_on_several_nodes_a_second_start_with_equal_secret_and_id_leaves_the_run_as_it_is(run, tmp_path):
+    """Its first attempt was refused, and the next one may neither continue the run nor remove its records."""
+    first, second = HashStore(), HashStore()  # that of a rendezvous ends with it
+    begin_run(run, agent(first))
+    before = contents(run)
+    for config in (job(run), job(run, "--load", str(tmp_path / "third"))):
+        refused = [agent(second) | {"MEGARL_ATTEMPT": number} for number in ("0", "1", "2")]
+        for env in refused:
+            note_launcher(env)
+        assert [of_this_attempt(config, env) for env in refused] == [config] * 3
+        assert contents(run) == before
+    again = agent(first) | {"MEGARL_ATTEMPT": "1"}  # of a node that has taken the place of another
+    note_launcher(again)
+    assert of_this_attempt(job(run), again).checkpoint.load == str(run)
+
+
+def test_plain_torchrun_is_told_apart_by_its_process(run):
+    """Two starts with equal secret and id, as two processes each of which starts rank 0 twice."""
+    program = (
+        "import json, os, subprocess, sys\n"
+        "rank = 'import json, os; from megarl.trainer.restarts import note_launcher; '"
+        "'note_launcher(); print(os.environ[\"MEGARL_LAUNCHER\"])'\n"
+        "for _ in range(2): subprocess.run([sys.executable, '-P', '-c', rank], check=True)\n"
+    )
+    command = [sys.executable, "-P", "-c", program]
+    env = {name: value for name, value in os.environ.items() if name != "MEGARL_LAUNCHER"} | SAME
+    starts = [subprocess.run(command, env=env, check=True, capture_output=True, text=True) for _ in range(2)]
+    names = [start.stdout.splitlines() for start in starts]
+    assert [len({*of_start}) for of_start in names] == [1, 1] and names[0][0] != names[1][0]
+    (run / "attempt.json").write_text(json.dumps({"attempts": [{"number": 1, "launcher": names[0][0]}]}))
+    first, second = (SAME | {"MEGARL_ATTEMPT": "1", "MEGARL_LAUNCHER": of_start[0]} for of_start in names)
+    assert of_this_attempt(job(run), second) == job(run)
+    assert of_this_attempt(job(run), first).checkpoint.load == str(run)
+
+
+def test_a_run_of_nobody_is_not_continued(run):
+    """attempt.json of an earlier version, or of a job without torchrun, names no launcher."""
+    (run / "attempt.json").write_text(json.dumps({"attempts": [{"number": 1, "launcher": None}]}))
+    assert of_this_attempt(job(run), {"MEGARL_ATTEMPT": "1"}) == job(run)
+
+
+def test_records_of_a_job_that_still_runs_are_not_removed(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts, "_DRIVER_ENDS_S", 0.0)
+    before, lock = contents(run), lock_folder(run)
+    with pytest.raises(ConfigError, match="another job is running there"):
+        continued(job(run, "--load", str(tmp_path / "other")))
+    assert contents(run) == before
+    os.close(lock)
+    continued(job(run, "--load", str(tmp_path / "other")))
+    assert contents(run) == {}

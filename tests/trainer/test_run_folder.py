@@ -11,6 +11,7 @@ import resource
 import time
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,9 +29,12 @@ from megarl.rollout.replay_log import ReplayLog
 from megarl.trainer.checkpointer import Checkpointer
 from megarl.trainer.run_folder import Run, check_folder_is_free
 from megarl.trainer.stop_request import StopRequest
-from megarl.loggers.json_lines import to_json_line
+from megarl.batch import Batch
+from megarl.loggers.json_lines import cut_after, to_json_line
 from megarl.trainer.timeline import Record, Timeline
 from megarl.reshard.export_folder import save_tensors
+from megarl.workers.stored_log_probs import StoredLogProbs
+from tests.workers.test_request_stream import Stream, answers
 
 
 def config(folder) -> TrainConfig:
@@ -152,17 +156,16 @@ def test_scores_of_a_late_evaluation_go_to_the_row_of_its_step(tmp_path):
     assert [row.get("nonfinite") for row in rows] == [None, *[{"policy/loss": "nan"}] * 3, None]
 
 
-@pytest.mark.parametrize("mark", ["resolved.args", "metrics.jsonl"])
+@pytest.mark.parametrize("mark", ["resolved.args", "metrics.jsonl", "checkpoints/step_000010/job.json"])
 def test_a_folder_that_holds_a_run_is_refused_with_a_name_that_works(tmp_path, mark):
     folder = tmp_path / "run"
-    folder.mkdir()
+    (folder / mark).parent.mkdir(parents=True)
     (tmp_path / "run-2").mkdir()
     (folder / mark).write_text("precious")
     with pytest.raises(ValueError, match=r"--save .* already holds a run.* Try --save (.*)\.$") as refused:
         Run(config(folder), "other")
-    assert [(p.name, p.read_text()) for p in folder.iterdir()] == [
-        (mark, "precious")
-    ]  # nothing overwritten, nothing added
+    files = [(str(p.relative_to(folder)), p.read_text()) for p in folder.rglob("*") if p.is_file()]
+    assert files == [(mark, "precious")]  # nothing overwritten, nothing added
     suggested = str(refused.value).split("Try --save ")[1].rstrip(".")
     assert suggested == str(tmp_path / "run-3")
     open_run(suggested).close()
@@ -290,10 +293,54 @@ def test_a_step_that_was_not_evaluated_any_more_gets_its_scores_later(tmp_path):
 def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path):
     make_run(tmp_path / "run")
     with Run(going_on(tmp_path / "run"), "", Progress(3, StringIO())) as run:
-        run.go_on_after(0)
+        run.go_on_after(None)
         run.record_evaluation(0, {"eval/reward": 0.5})
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 0, "eval/reward": 0.5}\n'
     assert [path.name for path in (tmp_path / "run" / "rollouts").iterdir()] == ["eval.jsonl"]
+
+
+def test_a_checkpoint_before_the_first_step_keeps_its_evaluation(tmp_path):
+    """A loop of one's own made it: evaluate(), then save_checkpoint(). No later job evaluates again."""
+    folder = tmp_path / "run"
+    make_run(folder)
+    with Run(going_on(folder), "", Progress(3, StringIO())) as run:
+        run.go_on_after(0)
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 0, "eval/reward": 0.0}\n'
+    assert (folder / "rollouts" / "eval.jsonl").read_text() == ""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Run(going_on(folder), "", Progress(3, StringIO())) as run:
+        run.go_on_after(0)
+        run.begin_step()
+        run.record_step(1, {"reward/mean": 5.0}, num_tokens=1)
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval/reward")] == [(0, 0.0)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 5.0)]
+
+
+def test_an_evaluation_that_a_resume_made_up_for_is_not_made_again(tmp_path):
+    """SIGTERM ended the evaluation of step 2, so its checkpoint has none; the next job made up for it, and
+    ended before the next checkpoint."""
+    folder, answers = tmp_path / "run", {"eval/reward": {"response": "7"}}
+    with open_run(folder) as run:
+        run.record_step(2, {"reward/mean": 0.5}, num_tokens=1)
+    (checkpoint := folder / "checkpoints" / "step_000002").mkdir(parents=True)
+    write_job(checkpoint, {"roles": {}, "metrics": {"reward/mean": 0.5}})
+    made = []
+    for _ in range(3):
+        with Run(going_on(folder), "", Progress(3, StringIO())) as run:
+            executor = SimpleNamespace(ranks={"actor": (0,)})
+            checkpointer = Checkpointer(going_on(folder), executor, {}, None, run, StopRequest())
+            checkpointer.restored_metrics = {"reward/mean": 0.5}  # of job.json
+            checkpointer._go_on(2, checkpoint)
+            made.append(not checkpointer.is_evaluated)
+            if made[-1]:
+                run.record_evaluation(2, {"eval/reward": 0.75}, answers)
+    assert made == [True, False, False]
+    assert [
+        strict(line)["step"] for line in (folder / "rollouts" / "eval.jsonl").read_text().splitlines()
+    ] == [2]
 
 
 def test_a_folder_that_a_job_is_writing_to_is_refused(tmp_path):
@@ -422,7 +469,34 @@ WRITES = {
         run.folder / "weights.safetensors", [Entry("x", torch.float32, (9000,), lambda: [torch.zeros(9000)])]
     ),
     "model.safetensors": lambda run: save_tensors({"x": torch.zeros(9000)}, run.folder / "model.safetensors"),
+    "requests/rollout": lambda run: save_requests(run.folder / "requests" / "rollout"),
+    "moved": lambda run: give_up_requests(run.folder / "moved"),
+    "ref_log_probs/": lambda run: store_log_probs(run.folder / "ref_log_probs"),
 }
+
+
+def many_requests(folder: Path) -> Stream:
+    """Return an engine's requests, whose samples take more than 20 kB."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = Stream(folder, max_running=100)
+    job.stream.add(answers(*range(200)))
+    return job
+
+
+def save_requests(path: Path) -> None:
+    many_requests(path.parent).stream.save(path, range(200))
+
+
+def give_up_requests(path: Path) -> None:
+    many_requests(path.parent).stream.give_up(path)
+
+
+def store_log_probs(folder: Path) -> None:
+    folder.mkdir()
+    try:
+        StoredLogProbs(folder).write(Batch.from_samples([0], [[1]], [[2] * 9000]), torch.zeros(9000))
+    finally:
+        assert list(folder.iterdir()) == []  # the disk has its space back
 
 
 def test_an_exported_model_can_be_read_by_those_who_can_read_its_folder(tmp_path):
@@ -458,6 +532,18 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, file):
     )
     with contextlib.suppress(WriteError):
         run.close()
+
+
+def test_a_full_disk_leaves_the_records_that_a_resume_would_cut(tmp_path):
+    folder = tmp_path / "run"
+    make_run(folder)
+    before = (folder / "metrics.jsonl").read_bytes()
+    with (
+        largest_file(10),
+        pytest.raises(WriteError, match=f"^{folder}/metrics.jsonl cannot be written: File too large"),
+    ):
+        cut_after(folder, 2)
+    assert (folder / "metrics.jsonl").read_bytes() == before and not list(folder.glob(".*"))
 
 
 def test_a_timeline_is_whole_or_the_one_before(tmp_path):

@@ -14,12 +14,12 @@ import megarl.workers.reward_training
 import megarl.workers.rollout
 import megarl.workers.sft  # noqa: F401  importing a class compares it with its declaration
 from megarl.flow.job_roles import Metrics
-from megarl.flow.role import Role, method, methods_of, role_classes
+from megarl.flow.role import ROLE_CLASSES, Role, method, methods_of
 from megarl.workers.implements import IMPLEMENTATIONS, implements
 
 
 def test_every_declared_method_is_implemented():
-    of_job = {role for role in role_classes().values() if role.__module__ == "megarl.flow.job_roles"}
+    of_job = {role for role in ROLE_CLASSES.values() if role.__module__ == "megarl.flow.job_roles"}
     assert {*IMPLEMENTATIONS.values()} == of_job and len(of_job) == 9
     for role in of_job:
         classes = [cls for cls, implemented in IMPLEMENTATIONS.items() if implemented is role]
