@@ -30,6 +30,7 @@ SMALL = {
     "sft_mixed": ["--train-iters", "3"],
     "grpo": ["--train-iters", "2", "--eval-interval", "1", "--eval-num-prompts", "8"],
 }
+CURVES = "curves.png"
 PLOT = Path(__file__).resolve().parent / "plot_quickstart.py"
 
 
@@ -68,8 +69,8 @@ def main() -> int:
     parser.add_argument(
         "--out",
         type=Path,
-        help="replaced if it holds an earlier quickstart; default: runs/quickstart, with --agent "
-        "runs/calculator",
+        help="if it holds an earlier quickstart, its data, sft, sft_mixed and grpo are replaced; default: "
+        "runs/quickstart, with --agent runs/calculator",
     )
     parser.add_argument(
         "--small", action="store_true", help="a few steps of every stage, to see that all runs"
@@ -96,11 +97,15 @@ def main() -> int:
 
 
 def start_over(out: Path) -> None:
-    """Remove the folders of an earlier quickstart, and nothing else."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / "data" / "model" / "config.json").exists():
-            raise SystemExit(f"--out ({out}) exists and is not an earlier quickstart: name another folder")
-        shutil.rmtree(out)
+    """Remove what an earlier quickstart has made in its folder, and no other run there."""
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not (out / "data" / "model" / "config.json").exists():
+        raise SystemExit(f"--out ({out}) exists and is not an earlier quickstart: name another folder")
+    (out / CURVES).unlink(missing_ok=True)
+    for name in (*STAGES, "data"):  # by `data` the folder is known again if this is interrupted
+        if (out / name).exists():
+            shutil.rmtree(out / name)
 
 
 def stage_flags(task: Task, out: Path, seed: int, grpo_flags: list[str]) -> list[list[str]]:
@@ -175,9 +180,9 @@ def report(out: Path, seconds: dict[str, float]) -> None:
     greedy = [a for a in answers if a["name"] == "eval/reward_greedy"]
     for when, answer in (("before", greedy[0]), ("after", greedy[-1])):
         print(f"\n{when}: {answer['prompt'][-1]['content']}\n  " + text_of(answer).replace("\n", "\n  "))
-    plot = [sys.executable, str(PLOT), str(out / "grpo"), str(out / "curves.png")]
+    plot = [sys.executable, str(PLOT), str(out / "grpo"), str(out / CURVES)]
     subprocess.run(plot, check=True)
-    print(f"\ncurves: {out / 'curves.png'}   trained model: {out / 'grpo' / 'hf'}")
+    print(f"\ncurves: {out / CURVES}   trained model: {out / 'grpo' / 'hf'}")
 
 
 def text_of(answer: dict) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from megarl.config import rules_episodes as episodes
 from megarl.config import rules_algorithm, rules_data
 from megarl.config import rules_layout as layout
-from megarl.config import rules_preference, rules_reference
+from megarl.config import rules_preference, rules_reference, rules_run
 from megarl.config import rules_rollout as rollout
 from megarl.config import rules_sft, rules_shared_episodes
 from megarl.config import rules_streaming as streaming
@@ -39,6 +39,7 @@ TRAINING: list[Rule] = [
     training.routing_replay,
     training.fp8,
     training.batch,
+    rules_preference.answers_of_data,
     rules_preference.preference,
     rules_reference.reference_model,
     rules_reference.reference_updates,
@@ -51,7 +52,8 @@ TRAINING: list[Rule] = [
     training.fsdp,
     training.critic,
     training.sequence_length,
-    training.profile,
+    rules_run.run,
+    rules_run.profile,
     rules_algorithm.dynamic_sampling,
     rules_algorithm.cost_score,
     rules_sft.sft_stream,
@@ -64,12 +66,14 @@ TRAINING: list[Rule] = [
     streaming.eval_engines,
     streaming.replay,
 ]
-OF_UPDATES: list[Rule] = [
+OF_TRAINING: list[Rule] = [
+    layout.idle_ranks_of_actor,
     training.expert_balance,
     training.batch,
     training.optimizer,
     training.evaluation_in_training,
-    training.profile,
+    rules_run.run,
+    rules_run.profile,
     rules_algorithm.dynamic_sampling,
     streaming.staleness,
     streaming.routing_replay,
@@ -78,9 +82,14 @@ OF_UPDATES: list[Rule] = [
     streaming.eval_engines,
     streaming.replay,
 ]
-"""Rules of TRAINING that an evaluation cannot break, as it updates no weights."""
+"""Rules that an evaluation cannot break: it updates no weights, and ranks of a run's critic may be idle."""
 EVALUATION: list[Rule] = [training.evaluation_alone]
-SAMPLING: list[Rule] = [training.sampling, training.algorithm, rules_algorithm.conditions]
+SAMPLING: list[Rule] = [
+    training.sampling,
+    training.algorithm,
+    rules_algorithm.unused_flags,
+    rules_algorithm.conditions,
+]
 _FLAGS_OF_JOB = frozenset(flag_name(field) for _, field in OF_JOB)
 
 
@@ -102,7 +111,7 @@ def check(
     """
     rules = LAYOUT + TRAINING
     if not new_run:
-        rules = [rule for rule in rules if rule not in OF_UPDATES] + EVALUATION
+        rules = [rule for rule in rules if rule not in OF_TRAINING] + EVALUATION
     if config.algorithm.needs_rollout:
         rules = rules + ENGINE_LAYOUT + (SAMPLING if new_run else [])
     return [
@@ -156,7 +165,7 @@ def job_errors(config: TrainConfig, world_size: int, new_run: bool) -> list[str]
         shape, critic_shape, errors = _load_shapes(of_actor)
         return errors + check(of_actor, shape, world_size, new_run, critic_shape)
 
-    errors = [*of_all_actors(config, errors_of), *actors_errors(config, world_size)]
+    errors = [*of_all_actors(config, errors_of), *actors_errors(config, world_size, new_run)]
     errors = errors or elastic_errors(config)
     return errors or (checkpoint_errors(config) if new_run else [])
 
@@ -239,8 +248,11 @@ def _with_number(line: str, number: int) -> str:
     return re.sub(r"--(no-)?([a-z][a-z0-9-]*)", flag, line)
 
 
-def actors_errors(config: TrainConfig, world_size: int) -> Errors:
-    """Yield an error per broken rule about several actors in one job; none for a job with one actor."""
+def actors_errors(config: TrainConfig, world_size: int, new_run: bool = True) -> Errors:
+    """Yield an error per broken rule about several actors in one job; none for a job with one actor.
+
+    Args:
+        new_run: False for an evaluation, which may leave ranks without work."""
     if config.placement.num_actors == 1 and not config.others:
         return
     head, actors = f"--num-actors ({config.placement.num_actors})", configs_of_actors(config)
@@ -269,7 +281,8 @@ def actors_errors(config: TrainConfig, world_size: int) -> Errors:
             inside.append(suffix)
     if broken:
         return  # the actor's own errors report the lists
-    yield from layout.idle_ranks(ranks, world_size)
+    if new_run:
+        yield from layout.idle_ranks(ranks, world_size)
     if len(inside) > 1:
         flag = numbered("rollout-engine", int(inside[1][1:]))
         yield (

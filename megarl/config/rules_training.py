@@ -56,6 +56,11 @@ def optimizer(job: Job) -> Errors:
     """Yield an error per contradiction in the schedule of the learning rate, e.g. --min-lr above --lr."""
     for role in job.trained_roles:
         values, flag = role.optimizer, role.flag
+        if values.lr_decay_style == "constant":
+            style = flag("lr_decay_style")
+            reason = f"has no effect with {style} constant. Leave it out, or try {style} cosine."
+            yield from refuse_set(values, reason, "min_lr", "lr_decay_iters", flag_of=flag)
+            continue
         if values.min_lr > values.lr:
             yield (
                 f"{flag('min_lr')} ({values.min_lr:g}): must be at most {flag('lr')} ({values.lr:g}). "
@@ -141,6 +146,12 @@ def routing_replay(job: Job) -> Errors:
         yield (
             f"--moe-routing-replay ({source}): there are no old log-probs in supervised fine-tuning. "
             "Leave it out."
+        )
+    is_dense = job.shape is not None and job.shape.is_dense
+    if source != "none" and is_dense and job.critic_shape is not None and job.critic_shape.is_moe:
+        yield (
+            f"--moe-routing-replay ({source}): replays the experts of the actor, and --model "
+            f"({job.shape.model_type}) has none; a critic chooses its own. Leave it out."
         )
 
 
@@ -385,37 +396,6 @@ def evaluation_in_training(job: Job) -> Errors:
         yield f"--best-metric ({metric}): has another name now. Try --best-metric {new}."
 
 
-def profile(job: Job) -> Errors:
-    """Yield an error per --profile-... flag that names steps or ranks which the job does not have."""
-    options, iters = job.config.profile, job.config.batch.train_iters
-    if options.profile is None:
-        return
-    start, end, ranks = options.profile_step_start, options.profile_step_end, options.profile_ranks
-    if start >= iters:
-        works = f"--profile-step-start {iters - 1} --profile-step-end {iters}"
-        yield f"--profile-step-start ({start}): must be below --train-iters ({iters}). Try {works}."
-    elif end <= start:
-        yield (
-            f"--profile-step-end ({end}): must be above --profile-step-start ({start}), because the profiled "
-            f"steps are those after it. Try --profile-step-end {start + 1}."
-        )
-    elif end > iters:
-        yield (
-            f"--profile-step-end ({end}): must be at most --train-iters ({iters}), the last step. "
-            f"Try --profile-step-end {iters}."
-        )
-    all_ranks = range(job.world_size)
-    kept = sorted({rank for rank in ranks if rank in all_ranks}) or [0]
-    advice = f"Try --profile-ranks {' '.join(map(str, kept))}."
-    shown = f"--profile-ranks ({' '.join(map(str, ranks))})"
-    if not ranks:
-        yield f"{shown}: must name at least one rank. {advice}"
-    elif outside := [rank for rank in ranks if rank not in all_ranks]:
-        yield f"{shown}: rank {outside[0]} is not among the job's ranks, 0 to {job.world_size - 1}. {advice}"
-    elif len({*ranks}) < len(ranks):
-        yield f"{shown}: must name each rank once. {advice}"
-
-
 def _no_evaluation_of(run: Path) -> str:
     return (
         f" The run {run} has no evaluation to repeat; give the args file of a job that has one: "
@@ -424,11 +404,8 @@ def _no_evaluation_of(run: Path) -> str:
 
 
 def evaluation_alone(job: Job) -> Errors:
-    """Yield an error if `megarl eval` has no held-out data, no rule that scores it, an algorithm that does
-    not sample, or a profile of training steps."""
+    """Yield an error if `megarl eval` has no held-out data, no rule that scores it, or nothing that samples."""
     config = job.config
-    if config.profile.profile is not None:
-        yield f"--profile ({config.profile.profile}): profiles steps of training. Leave it out."
     if job.uses_rollout and not uses_rule_reward(config):
         yield (
             "--reward-model: held-out answers are scored by a rule, and with it there is none. "
@@ -440,8 +417,7 @@ def evaluation_alone(job: Job) -> Errors:
     if not job.uses_rollout:
         name = algorithm_name(type(config.algorithm))
         yield f"--algorithm ({name}): an evaluation samples answers and scores them. Try --algorithm grpo."
-    num_samples = config.run.eval_num_samples
-    if num_samples > 1 and config.sampling.temperature == 0:
+    if (num_samples := config.run.eval_num_samples) > 1 and config.sampling.temperature == 0:
         yield (
             f"--eval-num-samples ({num_samples}): at --temperature 0 all samples of a prompt are alike. Try "
             "--eval-num-samples 1, or --temperature 1.0."

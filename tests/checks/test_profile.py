@@ -1,4 +1,4 @@
-"""What `megarl check` says of --profile on this machine, and in an evaluation.
+"""What `megarl check` says of --profile on this machine.
 
 pytest tests/checks/test_profile.py"""
 
@@ -9,7 +9,6 @@ import pytest
 from megarl.algorithms import REGISTRY
 from megarl.checks.machine import Machine
 from megarl.checks.profile import profile_errors
-from megarl.config.check import check
 from megarl.config.loader import load_config
 from tests.config.conftest import job, write_model  # noqa: F401
 
@@ -46,9 +45,3 @@ def test_a_folder_that_takes_no_files_is_found(errors, tmp_path):
     (tmp_path / "run" / "profile").unlink()
     (tmp_path / "run" / "profile").mkdir()
     assert errors(CPU, "--profile torch") == []
-
-
-def test_an_evaluation_has_no_steps_to_profile(job):  # noqa: F811
-    flags = "--profile torch --train-iters 20".split()
-    found = check(load_config([job, *flags], REGISTRY), None, 2, new_run=False)
-    assert "--profile (torch): profiles steps of training. Leave it out." in found

@@ -93,10 +93,12 @@ MISTAKES = {
         lr nan
         lr 1 2
         lr
-        min-lr 1
+        min-lr 1 | lr-decay-style cosine
         lr-decay-style cosin
         lr-warmup-iters -1
-        lr-decay-iters 2 | lr-warmup-iters 4
+        lr-decay-iters 2 | lr-warmup-iters 4 ; lr-decay-style linear
+        lr-decay-iters 2
+        min-lr 1e-07
         adam-beta1 1.0
         adam-eps 0
         clip-grad -1
@@ -157,6 +159,14 @@ MISTAKES = {
         shuffle true
         kl-coef 0.1
         kl-mode los
+        kl-target 3 | kl-mode loss ; kl-coef 0.1
+        kl-horizon 99
+        overlong-penalty 2
+        exit-loss 0.5
+        best-metric-mode min
+        profile-step-start 1
+        profile-step-end 2
+        profile-ranks 1
         critic-lr 1e-3
         critic-warmup-iters 2
         gae-lambda 0.9
@@ -187,7 +197,8 @@ MISTAKES = {
         critic-tensor-model-parallel-size 4
         critic-lr-warmup 3
         critic-warmup-iters 3
-        critic-min-lr 1
+        critic-min-lr 1 | lr-decay-style linear
+        critic-min-lr 1e-07
         gae-gamma 0.9
         gae-lambda 2
         kl-coef 0
@@ -203,6 +214,8 @@ MISTAKES = {
         eval-interval 5
         global-batch-size 7
         exit-loss 0
+        num-epochs 3
+        temperature 0.7
         num-samples-per-promt 4
         moe-routing-replay policy
         max-response-length 1000

@@ -114,7 +114,50 @@ RULES = {
         2,
         {},
         "--profile-ranks (): must name at least one rank. Try --profile-ranks 0.",
-        "--train-iters 5 --profile-step-start 9 --profile-ranks 7",
+        "",
+    ),
+    "steps of no profile": (
+        "--profile-step-start 9 --profile-ranks 0 1",
+        2,
+        {},
+        "--profile-ranks (0 1): has no effect without --profile. Leave it out, or add --profile torch.",
+        "--profile torch --train-iters 12 --profile-step-start 9 --profile-ranks 0 1",
+    ),
+    "the end of a decay that is none": (
+        "--algorithm ppo --critic-min-lr 1e-7 --critic-lr-decay-iters 9 --actor-lr-decay-style linear",
+        2,
+        {},
+        "--critic-lr-decay-iters (9): has no effect with --critic-lr-decay-style constant.",
+        "--algorithm ppo --lr 1e-5 --min-lr 1e-6 --lr-decay-iters 9 --lr-decay-style linear",
+    ),
+    "a loss that ends no sampling": (
+        "--exit-loss 0.5",
+        2,
+        {},
+        "--exit-loss (0.5): is for training on answers in the data. The loss of a policy gradient says nothing "
+        "of progress, so --algorithm grpo ends after --train-iters.",
+        "--algorithm sft --exit-loss 0.5",
+    ),
+    "the best of no metric": (
+        "--best-metric-mode min",
+        2,
+        {},
+        "--best-metric-mode (min): has no effect without --best-metric.",
+        "--best-metric policy/loss --best-metric-mode min",
+    ),
+    "the target of a fixed KL coefficient": (
+        "--kl-mode loss --kl-coef 0.1 --kl-target 3 --kl-horizon 5000",
+        2,
+        {},
+        "--kl-horizon (5000): has no effect without --kl-controller adaptive.",
+        "--kl-mode loss --kl-coef 0.1 --kl-target 3 --kl-horizon 5000 --kl-controller adaptive",
+    ),
+    "a penalty without a buffer": (
+        "--overlong-penalty 2",
+        2,
+        {},
+        "--overlong-penalty (2): has no effect without --overlong-buffer.",
+        "--overlong-penalty 2 --overlong-buffer 16",
     ),
     "experts of a dense model": (
         "--expert-model-parallel-size 2",
@@ -448,18 +491,18 @@ RULES = {
         "--max-response-length 448",
     ),
     "min lr": (
-        "--lr 1e-5 --min-lr 1e-4",
+        "--lr 1e-5 --min-lr 1e-4 --lr-decay-style linear",
         2,
         {},
         "--min-lr (0.0001): must be at most --lr (1e-05).",
-        "--lr 1e-5 --min-lr 1e-6",
+        "--lr 1e-5 --min-lr 1e-6 --lr-decay-style linear",
     ),
     "warm-up": (
-        "--lr-warmup-iters 10 --lr-decay-iters 10",
+        "--lr-warmup-iters 10 --lr-decay-iters 10 --lr-decay-style cosine",
         2,
         {},
         "--lr-decay-iters (10): must be above --lr-warmup-iters (10). Try 11.",
-        "--lr-warmup-iters 10 --lr-decay-iters 11",
+        "--lr-warmup-iters 10 --lr-decay-iters 11 --lr-decay-style cosine",
     ),
     "name of a metric": (
         "--best-metric eval_2/accuracy_greedy",
@@ -775,11 +818,11 @@ RULES = {
         "--pools train=0-1",
     ),
     "critic's learning rate": (
-        "--algorithm ppo --lr 1e-5 --critic-min-lr 1e-4",
+        "--algorithm ppo --lr 1e-5 --critic-min-lr 1e-4 --lr-decay-style linear",
         2,
         {},
         "--critic-min-lr (0.0001): must be at most --critic-lr (1e-05).",
-        "--algorithm ppo --lr 1e-5 --critic-min-lr 1e-6",
+        "--algorithm ppo --lr 1e-5 --critic-min-lr 1e-6 --lr-decay-style linear",
     ),
     "critic warm-up": (
         "--algorithm ppo --critic-warmup-iters 3",
@@ -958,6 +1001,9 @@ def test_a_loss_without_a_correction_for_stale_samples_is_warned_of(job):
         return [*correction_warnings(load_config([job, *flags.split()], REGISTRY))]
 
     assert warnings("") == warnings("--staleness 2") == warnings("--staleness 2 --tis-clip 3") == []
+    for name in ("raft", "online-dpo", "gkd --reference-model m"):
+        assert warnings(f"--algorithm {name} --staleness 2") == []
+    assert load_config([job, "--algorithm", "raft", "--staleness", "2"], REGISTRY).algorithm.tis_clip is None
     (text,) = warnings("--staleness 2 --tis-clip none")
     assert text == (
         "--tis-clip (none): with --staleness 2 the loss does not correct for weights that were older when they "
@@ -973,16 +1019,32 @@ def test_roles_on_ranks_of_their_own(findings):
     )
 
 
+def test_routing_is_replayed_by_the_actor_alone(job, tmp_path):
+    """A critic of experts beside a dense actor is refused once, and a dense critic beside an actor of experts
+    is fine."""
+    dense = ModelShape.load(tmp_path / "model")
+    mixture = dataclasses.replace(dense, model_type="qwen3_moe", **EXPERTS)
+    config = load_config(f"{job} --algorithm ppo --moe-routing-replay policy".split(), REGISTRY)
+    found = [
+        check(config, actor, 2, critic_shape=critic)
+        for actor in (dense, mixture)
+        for critic in (dense, mixture)
+    ]
+    of_none = "--moe-routing-replay (policy): needs a mixture of experts, and qwen3 is none. Leave it out."
+    of_critic = (
+        "--moe-routing-replay (policy): replays the experts of the actor, and --model (qwen3) has none; a "
+        "critic chooses its own. Leave it out."
+    )
+    assert found == [[of_none], [of_critic], [], []]
+
+
 def test_inline_with_one_rank(findings):
     assert findings("--executor inline --nproc-per-node 1", world_size=1) == []
 
 
 def test_sft_needs_no_rollout(findings):
     """What only sampling cares about is not checked: engines' splits, sampling, prompts per step."""
-    flags = (
-        "--rollout-tensor-parallel-size 3 --top-p 0.5 --top-k 5 --temperature 0 --num-prompts 7 "
-        "--rollout-ranks 0"
-    )
+    flags = "--rollout-tensor-parallel-size 3 --top-p 0.5 --top-k 5 --num-prompts 7 --rollout-ranks 0"
     assert len(findings(flags)) >= 5 and findings(f"--algorithm sft {flags}") == []
 
 

@@ -2,7 +2,9 @@
 
 pytest tests/config/test_errors.py"""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Annotated
 
 import pytest
@@ -18,8 +20,12 @@ from megarl.config.errors import (
     above,
     at_least,
     divisors,
+    field_types,
+    rules_in,
     try_numbers,
 )
+from megarl.config.mesh import group_timeout
+from megarl.config.schema import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,3 +91,31 @@ def test_the_default_is_proposed_only_where_it_is_a_number_within_the_bound():
 def test_numbers_that_are_proposed():
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(9) == [1, 3, 9]
     assert try_numbers(divisors(12), 5) == " Try 4 or 6." and try_numbers([], 5) == ""
+
+
+LIMITS = [
+    (section, field)
+    for section in field_types(TrainConfig).values()
+    if isinstance(section, type) and issubclass(section, Section)
+    for field in field_types(section)
+    if field.endswith("_s")
+]
+
+
+@pytest.mark.parametrize("section, field", LIMITS, ids=lambda value: getattr(value, "__name__", value))
+def test_every_time_limit_is_one_that_a_clock_can_hold(section, field):
+    """torch's store counts milliseconds in 32 bits. A process group waits for longer than a call."""
+    (default,) = (f.default for f in fields(section) if f.name == field)
+    rules = [*rules_in(field_types(section)[field])]
+
+    def found(value: float) -> list[str]:
+        return [error for rule in rules if (error := rule.error(value, default))]
+
+    for value in (math.inf, 1e14, 1_000_001.0):
+        assert found(value) == [f"must be at most 1000000. Try {default:g}."]
+    assert found(0.0) == [f"must be above 0. Try {default:g}."] and found(math.nan) != []
+    assert found(1e6) == [] and group_timeout(1e6) / timedelta(milliseconds=1) < 2**31
+
+
+def test_the_time_limits_are_found():
+    assert {field for _, field in LIMITS} >= {"call_timeout_s", "exit_grace_s", "reward_timeout_s"}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from megarl import cli
 from megarl.algorithms import REGISTRY
+from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.rules_training import NO_EVAL_DATA
-from megarl.evaluation.arguments import with_settings_of_run
+from megarl.evaluation.arguments import load_evaluation_on_rank, with_settings_of_run
 from tests.config.conftest import QWEN3
 
 
@@ -92,7 +95,8 @@ def test_a_job_s_args_file_gives_its_sampling_and_its_training_flags_do_nothing(
         "--train-data gone.jsonl --train-iters 30 --global-batch-size 7 --num-prompts 5 "
         "--temperature 0.7 --max-response-length 48 "
         "--lr 1e-6 --min-lr 1e-3 --eval-interval 5 --load gone --best-metric eval/accuracy --random-init "
-        "--log-with wandb mlflow --lora-rank 8 --nproc-per-node 2"
+        "--log-with wandb mlflow --lora-rank 8 --nproc-per-node 2 --exit-loss 0.5 --best-metric-mode min "
+        "--profile-step-start 3 --kl-target 3 --overlong-penalty 2"
     )
     (tmp_path / "resolved.args").touch()
     assert evaluate(f"@{job}", "--top-p", "0.9", "--seed", "3") == 3
@@ -129,6 +133,72 @@ def test_a_run_alone_gives_its_settings_and_flags_override_them(model, tmp_path,
     assert error.startswith(NO_EVAL_DATA) and f"megarl eval @job.args --model {run}." in error
 
 
+@pytest.fixture
+def write_run(model, tmp_path):
+    """write_run("--lr 1") -> a run of one actor on two ranks that was trained with these flags."""
+
+    def write(flags: str):
+        run = tmp_path / "trained"
+        run.mkdir(exist_ok=True)
+        if not (run / "hf").exists():
+            (run / "hf").symlink_to(model)
+        base = (
+            f"--model {model} --train-data gone.jsonl --train-iters 30 --save {run} --max-prompt-length 32 "
+            f"--eval-data {tmp_path}/rows.jsonl --nproc-per-node 2 --actor-ranks 0 --rollout-ranks 0 {flags}"
+        )
+        (run / "resolved.args").write_text(base.replace(" --", "\n--") + "\n")
+        return run
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--algorithm grpo --profile torch",
+        "--algorithm grpo --sft-data gone.jsonl --sft-batch-size 4",
+        "--algorithm ppo --critic-model gone --critic-ranks 1",
+        "--algorithm ppo --critic-offload parameters --offload-ahead-bytes 9",
+        "--algorithm ppo --critic-tensor-model-parallel-size 8 --critic-lora-rank 2 --critic-lr 1",
+        "--algorithm grpo --kl-mode loss --kl-coef 0.1 --reference-model gone --reference-ranks 1",
+        "--algorithm grpo --kl-mode loss --kl-coef 0.1 --reference-update-interval 2",
+        "--algorithm grpo --reward auto --reward-model gone gone --reward-ranks 1 --reward-model-weights 1 2",
+        "--algorithm grpo --reward auto --reward-model gone --judge-template gone.txt --judge-max-tokens 7",
+        "--algorithm distill --reference-model gone --teachers math=gone",
+        "--algorithm gkd --reference-model gone --teacher-top-k 8",
+        "--algorithm ppo-lagrangian --cost-score cost --cost-limit 1",
+        "--algorithm grpo --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1",
+    ],
+)
+def test_what_only_training_needs_may_be_gone(write_run, started, flags):
+    """Models, data and layouts of roles that an evaluation has not: it is that of a run without them."""
+    rule = "--reward auto" if "--reward auto" in flags else ""
+    assert evaluate("--model", write_run(f"--algorithm grpo {rule}".strip())) == 3
+    assert evaluate("--model", write_run(flags)) == 3
+    (expected, _), (config, on_ranks) = started
+    assert config == on_ranks == expected and config.placement.world_size == 2
+
+
+def test_engines_are_as_large_as_those_of_a_run_with_greedy_answers(write_run, started):
+    """The number of sequences at once decides how sums round."""
+    assert evaluate("--model", write_run("--algorithm remax --num-samples-per-prompt 4")) == 3
+    assert started.pop()[0].batch.num_samples_per_prompt == 5
+
+
+def test_what_an_evaluation_needs_is_still_asked_for(write_run, started, capsys):
+    assert errors(capsys, "--model", write_run("--algorithm grpo"), "--profile", "torch") == [
+        "--profile (torch): profiles steps of training. Leave it out."
+    ]
+    found = errors(capsys, "--model", write_run("--algorithm grpo --reward-model gone"))
+    assert found[0].startswith(
+        "--reward-model: held-out answers are scored by a rule, and with it there is none."
+    )
+    assert errors(capsys, "--model", write_run("--algorithm grpo"), "--rollout-ranks", 7)[0].startswith(
+        "--rollout-ranks (7): must be below the number of ranks (2)."
+    )
+    assert started == []
+
+
 def test_errors_come_together_and_say_what_works(model, tmp_path, started, capsys):
     data = tmp_path / "rows.jsonl"
     assert [line.partition(":")[0] for line in errors(capsys)] == ["--model is required", "--eval-data"]
@@ -154,6 +224,27 @@ def test_errors_come_together_and_say_what_works(model, tmp_path, started, capsy
     assert started == []
 
 
+def test_samples_that_could_not_be_written_are_refused_at_the_start(
+    model, tmp_path, started, capsys, monkeypatch
+):
+    """In /proc nobody can create a file; why, depends on the user."""
+    given = ("--model", model, "--eval-data", tmp_path / "rows.jsonl", "--out", "/proc/x.jsonl")
+    for folder, advice in (
+        (tmp_path, "Try --out x-samples.jsonl."),
+        ("/proc", "Name a file in a folder in which this user may write."),
+    ):
+        monkeypatch.chdir(folder)
+        (error,) = errors(capsys, *given)
+        assert re.fullmatch(rf"--out \(/proc/x.jsonl\): .*/proc.*\. {re.escape(advice)}", error)
+    assert started == []
+
+
+def test_json_takes_no_value(model, tmp_path, started, capsys):
+    given = ("--model", model, "--eval-data", tmp_path / "rows.jsonl", "--json=1")
+    assert errors(capsys, *given) == ["--json (1): takes no value. Write --json, or leave it out."]
+    assert started == []
+
+
 def test_help_has_the_flags_of_an_evaluation_and_no_others(capsys):
     with pytest.raises(SystemExit) as exited:
         evaluate("--help")
@@ -166,9 +257,6 @@ def test_help_has_the_flags_of_an_evaluation_and_no_others(capsys):
 
 
 def test_torchrun_s_ranks_refuse_a_checkpoint_without_an_export(tmp_path, model):
-    from megarl.config.errors import ConfigError
-    from megarl.evaluation.arguments import load_evaluation_on_rank
-
     part = tmp_path / "run" / "checkpoints" / "step_000002" / "actor"
     part.mkdir(parents=True)
     (part / "checkpoint.json").write_text("{}")
@@ -177,6 +265,62 @@ def test_torchrun_s_ranks_refuse_a_checkpoint_without_an_export(tmp_path, model)
         load_evaluation_on_rank(["--model", str(part), *data])
     config = load_evaluation_on_rank(["--model", str(model), *data, "--json"])
     assert config.sampling.max_response_length == 256
+
+
+# ------------------------------------------------------------------ several nodes
+
+
+@pytest.fixture
+def run_on_two_nodes(model, tmp_path):
+    """A run that torchrun had started on two nodes of one rank."""
+    run = tmp_path / "wide"
+    run.mkdir()
+    (run / "hf").symlink_to(model)
+    flags = (
+        f"--algorithm grpo --model {model} --train-data gone.jsonl --train-iters 3 --save {run} --eval-data "
+        f"{tmp_path}/rows.jsonl --max-prompt-length 32 --max-response-length 48 --nnodes 2"
+    )
+    (run / "resolved.args").write_text(flags.replace(" --", "\n--") + "\n")
+    return run
+
+
+def test_torchrun_s_nodes_are_refused_where_eval_starts_the_ranks(run_on_two_nodes, started, capsys):
+    run = run_on_two_nodes
+    lines = (run / "resolved.args").read_text().splitlines()
+    assert errors(capsys, "--model", run) == [
+        "--nnodes (2): megarl eval starts ranks on this machine only. Try --nnodes 1, or --executor ray, or on "
+        "every node torchrun --nnodes 2 --nproc-per-node 1 ... -m megarl.evaluate with the same arguments. "
+        f"[{run}/resolved.args:{lines.index('--nnodes 2') + 1}]"
+    ]
+    (error,) = errors(capsys, "--model", run, "--nnodes", 3)
+    assert error.startswith("--nnodes (3): ") and error.endswith(" [command line]") and started == []
+    assert evaluate("--model", run, "--nnodes", 1) == 3
+    assert started.pop()[0].placement.world_size == 1
+    assert load_evaluation_on_rank(["--model", str(run)]).placement.world_size == 2
+
+
+@pytest.mark.parametrize("flags", [("--nnodes", 1), ("--nnodes", 2)], ids=["one node", "two nodes"])
+def test_ranks_in_a_ray_cluster_read_files_in_the_working_directory(
+    run_on_two_nodes, tmp_path, monkeypatch, flags
+):
+    """Arguments and an exported checkpoint, as other nodes do not see this machine's /tmp. Nothing stays."""
+    run, here, paths = run_on_two_nodes, tmp_path / "here", []
+    checkpoint = run / "checkpoints" / "step_000001"
+    to = ("--save", checkpoint / "actor", "--to", "checkpoint")
+    assert cli.main(["convert", "--model", *map(str, (run / "hf", *to))]) == 0
+    (run / "hf").unlink()
+
+    def launch(config, argv, job, module, new_run, say):
+        (arguments,) = argv
+        paths.extend([Path(arguments.removeprefix("@")), Path(config.model.model)])
+        assert all(path.exists() for path in paths)
+        return 3
+
+    monkeypatch.setitem(sys.modules, "megarl.trainer.launch", types.SimpleNamespace(launch=launch))
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert evaluate("--model", checkpoint, "--executor", "ray", *flags) == 3
+    assert [path.parents[1] for path in paths] == [here, here] and not any(here.iterdir())
 
 
 # ------------------------------------------------------------------ several actors

@@ -17,7 +17,7 @@ import pyarrow.parquet
 ROOT = Path(__file__).resolve().parents[2]
 
 from megarl.algorithms import REGISTRY
-from megarl.checks.disk import checkpoint_bytes, checkpoints_at_once, export_bytes
+from megarl.checks.disk import checkpoint_bytes, export_bytes, new_checkpoints
 from megarl.checks.job import Report, examine
 from megarl.checks.machine import Machine
 from megarl.checks.memory import estimate, peak_bytes, phase_bytes
@@ -27,10 +27,16 @@ from tests.config.conftest import ROW, write_tokenizer
 
 PAGE = ROOT / "docs" / "recipes.md"
 FIRST = ROOT / "configs" / "qwen2.5_0.5b_gsm8k_grpo.args"
-_DEVICES = re.compile(r"^--nproc-per-node (\d+)", re.MULTILINE)
+_DEVICES = re.compile(r"^(?:--nnodes (\d+) )?--nproc-per-node (\d+)$", re.MULTILINE)
+
+
+def num_devices(recipe: Path) -> int:
+    nodes, ranks = _DEVICES.search(recipe.read_text()).groups(default="1")
+    return int(nodes) * int(ranks)
+
+
 RECIPES = sorted(
-    [FIRST, *(ROOT / "configs" / "recipes").glob("*.args")],
-    key=lambda path: (int(_DEVICES.search(path.read_text())[1]), path.stem),
+    [FIRST, *(ROOT / "configs" / "recipes").glob("*.args")], key=lambda path: (num_devices(path), path.stem)
 )
 """By number of GPUs."""
 GPU_GB = re.compile(r"GPUs? of (\d+) GB")
@@ -96,12 +102,12 @@ def checked(recipe: Path) -> tuple[Report, Needs, str]:
     """Return the report of `megarl check`, what the recipe needs, and its row of the table."""
     config = load_config(arguments(recipe), REGISTRY)
     count, machine = (
-        config.placement.nproc_per_node,
+        config.placement.world_size,
         Machine(None, has_gpu=True, gpu_bytes=gpu_gb(recipe) * 10**9, is_this=False),
     )
     report = examine(config, count, machine=machine)
     parts = set(estimate(config, count, machine).values())
-    disk = checkpoints_at_once(config) * checkpoint_bytes(config) + export_bytes(config)
+    disk = new_checkpoints(config) * checkpoint_bytes(config) + export_bytes(config)
     needs = Needs(
         devices=count,
         gpu_gb=gpu_gb(recipe),

@@ -204,7 +204,9 @@ def test_the_rayjob_is_a_job_of_as_many_nodes_and_gpus_as_its_cluster():
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     program, command, args, *flags = job["spec"]["entrypoint"].split()
     assert (program, command, args) == ("megarl", "train", "@/shared/job.args")
-    placement = load_config([ARGS, *flags], REGISTRY).placement
+    config = load_config([ARGS, *flags], REGISTRY)
+    placement = config.placement
+    assert config.checkpoint.load == config.run.save  # or a second apply would be refused
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert placement.executor == "ray" and placement.nnodes == group["replicas"] == group["maxReplicas"]
     (container,) = group["template"]["spec"]["containers"]
