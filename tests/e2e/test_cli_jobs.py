@@ -209,6 +209,8 @@ def test_fine_tuning_stops_at_the_loss_and_exports(sums_data, tmp_path):
         "4e-3",
         "--exit-loss",
         "2.5",
+        "--temperature",
+        "1",
     )
     job = train(sums_data, tmp_path / "sft", *flags)
     assert job.returncode == 0, job.output

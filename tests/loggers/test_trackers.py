@@ -19,6 +19,7 @@ import pytest
 from megarl.loggers import LOGGERS, LoggerContext, open_loggers
 from megarl.loggers.base import flags_of
 from tests.launch import succeed
+from tests.tensorboard_files import number_files_alike
 
 ARGUMENTS = "# resolved\n--lr 1e-4\n--no-shuffle\n--bf16\n--train-data 'a b.jsonl' c.jsonl\n"
 SAMPLE = {
@@ -82,9 +83,12 @@ def test_flags_of_resolved_arguments() -> None:
     }
 
 
-def test_tensorboard_shows_scalars_texts_and_flags_and_forgets_steps_made_again(tmp_path: Path) -> None:
+def test_tensorboard_shows_scalars_texts_and_flags_and_forgets_steps_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    number_files_alike(monkeypatch)
     log_steps("tensorboard", tmp_path, {1: 0.25, 2: 0.5})
     log_steps("tensorboard", tmp_path, {2: 0.75}, first_step=2)
     events = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -34,6 +34,7 @@ from megarl.loggers.json_lines import cut_after, to_json_line
 from megarl.trainer.timeline import Record, Timeline
 from megarl.reshard.export_folder import save_tensors
 from megarl.workers.stored_log_probs import StoredLogProbs
+from tests.tensorboard_files import number_files_alike
 from tests.workers.test_request_stream import Stream, answers
 
 
@@ -299,8 +300,9 @@ def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path):
     assert [path.name for path in (tmp_path / "run" / "rollouts").iterdir()] == ["eval.jsonl"]
 
 
-def test_a_checkpoint_before_the_first_step_keeps_its_evaluation(tmp_path):
+def test_a_checkpoint_before_the_first_step_keeps_its_evaluation(tmp_path, monkeypatch):
     """A loop of one's own made it: evaluate(), then save_checkpoint(). No later job evaluates again."""
+    number_files_alike(monkeypatch)
     folder = tmp_path / "run"
     make_run(folder)
     with Run(going_on(folder), "", Progress(3, StringIO())) as run:
