@@ -189,7 +189,8 @@ class Algorithm(Section):
     has_correction: ClassVar[bool] = False
     """The loss accounts for the difference to the policy that sampled."""
     needs_correction: ClassVar[bool] = True
-    """Without a correction the loss is wrong for samples of older weights. False: it is right whoever sampled."""
+    """Without a correction the loss is wrong for samples of older weights. False: it is right whoever
+    sampled."""
     takes_scores: ClassVar[bool] = False
     """The advantages are computed from the single scores of a response, not from their sum."""
     takes_turn_rewards: ClassVar[bool] = False

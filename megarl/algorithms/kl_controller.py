@@ -72,8 +72,10 @@ class AdaptiveKLController(FixedKLController):
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue with the coefficient of a checkpoint; one of a run with a fixed coefficient has none. Older
-        checkpoints of such runs have 0 without a KL: a coefficient of 0 could never move."""
+        """Continue with the coefficient of a checkpoint, if it has one.
+
+        A run with a fixed coefficient stores none, and before it stored 0 without a KL, which could never
+        move."""
         self.coef = state.get("coef") or self.coef
 
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 _ROUNDING = 2.0**-23
-"""A mean is not above 0 if it is at most this times the mean size of the rewards: in fp32 rewards of mean 0 can have
-such a mean, which would divide."""
+"""Smallest ratio of a group's mean to the mean size of its rewards that counts as above 0.
+
+In fp32 rewards of mean 0 can have a smaller one, which would divide."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,8 +32,9 @@ class ReferenceInputs:
     """
 
     rewards: Mapping[int, float]
-    """Sample id -> reward rounded to fp32, of all samples of the step in the same order on every rank; NaN where
-    the reward failed."""
+    """Sample id -> reward rounded to fp32, of all samples of the step in the same order on every rank.
+
+    NaN where the reward failed."""
     positions: Mapping[int, int]
     """Sample id -> its position in `rewards`."""
     groups: Mapping[int, Sequence[int]]

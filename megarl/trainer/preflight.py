@@ -16,7 +16,7 @@ from megarl.config.roles import actors_of_episode, configs_of_actors
 from megarl.config.rules_data import rows_errors
 from megarl.config.rules_files import newest_job
 from megarl.config.schema import TrainConfig
-from megarl.config.teachers import teachers_errors
+from megarl.config.teachers import teacher_folders, teachers_errors
 from megarl.data.encoder import PromptEncoder
 from megarl.data.env_rows import first_rows
 from megarl.data.prompts import PromptDataset
@@ -100,8 +100,8 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str, 
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
-    errors = teachers_errors(algorithm_of(config), {row.data_source for row in train})
-    raise_errors(errors if config.data.train_data else [])
+    if config.data.train_data and teacher_folders(algorithm_of(config)):
+        raise_errors(teachers_errors(algorithm_of(config), (row.data_source for row in train)))
     if probes:
         _probe(config, datasets, suffix)
     return Inputs(shape, train, evaluation, 0 if sft is None else len(sft))

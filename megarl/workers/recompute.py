@@ -104,7 +104,9 @@ def check_advantages(
 
 
 def _has_reference(algorithm: Algorithm) -> bool:
-    """Return whether the algorithm's reference is of its own advantages: no subclass has replaced these alone."""
+    """Return whether the algorithm's reference is of its own advantages.
+
+    It is not where a subclass has replaced the advantages alone."""
 
     def defined_in(*methods: str) -> type:
         return next(cls for cls in type(algorithm).__mro__ if any(name in vars(cls) for name in methods))
