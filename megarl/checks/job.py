@@ -31,6 +31,7 @@ from megarl.config.rules_algorithm import condition_notes
 from megarl.config.rules_files import checkpoint_notes
 from megarl.config.rules_streaming import correction_warnings
 from megarl.config.schema import TrainConfig
+from megarl.config.unused_flags import unused_flags
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class Report:
     Args:
         errors: errors, each `flag (value): rule. Try ...`.
         estimates: errors that rest on an estimate of the activations, in the same form.
-        warnings: what makes the job slow or useless without being wrong, in the same form.
+        warnings: what makes the job slow or useless, or is itself useless, without being wrong; in the same
+            form.
         lines: a summary of the job, as far as the errors permit one. The first line begins with ok or not
             ok.
         is_complete: whether all checks were run. Errors in layouts, flags or data leave the others out."""
@@ -112,6 +114,7 @@ def examine(
         *_core_warnings(config, world_size, new_run, ranks_per_node, machine),
         *(of_all_actors(config, _group_warnings) if new_run else ()),
         *(of_all_actors(config, correction_warnings) if new_run else ()),
+        *(unused_flags(config) if new_run else ()),
     )
     notes = [
         *(f"on this machine {error}" for error in of_disk if not machine.is_this),

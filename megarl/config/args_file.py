@@ -207,7 +207,8 @@ def _takes_words(given: Occurrence | None) -> bool:
 @functools.cache
 def _flags_of_words() -> frozenset[str]:
     kinds = ((name, flag.kind) for name, flag in build_flags(None).items())
-    return frozenset(name for name, kind in kinds if kind.many and "str" in kind.bases and not kind.choices)
+    of_job = (name for name, kind in kinds if kind.many and "str" in kind.bases and not kind.choices)
+    return frozenset([*of_job, "teachers"])  # of an algorithm; which one, a later line may say
 
 
 def _is_args_file(path: Path) -> bool:

@@ -87,7 +87,6 @@ EVALUATION: list[Rule] = [training.evaluation_alone]
 SAMPLING: list[Rule] = [
     training.sampling,
     training.algorithm,
-    rules_algorithm.unused_flags,
     rules_algorithm.conditions,
 ]
 _FLAGS_OF_JOB = frozenset(flag_name(field) for _, field in OF_JOB)

@@ -246,17 +246,6 @@ def cost_score(job: Job) -> Errors:
         )
 
 
-def unused_flags(job: Job) -> Errors:
-    """Yield an error per flag of the algorithm that is set without the flag that gives it an effect."""
-    algorithm = job.config.algorithm
-    if getattr(algorithm, "kl_controller", None) == "fixed":
-        reason = "has no effect without --kl-controller adaptive. Leave it out, or set that."
-        yield from refuse_set(algorithm, reason, "kl_target", "kl_horizon")
-    if hasattr(algorithm, "overlong_penalty") and algorithm.overlong_buffer is None:
-        reason = "has no effect without --overlong-buffer. Leave it out, or set that."
-        yield from refuse_set(algorithm, reason, "overlong_penalty")
-
-
 def _broken(config: TrainConfig, is_error: bool) -> Errors:
     if config.algorithm.needs_rollout:
         for condition in CONDITIONS:

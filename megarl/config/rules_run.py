@@ -1,4 +1,4 @@
-"""Check flags of the run folder, of its checkpoints and of its profiles.
+"""Check flags of the run and of its profiles.
 
 Each rule is a function of the job, named by its subject, and yields an error per wrong flag."""
 
@@ -10,7 +10,7 @@ from megarl.config.rules_layout import Job
 
 
 def run(job: Job) -> Errors:
-    """Yield an error per flag of the run and of its checkpoints that has no effect in this job."""
+    """Yield an error for --exit-loss in a job that samples, which nothing ends early."""
     config = job.config
     if job.uses_rollout:
         reason = (
@@ -18,18 +18,12 @@ def run(job: Job) -> Errors:
             f"so --algorithm {algorithm_name(type(config.algorithm))} ends after --train-iters. Leave it out."
         )
         yield from refuse_set(config.run, reason, "exit_loss")
-    if config.checkpoint.best_metric is None:
-        reason = "has no effect without --best-metric. Leave it out, or set that."
-        yield from refuse_set(config.checkpoint, reason, "best_metric_mode")
 
 
 def profile(job: Job) -> Errors:
-    """Yield an error per --profile-... flag that names steps or ranks which the job does not have, or that is
-    set without --profile."""
+    """Yield an error per --profile-... flag that names steps or ranks which the job does not have."""
     options, iters = job.config.profile, job.config.batch.train_iters
     if options.profile is None:
-        reason = "has no effect without --profile. Leave it out, or add --profile torch."
-        yield from refuse_set(options, reason)
         return
     start, end, ranks = options.profile_step_start, options.profile_step_end, options.profile_ranks
     if start >= iters:

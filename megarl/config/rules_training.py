@@ -56,10 +56,7 @@ def optimizer(job: Job) -> Errors:
     """Yield an error per contradiction in the schedule of the learning rate, e.g. --min-lr above --lr."""
     for role in job.trained_roles:
         values, flag = role.optimizer, role.flag
-        if values.lr_decay_style == "constant":
-            style = flag("lr_decay_style")
-            reason = f"has no effect with {style} constant. Leave it out, or try {style} cosine."
-            yield from refuse_set(values, reason, "min_lr", "lr_decay_iters", flag_of=flag)
+        if values.lr_decay_style == "constant":  # min_lr and lr_decay_iters have no effect
             continue
         if values.min_lr > values.lr:
             yield (

@@ -27,12 +27,11 @@ from megarl.config.rules_streaming import ARGUMENTS
 from megarl.failures import ExplainedError
 from megarl.files.writing import writing
 from megarl.loggers.json_lines import ENGINES
+from megarl.rollout.replay_settings import FREE, SIZE_OF
 
 FORMAT = 1
 DRIVER = "driver"
 """Name of the driver's file. An engine's is that of its role and its number: rollout_0, rollout_2_0."""
-SIZE_OF = "bytes of "
-"""Begins the names of the settings that are sizes of data files."""
 
 
 class ReplayError(ExplainedError, ValueError):
@@ -329,9 +328,11 @@ def _check_settings(run: Path, logged: Mapping[str, str], now: Mapping[str, str]
 def _differences(logged: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Yield name, logged value and present value of each setting that differs.
 
-    Sizes that the run did not log are passed over: older versions logged those of fewer files."""
+    Sizes that the run did not log are passed over, and flags that it logged though they may differ: older
+    versions logged the sizes of fewer files, and more flags."""
+    shared = [name for name in logged if name not in FREE]
     added = [name for name in now if name not in logged and not name.startswith(SIZE_OF)]
-    for name in [*logged, *added]:
+    for name in [*shared, *added]:
         value, other = logged.get(name, "not set"), now.get(name, "not set")
         if value != other:
             yield name, value, other

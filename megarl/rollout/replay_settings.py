@@ -8,11 +8,12 @@ from megarl.config.flags import section_flags
 from megarl.config.render import write_args
 from megarl.config.roles import configs_of_actors
 from megarl.config.schema import CheckpointConfig, ProfileConfig, RunConfig, TrainConfig
-from megarl.rollout.replay_log import SIZE_OF
 
+SIZE_OF = "bytes of "
+"""Beginning of the name of a setting that is the size of a data file."""
 _OF_RUN = {"eval_interval", "eval_num_prompts", "eval_num_samples", "on_nonfinite"}
 """Fields of RunConfig that a replay must share with its run, because they change tokens or weights."""
-_FREE = {
+FREE = {
     *(f"--{flag.name}" for flag in section_flags("", RunConfig) if flag.field not in _OF_RUN),
     *(f"--{flag.name}" for cls in (CheckpointConfig, ProfileConfig) for flag in section_flags("", cls)),
     *("--replay", "--executor", "--nproc-per-node", "--nnodes", "--call-timeout-s", "--reward-num-workers"),
@@ -28,7 +29,7 @@ def replay_settings(config: TrainConfig, world_size: int) -> dict[str, str]:
         name, _, value = line.partition(" ")
         if name.startswith("--no-") and not value:
             name, value = name.replace("--no-", "--", 1), "off"
-        if name.startswith("--") and name not in _FREE:
+        if name.startswith("--") and name not in FREE:
             settings[name] = value or "on"
     for of_actor in configs_of_actors(config).values():
         for path in (*of_actor.data.train_data, *of_actor.data.eval_data, *of_actor.sft.sft_data):

@@ -41,7 +41,7 @@ def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> in
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
     try:
-        own, agent_pid = os.pidfd_open(rank_pid), _parent_of(rank_pid)
+        own, agent_pid = os.pidfd_open(rank_pid), _agent_of(rank_pid)
     except OSError:  # it ended while this process started
         with contextlib.suppress(OSError):
             _tell_end(_connect(address, ranks, keep_alive), ranks[0])
@@ -49,9 +49,9 @@ def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> in
     try:
         connection = _connect(address, ranks, keep_alive)
         found = _ranks_of(agent_pid)
-        number_of = {own: ranks[0]} | _other_ranks(found, rank_pid)
+        number_of = {own: ranks[0]} | _other_ranks(found, ranks[0])
         gone = [rank for rank in ranks if rank not in number_of.values()]
-        if gone and rank_pid in found:  # otherwise the variables of processes cannot be read here
+        if gone and ranks[0] in found.values():  # otherwise the variables of processes cannot be read here
             _tell_end(connection, gone[0])
             return 0
         ready, _, _ = select.select([connection.fileno(), *number_of], [], [])
@@ -106,12 +106,12 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _other_ranks(number_of: Mapping[int, int], but: int) -> dict[int, int]:
-    """Return pidfd -> number, for ranks given as process id -> number, without the process `but` and those
+    """Return pidfd -> number, for ranks given as process id -> number, without the number `but` and those
     that have ended."""
     found = {}
     for pid, number in number_of.items():
         with contextlib.suppress(OSError):  # it has ended
-            if pid != but:
+            if number != but:
                 found[os.pidfd_open(pid)] = number
     return found
 
@@ -142,19 +142,39 @@ def _kill_stopped(pids: Sequence[int]) -> None:
                 _kill_group(pid)
 
 
+def _agent_of(rank_pid: int) -> int:
+    """Return the id of the process that has started a rank: torchrun's agent, or the actor of the node.
+
+    Passes over programs between it and the rank, such as `nsys profile`, which have the rank's number.
+    Raises: OSError if the rank has ended."""
+    pid = _parent_of(rank_pid)
+    while os.environ.get("TORCHELASTIC_RUN_ID") and _number_of(pid) is not None:
+        pid = _parent_of(pid)
+    return pid
+
+
 def _ranks_of(agent: int) -> dict[int, int]:
     """Return process id -> number, for the ranks of this job that an agent has started."""
-    mine, found = os.environ.get("TORCHELASTIC_RUN_ID", ""), {}
+    found = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if not entry.name.isdigit() or _parent_of(int(entry.name)) != agent:
                 continue
-            variables = dict(
-                item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0")
-            )
-            if variables.get(b"TORCHELASTIC_RUN_ID", b"") == mine.encode() and b"RANK" in variables:
-                found[int(entry.name)] = int(variables[b"RANK"])
+            if (number := _number_of(int(entry.name))) is not None:
+                found[int(entry.name)] = number
     return found
+
+
+def _number_of(pid: int) -> int | None:
+    """Return the rank that a process has been started for, None if it is not of this job or is hidden."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    variables = dict(item.partition(b"=")[::2] for item in text.split(b"\0"))
+    if variables.get(b"TORCHELASTIC_RUN_ID", b"") != os.environ.get("TORCHELASTIC_RUN_ID", "").encode():
+        return None
+    return int(variables[b"RANK"]) if b"RANK" in variables else None
 
 
 def _parent_of(pid: int) -> int:

@@ -364,6 +364,11 @@ class Checkpointer:
             note(f"continues after step {step}: {folder}")
             return
         self._run.lock()  # before anything of another job's is renamed
+        self._metrics = {
+            number: _metrics_of(path) if self.config.best_metric else {}
+            for number, path in self._on_disk.items()
+            if step is not None and number <= step
+        }
         for number, later in self._on_disk.items():
             if step is None or number > step:  # removed when the next checkpoint is complete
                 replaced = later.with_name(f".{later.name}.replaced")
@@ -372,7 +377,6 @@ class Checkpointer:
         self._run.go_on_after(step)
         if step is not None:  # a job before may have made up for the evaluation that the checkpoint lacks
             self.restored_metrics |= self._run.recorded({step}).get(step, {})
-        self._metrics = {number: _metrics_of(path) for number, path in self._on_disk.items()}
         if folder is None:
             note(f"--load ({self.config.load}): no checkpoint is there yet; begins at step 1")
         else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megarl.algorithms.base import algorithm_of
-from megarl.config.check import check_job
+from megarl.config.check import check_job, of_all_actors
 from megarl.config.environments import environments
 from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
@@ -16,7 +16,7 @@ from megarl.config.roles import actors_of_episode, configs_of_actors
 from megarl.config.rules_data import rows_errors
 from megarl.config.rules_files import newest_job
 from megarl.config.schema import TrainConfig
-from megarl.config.teachers import teacher_folders, teachers_errors
+from megarl.config.teachers import teachers_errors, teachers_of
 from megarl.data.encoder import PromptEncoder
 from megarl.data.env_rows import first_rows
 from megarl.data.prompts import PromptDataset
@@ -58,6 +58,7 @@ def read_inputs(
         suffix: _read(of_actor, load, suffix, probes=not is_checked)
         for suffix, of_actor in configs_of_actors(config).items()
     }
+    raise_errors(_teachers_errors(config, inputs))
     if new_run and config.checkpoint.load is not None and (found := newest_job(config)) is not None:
         errors: list[str] = []
         for number, (suffix, of_actor) in enumerate(configs_of_actors(config).items(), 1):
@@ -65,6 +66,25 @@ def read_inputs(
             errors += rows_errors(of_actor, number, data.train.file_sizes, data.num_sft_rows, found[1])
         raise_errors(errors)
     return inputs
+
+
+def _teachers_errors(config: TrainConfig, inputs: Mapping[str, Inputs]) -> list[str]:
+    """Return an error for each data source of --teachers that no training row has, of any actor with the same
+    teachers."""
+    actors = configs_of_actors(config)
+
+    def errors_of(of_actor: TrainConfig) -> list[str]:
+        if not of_actor.data.train_data or not (given := teachers_of(algorithm_of(of_actor))):
+            return []
+        rows = (
+            row
+            for suffix, other in actors.items()
+            if teachers_of(algorithm_of(other)) == given
+            for row in inputs[suffix].train
+        )
+        return teachers_errors(algorithm_of(of_actor), (row.data_source for row in rows))
+
+    return of_all_actors(config, errors_of)
 
 
 def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str, probes: bool) -> Inputs:
@@ -100,8 +120,6 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str, 
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
     for dataset, flag in datasets:
         PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
-    if config.data.train_data and teacher_folders(algorithm_of(config)):
-        raise_errors(teachers_errors(algorithm_of(config), (row.data_source for row in train)))
     if probes:
         _probe(config, datasets, suffix)
     return Inputs(shape, train, evaluation, 0 if sft is None else len(sft))

@@ -73,9 +73,11 @@ def test_a_written_value_is_read_back(value, tmp_path):
 
 
 def test_words_after_a_flag_of_several_may_look_like_settings_of_verl():
-    """--env takes NAME=VALUE, and the name of a data source may begin like a section of verl."""
+    """--env and --teachers take NAME=VALUE, and the name of a data source may begin like a section of verl."""
     env = ["--env", "data.math=env.py:Math", "trainer.x=env.py:X"]
+    teachers = ["--teachers", "data.math=a", "data.code=b"]
     assert read(*env).errors == [] and flat(read(*env)) == env
+    assert read(*teachers).errors == [] and flat(read(*teachers)) == teachers
     for one in ("--seed", "--log-with", "--bf16"):
         [error] = read(one, "data.seed=1").errors
         assert error.startswith("data.seed=1: key=value is how verl is set")

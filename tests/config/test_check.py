@@ -116,20 +116,6 @@ RULES = {
         "--profile-ranks (): must name at least one rank. Try --profile-ranks 0.",
         "",
     ),
-    "steps of no profile": (
-        "--profile-step-start 9 --profile-ranks 0 1",
-        2,
-        {},
-        "--profile-ranks (0 1): has no effect without --profile. Leave it out, or add --profile torch.",
-        "--profile torch --train-iters 12 --profile-step-start 9 --profile-ranks 0 1",
-    ),
-    "the end of a decay that is none": (
-        "--algorithm ppo --critic-min-lr 1e-7 --critic-lr-decay-iters 9 --actor-lr-decay-style linear",
-        2,
-        {},
-        "--critic-lr-decay-iters (9): has no effect with --critic-lr-decay-style constant.",
-        "--algorithm ppo --lr 1e-5 --min-lr 1e-6 --lr-decay-iters 9 --lr-decay-style linear",
-    ),
     "a loss that ends no sampling": (
         "--exit-loss 0.5",
         2,
@@ -137,27 +123,6 @@ RULES = {
         "--exit-loss (0.5): is for training on answers in the data. The loss of a policy gradient says nothing "
         "of progress, so --algorithm grpo ends after --train-iters.",
         "--algorithm sft --exit-loss 0.5",
-    ),
-    "the best of no metric": (
-        "--best-metric-mode min",
-        2,
-        {},
-        "--best-metric-mode (min): has no effect without --best-metric.",
-        "--best-metric policy/loss --best-metric-mode min",
-    ),
-    "the target of a fixed KL coefficient": (
-        "--kl-mode loss --kl-coef 0.1 --kl-target 3 --kl-horizon 5000",
-        2,
-        {},
-        "--kl-horizon (5000): has no effect without --kl-controller adaptive.",
-        "--kl-mode loss --kl-coef 0.1 --kl-target 3 --kl-horizon 5000 --kl-controller adaptive",
-    ),
-    "a penalty without a buffer": (
-        "--overlong-penalty 2",
-        2,
-        {},
-        "--overlong-penalty (2): has no effect without --overlong-buffer.",
-        "--overlong-penalty 2 --overlong-buffer 16",
     ),
     "experts of a dense model": (
         "--expert-model-parallel-size 2",

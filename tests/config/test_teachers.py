@@ -1,12 +1,18 @@
 """Flags of several teachers and of teachers of whole distributions. `pytest tests/config/test_teachers.py`"""
 
+import json
+
 import pytest
 
+from megarl.algorithms import REGISTRY
 from megarl.config.errors import ConfigError
+from megarl.config.loader import load_config
 from megarl.config.rules_layout import Job
 from megarl.config.rules_reference import reference_model, reference_updates, teaching
 from megarl.config.teachers import teacher_folders, teachers_errors, teachers_of
+from megarl.trainer.preflight import read_inputs
 from tests.algorithms.test_listing import load
+from tests.config.conftest import ROW
 
 GKD = "--algorithm gkd --reference-model m"
 
@@ -97,3 +103,22 @@ def test_a_teacher_of_rows_that_are_not_there_is_refused():
         "--teachers (gsm8k=x): no row of --train-data has the data_source 'gsm8k'. There are: 'b', 'openai/gsm8k'."
     )
     assert teachers_errors(load("").algorithm, ["b"]) == []
+
+
+@pytest.mark.parametrize("sources", ["ab", "ac"])
+def test_rows_of_a_source_may_be_those_of_another_actor_with_the_same_teachers(job, tmp_path, sources):
+    files = [tmp_path / f"rows_{number}.jsonl" for number in (1, 2)]
+    for file, source in zip(files, sources):
+        file.write_text(json.dumps(ROW | {"data_source": source}) + "\n")
+    model = tmp_path / "model"
+    flags = f"--algorithm distill --reference-model {model} --teachers a={model} b={model} --num-actors 2 "
+    flags += f"--train-data {files[0]} --actor-2-train-data {files[1]}"
+    config = load_config([job, *flags.split()], REGISTRY)
+    if sources == "ab":
+        assert [len(data.train) for data in read_inputs(config, 2, is_checked=True).values()] == [1, 1]
+        return
+    with pytest.raises(ConfigError) as raised:
+        read_inputs(config, 2, is_checked=True)
+    assert list(raised.value.errors) == [
+        f"--teachers (b={model}): no row of --train-data has the data_source 'b'. There are: 'a', 'c'."
+    ]

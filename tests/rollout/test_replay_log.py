@@ -178,6 +178,12 @@ def test_a_run_that_did_not_log_the_sizes_of_all_files_can_be_replayed(tmp_path)
         DriverPlan.read(tmp_path, SETTINGS | {"bytes of answers.jsonl": "91"})
 
 
+def test_a_run_that_logged_a_flag_that_may_differ_can_be_replayed(tmp_path):
+    """Older versions logged --nnodes."""
+    write_log(tmp_path, *OF_DRIVER, name=DRIVER, settings=SETTINGS | {"--nnodes": "2"})
+    assert DriverPlan.read(tmp_path, SETTINGS).last_step == 2
+
+
 def test_a_run_that_changed_its_settings_at_a_resume_cannot_be_replayed(tmp_path):
     write_log(tmp_path, *OF_DRIVER, name=DRIVER, settings=SETTINGS)
     write_log(tmp_path, name=DRIVER, step=2, settings=SETTINGS | {"--staleness": "2"})

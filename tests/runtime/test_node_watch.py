@@ -185,6 +185,37 @@ def num_pidfds(pid: int) -> int:
     return found
 
 
+@pytest.mark.timeout(120)
+def test_ranks_that_are_started_through_another_program_are_watched(start, tmp_path):
+    """`nsys profile` starts the rank as a child of its own, with the same environment."""
+    start("driver", "127.0.0.1", *limits(SHORT))
+    until((tmp_path / "address").exists, 60)
+    env = os.environ | {JOB_SECRET: job_secret(), "TORCHELASTIC_RUN_ID": str(tmp_path)}
+    profiled = ["sh", "-c", f"sleep 300 & echo $! > {tmp_path}/pid_$RANK; wait"]
+    first, second = (subprocess.Popen(profiled, env=env | {"RANK": str(rank)}) for rank in (1, 2))
+    until(lambda: all((tmp_path / f"pid_{rank}").exists() for rank in (1, 2)), 60)
+    until(lambda: all((tmp_path / f"pid_{rank}").read_text().endswith("\n") for rank in (1, 2)), 60)
+    ranks = [int((tmp_path / f"pid_{rank}").read_text()) for rank in (1, 2)]
+    where = [(tmp_path / "address").read_text(), str(ranks[0]), "1", "2", *limits(SHORT)]
+    command = [sys.executable, "-P", "-m", "megarl.runtime.node_watch_process", *where]
+    watch = subprocess.Popen(command, env=env)
+    try:
+        until(lambda: num_pidfds(watch.pid) == 2, 60)
+        time.sleep(1.0)
+        assert not (tmp_path / "ended").exists() and watch.poll() is None
+        os.kill(ranks[1], signal.SIGKILL)
+        assert watch.wait(60) == 0
+        until((tmp_path / "ended").exists, 60)
+        assert json.loads((tmp_path / "ended").read_text()) == [socket.gethostname(), 2]
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in (watch, first, second):
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.timeout(60)
 def test_the_death_of_a_rank_is_reported_before_what_it_makes_of_its_peers(start, tmp_path):
     """A killed rank makes the collectives of the others raise at once, before its end counts as silent."""

@@ -22,7 +22,7 @@ from megarl.checkpoint.tensor_file import Entry, write_tensors
 from megarl.config.schema import CheckpointConfig
 from megarl.files.checkpoints import write_job
 from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
-from megarl.files.writing import WriteError
+from megarl.files.writing import ReadError, WriteError
 from megarl.trainer.step_report import phase_times
 from megarl.loggers.console import Progress
 from megarl.rollout.replay_log import ReplayLog
@@ -343,6 +343,30 @@ def test_an_evaluation_that_a_resume_made_up_for_is_not_made_again(tmp_path):
     assert [
         strict(line)["step"] for line in (folder / "rollouts" / "eval.jsonl").read_text().splitlines()
     ] == [2]
+
+
+@pytest.mark.parametrize("best", [None, "eval/reward"])
+def test_an_older_checkpoint_that_cannot_be_read_matters_only_to_the_best_metric(tmp_path, best):
+    folder = tmp_path / "run"
+    with Run(going_on(folder), "", Progress(3, StringIO())) as run:
+        run.go_on_after(0)
+        of = {step: folder / "checkpoints" / f"step_{step:06d}" for step in (10, 20, 30)}
+        for step, path in of.items():
+            path.mkdir(parents=True)
+            write_job(path, {"roles": {}, "metrics": {"eval/reward": float(step)}})
+        (of[10] / "job.json").unlink()
+        (of[10] / "job.json").symlink_to("job.json")  # reading it is an error: too many levels of links
+        job = going_on(folder)
+        job = replace(job, checkpoint=replace(job.checkpoint, best_metric=best))
+        executor = SimpleNamespace(ranks={"actor": (0,)})
+        checkpointer = Checkpointer(job, executor, {}, None, run, StopRequest())
+        if best:
+            with pytest.raises(ReadError, match="step_000010/job.json cannot be read"):
+                checkpointer._go_on(20, of[20])
+            assert of[30].exists()
+        else:
+            checkpointer._go_on(20, of[20])
+            assert not of[30].exists()
 
 
 def test_a_folder_that_a_job_is_writing_to_is_refused(tmp_path):
