@@ -23,6 +23,7 @@ PROPERTIES = re.compile(
     r"(?P<stores>\d+) bytes spill stores, "
     r"(?P<loads>\d+) bytes spill loads\s*\nptxas info\s*: Used (?P<registers>\d+) registers"
 )
+ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 
 
 def main() -> int:
@@ -44,7 +45,12 @@ def main() -> int:
     bad = False
     for source in sorted(CSRC.glob("*.cu")):
         for arch in arguments.archs:
-            for kernel in compile_kernels(nvcc, source, arch):
+            try:
+                kernels = compile_kernels(nvcc, source, arch)
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+                return 1
+            for kernel in kernels:
                 verdict = "SPILLS" if kernel["stack"] or kernel["stores"] or kernel["loads"] else "ok"
                 bad |= verdict != "ok"
                 print(
@@ -63,7 +69,7 @@ def find_nvcc() -> str | None:
 def compile_kernels(nvcc: str, source: Path, arch: str) -> list[dict[str, str | int]]:
     """Return one record per kernel of `source`, as ptxas reports it.
 
-    Raises: RuntimeError if the source does not compile or ptxas reports nothing."""
+    Raises: RuntimeError if the source does not compile or the report lacks a kernel."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             nvcc,
@@ -77,10 +83,22 @@ def compile_kernels(nvcc: str, source: Path, arch: str) -> list[dict[str, str | 
             f"{folder}/kernels.cubin",
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = parse(done.stdout + done.stderr)
-    if done.returncode or not found:
-        raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return found
+    report = done.stdout + done.stderr
+    found = parse(report)
+    unread = {*ENTRY.findall(report)} - {kernel["kernel"] for kernel in found}
+    if done.returncode:
+        problem = (
+            f"exited with {done.returncode}. `{nvcc} --list-gpu-code` prints the architectures that it "
+            "knows: choose from them with --archs, or name another nvcc in CUDACXX."
+        )
+    elif unread or not found:
+        problem = f"did not report all properties of {', '.join(sorted(unread)) or 'any kernel'}."
+    else:
+        return found
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    raise RuntimeError(
+        f"{source.name} for sm_{arch}: {' '.join(command)} {problem}\n{version.strip()}\n{report}"
+    )
 
 
 def parse(report: str) -> list[dict[str, str | int]]:
