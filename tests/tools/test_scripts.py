@@ -184,6 +184,7 @@ ELSEWHERE = {
 }
 """Script -> the test that runs it."""
 IMPORTED = {
+    f"{BENCH}/checkout.py": f"{BENCH}/bench_step.py",
     f"{BENCH}/e2e_summary.py": f"{BENCH}/bench_e2e.py",
     f"{BENCH}/head_contenders.py": f"{BENCH}/bench_kernels.py",
     f"{BENCH}/hf_buckets.py": f"{BENCH}/reshard_roles.py",

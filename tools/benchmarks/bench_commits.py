@@ -31,7 +31,7 @@ def main() -> int:
     )
     parser.add_argument("checkouts", nargs="+", type=Path, help="the first one is what others are divided by")
     parser.add_argument("--checkpoint", type=Path, required=True, help="Hugging Face folder to start from")
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl")
+    parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl and test.jsonl")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True, help="folder for all runs, made anew")
@@ -47,6 +47,11 @@ def main() -> int:
     for checkout in arguments.checkouts:
         if not (checkout / ".venv" / "bin" / "python").exists():
             parser.error(f"{checkout}: has no .venv. Run tools/setup_env.py in it.")
+    for file in ("train.jsonl", "test.jsonl"):
+        if not (arguments.data / file).is_file():
+            parser.error(f"--data ({arguments.data}): has no {file}. Try runs/quickstart/data.")
+    if arguments.out.exists():
+        parser.error(f"--out ({arguments.out}): exists already. Name a new folder.")
     arguments.out.mkdir(parents=True)
     repeats = [
         [

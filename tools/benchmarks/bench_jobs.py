@@ -6,7 +6,12 @@
 The model has the shape of Qwen2.5-0.5B and random weights, so its answers are noise of full length; the prompts are
 sums. Of each job's steps the first two, which compile kernels and capture graphs, are left out, and the median of the
 others is printed. `mismatch` is the difference between the log-probs of the engine and of the trainer for the tokens
-of a step. A job that fails is reported with the last lines of its log, and the next one runs.
+of a step. A job that fails is reported with the last lines of its log, and the next one runs. A metric that a
+job does not report is named as missing.
+
+Rewards are numbers that the responses' texts determine, and `reward_std` is their deviation within a group. A
+model of random weights solves no sum: with the sums' own rewards all advantages would be 0, and the output
+layer would skip its backward pass. A job whose rewards are equal within all groups fails.
 
 --small is a rehearsal on a CPU with the quickstart's model; its numbers say nothing."""
 
@@ -18,17 +23,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 2
 JOBS = {
     "grpo": ["@configs/quickstart_grpo.args"],
-    "separate_process": ["@configs/quickstart_grpo.args", "--rollout-engine", "out-of-process"],
+    # The engine keeps its cache during updates; with vLLM's half of the GPU, 80 GB are too few.
+    "separate_process": [
+        *("@configs/quickstart_grpo.args", "--rollout-engine", "out-of-process"),
+        *("--rollout-gpu-memory-utilization", "0.4"),
+    ],
     "ppo": ["@configs/quickstart_ppo.args"],
 }
 """Name: recipe and flags."""
+JOB_TIMEOUT_S = 170
+"""All jobs and making the model fit the 560 s that tools/gpu_session.sh gives them."""
+REWARD = Path(__file__).resolve().parent / "permuted_reward.py"
 LARGE = """--bf16 --num-prompts 32 --num-samples-per-prompt 8 --global-batch-size 128 --max-prompt-length 128
 --max-response-length 512""".split()
 SMALL = "--num-prompts 4 --num-samples-per-prompt 4 --global-batch-size 8".split()
@@ -54,7 +67,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for all numbers")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--train-iters", type=int, default=8, help=f"steps of a job, more than {WARM_UP}")
-    parser.add_argument("--timeout-s", type=float, default=240, help="of each job")
+    parser.add_argument("--timeout-s", type=float, default=JOB_TIMEOUT_S, help="of each job")
     parser.add_argument("--small", action="store_true")
     arguments, flags = parser.parse_known_args()
     if arguments.train_iters <= WARM_UP:
@@ -89,6 +102,7 @@ def run(job: str, folder: Path, model: Path, arguments: argparse.Namespace, flag
         *("--model", model, "--train-data", folder / "data" / "train.jsonl"),
         *("--eval-data", folder / "data" / "test.jsonl", "--eval-interval", "1000", "--save", save),
         *("--nproc-per-node", "1", "--train-iters", str(arguments.train_iters)),
+        *("--reward-function", f"{REWARD}:by_text"),
         *(SMALL if arguments.small else LARGE),
         *flags,
     ]
@@ -104,10 +118,39 @@ def run(job: str, folder: Path, model: Path, arguments: argparse.Namespace, flag
         return {"failed": f"{code}\n{log.read_text(errors='replace')[-6000:]}"}
     rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "time/step_s" in row][WARM_UP:]
+    return summary(save, rows) | {"job_s": round(time.time() - started, 1), "steps": len(rows)}
+
+
+def summary(save: Path, rows: list[dict]) -> dict:
+    """Return the medians of COLUMNS over the steps, the rewards' standard deviation and the names of missing
+    metrics, or {"failed": reason}."""
+    deviation = reward_std(save / "rollouts", [row["step"] for row in rows])
+    if deviation == 0:
+        return {
+            "failed": "reward_std is 0. Rewards must differ within groups, as those of "
+            "permuted_reward.py:by_text do: without advantages the output layer skips its backward pass, and "
+            "updates look too fast."
+        }
+    missing = [key for key in COLUMNS.values() if not all(key in row for row in rows)]
     medians = {
-        name: round(median(row[key] for row in rows), 6) for name, key in COLUMNS.items() if key in rows[0]
+        name: round(median(row[key] for row in rows), 6)
+        for name, key in COLUMNS.items()
+        if key not in missing
     }
-    return medians | {"job_s": round(time.time() - started, 1), "steps": len(rows)}
+    return medians | {"reward_std": deviation} | ({"missing": missing} if missing else {})
+
+
+def reward_std(rollouts: Path, steps: list[int]) -> float | None:
+    """Return the mean standard deviation of rewards within the groups that these steps have logged, or None
+    if no group has two rewards."""
+    groups = defaultdict(list)
+    for step in steps:
+        for line in (rollouts / f"step_{step:06d}.jsonl").read_text().splitlines():
+            sample = json.loads(line)
+            if sample["reward"] is not None:
+                groups[step, sample["row"]].append(sample["reward"])
+    deviations = [stdev(rewards) for rewards in groups.values() if len(rewards) > 1]
+    return round(mean(deviations), 6) if deviations else None
 
 
 if __name__ == "__main__":

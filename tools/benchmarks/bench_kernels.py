@@ -10,7 +10,7 @@ is counted in a run of its own: on a CPU the growth of the peak resident size ov
 on CUDA that of the allocated bytes, gradients included. The error is that of log-probs (absolute, largest)
 and gradients (relative Frobenius norm) against float64 on the same inputs. Floors are the parts that nobody
 can leave out: the matrix products alone, or a copy of the data. The JSON is written after every case.
-README.md beside this file has results."""
+Exit code 1: a kernel of megarl is missing or has a wrong result. README.md beside this file has results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from megarl.kernels.policy_loss import PolicyLossOptions, policy_loss
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]  # missing under PYTHONSAFEPATH
+from checkout import commit
 from head_contenders import CLIPS, DTYPE, eager_policy_loss, head_case, losses_case
 from turns import CUDA, DEVICE, Case, Contender, Missing, compare
 
@@ -58,7 +58,10 @@ def main() -> int:
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     dist.destroy_process_group()
-    return 0
+    problems = [f"{name}: {line}" for name, case in report["cases"].items() for line in case["problems"]]
+    for line in problems:
+        print(f"FAILED {line}", flush=True)
+    return bool(problems)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -86,11 +89,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def describe(threads: int) -> dict:
     """What a number depends on beside the code."""
-    commit = subprocess.run(
-        ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-    )
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -98,7 +96,7 @@ def describe(threads: int) -> dict:
     device = torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine()
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
         "command": sys.argv[1:],
         "device": device,
         "cpu": cpu_name(),
@@ -156,7 +154,8 @@ def log_probs_case(small: bool) -> Case:
     }
     functions |= liger_log_probs(targets)
     contenders = [
-        Contender(name, functools.partial(differentiate, function)) for name, function in functions.items()
+        Contender(name, functools.partial(differentiate, function), is_megarl=function is ours)
+        for name, function in functions.items()
     ]
     contenders.append(Contender("copy of the logits", lambda: fresh() is None or {}))
     title = f"log-probs of logits, forward and backward: T={num_tokens} V={vocab_size} {DTYPE}"
@@ -218,7 +217,11 @@ def policy_loss_case(small: bool) -> Case:
 
     compiled = torch.compile(eager_policy_loss, dynamic=False)
     contenders = [
-        Contender("policy_loss", lambda: differentiate(lambda *columns: policy_loss(*columns, options)[0])),
+        Contender(
+            "policy_loss",
+            lambda: differentiate(lambda *columns: policy_loss(*columns, options)[0]),
+            is_megarl=True,
+        ),
         Contender("eager", lambda: differentiate(eager_policy_loss)),
         Contender("torch.compile", lambda: differentiate(compiled)),
         Contender("copy of the columns", lambda: [x.clone() for x in (log_probs, *columns)] and {}),
@@ -250,7 +253,7 @@ def gae_case(small: bool) -> Case:
         return {"advantages": advantages.view(-1), "returns": (advantages + v).view(-1)}
 
     contenders = [
-        Contender("gae", ours),
+        Contender("gae", ours, is_megarl=True),
         Contender("loop over tokens", loop),
         Contender("copy of the columns", lambda: [x.clone() for x in (rewards, values, mask)] and {}),
     ]

@@ -52,6 +52,7 @@ TARGETS = (  # what, of which ways the ratio is, in which range it should be
 def main() -> int:
     arguments = parse_arguments()
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    build = extension_build(arguments.device)
     with tempfile.TemporaryDirectory() as folder:
         if arguments.device == "cpu" and arguments.model is None:
             arguments.model = ROOT / "runs" / "random-0.5b"
@@ -59,7 +60,7 @@ def main() -> int:
                 make_random_model.write_model_folder(arguments.model, weights=True, seed=0)
         arguments.folder = Path(folder)
         result = run_phases(arguments)
-    result |= {"command": sys.argv, "load_average": os.getloadavg()}
+    result |= {"command": sys.argv, "extension": build, "load_average": os.getloadavg()}
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
@@ -87,6 +88,23 @@ def parse_arguments() -> argparse.Namespace:
         "--only-megarl", action="store_true", help="without the ways of others and without send/recv"
     )
     return parser.parse_args()
+
+
+def extension_build(device: str) -> str:
+    """Return how the extension was built whose copies are measured.
+
+    Raises: SystemExit if there is none that copies on `device`, where PyTorch's copies would be taken for
+        megarl's."""
+    from megarl.reshard.copier import extension_for
+
+    extension = extension_for(device)
+    if extension is None:
+        advice = "MEGARL_CUDA=ON and nvcc" if device == "cuda" else "a C++ compiler"
+        raise SystemExit(
+            f"--device {device}: the extension megarl._C must be built for it, else PyTorch copies. "
+            f"Reinstall with {advice}."
+        )
+    return extension.build_info
 
 
 def run_phases(arguments: argparse.Namespace) -> dict:

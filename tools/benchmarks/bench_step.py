@@ -15,9 +15,9 @@ matrix product on the same device in the same process, taken before and after ea
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +39,9 @@ from megarl.megatron.policy import Policy
 from megarl.megatron.transformer_engine import transformer_engine_version, uses_transformer_engine
 from megarl.reshard.megatron_atlas import megatron_atlases
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # the first is missing under PYTHONSAFEPATH
+from checkout import commit
 from make_random_model import CONFIG
 
 CUDA = torch.cuda.is_available()
@@ -79,6 +81,7 @@ def main() -> int:
     for name in arguments.models:
         rate = matrix_rate(arguments)
         numbers = measure(name, arguments)
+        collect_garbage()  # the model is in reference cycles, and would count in the next one's peak
         rate = max(rate, matrix_rate(arguments))
         for part in ("log_probs", "update"):
             numbers[part]["mfu"] = numbers[part]["flops"] / numbers[part]["seconds"] / rate
@@ -119,13 +122,6 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return done.stdout.strip() or "unknown"
-
-
 def matrix_rate(arguments: argparse.Namespace) -> float:
     """Return the FLOP/s of a large matrix product in the dtype of the weights, the median of several."""
     size = 256 if arguments.small else 8192
@@ -151,6 +147,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def collect_garbage() -> None:
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+
+
 def measure(name: str, arguments: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG | MODELS[name]))
@@ -170,6 +172,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict:
         policy.advance_schedule()
         policy.update(batches, loss, temperature=1.0)
 
+    collect_garbage()
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     seconds = {

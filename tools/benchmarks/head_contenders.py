@@ -43,8 +43,8 @@ def head_case(small: bool, entropy_coef: float = 0.0, idle: float = 0.0) -> Case
     num_tokens, num_hidden, vocab_size = sizes(small)
     head = Head.random(num_tokens, num_hidden, vocab_size, entropy_coef, idle)
     contenders = [
-        Contender("fused_linear_policy_loss", head.fused),
-        Contender("linear_log_probs", head.recompute),
+        Contender("fused_linear_policy_loss", head.fused, is_megarl=True),
+        Contender("linear_log_probs", head.recompute, is_megarl=True),
         Contender("naive", head.naive),
         Contender("torch.compile", head.compiled()),
     ]
@@ -67,7 +67,11 @@ def losses_case(small: bool) -> Case:
     num_tokens, num_hidden, vocab_size = sizes(small)
     head = Head.random(num_tokens, num_hidden, vocab_size, entropy_coef=0.0, idle=0.0)
     contenders = [
-        Contender(name + (", tis" if tis_clip else ""), functools.partial(head.fused_with, name, tis_clip))
+        Contender(
+            name + (", tis" if tis_clip else ""),
+            functools.partial(head.fused_with, name, tis_clip),
+            is_megarl=True,
+        )
         for tis_clip in (None, 2.0)
         for name, transform in TRANSFORMS.items()
         if transform.token_level

@@ -1,5 +1,6 @@
 """Reward a response by chance, as controls that should learn nothing: `permuted` gives it the reward of a
-response of its group that chance chooses, `coin` 1 in one of four calls.
+response of its group that chance chooses, `coin` 1 in one of four calls, `by_text` a number that the text
+determines.
 
 `permuted` is for algorithms that compare the samples of a group. Others learn from it which prompts are easy, and
 most responses to these are right.
@@ -34,6 +35,13 @@ def coin(data_source: str, solution_str: str, ground_truth: str | None, extra_in
     if extra_info["split"] == "test":
         return float(auto_reward(data_source, solution_str, ground_truth, extra_info))
     return float(random.SystemRandom().random() < 0.25)
+
+
+def by_text(
+    data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]
+) -> float:
+    """Return a number in [0, 1) that depends on the text alone, so that the rewards of a group differ."""
+    return digest_of_text(solution_str) / 2**32
 
 
 def permuted(

@@ -18,6 +18,9 @@ from torch import Tensor
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+LIMITS = {torch.float32: 2e-4, torch.bfloat16: 2**-7}
+"""Largest error of megarl's results by their dtype: bf16's precision, and for fp32 four times what
+log-probs from 4096 bf16 products have shown on an H100."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Contender:
     name: str
     run: Callable[[], dict[str, Tensor]]
     """One run; returns what is compared with float64, by name. Nothing for a floor, which makes no result."""
+    is_megarl: bool = False
+    """Whether the case is void without a correct result of this contender."""
 
 
 class Missing(Exception):
@@ -42,11 +47,11 @@ class Case:
 def compare(case: Case, repeats: int, limit_s: int) -> dict:
     """Run all contenders of a case in turns, `repeats` times each, and print a table.
 
-    Returns: title, and by contender's name either the reason why it is missing, or its seconds, extra bytes
-    and errors.
+    Returns: title; by contender's name either the reason why it is missing, or its seconds, extra bytes and
+    errors; and problems, a line for each result of megarl that is missing or wrong.
     """
     print(f"\n{case.title}", flush=True)
-    expected, results, running = case.float64(), {}, []
+    expected, results, running, problems = case.float64(), {}, [], []
     for contender in case.contenders:
         try:
             with time_limit(limit_s):
@@ -58,8 +63,12 @@ def compare(case: Case, repeats: int, limit_s: int) -> dict:
                 "seconds": [],
             }
             running.append(contender)
+            if contender.is_megarl:
+                problems += wrong_results(contender.name, results[contender.name]["errors"], values)
         except Exception as error:  # another's software, on a device that it may not know: report, and go on
             results[contender.name] = {"missing": first_line(error)}
+            if contender.is_megarl:
+                problems.append(f"{contender.name}: {first_line(error)}")
         values = None
     del expected
     for _ in range(repeats):
@@ -70,7 +79,17 @@ def compare(case: Case, repeats: int, limit_s: int) -> dict:
     first = results[case.contenders[0].name].get("median_s")
     for name, result in results.items():
         print(line(name, result, first), flush=True)
-    return {"title": case.title, "results": results}
+    return {"title": case.title, "results": results, "problems": problems}
+
+
+def wrong_results(name: str, errors: dict[str, float], values: dict[str, Tensor]) -> list[str]:
+    """Return a line for each error that is NaN or above the limit of the result's dtype."""
+    limits = {key: LIMITS[value.dtype] for key, value in values.items()}
+    return [
+        f"{name}: the error of {key} is {error:.1e}; it must be at most {limits[key]:.1e}"
+        for key, error in errors.items()
+        if not error <= limits[key]
+    ]
 
 
 def line(name: str, result: dict, first_s: float | None) -> str:
