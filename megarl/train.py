@@ -11,17 +11,18 @@ from collections.abc import Callable, Sequence
 
 from megarl.algorithms import REGISTRY
 from megarl.checks.job import check_everything
+from megarl.config.check import on_started_ranks
 from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
-from megarl.trainer.announce import Say, line_on, starting_text
-from megarl.trainer.executors import has_rank_processes, open_executor
-from megarl.trainer.restarts import note_launcher, of_this_attempt
 from megarl.runtime import start_verdict
 from megarl.runtime.network import InterfaceError, choose_interface
 from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
 from megarl.runtime.signing import SecretError, check_secret
+from megarl.trainer.announce import Say, line_on, starting_text
+from megarl.trainer.executors import has_rank_processes, open_executor
+from megarl.trainer.restarts import note_launcher, of_this_attempt
 
 InProcessJob = Callable[..., None]
 """(executor, config, inputs, world_size)."""
@@ -63,9 +64,9 @@ def main(
             return 2
         if is_first:  # torchrun's own count may not suit the job; others may come when the run has begun
             note_launcher()
-            ranks = int(os.environ["WORLD_SIZE"])
+            ranks, nodes = int(os.environ["WORLD_SIZE"]), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
             check_everything(
-                of_this_attempt(config) if new_run else config,
+                on_started_ranks(of_this_attempt(config) if new_run else config, ranks, nodes),
                 ranks,
                 new_run,
                 int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
@@ -87,8 +88,8 @@ def main(
 def work(config: TrainConfig, argv: list[str], rank: int, driver_module: str) -> int:
     """Join torch's process group, run the driver's calls until the job ends, and end this process with the
     exit code; with --profile return the code. Rank 0 also starts the driver under torchrun."""
-    from megarl.runtime.torchrun import start_driver
     from megarl.runtime.process import compute_fp32_exactly, end_process, end_with_parent, keep_freed_memory
+    from megarl.runtime.torchrun import start_driver
 
     keep_freed_memory()
     if trains_in_fp32(config):
@@ -135,11 +136,11 @@ def run_in_process(
         argv: command line of the job, for the command that resumes it.
         say: shows the line that says what is started."""
     quiet_libraries()
+    from megarl.runtime.end_message import EndNotes
+    from megarl.runtime.shutdown import run_job_in_process
     from megarl.trainer.__main__ import train_job
     from megarl.trainer.preflight import read_inputs
     from megarl.trainer.resume_command import end_notes
-    from megarl.runtime.end_message import EndNotes
-    from megarl.runtime.shutdown import run_job_in_process
 
     world_size = config.placement.world_size
     say(starting_text(config, world_size))

@@ -28,6 +28,7 @@ from megarl.config.reward_models import reward_errors
 from megarl.config.roles import configs_of_actors, place, trained_models
 from megarl.config.rules_files import checkpoint_errors, path_errors
 from megarl.config.rules_layout import Job
+from megarl.config.run_sections import RankCount
 from megarl.config.schema import TrainConfig
 
 Rule = Callable[[Job], Iterable[str]]
@@ -172,6 +173,18 @@ def job_errors(config: TrainConfig, world_size: int, new_run: bool) -> list[str]
 def on_nodes(config: TrainConfig, count: int) -> TrainConfig:
     """Return the configuration of a job on another number of nodes."""
     return replace(config, placement=replace(config.placement, nnodes=count))
+
+
+def on_started_ranks(config: TrainConfig, world_size: int, nodes: int) -> TrainConfig:
+    """Return the configuration with the numbers of nodes and ranks that torchrun has started. The flags may
+    say otherwise.
+
+    No flags can say that nodes have different numbers of ranks: 3 + 1 ranks count as 2 + 2, and where the
+    nodes do not divide the ranks the configuration stays as it is."""
+    if world_size % nodes:
+        return config
+    per_node = RankCount(world_size // nodes)
+    return replace(config, placement=replace(config.placement, nnodes=nodes, nproc_per_node=per_node))
 
 
 def fitting_nodes(config: TrainConfig) -> list[int]:

@@ -128,8 +128,14 @@ class _Loader:
 
     @property
     def stale_defaults(self) -> dict[str, object]:
-        """The defaults of the algorithm's fields that depend on --staleness."""
+        """The defaults of the algorithm's fields that depend on --staleness.
+
+        None for --old-log-probs engine, which a rule refuses: it would name the flags of these fields
+        instead, which nobody gave."""
         setting = self.settings.get(("streaming", "staleness"))
+        old_log_probs = self.settings.get(("algorithm", "old_log_probs"))
+        if old_log_probs is not None and old_log_probs.value == "engine":
+            return {}
         return stale_defaults(setting.value) if setting is not None and setting.valid else {}
 
     def sections(self) -> dict[str, object | None]:

@@ -188,21 +188,41 @@ def as_list(value: object) -> list[str]:
     return [item for part in inner.split(",") if (item := part.strip().strip("'\""))]
 
 
+ASYNC_PROGRAMS = ("train_async", "one_step_off_policy", "fully_async_policy")
+"""Parts of the names of programs of slime and verl that sample while they train; the tables have a row for
+each, as if it were a setting."""
+
+
+NO_ENGINE_LOG_PROBS = "--old-log-probs trainer, the default, is needed with --staleness; --tis-clip corrects"
+"""What to do about a setting that takes the engine's log-probs for the old ones, in asynchronous training."""
+
+
+def is_asynchronous(settings: Settings) -> bool:
+    """Return whether the program samples while it trains."""
+    return any(program in settings.given for program in ASYNC_PROGRAMS)
+
+
+def engine_log_probs(settings: Settings) -> Iterator[Line]:
+    """Yield --old-log-probs engine; nothing for asynchronous training, which refuses it."""
+    if not is_asynchronous(settings):
+        yield Line("old-log-probs", "engine")
+
+
 def train_iters(epochs: float, rows: int | None, per_step: object, source: str) -> Line:
     """Return --train-iters for passes over the data; a comment with the formula if rows are unknown.
 
     Args:
         per_step: prompts of one step.
         source: what the passes are called there."""
-    if rows is None:
-        return Line(
-            "",
-            note=f"--train-iters = {source} {epochs:g} x (rows of --train-data // {per_step}). "
-            "Name the number of rows: megarl translate --rows N",
-        )
     prompts = as_number(per_step)
-    per_pass = int(rows // prompts) if prompts else 0
-    return Line("train-iters", int(epochs * per_pass), f"{source} {epochs:g} x ({rows} rows // {per_step})")
+    if rows is None or not prompts:
+        size = per_step if prompts else "--num-prompts"
+        advice = ". Name the number of rows: megarl translate --rows N" if rows is None else ""
+        return Line(
+            "", note=f"--train-iters = {source} {epochs:g} x (rows of --train-data // {size}){advice}"
+        )
+    steps, note = int(epochs * int(rows // prompts)), f"{source} {epochs:g} x ({rows} rows // {per_step})"
+    return Line("train-iters", steps, note) if steps else Line("", note=f"--train-iters N: {note} is 0")
 
 
 def schedule(
@@ -295,6 +315,18 @@ def ranks_of_nodes(nodes: int, per_node: int, note: str = "") -> Iterator[Line]:
         note: what to know about the number of ranks."""
     yield Line("nproc-per-node", per_node, note)
     yield Line("nnodes", nodes, START if nodes > 1 else "")
+
+
+def separate_ranks(actor: int, engines: int, room: int) -> Iterator[Line]:
+    """Yield the ranks of a trainer and of engines that share none, on nodes of the same size.
+
+    Args:
+        room: GPUs of a node."""
+    ranks = actor + engines
+    nodes = next(number for number in range(-(-ranks // room), ranks + 1) if ranks % number == 0)
+    yield from ranks_of_nodes(nodes, ranks // nodes)
+    yield Line("actor-ranks", f"0-{actor - 1}")
+    yield Line("rollout-ranks", f"{actor}-{ranks - 1}")
 
 
 def lora_modules(modules: object) -> list[str] | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from megarl.frameworks.rows import (
     KL_ESTIMATORS,
     KL_FLAGS,
+    NO_ENGINE_LOG_PROBS,
     START,
     STYLES,
     Line,
@@ -17,10 +18,12 @@ from megarl.frameworks.rows import (
     as_list,
     as_number,
     decaying,
+    engine_log_probs,
     key_of,
     model_folder,
     ranks_of_nodes,
     schedule,
+    separate_ranks,
     trackers,
     train_iters,
 )
@@ -126,6 +129,11 @@ def _loss(settings: Settings) -> Iterator[Line]:
     yield Line("clip-eps-high", low if high is None else high)
 
 
+def _old_log_probs(settings: Settings) -> Iterator[Line]:
+    if settings.is_on("use-rollout-logprobs"):
+        yield from engine_log_probs(settings)
+
+
 def _importance(settings: Settings) -> Iterator[Line]:
     if settings.is_on("use-tis"):
         yield Line("tis-clip", settings["tis-clip"])
@@ -142,13 +150,9 @@ def _ranks(settings: Settings) -> Iterator[Line]:
     actor = nodes * gpus
     engines = 0 if settings.is_on("colocate") else int(settings.number("rollout-num-gpus") or actor)
     if engines:
-        ranks, room = actor + engines, max(gpus, int(settings.number("num-gpus-per-node") or 8))
-        nodes = next(number for number in range(-(-ranks // room), ranks + 1) if ranks % number == 0)
-        gpus = ranks // nodes
-    yield from ranks_of_nodes(nodes, gpus)
-    if engines:
-        yield Line("actor-ranks", f"0-{actor - 1}")
-        yield Line("rollout-ranks", f"{actor}-{actor + engines - 1}")
+        yield from separate_ranks(actor, engines, max(gpus, int(settings.number("num-gpus-per-node") or 8)))
+    else:
+        yield from ranks_of_nodes(nodes, gpus)
 
 
 def _eval(settings: Settings) -> Iterator[Line]:
@@ -240,14 +244,19 @@ TABLE = (
     Row("kl-loss-type", "{}", KL_FLAGS, default="k1", lines=_kl),
     Row("use-tis", "--tis-clip 2.0", default=False, lines=_importance),
     Row("tis-clip", "--tis-clip {}", default=2.0, lines=_importance),
-    Row("use-rollout-logprobs", "--old-log-probs engine"),
+    Row(
+        "use-rollout-logprobs",
+        "--old-log-probs engine",
+        instead=NO_ENGINE_LOG_PROBS,
+        lines=_old_log_probs,
+    ),
     Row("use-rollout-routing-replay", "--moe-routing-replay engine"),
     Row("use-routing-replay", "--moe-routing-replay policy"),
     Row("ref-update-interval", "--reference-update-interval {}"),
     Row(
         "train_async",
-        "--staleness 1",
-        note="train_async.py samples a step ahead, and ends responses before a sync: --weight-update wait",
+        "--staleness 1 --weight-update wait",
+        note="train_async.py samples a step ahead, and ends responses before a sync",
     ),
     Row("rollout-temperature", "--temperature {}", default=1.0),
     Row("rollout-top-p", "--top-p {}", default=1.0),

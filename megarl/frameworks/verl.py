@@ -4,6 +4,7 @@ The names are those of verl's `ppo_trainer` configuration, with the older names 
 
 from __future__ import annotations
 
+from megarl.frameworks import verl_batches as batches
 from megarl.frameworks import verl_corrections, verl_remarks
 from megarl.frameworks import verl_lines as lines
 from megarl.frameworks.rows import KL_FLAGS, RECOMPUTE, START, STYLES, Row, known_trackers, lora_modules
@@ -44,7 +45,11 @@ TABLE = (
     Row("data.max_prompt_length", "--max-prompt-length {}", default=512),
     Row("data.max_response_length", "--max-response-length {}", default=512),
     Row("data.seed", "--seed {}"),
-    Row("data.train_batch_size", "--num-prompts {}", default=1024),
+    Row("data.train_batch_size", "--num-prompts {}", default=1024, lines=batches.prompts),
+    *(
+        Row(name, instead=batches.FULLY_ASYNC, default=default, lines=batches.prompts)
+        for name, default in zip(batches.SYNC_INTERVAL, (1, 4), strict=True)
+    ),
     Row(f"{ROLLOUT}.n", "--num-samples-per-prompt {}", default=1),
     Row(
         f"{ACTOR}.ppo_mini_batch_size",
@@ -54,13 +59,14 @@ TABLE = (
         note="verl counts prompts, megarl samples",
     ),
     Row(f"{ACTOR}.ppo_epochs", "--num-epochs {}", default=1),
-    Row("trainer.total_training_steps", "--train-iters {}", lines=lines.steps),
+    Row("trainer.total_training_steps", "--train-iters {}", lines=batches.steps),
     Row(
         "trainer.total_epochs",
         instead="--train-iters = epochs x (rows // --num-prompts)",
         default=30,
-        lines=lines.steps,
+        lines=batches.steps,
     ),
+    Row("rollout.total_rollout_steps", instead="--train-iters = it // --num-prompts", lines=batches.steps),
     Row(f"{ACTOR}.optim.lr", "--lr {}", default=1e-6, lines=lines.rates),
     Row("critic.optim.lr", "--critic-lr {}", default=1e-5, lines=lines.rates),
     *(
@@ -144,7 +150,12 @@ TABLE = (
     Row(f"{ROLLOUT}.temperature", "--temperature {}", default=1.0),
     Row(f"{ROLLOUT}.top_p", "--top-p {}", default=1.0),
     Row(f"{ROLLOUT}.top_k", "--top-k {}", {"-1": 0}, default=-1),
-    Row(f"{ROLLOUT}.tensor_model_parallel_size", "--rollout-tensor-parallel-size {}", default=2),
+    Row(
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        "--rollout-tensor-parallel-size {}",
+        default=2,
+        lines=lines.engine_size,
+    ),
     Row(
         f"{ROLLOUT}.free_cache_engine",
         "{}",
@@ -206,18 +217,19 @@ TABLE = (
             ("lora.target_modules", "lora-target-modules", lora_modules, "all-linear"),
         )
     ),
-    Row("trainer.n_gpus_per_node", "--nproc-per-node {}", default=8, lines=lines.ranks),
-    Row("trainer.nnodes", "--nnodes {}", note=START, default=1, lines=lines.ranks),
-    Row(
-        "rollout.nnodes rollout.n_gpus_per_node",
-        instead="--actor-ranks and --rollout-ranks give trainer and engines devices of their own, and "
-        "--nnodes x --nproc-per-node counts both",
+    Row("trainer.n_gpus_per_node", "--nproc-per-node {}", default=8, lines=batches.ranks),
+    Row("trainer.nnodes", "--nnodes {}", note=START, default=1, lines=batches.ranks),
+    *(
+        Row(
+            f"rollout.{name}",
+            default=default,
+            instead=batches.SEPARATE,
+            lines=batches.ranks,
+        )
+        for name, default in (("nnodes", 1), ("n_gpus_per_node", 8))
     ),
-    Row(
-        "one_step_off_policy fully_async_policy",
-        "--staleness 1",
-        note="this program samples while it trains; --rollout-ranks gives the engines devices of their own",
-    ),
+    Row("one_step_off_policy", "--staleness 1 --weight-update wait", note="samples while it trains"),
+    Row("fully_async_policy", "--staleness 1", note="samples while it trains"),
     Row(
         " ".join(
             f"{role}.{engine}.{part}_offload"
@@ -258,12 +270,17 @@ TABLE = (
     Row("trainer.project_name", "--log-project {}", default="verl_examples"),
     Row("trainer.experiment_name", "--log-name {}", default="gsm8k"),
     Row("trainer.log_val_generations", "--num-rollouts-to-log {}", {"0": 32}, note="per step"),
-    Row("algorithm.filter_groups.enable", "{}", {"true": "--dynamic-sampling", "false": ""}),
+    Row(
+        "algorithm.filter_groups.enable",
+        "{}",
+        {"true": "--dynamic-sampling", "false": ""},
+        lines=lines.groups,
+    ),
     Row(
         "algorithm.filter_groups.max_num_gen_batches",
         "--max-sampling-rounds {}",
         {"0": 1000},
-        note="0 is no limit in verl",
+        lines=lines.groups,
     ),
     Row(f"{ROLLOUT}.val_kwargs.n", "--eval-num-samples {}", default=1),
     Row(

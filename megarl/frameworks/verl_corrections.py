@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.frameworks.rows import Line, Row, Settings, as_list, as_number, key_of
+from megarl.frameworks.rows import (
+    NO_ENGINE_LOG_PROBS,
+    Line,
+    Row,
+    Settings,
+    as_list,
+    as_number,
+    engine_log_probs,
+    key_of,
+)
 
 SECTION = "algorithm.rollout_correction"
 CAP = "actor_rollout_ref.actor.tis_imp_ratio_cap"
@@ -35,7 +44,7 @@ def corrections(settings: Settings) -> Iterator[Line]:
 
     With bypass_mode the loss itself has the ratio of trainer and engine, so verl applies no weights to it."""
     if settings.is_on(f"{SECTION}.bypass_mode") and loss_mode(settings) == "vanilla":
-        yield Line("old-log-probs", "engine")
+        yield from engine_log_probs(settings)
         return
     yield from _weights(settings)
     yield from _masks(settings)
@@ -124,6 +133,7 @@ ROWS = (
         "--old-log-probs {}",
         {"true": "engine", "false": "trainer"},
         default=False,
+        instead=NO_ENGINE_LOG_PROBS,
         lines=corrections,
     ),
 )

@@ -18,10 +18,8 @@ from megarl.frameworks.rows import (
     key_of,
     lora,
     model_folder,
-    ranks_of_nodes,
     schedule,
     trackers,
-    train_iters,
 )
 from megarl.frameworks.verl_corrections import loss_mode
 
@@ -122,17 +120,6 @@ def model(settings: Settings) -> Iterator[Line]:
         yield model_folder(settings["critic.model.path"])._replace(flag="critic-model")
 
 
-def steps(settings: Settings) -> Iterator[Line]:
-    steps = settings.number("trainer.total_training_steps")
-    if steps is not None and steps > 0:
-        yield Line("train-iters", steps)
-        return
-    prompts = settings["data.train_batch_size"]
-    yield train_iters(
-        settings.number("trainer.total_epochs") or 1, settings.rows, prompts, "trainer.total_epochs"
-    )
-
-
 def _roles(settings: Settings) -> dict[str, str]:
     """Return prefix of our flags -> section of the settings, for the roles with an optimizer.
 
@@ -188,7 +175,8 @@ def rows_per_role(flag: str, names: str, default: float) -> Iterator[Row]:
     def lines(settings: Settings) -> Iterator[Line]:
         of_actor: object = None
         for prefix, there in _roles(settings).items():
-            given = [settings.given[key] for key in _in(there, names) if key in settings.given]
+            keys = [key for key in _in(there, names) if key in settings.given]
+            given = [settings.given[key] for key in keys if settings.given[key] is not None]
             value = given[0] if given else default
             of_actor = of_actor if prefix else value
             if not prefix or given or key_of(value) != key_of(of_actor):
@@ -298,14 +286,6 @@ def adapters(settings: Settings) -> Iterator[Line]:
         yield from lora(prefix, *(settings[f"{there}.{name}"] for name in names))
 
 
-def ranks(settings: Settings) -> Iterator[Line]:
-    nodes, gpus = settings.number("trainer.nnodes"), settings.number("trainer.n_gpus_per_node")
-    if nodes is None or gpus is None:
-        yield Line("", note="--nnodes = trainer.nnodes, --nproc-per-node = trainer.n_gpus_per_node")
-        return
-    yield from ranks_of_nodes(nodes, gpus)
-
-
 def sizes(settings: Settings) -> Iterator[Line]:
     """Yield the flags of the actor's parallel sizes, and of those of other roles where they differ."""
     roles = {"": ACTOR}
@@ -323,6 +303,22 @@ def sizes(settings: Settings) -> Iterator[Line]:
         yield Line("sequence-parallel")
 
 
+def engine_size(settings: Settings) -> Iterator[Line]:
+    """Yield the engine's tensor-parallel size, which transformers (rollout.name=hf) does not have."""
+    if key_of(settings[f"{ROLLOUT}.name"]) != "hf":
+        yield Line("rollout-tensor-parallel-size", settings[f"{ROLLOUT}.tensor_model_parallel_size"])
+
+
+def groups(settings: Settings) -> Iterator[Line]:
+    """Yield the flags that leave out groups whose rewards are all equal."""
+    if not settings.is_on("algorithm.filter_groups.enable"):
+        return
+    yield Line("dynamic-sampling")
+    rounds = settings.number("algorithm.filter_groups.max_num_gen_batches")
+    if rounds is not None:
+        yield Line("max-sampling-rounds", rounds or 1000, "" if rounds else "0 is no limit in verl")
+
+
 def kv_cache(settings: Settings) -> Iterator[Line]:
     """Yield the flag by which the engine keeps its KV cache while roles train, if verl's setting says so.
     Both frameworks release the cache by default."""
@@ -332,8 +328,7 @@ def kv_cache(settings: Settings) -> Iterator[Line]:
 
 def offload(settings: Settings) -> Iterator[Line]:
     """Yield the flags of the parts that leave the device while other roles compute."""
-    on_cpu = settings.is_on(f"{OVERRIDE}.optimizer_cpu_offload")
-    is_saved = (settings.number("trainer.save_freq") or 0) > 0
+    on_cpu, is_saved = settings.is_on(f"{OVERRIDE}.optimizer_cpu_offload"), _is_saved(settings)
     parts = [part for part in OFFLOADED if _is_offloaded(settings, ACTOR, part)]
     if on_cpu and not is_saved:  # it is in host memory all the time
         yield Line("optimizer-cpu-offload")
@@ -351,18 +346,27 @@ def offload(settings: Settings) -> Iterator[Line]:
         yield Line("reference-offload", ["parameters"])
 
 
+def _is_saved(settings: Settings) -> bool:
+    return (settings.number("trainer.save_freq") or 0) > 0
+
+
 def _is_offloaded(settings: Settings, role: str, part: str) -> bool:
     return any(settings.is_on(f"{role}.{engine}.{part}offload") for engine in ("fsdp_config", "megatron"))
 
 
 def folder(settings: Settings) -> Iterator[Line]:
-    name = settings["trainer.experiment_name"]
-    folder = settings["trainer.default_local_dir"] or f"runs/{name}"
+    name, folder = settings["trainer.experiment_name"], settings["trainer.default_local_dir"]
+    if not folder and not name:
+        yield Line(
+            "", note="--save FOLDER: neither trainer.default_local_dir nor experiment_name has a value"
+        )
+        return
+    folder = folder or f"runs/{name}"
     yield Line("save", folder)
     mode = key_of(settings["trainer.resume_mode"])
     if mode == "resume_path":
         yield Line("load", settings["trainer.resume_from_path"], "a megarl run folder or checkpoint")
-    elif mode == "auto":
+    elif mode == "auto" and (_is_saved(settings) or not settings.is_on(f"{OVERRIDE}.optimizer_cpu_offload")):
         yield Line("load", folder, "goes on where this run stopped, as verl does; begins if there is none")
 
 

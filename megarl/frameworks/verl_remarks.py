@@ -143,10 +143,6 @@ ROWS = (
         instead="--weight-update recompute, the default of --staleness; wait is partial_rollout=False",
     ),
     Row(
-        "async_training.require_batches async_training.trigger_parameter_sync_step",
-        instead="--num-prompts = ppo_mini_batch_size x require_batches x trigger_parameter_sync_step",
-    ),
-    Row(
         "async_training.*",
         instead="--staleness 1 makes rollouts asynchronous (docs/asynchronous.md)",
     ),

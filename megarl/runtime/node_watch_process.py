@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megarl.runtime import signing
+from megarl.runtime.agent import agent_of, parent_of, rank_of
 from megarl.runtime.keep_alive import KeepAlive, is_cut
 from megarl.runtime.node_watch import (
     ACCEPTED,
@@ -41,7 +42,7 @@ def main(address: str, rank_pid: int, ranks: range, keep_alive: KeepAlive) -> in
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its rank, not before
     try:
-        own, agent_pid = os.pidfd_open(rank_pid), _agent_of(rank_pid)
+        own, agent_pid = os.pidfd_open(rank_pid), agent_of(rank_pid)
     except OSError:  # it ended while this process started
         with contextlib.suppress(OSError):
             _tell_end(_connect(address, ranks, keep_alive), ranks[0])
@@ -142,43 +143,16 @@ def _kill_stopped(pids: Sequence[int]) -> None:
                 _kill_group(pid)
 
 
-def _agent_of(rank_pid: int) -> int:
-    """Return the id of the process that has started a rank: torchrun's agent, or the actor of the node.
-
-    Passes over programs between it and the rank, such as `nsys profile`, which have the rank's number.
-    Raises: OSError if the rank has ended."""
-    pid = _parent_of(rank_pid)
-    while os.environ.get("TORCHELASTIC_RUN_ID") and _number_of(pid) is not None:
-        pid = _parent_of(pid)
-    return pid
-
-
 def _ranks_of(agent: int) -> dict[int, int]:
     """Return process id -> number, for the ranks of this job that an agent has started."""
-    found = {}
+    found, run_id = {}, os.environ.get("TORCHELASTIC_RUN_ID", "")
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if not entry.name.isdigit() or _parent_of(int(entry.name)) != agent:
+            if not entry.name.isdigit() or parent_of(int(entry.name)) != agent:
                 continue
-            if (number := _number_of(int(entry.name))) is not None:
+            if (number := rank_of(int(entry.name), run_id)) is not None:
                 found[int(entry.name)] = number
     return found
-
-
-def _number_of(pid: int) -> int | None:
-    """Return the rank that a process has been started for, None if it is not of this job or is hidden."""
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
-    variables = dict(item.partition(b"=")[::2] for item in text.split(b"\0"))
-    if variables.get(b"TORCHELASTIC_RUN_ID", b"") != os.environ.get("TORCHELASTIC_RUN_ID", "").encode():
-        return None
-    return int(variables[b"RANK"]) if b"RANK" in variables else None
-
-
-def _parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _exists(pid: int) -> bool:

@@ -13,20 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from megarl.config.check import fitting_nodes, on_nodes
+from megarl.config.check import fitting_nodes, on_nodes, on_started_ranks
 from megarl.config.mesh import hosting_ranks
-from megarl.config.run_sections import RankCount
 from megarl.config.schema import TrainConfig
 from megarl.rollout.engine_memory import sweep_shared_memory
 from megarl.runtime.end_message import EndNotes
-from megarl.runtime.shutdown import last_failure, run_job, received_signal
-from megarl.trainer.announce import Say, line_on, starting_text
-from megarl.trainer.executors import interfaces_of, job_ranks, rank_description
-from megarl.trainer.restarts import continued, where_it_goes_on
-from megarl.trainer.resume_command import end_notes, torchrun_command
 from megarl.runtime.process import (
     NUM_NODES,
     exit_on_signals,
@@ -34,7 +27,12 @@ from megarl.runtime.process import (
     quiet_libraries,
     world_size_from_env,
 )
+from megarl.runtime.shutdown import last_failure, received_signal, run_job
 from megarl.runtime.torchrun import run_driver
+from megarl.trainer.announce import Say, line_on, starting_text
+from megarl.trainer.executors import interfaces_of, job_ranks, rank_description
+from megarl.trainer.restarts import continued, where_it_goes_on
+from megarl.trainer.resume_command import end_notes, torchrun_command
 
 if TYPE_CHECKING:
     from megarl.runtime.executor import Executor
@@ -130,25 +128,12 @@ def drive(
         say: shows the line that says what is started."""
     notes = end_notes(config, torchrun_command(argv), argv) if new_run else EndNotes()
     world_size = world_size_from_env()
-    config = _with_started_ranks(config, world_size)
+    # resolved.args repeats the run
+    config = on_started_ranks(config, world_size, int(os.environ.get(NUM_NODES, "1")))
     say(starting_text(config, world_size))
     ranks = hosting_ranks(config, world_size)
     timeout_s, body = config.placement.call_timeout_s, _body(job, config, world_size, new_run)
     return run_driver(body, ranks, timeout_s, interfaces_of(ranks), notes, rank_description(ranks))
-
-
-def _with_started_ranks(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Return the configuration with the numbers of nodes and ranks that torchrun has started, so that
-    resolved.args repeats the run. The flags may say otherwise.
-
-    No flags can say that nodes have different numbers of ranks; then the configuration stays as it is."""
-    nodes = int(os.environ.get(NUM_NODES, "1"))
-    if world_size % nodes:
-        return config
-    return replace(
-        config,
-        placement=replace(config.placement, nnodes=nodes, nproc_per_node=RankCount(world_size // nodes)),
-    )
 
 
 def _body(

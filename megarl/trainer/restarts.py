@@ -15,14 +15,15 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.runtime.process import LAUNCHER, attempt_number, process_name
-from megarl.files.checkpoints import checkpoints_in, step_of
 from megarl.config.errors import ConfigError
 from megarl.config.rules_files import RUN_FILES, goes_on
 from megarl.config.schema import TrainConfig
+from megarl.files.checkpoints import checkpoints_in, step_of
+from megarl.loggers.json_lines import cut_after
+from megarl.runtime.agent import agent_of
+from megarl.runtime.process import LAUNCHER, attempt_number, process_name
 from megarl.trainer.attempt import launcher_of_last_attempt
 from megarl.trainer.run_folder import lock_folder
-from megarl.loggers.json_lines import cut_after
 
 _DRIVER_ENDS_S = 10.0
 """Seconds within which the driver of the attempt before, whose rank 0 has ended, ends too."""
@@ -73,7 +74,7 @@ def note_launcher(env: MutableMapping[str, str] = os.environ) -> None:
 
     Called on rank 0, whose driver inherits it. torchrun_agent.py sets it on all nodes. Otherwise it names the
     process of torchrun on this node: where another node gets rank 0, the run is not continued."""
-    env.setdefault(LAUNCHER, process_name(os.getppid()))
+    env.setdefault(LAUNCHER, process_name(agent_of(os.getpid())))
 
 
 def of_this_attempt(config: TrainConfig, env: Mapping[str, str] = os.environ) -> TrainConfig:

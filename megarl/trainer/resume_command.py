@@ -11,6 +11,7 @@ from megarl.config.args_file import is_flag
 from megarl.config.rules_files import RUN_FILES, free_name, goes_on, is_savable
 from megarl.config.schema import TrainConfig
 from megarl.files.checkpoints import checkpoints_in, step_of
+from megarl.runtime.agent import agent_of
 from megarl.runtime.end_message import EndNotes
 from megarl.trainer.failed_step import how_to_see_samples
 
@@ -83,10 +84,10 @@ def with_flags(argv: Sequence[str], values: Mapping[str, str]) -> list[str]:
 def torchrun_command(argv: Sequence[str]) -> list[str]:
     """Return the words with which torchrun was started on this node, up to the job's own flags.
 
-    Read from /proc, in the driver process that rank 0 has started: torchrun is the parent of rank 0. If its
+    Read from /proc, in the driver process that rank 0 has started: torchrun has started rank 0. If its
     command line does not end with the flags, a plain command for all ranks is returned."""
     try:
-        torchrun = _parent_of(os.getppid())
+        torchrun = agent_of(os.getppid())
         words = Path(f"/proc/{torchrun}/cmdline").read_text().rstrip("\0").split("\0")
     except (OSError, ValueError):  # ended meanwhile, or not UTF-8
         words = []
@@ -94,7 +95,3 @@ def torchrun_command(argv: Sequence[str]) -> list[str]:
     if start > 1 and words[start:] == list(argv):
         return words[1:start] if Path(words[1]).name == "torchrun" else words[:start]
     return ["torchrun", "--nproc-per-node", os.environ["MEGARL_WORLD_SIZE"], "-m", "megarl.train"]
-
-
-def _parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -39,6 +39,9 @@ def write_arguments(
                 lines.append(_comment(line.note))
                 continue
             flag = flags.get(line.flag)
+            if line.value is None and not (flag is not None and flag.kind.optional):
+                lines.append(_comment(f"--{line.flag}: has no value there; megarl's default counts"))
+                continue
             known = as_number(line.value)
             if line.flag not in values:
                 values[line.flag] = line.value if known is None else known

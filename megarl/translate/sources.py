@@ -13,7 +13,7 @@ import yaml
 
 from megarl.config.errors import ConfigError
 from megarl.frameworks.answers import is_override
-from megarl.frameworks.rows import as_number
+from megarl.frameworks.rows import ASYNC_PROGRAMS, as_number
 from megarl.translate.framework import (
     NO_GRPO_SETTING,
     NO_RL_SECTION,
@@ -36,9 +36,6 @@ LAUNCHER = frozenset("num_processes num_machines config_file mixed_precision".sp
 """Options of `accelerate launch` that the table of TRL has."""
 PER_NODE = ("nproc_per_node", "num_gpus")
 """Options of torchrun and deepspeed: processes of a node."""
-ASYNC_PROGRAMS = ("train_async", "one_step_off_policy", "fully_async_policy")
-"""Parts of the names of programs of slime and verl that sample while they train; the tables have a row for
-each, as if it were a setting."""
 CONFIG_OPTIONS = ("--config-name", "-cn", "--config-path", "-cp")
 """Options of Hydra that name the configuration on which a verl command builds."""
 DEFAULT_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "config")

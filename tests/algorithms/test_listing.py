@@ -68,7 +68,7 @@ ERRORS = {
     f"--algorithm online-dpo {TWO_UPDATES}": "here it would make 2. Try --global-batch-size",
     "--policy-loss reinforce --num-epochs 3": "the last of 3 updates per step",
     "--early-stop-kl 0.02": "--early-stop-kl (0.02): a step has one epoch",
-    "--old-log-probs engine --staleness 1 --tis-clip none": "also scores the canaries",
+    "--old-log-probs engine --staleness 1": "also scores the canaries",
     "--old-log-probs engine --moe-routing-replay policy": "replays the experts of that pass",
     "--old-log-probs engine --policy-loss gspo --bf16": "--policy-loss gspo clips the ratio of a whole response",
     "--overlong-buffer 1024 --max-response-length 1024": "(1024): must be below --max-response-length (1024)",

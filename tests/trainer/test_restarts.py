@@ -15,7 +15,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.loader import load_config
 from megarl.runtime.torchrun_agent import launcher_name
 from megarl.trainer import restarts
-from megarl.trainer.run_folder import lock_folder
 from megarl.trainer.restarts import (
     attempt_under_torchrun,
     continued,
@@ -23,6 +22,7 @@ from megarl.trainer.restarts import (
     of_this_attempt,
     where_it_goes_on,
 )
+from megarl.trainer.run_folder import lock_folder
 
 
 def job(run: Path, *flags: str):
@@ -119,16 +119,20 @@ def test_on_several_nodes_a_second_start_with_equal_secret_and_id_leaves_the_run
     assert of_this_attempt(job(run), again).checkpoint.load == str(run)
 
 
-def test_plain_torchrun_is_told_apart_by_its_process(run):
-    """Two starts with equal secret and id, as two processes each of which starts rank 0 twice."""
+@pytest.mark.parametrize("wrapper", [(), ("bash", "-c", '"$@"; exit $?', "profiler")])
+def test_plain_torchrun_is_told_apart_by_its_process(run, wrapper):
+    """Two starts with equal secret and id, as two processes each of which starts rank 0 twice, directly or
+    under another program as `nsys profile` is."""
     program = (
-        "import json, os, subprocess, sys\n"
-        "rank = 'import json, os; from megarl.trainer.restarts import note_launcher; '"
+        "import os, subprocess, sys\n"
+        "rank = 'import os; from megarl.trainer.restarts import note_launcher; '"
         "'note_launcher(); print(os.environ[\"MEGARL_LAUNCHER\"])'\n"
-        "for _ in range(2): subprocess.run([sys.executable, '-P', '-c', rank], check=True)\n"
+        "command = [*sys.argv[1:], sys.executable, '-P', '-c', rank]\n"
+        "for _ in range(2): subprocess.run(command, env=os.environ | {'RANK': '0'}, check=True)\n"
     )
-    command = [sys.executable, "-P", "-c", program]
-    env = {name: value for name, value in os.environ.items() if name != "MEGARL_LAUNCHER"} | SAME
+    command = [sys.executable, "-P", "-c", program, *wrapper]
+    left_out = ("MEGARL_LAUNCHER", "RANK")
+    env = {name: value for name, value in os.environ.items() if name not in left_out} | SAME
     starts = [subprocess.run(command, env=env, check=True, capture_output=True, text=True) for _ in range(2)]
     names = [start.stdout.splitlines() for start in starts]
     assert [len({*of_start}) for of_start in names] == [1, 1] and names[0][0] != names[1][0]

@@ -94,6 +94,25 @@ def test_the_flags_of_torchrun_are_kept(tmp_path):
     assert shlex.split(done.stdout) == [*launcher, str(script)], done.stderr
 
 
+def test_a_program_between_torchrun_and_the_rank_is_started_again_with_it(tmp_path):
+    """As tools/nsys_train.sh starts ranks: the profiler's own command line would start no ranks."""
+    (tmp_path / "profile.sh").write_text('"$@"\nexit $?\n')
+    child = "import shlex, sys; from megarl.trainer.resume_command import torchrun_command; "
+    child += "print(shlex.join(torchrun_command(sys.argv[1:])))"
+    rank = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]], check=True)"
+    wrapper = ["bash", str(tmp_path / "profile.sh"), sys.executable, "-c", rank, child]
+    agent = (
+        "import os, subprocess, sys\n"
+        "env = os.environ | {'RANK': '0', 'TORCHELASTIC_RUN_ID': 'some'}\n"
+        "subprocess.run(sys.argv[1:], env=env, check=True)\n"
+    )
+    launcher = [sys.executable, "-c", agent, *wrapper]
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "TORCHELASTIC_RUN_ID")}
+    command = [*launcher, "--save", "run"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert shlex.split(done.stdout) == launcher, done.stderr
+
+
 def test_without_torchrun_above_it_the_command_is_a_plain_one(monkeypatch):
     monkeypatch.setenv("MEGARL_WORLD_SIZE", "4")
     assert os.environ["MEGARL_WORLD_SIZE"] == "4"

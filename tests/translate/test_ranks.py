@@ -54,7 +54,7 @@ def test_processes_of_trl_on_unknown_machines_are_noted(translate, tmp_path):
     [
         (
             SLIME.format("train_async.py"),
-            "train_async.py samples a step ahead, and ends responses before a sync: --weight-update wait",
+            "train_async.py samples a step ahead, and ends responses before a sync",
         ),
         (SLIME.format("/root/slime/train_async.py"), "train_async.py samples a step ahead"),
         (VERL.format("recipe.one_step_off_policy.main_ppo"), "samples while it trains"),
@@ -67,6 +67,19 @@ def test_an_asynchronous_program_becomes_asynchronous(translate, tmp_path, comma
     flags, comments = of_file(translate, tmp_path, "run.sh", command)
     assert flags.get("--staleness") == (["1"] if note else None)
     assert note is None or note in comments
+
+
+def test_engines_of_verls_asynchronous_programs_have_ranks_of_their_own(translate, tmp_path):
+    """The scripts of one node divide its GPUs between trainer and engines."""
+    program = VERL.format("recipe.one_step_off_policy.main_ppo")
+    sizes = "trainer.nnodes=1 trainer.n_gpus_per_node=6 rollout.nnodes=1 rollout.n_gpus_per_node=2"
+    flags, comments = of_file(translate, tmp_path, "run.sh", f"{program} {sizes}")
+    assert (flags["--nnodes"], flags["--nproc-per-node"]) == (["1"], ["8"])
+    assert (flags["--actor-ranks"], flags["--rollout-ranks"]) == (["0-5"], ["6-7"])
+    assert "give trainer and engines devices of their own" not in comments
+    flags, comments = of_file(translate, tmp_path, "run.sh", f"{MAIN_PPO} {sizes}")
+    assert flags["--nproc-per-node"] == ["6"] and "--rollout-ranks" not in flags
+    assert "give trainer and engines devices of their own" in comments
 
 
 @pytest.mark.parametrize("launcher", [(), ("--executor", "ray")], ids=["torchrun", "ray"])

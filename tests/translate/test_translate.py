@@ -166,7 +166,7 @@ def test_a_setting_without_effect_is_a_comment(translate):
 def test_every_setting_of_a_configuration_is_used_or_named(translate, path):
     """A setting's value stands in a comment, or a flag that its row may set is written."""
     words = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    flags, comments = of_verl(translate, *words, rows=1000)
+    flags, comments = of_verl(translate, *words, rows=10000)
     written = {flag.removeprefix("--").removeprefix("no-") for flag in flags}
     for name in (word.partition("=")[0] for word in words):
         row = next((row for row in verl.TABLE if row.has(name)), None)

@@ -1,0 +1,44 @@
+"""Find the process that has started a rank: torchrun's agent, or under Ray the actor of the node.
+
+Reads /proc only, and imports no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def agent_of(rank_pid: int) -> int:
+    """Return the id of the process that has started a rank.
+
+    Programs between it and the rank, such as `nsys profile`, have the rank's environment and are passed over.
+    Raises: OSError if the rank has ended."""
+    pid, run_id = parent_of(rank_pid), _variables(rank_pid).get("TORCHELASTIC_RUN_ID")
+    while run_id is not None and rank_of(pid, run_id) is not None:
+        pid = parent_of(pid)
+    return pid
+
+
+def rank_of(pid: int, run_id: str) -> int | None:
+    """Return the rank that a process has been started for, None if it is of another job or is hidden.
+
+    Args:
+        run_id: TORCHELASTIC_RUN_ID of the job; "" if torchrun has not started it."""
+    variables = _variables(pid)
+    if variables.get("TORCHELASTIC_RUN_ID", "") != run_id or "RANK" not in variables:
+        return None
+    return int(variables["RANK"])
+
+
+def parent_of(pid: int) -> int:
+    """Return the id of a process's parent. Raises: OSError if the process has ended."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _variables(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with, {} if it is hidden or has ended."""
+    try:
+        text = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes())
+    except OSError:
+        return {}
+    return dict(item.partition("=")[::2] for item in text.split("\0"))
