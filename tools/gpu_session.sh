@@ -162,9 +162,13 @@ if [ -n "$wheels" ]; then
 fi
 describe_machine > "$out/machine.log" 2>&1
 record machine 0 0
-if [[ " ${parts[*]} " != *" build "* ]] && ! "$python" -c 'import megarl' 2> /dev/null; then
+if [ "${parts[0]}" != build ] && ! "$python" -c 'import megarl' 2> /dev/null; then
   echo "megarl is not installed for $python: build runs first"
-  parts=(build "${parts[@]}")
+  others=()
+  for part in "${parts[@]}"; do
+    [ "$part" = build ] || others+=("$part")
+  done
+  parts=(build "${others[@]}")
 fi
 pytest=("$python" -m pytest --import-mode=importlib -v) # -v names a test before it runs, also one that hangs
 # So that a test that hangs leaves time for the others. The emulated device is slower.

@@ -4,6 +4,8 @@ Each rule is a function of the job, named by its subject, and yields an error pe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from megarl.config.errors import Errors, divisors, try_numbers
@@ -159,7 +161,9 @@ def lora(job: Job) -> Errors:
         rank_flag, rank = role.flag("lora_rank"), role.lora.lora_rank
         if not rank:
             reason = f"has no effect without {rank_flag}. Leave it out, or try {rank_flag} 16."
-            yield from refuse_set(role.lora, reason, flag_of=role.flag)
+            used = [other.lora for other in job.trained_roles if other.lora.lora_rank]
+            names = [field.name for field in fields(LoRAConfig)]
+            yield from _refuse_unused(role.lora, used, reason, *names, flag_of=role.flag)
         elif role.shape is not None:
             yield from _lora_targets(role.lora, role.shape, role.flag("lora_target_modules"))
         if rank and role.optimizer.optimizer_cpu_offload:
@@ -167,6 +171,20 @@ def lora(job: Job) -> Errors:
                 f"--optimizer-cpu-offload: is not tested with {rank_flag} ({rank}), whose optimizer "
                 "state is small. Leave it out."
             )
+
+
+def _refuse_unused(
+    node: object, used: Sequence[object], reason: str, *names: str, flag_of: Callable[[str], str]
+) -> Errors:
+    """Yield an error with this reason for each field of a role that is set and has no effect.
+
+    A value that has an effect in another role is passed over: the flag of all roles gave it.
+
+    Args:
+        used: the same section of the roles in which the fields have an effect."""
+    of_role = [name for name in names if all(getattr(one, name) != getattr(node, name) for one in used)]
+    if of_role:
+        yield from refuse_set(node, reason, *of_role, flag_of=flag_of)
 
 
 def _lora_targets(values: LoRAConfig, shape: ModelShape, flag: str) -> Errors:
@@ -197,8 +215,9 @@ def fsdp(job: Job) -> Errors:
             yield from _fsdp_with(role, flag)
         else:
             reason = f"has no effect without {flag}. Leave it out, or set that."
-            yield from refuse_set(
-                role.optimizer, reason, "data_parallel_sharding_strategy", flag_of=role.flag
+            used = [other.optimizer for other in job.trained_roles if other.optimizer.use_megatron_fsdp]
+            yield from _refuse_unused(
+                role.optimizer, used, reason, "data_parallel_sharding_strategy", flag_of=role.flag
             )
 
 
@@ -319,7 +338,8 @@ def hybrid_optimizer(job: Job) -> Errors:
         flag, values = role.flag("optimizer_cpu_offload"), role.optimizer
         if not values.optimizer_cpu_offload:
             reason = f"has no effect without {flag}. Leave it out, or set that."
-            yield from refuse_set(values, reason, "optimizer_offload_fraction", flag_of=role.flag)
+            used = [other.optimizer for other in job.trained_roles if other.optimizer.optimizer_cpu_offload]
+            yield from _refuse_unused(values, used, reason, "optimizer_offload_fraction", flag_of=role.flag)
             continue
         if not values.use_distributed_optimizer:
             yield (f"{flag}: needs {role.flag('use_distributed_optimizer')}. Leave one of the two flags out.")

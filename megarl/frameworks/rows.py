@@ -194,7 +194,6 @@ each, as if it were a setting."""
 
 
 NO_ENGINE_LOG_PROBS = "--old-log-probs trainer, the default, is needed with --staleness; --tis-clip corrects"
-"""What to do about a setting that takes the engine's log-probs for the old ones, in asynchronous training."""
 
 
 def is_asynchronous(settings: Settings) -> bool:
@@ -202,10 +201,14 @@ def is_asynchronous(settings: Settings) -> bool:
     return any(program in settings.given for program in ASYNC_PROGRAMS)
 
 
-def engine_log_probs(settings: Settings) -> Iterator[Line]:
-    """Yield --old-log-probs engine; nothing for asynchronous training, which refuses it."""
-    if not is_asynchronous(settings):
-        yield Line("old-log-probs", "engine")
+def engine_log_probs(settings: Settings, name: str) -> Line:
+    """Return --old-log-probs engine; for asynchronous training, which refuses it, a comment.
+
+    Args:
+        name: of the setting there."""
+    if is_asynchronous(settings):
+        return Line("", note=f"{name}: {NO_ENGINE_LOG_PROBS}")
+    return Line("old-log-probs", "engine")
 
 
 def train_iters(epochs: float, rows: int | None, per_step: object, source: str) -> Line:
@@ -317,14 +320,25 @@ def ranks_of_nodes(nodes: int, per_node: int, note: str = "") -> Iterator[Line]:
     yield Line("nnodes", nodes, START if nodes > 1 else "")
 
 
-def separate_ranks(actor: int, engines: int, room: int) -> Iterator[Line]:
+def separate_ranks(actor: int, engines: int, engine: int, room: int) -> Iterator[Line]:
     """Yield the ranks of a trainer and of engines that share none, on nodes of the same size.
 
+    If no number of nodes leaves each engine on one node, the nodes are a comment.
+
     Args:
+        actor: ranks of the trainer.
+        engines: ranks of all engines.
+        engine: ranks of one engine.
         room: GPUs of a node."""
     ranks = actor + engines
-    nodes = next(number for number in range(-(-ranks // room), ranks + 1) if ranks % number == 0)
-    yield from ranks_of_nodes(nodes, ranks // nodes)
+    sizes = [ranks // nodes for nodes in range(-(-ranks // room), ranks + 1) if ranks % nodes == 0]
+    firsts = range(actor, ranks - engine + 1, engine)
+    size = next((n for n in sizes if all(one // n == (one + engine - 1) // n for one in firsts)), None)
+    if size is None:
+        why = f"no equal nodes of up to {room} ranks hold {actor} of the trainer and engines of {engine} each"
+        yield Line("", note=f"--nnodes N --nproc-per-node M: {why}")
+    else:
+        yield from ranks_of_nodes(ranks // size, size)
     yield Line("actor-ranks", f"0-{actor - 1}")
     yield Line("rollout-ranks", f"{actor}-{ranks - 1}")
 

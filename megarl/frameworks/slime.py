@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from megarl.frameworks.rows import (
     KL_ESTIMATORS,
     KL_FLAGS,
-    NO_ENGINE_LOG_PROBS,
     START,
     STYLES,
     Line,
@@ -131,7 +130,7 @@ def _loss(settings: Settings) -> Iterator[Line]:
 
 def _old_log_probs(settings: Settings) -> Iterator[Line]:
     if settings.is_on("use-rollout-logprobs"):
-        yield from engine_log_probs(settings)
+        yield engine_log_probs(settings, "--use-rollout-logprobs")
 
 
 def _importance(settings: Settings) -> Iterator[Line]:
@@ -150,7 +149,9 @@ def _ranks(settings: Settings) -> Iterator[Line]:
     actor = nodes * gpus
     engines = 0 if settings.is_on("colocate") else int(settings.number("rollout-num-gpus") or actor)
     if engines:
-        yield from separate_ranks(actor, engines, max(gpus, int(settings.number("num-gpus-per-node") or 8)))
+        engine = int(settings.number("rollout-num-gpus-per-engine") or 1)
+        room = max(gpus, int(settings.number("num-gpus-per-node") or 8))
+        yield from separate_ranks(actor, engines, engine, room)
     else:
         yield from ranks_of_nodes(nodes, gpus)
 
@@ -244,12 +245,7 @@ TABLE = (
     Row("kl-loss-type", "{}", KL_FLAGS, default="k1", lines=_kl),
     Row("use-tis", "--tis-clip 2.0", default=False, lines=_importance),
     Row("tis-clip", "--tis-clip {}", default=2.0, lines=_importance),
-    Row(
-        "use-rollout-logprobs",
-        "--old-log-probs engine",
-        instead=NO_ENGINE_LOG_PROBS,
-        lines=_old_log_probs,
-    ),
+    Row("use-rollout-logprobs", "--old-log-probs engine", lines=_old_log_probs),
     Row("use-rollout-routing-replay", "--moe-routing-replay engine"),
     Row("use-routing-replay", "--moe-routing-replay policy"),
     Row("ref-update-interval", "--reference-update-interval {}"),

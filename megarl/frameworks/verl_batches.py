@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megarl.frameworks.rows import (
     Line,
     Settings,
+    as_number,
     is_asynchronous,
     ranks_of_nodes,
     separate_ranks,
@@ -30,7 +31,8 @@ SEPARATE = (
 def prompts(settings: Settings) -> Iterator[Line]:
     """Yield the prompts of a step. fully_async_policy does not read data.train_batch_size, which is 0 in its
     scripts."""
-    if not any(name.startswith(("fully_async_policy", "async_training.")) for name in settings.given):
+    is_fully = any(name.startswith(("fully_async_policy", "async_training.")) for name in settings.given)
+    if not is_fully or "one_step_off_policy" in settings.given:
         yield Line("num-prompts", settings["data.train_batch_size"])
         return
     sizes = [settings.number(name) for name in (f"{ACTOR}.ppo_mini_batch_size", *SYNC_INTERVAL)]
@@ -45,14 +47,17 @@ def steps(settings: Settings) -> Iterator[Line]:
     if steps is not None and steps > 0:
         yield Line("train-iters", steps)
         return
-    name = "rollout.total_rollout_steps"  # of fully_async_policy
-    if (total := settings.number(name)) is not None and isinstance(per_step, int):
+    epochs = settings.number("trainer.total_epochs") or 1
+    name = "rollout.total_rollout_steps"  # of fully_async_policy, which ends at the smaller number of prompts
+    total = settings.number(name)
+    if total is None or (settings.rows is not None and epochs * settings.rows < total):
+        yield train_iters(epochs, settings.rows, per_step, "trainer.total_epochs")
+    elif isinstance(per_step, int):
         note = f"{name} {total} // {per_step}"
         steps = total // per_step if per_step else 0
         yield Line("train-iters", steps, note) if steps else Line("", note=f"--train-iters N: {note} is 0")
-        return
-    epochs = settings.number("trainer.total_epochs") or 1
-    yield train_iters(epochs, settings.rows, per_step, "trainer.total_epochs")
+    else:
+        yield Line("", note=f"--train-iters = {name} {total} // --num-prompts")
 
 
 def ranks(settings: Settings) -> Iterator[Line]:
@@ -62,7 +67,9 @@ def ranks(settings: Settings) -> Iterator[Line]:
         return
     engine_nodes, engine_gpus = (settings.number(f"rollout.{name}") for name in ("nnodes", "n_gpus_per_node"))
     if is_asynchronous(settings) and engine_nodes and engine_gpus:
-        yield from separate_ranks(nodes * gpus, engine_nodes * engine_gpus, max(gpus, engine_gpus, 8))
+        engine = int(as_number(settings.ours.get("rollout-tensor-parallel-size")) or 1)
+        room = max(gpus, engine_gpus, 8)
+        yield from separate_ranks(nodes * gpus, engine_nodes * engine_gpus, engine, room)
         return
     yield from ranks_of_nodes(nodes, gpus)
     for name in ("rollout.nnodes", "rollout.n_gpus_per_node"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.frameworks.rows import (
-    NO_ENGINE_LOG_PROBS,
     Line,
     Row,
     Settings,
@@ -44,7 +43,7 @@ def corrections(settings: Settings) -> Iterator[Line]:
 
     With bypass_mode the loss itself has the ratio of trainer and engine, so verl applies no weights to it."""
     if settings.is_on(f"{SECTION}.bypass_mode") and loss_mode(settings) == "vanilla":
-        yield from engine_log_probs(settings)
+        yield engine_log_probs(settings, "bypass_mode")
         return
     yield from _weights(settings)
     yield from _masks(settings)
@@ -133,7 +132,6 @@ ROWS = (
         "--old-log-probs {}",
         {"true": "engine", "false": "trainer"},
         default=False,
-        instead=NO_ENGINE_LOG_PROBS,
         lines=corrections,
     ),
 )

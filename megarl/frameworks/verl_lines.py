@@ -316,7 +316,10 @@ def groups(settings: Settings) -> Iterator[Line]:
     yield Line("dynamic-sampling")
     rounds = settings.number("algorithm.filter_groups.max_num_gen_batches")
     if rounds is not None:
-        yield Line("max-sampling-rounds", rounds or 1000, "" if rounds else "0 is no limit in verl")
+        is_limited = rounds > 0
+        yield Line(
+            "max-sampling-rounds", rounds if is_limited else 1000, "" if is_limited else "no limit in verl"
+        )
 
 
 def kv_cache(settings: Settings) -> Iterator[Line]:

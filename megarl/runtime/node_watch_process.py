@@ -118,15 +118,16 @@ def _other_ranks(number_of: Mapping[int, int], but: int) -> dict[int, int]:
 
 
 def _end_node(agent: int) -> None:
-    """Kill the ranks that an agent has started, then end the agent: torchrun's, or the actor of the node."""
-    for pid in _ranks_of(agent):
+    """Kill the ranks that an agent has started, directly or through other programs, then end the agent:
+    torchrun's, or the actor of the node."""
+    for pid in _processes_of_ranks(agent):
         _kill_group(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(agent, signal.SIGTERM)
     deadline = time.monotonic() + _AGENT_S
     while time.monotonic() < deadline and _exists(agent):
         time.sleep(0.1)
-    for pid in _ranks_of(agent):  # started meanwhile
+    for pid in _processes_of_ranks(agent):  # started meanwhile
         _kill_group(pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(agent, signal.SIGKILL)
@@ -153,6 +154,20 @@ def _ranks_of(agent: int) -> dict[int, int]:
             if (number := rank_of(int(entry.name), run_id)) is not None:
                 found[int(entry.name)] = number
     return found
+
+
+def _processes_of_ranks(agent: int) -> list[int]:
+    """Return the ids of the processes under an agent that have a rank's number, parents first, without this
+    one."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit():
+                children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
+    found, run_id = [*children.get(agent, [])], os.environ.get("TORCHELASTIC_RUN_ID", "")
+    for pid in found:  # grows
+        found += children.get(pid, [])
+    return [pid for pid in found if pid != os.getpid() and rank_of(pid, run_id) is not None]
 
 
 def _exists(pid: int) -> bool:

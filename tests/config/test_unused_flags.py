@@ -42,6 +42,8 @@ WARNED = {
     f"{PPO} --actor-lr-decay-style cosine --min-lr 1e-6": [],
     "--num-actors 2 --overlong-buffer 4 --overlong-penalty 2 --actor-2-overlong-buffer none": [],
     "--num-actors 2 --lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --actor-2-lr-decay-style constant": [],
+    f"{PPO} --actor-lora-rank 8 --lora-alpha 16": [],
+    f"{PPO} --actor-optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-distributed-optimizer": [],
     "": [],
     "--algorithm sft": [],
 }

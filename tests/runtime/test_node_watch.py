@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -18,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megarl.runtime import node_watch
+from megarl.runtime import node_watch, node_watch_process
+from megarl.runtime.agent import agent_of
 from megarl.runtime.keep_alive import KeepAlive
 from megarl.runtime.messages import Failure
 from megarl.runtime.node_watch import Node, NodeWatch
@@ -214,6 +216,34 @@ def test_ranks_that_are_started_through_another_program_are_watched(start, tmp_p
         for process in (watch, first, second):
             process.kill()
             process.wait()
+
+
+@pytest.mark.timeout(120)
+def test_ranks_under_another_program_are_ended_with_their_node(tmp_path, monkeypatch):
+    """Also a rank with a process group of its own, which the end of the program would not reach."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", str(tmp_path))
+    rank = f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; exec sleep 300"
+    profiler = f"import subprocess; subprocess.run(['sh', '-c', {rank!r}], process_group=0)"
+    agent = (
+        "import os, subprocess, sys\n"
+        "env = os.environ | {'RANK': '0'}\n"
+        f"subprocess.run([sys.executable, '-c', {profiler!r}], env=env, start_new_session=True)\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "RANK"}
+    process = subprocess.Popen([sys.executable, "-c", agent], env=env)
+    until((tmp_path / "pid").exists, 60)
+    pid = int((tmp_path / "pid").read_text())
+    ended = os.pidfd_open(pid)
+    try:
+        assert agent_of(pid) == process.pid
+        node_watch_process._end_node(process.pid)
+        assert select.select([ended], [], [], 30)[0]
+    finally:
+        os.close(ended)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.timeout(60)

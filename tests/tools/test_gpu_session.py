@@ -127,6 +127,8 @@ def test_build_runs_first_where_megarl_is_not_installed(machine):
     calls = (machine / "calls").read_text().splitlines()
     benchmark = "tools/benchmarks/bench_step.py"
     assert [call.split()[0] for call in calls] == [benchmark, "build", benchmark]
+    (machine / "megarl").unlink()
+    assert [*results(session(machine, "bench_step", "build"))] == ["build", "bench_step"]
 
 
 def test_what_would_run_on_the_cpu_is_skipped_without_a_gpu(machine):

@@ -77,6 +77,12 @@ def test_engines_of_verls_asynchronous_programs_have_ranks_of_their_own(translat
     assert (flags["--nnodes"], flags["--nproc-per-node"]) == (["1"], ["8"])
     assert (flags["--actor-ranks"], flags["--rollout-ranks"]) == (["0-5"], ["6-7"])
     assert "give trainer and engines devices of their own" not in comments
+    sizes_of_two = "trainer.n_gpus_per_node=4 actor_rollout_ref.rollout.tensor_model_parallel_size=8"
+    flags, comments = of_file(
+        translate, tmp_path, "run.sh", f"{program} {sizes_of_two}"
+    )  # no engine on 2 nodes
+    assert "--nproc-per-node" not in flags and "no equal nodes of up to 8 ranks hold 4 of" in comments
+    assert (flags["--actor-ranks"], flags["--rollout-ranks"]) == (["0-3"], ["4-11"])
     flags, comments = of_file(translate, tmp_path, "run.sh", f"{MAIN_PPO} {sizes}")
     assert flags["--nproc-per-node"] == ["6"] and "--rollout-ranks" not in flags
     assert "give trainer and engines devices of their own" in comments

@@ -105,6 +105,7 @@ def test_log_probs_of_the_engine_are_old_ones_in_synchronous_training_only(trans
         flags, comments = translate(tmp_path / "run.sh")
         assert flags.get("--old-log-probs") == (["engine"] if is_taken else None)
         assert ("is needed with --staleness" in comments) is not is_taken
+    assert "--staleness" not in translate("--", BYPASS.replace("True", "False"))[1]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +124,19 @@ def test_a_step_of_fully_asynchronous_training_is_what_comes_between_two_weight_
     flags, comments = translate(tmp_path / "run.sh")
     assert flags["--num-prompts"] == ["256"] and flags["--train-iters"] == ["20"]  # 32 x 2 x 4, 5120 / 256
     assert "require_batches=2" not in comments
+    few = translate("--rows", "1024", tmp_path / "run.sh")[0]  # it ends with the data
+    assert few["--train-iters"] == ["4"]
+    (tmp_path / "run.sh").write_text(VERL_RUN.format(ONE_STEP, 128, words))
+    assert translate(tmp_path / "run.sh")[0]["--num-prompts"] == ["128"]
 
 
-@pytest.mark.parametrize("enable, expected", [("True", ["10"]), ("False", None)])
-def test_rounds_of_sampling_need_a_filter(translate, enable, expected):
+@pytest.mark.parametrize(
+    "enable, rounds, expected",
+    [("True", 10, ["10"]), ("True", 0, ["1000"]), ("True", -1, ["1000"]), ("False", 10, None)],
+)
+def test_rounds_of_sampling_need_a_filter(translate, enable, rounds, expected):
     filtered = "algorithm.filter_groups"
-    flags, _ = translate("--", f"{filtered}.enable={enable}", f"{filtered}.max_num_gen_batches=10")
+    flags, _ = translate("--", f"{filtered}.enable={enable}", f"{filtered}.max_num_gen_batches={rounds}")
     assert flags.get("--max-sampling-rounds") == expected and ("--dynamic-sampling" in flags) is bool(
         expected
     )
