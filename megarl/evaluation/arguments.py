@@ -186,6 +186,17 @@ def _unwritable(path: Path) -> str | None:
     return obstacle(path.parent) if os.path.isdir(path.parent) else f"there is no folder {path.parent}"
 
 
+def check_out(options: Options, config: TrainConfig) -> None:
+    """Raise ConfigError if --out would overwrite the data of the evaluation or of its run."""
+    if options.out is None or not options.out.exists():
+        return
+    for one in configs_of_actors(config).values():
+        for flag, files in (("eval-data", one.data.eval_data), ("train-data", one.data.train_data)):
+            if any(os.path.exists(file) and options.out.samefile(file) for file in files):
+                better = options.out.with_stem(f"{options.out.stem}-samples")
+                raise ConfigError([f"--out ({options.out}): is a file of --{flag}. Try --out {better}."])
+
+
 def with_settings_of_run(argv: Sequence[str]) -> list[str]:
     """Return the command line with the run's resolved.args in front, if --model is of a run and the command
     line has neither --eval-data nor an args file.
@@ -336,9 +347,10 @@ def load_evaluation_on_rank(argv: Sequence[str]) -> TrainConfig:
     """Return the configuration of an evaluation that the caller's torchrun has started.
 
     Raises: ConfigError also for a checkpoint without export, which one process would have to export first."""
-    _, argv = split_options(argv)
+    options, argv = split_options(argv)
     argv = with_models_of_run(with_settings_of_run(argv))
     config = load_evaluation(argv)
+    check_out(options, config)
     folders = {name: model_folder(name) for name in names_of_models(config).values()}
     raise_errors(
         [

@@ -17,6 +17,7 @@ from megarl.config.roles import with_each_actor
 from megarl.config.schema import TrainConfig
 from megarl.evaluation.arguments import (
     check_models,
+    check_out,
     load_evaluation,
     names_of_models,
     split_options,
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     options, rest = split_options(argv)
     rest = with_models_of_run(with_settings_of_run(rest))
     given = load_evaluation(rest)
+    check_out(options, given)
     _check_nodes(given, rest)
     check_models(given)
     names = names_of_models(given)

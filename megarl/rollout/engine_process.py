@@ -10,6 +10,7 @@ asks for one. The rank waits for the step's end only a moment, and else when it 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 import subprocess
@@ -36,6 +37,7 @@ from megarl.rollout.puller import Order, Outcome
 from megarl.rollout.requests import Output, Request, Running
 from megarl.rollout.transformers_engine import EngineOptions, TransformersEngine
 
+logger = logging.getLogger(__name__)
 _START_S, _ANSWER_S = 300.0, 10.0
 _REPORT_STEPS = 16  # steps after which the process reports the tokens of unfinished requests
 _STEP_S = 0.01  # time that the rank waits for the end of a step
@@ -176,7 +178,7 @@ def main() -> None:
     while True:
         try:
             call = decode(connection.recv_bytes(), Call)
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             types, _ = _types(call.method)
@@ -185,7 +187,10 @@ def main() -> None:
         except Exception as error:  # process boundary
             text = "".join(traceback.format_exception_only(error)).strip()
             answer = Answer(call.number, error=text, traceback=traceback.format_exc().rstrip())
-        connection.send_bytes(encode(answer))
+        try:
+            connection.send_bytes(encode(answer))
+        except ConnectionError:  # the rank has ended, and says why
+            return
 
 
 class RemoteEngine(InferenceEngine):
@@ -415,8 +420,20 @@ class RemoteEngine(InferenceEngine):
     def kill(self) -> None:
         self.version = None
         self._process.kill()
-        self._process.wait()
+        self._wait_for_end()
         self._connection.close()
+
+    def _wait_for_end(self) -> None:
+        """Wait for the end of a process that was killed. In a driver or a file system it may take long, and
+        the job need not wait for it."""
+        try:
+            self._process.wait(_ANSWER_S)
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "warning: [rank %d] the engine's process %d has not ended %.0f s after SIGKILL. Its GPU memory may "
+                "stay in use.",
+                *(self._rank, self._process.pid, _ANSWER_S),
+            )
 
     def shutdown(self) -> None:
         """End the engine's process."""
@@ -426,7 +443,7 @@ class RemoteEngine(InferenceEngine):
             self._process.wait(_ANSWER_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._wait_for_end()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from megarl.failures import ExplainedError
 from megarl.rollout.engine_memory import remove_own_shared_memory, sweep_shared_memory
 from megarl.rollout.environment import engine_environment, prepare_environment, undisturbed
 from megarl.rollout.plugin import check_version, register
+from megarl.runtime.process_tree import descendants
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -111,10 +112,17 @@ class EngineProcesses:
         raise self.death
 
     def kill(self) -> None:
-        """End the engine's processes at once."""
+        """End the engine's processes at once.
+
+        Those that split the model are children of the engine's, and one that hangs would not notice its
+        end."""
         self._is_closing = True
+        children = [child for pid in self.pids for child in descendants(pid)]
         for process in self._processes:
             process.kill()
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
     def shutdown(self) -> None:
         """End the engine's processes and remove the shared memory that they leave behind."""

@@ -152,6 +152,8 @@ class VllmEngine(InferenceEngine):
         """Take over tokens that the engine core reports outside a step."""
         processor = self.llm.llm_engine.output_processor
         done = processor.process_outputs(outputs.outputs, weight_version=outputs.weight_version)
+        if done.reqs_to_abort:  # a stop string was found, which the engine core does not know
+            self.llm.llm_engine.engine_core.abort_requests(done.reqs_to_abort)
         self._note(done.request_outputs)
 
     def _note(self, outputs: Sequence[RequestOutput]) -> None:

@@ -22,7 +22,7 @@ from megarl.reshard.engine_atlas import engine_atlas
 from megarl.rollout.backends import EngineSetup
 from megarl.rollout.engine_arguments import engine_arguments
 from megarl.rollout.engine_core import check_step
-from megarl.rollout.engine_errors import EngineErrors
+from megarl.rollout.engine_errors import EngineErrors, EngineFailed
 from megarl.rollout.interface import InferenceEngine
 from megarl.rollout.patience import Patience
 from megarl.rollout.processes import UNIPROC, EngineHangs, EngineProcesses, starting_engine
@@ -52,7 +52,11 @@ def start_process(setup: EngineSetup, double_buffer: bool) -> InferenceEngine:
         try:
             llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
         except Exception as error:  # its cause is in the engine
-            raise errors.explained(error, dist.get_rank()) from None
+            explained = errors.explained(error, dist.get_rank())
+            if isinstance(explained, (EngineFailed, ValueError)):
+                raise explained from None
+            # an engine that is killed logs nothing
+            raise EngineFailed(f"[rank {dist.get_rank()}] vLLM's engine did not start: {error}") from error
     return VllmProcesses(llm, setup, double_buffer, errors)
 
 
@@ -66,7 +70,11 @@ class VllmProcesses(VllmEngine):
             llm, lambda pid, how: f"[rank {self._rank}] the process of vLLM's engine died ({how})"
         )
         self.patience, self._steps_to_report = Patience(), _REPORT_STEPS
-        super().__init__(llm, setup)
+        try:
+            super().__init__(llm, setup)
+        except BaseException:  # nobody else knows the processes
+            self.shutdown()
+            raise
 
     def _connect(self) -> None:
         """Tell vLLM's workers their ranks, and ask for the sizes and atlases (sharding specs) of their

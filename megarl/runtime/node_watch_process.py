@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megarl.runtime import signing
-from megarl.runtime.agent import agent_of, parent_of, rank_of
+from megarl.runtime.process_tree import agent_of, descendants, parent_of, rank_of
 from megarl.runtime.keep_alive import KeepAlive, is_cut
 from megarl.runtime.node_watch import (
     ACCEPTED,
@@ -159,15 +159,8 @@ def _ranks_of(agent: int) -> dict[int, int]:
 def _processes_of_ranks(agent: int) -> list[int]:
     """Return the ids of the processes under an agent that have a rank's number, parents first, without this
     one."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit():
-                children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
-    found, run_id = [*children.get(agent, [])], os.environ.get("TORCHELASTIC_RUN_ID", "")
-    for pid in found:  # grows
-        found += children.get(pid, [])
-    return [pid for pid in found if pid != os.getpid() and rank_of(pid, run_id) is not None]
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return [pid for pid in descendants(agent) if pid != os.getpid() and rank_of(pid, run_id) is not None]
 
 
 def _exists(pid: int) -> bool:

@@ -117,8 +117,9 @@ class Scores:
             of_row = self.by_row.setdefault(sample.row, [])
             if sample.reward is not None:
                 of_row.append(sample)
-        self.mean_length = sum(sample.length for sample in samples) / max(1, len(samples))
-        self.truncated = sum(sample.truncated for sample in samples) / max(1, len(samples))
+        scored = [*self.scored]
+        self.mean_length = sum(sample.length for sample in scored) / max(1, len(scored))
+        self.truncated = sum(sample.truncated for sample in scored) / max(1, len(scored))
 
     @property
     def scored(self) -> Iterator[EvalSample]:

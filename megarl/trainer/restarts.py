@@ -20,7 +20,7 @@ from megarl.config.rules_files import RUN_FILES, goes_on
 from megarl.config.schema import TrainConfig
 from megarl.files.checkpoints import checkpoints_in, step_of
 from megarl.loggers.json_lines import cut_after
-from megarl.runtime.agent import agent_of
+from megarl.runtime.process_tree import agent_of
 from megarl.runtime.process import LAUNCHER, attempt_number, process_name
 from megarl.trainer.attempt import launcher_of_last_attempt
 from megarl.trainer.run_folder import lock_folder

@@ -11,7 +11,7 @@ from megarl.config.args_file import is_flag
 from megarl.config.rules_files import RUN_FILES, free_name, goes_on, is_savable
 from megarl.config.schema import TrainConfig
 from megarl.files.checkpoints import checkpoints_in, step_of
-from megarl.runtime.agent import agent_of
+from megarl.runtime.process_tree import agent_of
 from megarl.runtime.end_message import EndNotes
 from megarl.trainer.failed_step import how_to_see_samples
 

@@ -95,11 +95,16 @@ class LeavingEngine(HostedRole):
         if self.has_left and self.engine.failure is not None:
             try:
                 self.engine.restart()
-            except (EngineDied, EngineFailed, ValueError) as error:
+            except (EngineDied, EngineFailed, ValueError, OSError) as error:
                 return str(error)
             self.recorder.use(self.engine.inference)
             self.is_joining = True
         return ""
+
+    @without_engine(lambda: None)
+    def forget_requests(self) -> None:
+        """Forget all unfinished requests. An engine that has ended meanwhile leaves, if it may."""
+        self.stream.abort()
 
     @without_engine(lambda: None)
     def prepare_sync(self) -> None:

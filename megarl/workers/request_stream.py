@@ -209,7 +209,8 @@ class RequestStream:
 
     def abort(self) -> None:
         """Forget all unfinished requests."""
-        self._engine.inference.abort([*self._answers])
+        if self._answers:
+            self._engine.inference.abort([*self._answers])
         self._clear()
 
     def give_up(self, path: Path) -> None:

@@ -439,11 +439,12 @@ class RolloutRole(PinnedEngine):
         return {}
 
     def shut_down(self) -> None:
-        if self.stream is not None:
-            if self.has_engine:
-                self.stream.abort()
-            self.recorder.close()
-        if self.episodes is not None:
-            self.episodes.close()
-        if self.engine is not None:
-            self.engine.shutdown()
+        try:
+            if self.stream is not None and self.has_engine:
+                self.forget_requests()
+        finally:
+            for part in (self.recorder, self.episodes):
+                if part is not None:
+                    part.close()
+            if self.engine is not None:
+                self.engine.shutdown()

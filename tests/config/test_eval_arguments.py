@@ -221,6 +221,9 @@ def test_errors_come_together_and_say_what_works(model, tmp_path, started, capsy
     ):
         (line,) = errors(capsys, "--model", model, "--eval-data", data, "--out", out)
         assert line.startswith(f"--out ({out}):") and advice in line
+    assert errors(capsys, "--model", model, "--eval-data", data, "--out", data) == [
+        f"--out ({data}): is a file of --eval-data. Try --out {Path(data).with_stem('rows-samples')}."
+    ]
     assert started == []
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from megarl.config.hf_families import FAMILIES
 from megarl.config.schema import StreamingConfig
 from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.hf_weights import load_hf
+from megarl.messages import encode
 from megarl.rollout import engine_process, patience
 from megarl.rollout.draws import draw_key
 from megarl.rollout.engine import Response
@@ -443,3 +445,30 @@ def test_a_process_that_hangs_while_it_starts_is_ended(tmp_path, monkeypatch):
     with pytest.raises(EngineHangs, match="did not answer within"):
         RemoteEngine(options(tmp_path))
     assert started[0].returncode == -signal.SIGKILL
+
+
+def test_a_process_that_outlives_its_kill_does_not_hold_up_its_rank(caplog):
+    """A call into a driver or a file system may keep it."""
+    waits, closed = [], []
+
+    def wait(timeout: float) -> None:
+        waits.append(timeout)
+        raise subprocess.TimeoutExpired("engine", timeout)
+
+    engine = engine_process.RemoteEngine.__new__(engine_process.RemoteEngine)
+    engine._rank, engine._connection = 3, SimpleNamespace(close=lambda: closed.append(True))
+    engine._process = SimpleNamespace(kill=lambda: None, wait=wait, pid=17)
+    engine.kill()
+    assert waits == [10.0] and closed and "[rank 3] the engine's process 17 has not ended" in caplog.text
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_ends_silently_when_its_rank_ends_in_a_call():
+    """The rank says why it ended."""
+    ours, theirs = Pipe()
+    command = [sys.executable, "-P", "-m", "megarl.rollout.engine_process"]
+    process = subprocess.Popen(command, stdin=theirs.fileno(), stderr=subprocess.PIPE, text=True)
+    theirs.close()
+    ours.send_bytes(encode(engine_process.Call(1, "no_method", [])))
+    ours.close()
+    assert process.communicate(timeout=100)[1] == "" and process.returncode == 0

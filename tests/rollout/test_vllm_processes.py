@@ -4,15 +4,23 @@ pytest tests/rollout/test_vllm_processes.py"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import select
+import signal
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from megarl.rollout import patience, vllm_processes
+from megarl.rollout.engine_errors import EngineFailed
 from megarl.rollout.patience import Patience
-from megarl.rollout.processes import EngineHangs
+from megarl.rollout.processes import EngineHangs, EngineProcesses
+from megarl.rollout.vllm_engine import VllmEngine
 from megarl.rollout.vllm_processes import VllmProcesses
 
 
@@ -78,3 +86,51 @@ def test_only_an_engine_that_has_ended_a_step_has_to_answer_in_ten_seconds():
     client.llm_engine.engine_core.outputs_queue.put("tokens")
     engine.pause()
     assert engine.patience.limit_s == 10.0
+
+
+def test_an_engine_that_is_killed_while_it_starts_has_failed(monkeypatch):
+    """It logs nothing, and vLLM's own error is a RuntimeError."""
+
+    def start(**arguments) -> None:
+        raise RuntimeError("Engine core initialization failed. Failed core proc(s): {'EngineCore': -9}")
+
+    monkeypatch.setattr(vllm_processes, "starting_engine", lambda *_: contextlib.nullcontext(start))
+    monkeypatch.setattr(vllm_processes, "engine_arguments", lambda *_: {})
+    monkeypatch.setattr(vllm_processes.dist, "get_rank", lambda: 1)
+    setup = SimpleNamespace(ranks=(1,), config=None, shape=None, num_engines=2)
+    with pytest.raises(EngineFailed, match=r"^\[rank 1\] vLLM's engine did not start: Engine core init"):
+        vllm_processes.start_process(setup, double_buffer=False)
+
+
+PARENT = "import subprocess; child = subprocess.Popen(['sleep', '300']); print(child.pid, flush=True); child.wait()"
+
+
+@pytest.mark.timeout(60)
+def test_processes_that_split_a_model_are_killed_with_their_engine():
+    """They are children of the engine's process, and one that hangs would not notice its end."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    ended = os.pidfd_open(int(parent.stdout.readline()))
+    parent.sentinel = os.pidfd_open(parent.pid)
+    try:
+        manager = SimpleNamespace(processes=[parent])
+        client = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager))
+        llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
+        EngineProcesses(llm, lambda pid, how: how).kill()
+        assert select.select([ended], [], [], 30)[0] and parent.wait(30) == -signal.SIGKILL
+    finally:
+        parent.kill()
+        os.close(ended)
+        os.close(parent.sentinel)
+
+
+def test_the_engine_core_forgets_a_request_whose_stop_string_came_outside_a_step():
+    forgotten, engine = [], VllmEngine.__new__(VllmEngine)
+    done = SimpleNamespace(request_outputs=[], reqs_to_abort=["3-ab"])
+    engine.llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(
+            output_processor=SimpleNamespace(process_outputs=lambda *_, **__: done),
+            engine_core=SimpleNamespace(abort_requests=forgotten.extend),
+        )
+    )
+    engine._receive(SimpleNamespace(outputs=[], weight_version="1"))
+    assert forgotten == ["3-ab"]

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.runtime import node_watch, node_watch_process
-from megarl.runtime.agent import agent_of
+from megarl.runtime.process_tree import agent_of
 from megarl.runtime.keep_alive import KeepAlive
 from megarl.runtime.messages import Failure
 from megarl.runtime.node_watch import Node, NodeWatch

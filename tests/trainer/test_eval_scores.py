@@ -25,6 +25,16 @@ def sample(row: int, index: int, reward: float | None, answer: str | None = None
     return EvalSample(row, index, "source", reward, answer, length=10, truncated=False)
 
 
+def test_a_sample_without_a_reward_counts_in_no_number() -> None:
+    samples = [
+        EvalSample(0, 0, "source", 1.0, None, length=10, truncated=False),
+        EvalSample(0, 1, "source", None, None, length=1000, truncated=True, failure="it hung"),
+    ]
+    scores = Scores(samples)
+    assert (scores.mean_length, scores.truncated, scores.mean.value) == (10.0, 0.0, 1.0)
+    assert scores.failed == samples[1:] and Scores(samples[1:]).mean_length == 0.0
+
+
 @pytest.mark.parametrize("n", range(1, 9))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n: int) -> None:
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.flow.events import ENGINE_CHANGED, EngineChange
+from megarl.rollout.engine_errors import EngineFailed
 from megarl.rollout.processes import EngineDied
 from megarl.workers.leaving_engine import LeavingEngine
 from megarl.workers.pinned_engine import PinnedEngine
+from megarl.workers.rollout import RolloutRole
 
 
 class Restartable:
@@ -55,6 +57,38 @@ def test_an_engine_that_fails_at_its_first_sync_after_a_start_has_left_again(rol
         assert role.events == [(ENGINE_CHANGED, EngineChange("rollout", 0, False, "the second death"))]
         assert not role.has_engine and not role.is_joining
     assert role.start_engine() == "" and role.is_joining
+
+
+@pytest.mark.parametrize("error", [EngineFailed("killed"), OSError("no memory"), ValueError("no GPU")])
+def test_an_engine_that_cannot_be_started_again_costs_the_others_nothing(role, error, monkeypatch):
+    def restart() -> None:
+        raise error
+
+    monkeypatch.setattr(role.engine, "restart", restart)
+    assert role.start_engine() == str(error) and role.has_left and not role.is_joining
+
+
+@pytest.mark.parametrize("may_leave", [True, False])
+def test_an_engine_that_has_ended_lets_its_rank_shut_down(role, may_leave, tmp_path):
+    """After the last step a job may not need it any more."""
+
+    def abort() -> None:
+        raise EngineDied("killed during the last export")
+
+    closed = []
+    role.__class__ = RolloutRole
+    role.has_left, role.engine.failure, role.engine.may_leave = False, None, may_leave
+    role.engine.leave = role.engine.shutdown = lambda *_: closed.append("engine")
+    role.config = SimpleNamespace(run=SimpleNamespace(save=str(tmp_path)))
+    role.stream = SimpleNamespace(abort=abort, give_up=lambda path: None)
+    role.recorder = SimpleNamespace(close=lambda: closed.append("recorder"))
+    role.episodes = SimpleNamespace(close=lambda: closed.append("episodes"))
+    if may_leave:
+        role.shut_down()
+    else:
+        with pytest.raises(EngineDied):
+            role.shut_down()
+    assert closed == ["engine"] * may_leave + ["recorder", "episodes", "engine"]
 
 
 def test_an_engine_that_has_left_is_not_pinned(role):

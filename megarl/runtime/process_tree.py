@@ -1,15 +1,15 @@
-"""Find the process that has started a rank: torchrun's agent, or under Ray the actor of the node.
-
-Reads /proc only, and imports no torch."""
+"""Find processes by who has started them. Reads /proc, and imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 
 def agent_of(rank_pid: int) -> int:
-    """Return the id of the process that has started a rank.
+    """Return the id of the process that has started a rank: torchrun's agent, or under Ray the actor of the
+    node.
 
     Programs between it and the rank, such as `nsys profile`, have the rank's environment and are passed over.
     Raises: OSError if the rank has ended."""
@@ -33,6 +33,19 @@ def rank_of(pid: int, run_id: str) -> int | None:
 def parent_of(pid: int) -> int:
     """Return the id of a process's parent. Raises: OSError if the process has ended."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process's children and of theirs, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if entry.name.isdigit():
+                children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
+    found = [*children.get(pid, [])]
+    for one in found:  # grows
+        found += children.get(one, [])
+    return found
 
 
 def _variables(pid: int) -> dict[str, str]:
