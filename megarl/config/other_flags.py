@@ -99,6 +99,9 @@ TRANSFORMER_REFUSED = {
     "every token goes to all of its experts: a dropped one would have other log-probs in the engine.": """
         moe_expert_capacity_factor moe_token_dropping moe_token_drop_policy
         moe_pad_expert_input_to_capacity""",
+    "norms and matrix products are in the dtype of the weights. Leave it out.": "fp32_residual_connection",
+    "megarl computes the gradient of the output layer itself. Leave it out.": """
+        defer_embedding_wgrad_compute wgrad_deferral_limit""",
     "the router sees what the engine's sees.": "moe_input_jitter_eps moe_router_force_load_balancing",
     "set --moe-routing-replay.": "moe_enable_routing_replay",
     "the experts come from --model's config.json.": "num_moe_experts num_experts moe_*",

@@ -81,13 +81,18 @@ def build_scheduler(
 ) -> OptimizerParamScheduler:
     """Build the learning-rate schedule, which advances once per training step (a step may hold several
     updates)."""
+    min_lr, decay_steps = config.min_lr, config.lr_decay_iters or train_iters
+    if config.lr_decay_style == "constant":  # Megatron reads neither, but asserts that they fit the others
+        min_lr = min(min_lr, config.lr)
+    if config.lr_decay_style == "constant" or not config.lr_decay_iters:
+        decay_steps = max(decay_steps, config.lr_warmup_iters + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
-        min_lr=config.min_lr,
+        min_lr=min_lr,
         lr_warmup_steps=config.lr_warmup_iters,
-        lr_decay_steps=config.lr_decay_iters or max(train_iters, config.lr_warmup_iters + 1),
+        lr_decay_steps=decay_steps,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

@@ -626,6 +626,8 @@ def test_megatron_transformer_fields():
 @pytest.mark.parametrize(
     "flags, reason",
     [
+        ("--fp32-residual-connection", "in the dtype of the weights"),
+        ("--defer-embedding-wgrad-compute", "computes the gradient of the output layer itself"),
         ("--qk-clip", "only Megatron's training script acts on it"),
         ("--qk-clip-alpha 0.5", "only Megatron's training script acts on it"),
         ("--qk-clip-threshold 100", "only Megatron's training script acts on it"),
