@@ -130,8 +130,8 @@ class _Loader:
     def stale_defaults(self) -> dict[str, object]:
         """The defaults of the algorithm's fields that depend on --staleness.
 
-        None for --old-log-probs engine, which a rule refuses: it would name the flags of these fields
-        instead, which nobody gave."""
+        Empty with --old-log-probs engine: the rule that refuses it would otherwise name the flags of these
+        fields, which nobody gave."""
         setting = self.settings.get(("streaming", "staleness"))
         old_log_probs = self.settings.get(("algorithm", "old_log_probs"))
         if old_log_probs is not None and old_log_probs.value == "engine":

@@ -193,21 +193,19 @@ ASYNC_PROGRAMS = ("train_async", "one_step_off_policy", "fully_async_policy")
 each, as if it were a setting."""
 
 
-NO_ENGINE_LOG_PROBS = "--old-log-probs trainer, the default, is needed with --staleness; --tis-clip corrects"
-
-
 def is_asynchronous(settings: Settings) -> bool:
     """Return whether the program samples while it trains."""
     return any(program in settings.given for program in ASYNC_PROGRAMS)
 
 
 def engine_log_probs(settings: Settings, name: str) -> Line:
-    """Return --old-log-probs engine; for asynchronous training, which refuses it, a comment.
+    """Return the flag --old-log-probs engine, or a comment for asynchronous training, which refuses the flag.
 
     Args:
         name: of the setting there."""
     if is_asynchronous(settings):
-        return Line("", note=f"{name}: {NO_ENGINE_LOG_PROBS}")
+        why = "--old-log-probs trainer, the default, is needed with --staleness; --tis-clip corrects"
+        return Line("", note=f"{name}: {why}")
     return Line("old-log-probs", "engine")
 
 

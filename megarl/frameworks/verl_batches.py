@@ -19,7 +19,7 @@ from megarl.frameworks.rows import (
 from megarl.frameworks.verl_lines import ACTOR
 
 FULLY_ASYNC = "--num-prompts = ppo_mini_batch_size x require_batches x trigger_parameter_sync_step"
-"""What is a step of fully_async_policy here."""
+"""How many prompts a step of verl's fully_async_policy has."""
 SYNC_INTERVAL = ("async_training.require_batches", "async_training.trigger_parameter_sync_step")
 """Mini-batches that fully_async_policy trains on between two updates of the engines' weights."""
 SEPARATE = (

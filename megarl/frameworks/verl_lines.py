@@ -304,13 +304,13 @@ def sizes(settings: Settings) -> Iterator[Line]:
 
 
 def engine_size(settings: Settings) -> Iterator[Line]:
-    """Yield the engine's tensor-parallel size, which transformers (rollout.name=hf) does not have."""
+    """Yield --rollout-tensor-parallel-size; nothing for rollout.name=hf, which never splits a model."""
     if key_of(settings[f"{ROLLOUT}.name"]) != "hf":
         yield Line("rollout-tensor-parallel-size", settings[f"{ROLLOUT}.tensor_model_parallel_size"])
 
 
 def groups(settings: Settings) -> Iterator[Line]:
-    """Yield the flags that leave out groups whose rewards are all equal."""
+    """Yield the flags of dynamic sampling, which replaces groups whose rewards are all equal."""
     if not settings.is_on("algorithm.filter_groups.enable"):
         return
     yield Line("dynamic-sampling")

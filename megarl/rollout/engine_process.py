@@ -424,14 +424,14 @@ class RemoteEngine(InferenceEngine):
         self._connection.close()
 
     def _wait_for_end(self) -> None:
-        """Wait for the end of a process that was killed. In a driver or a file system it may take long, and
-        the job need not wait for it."""
+        """Wait at most 10 seconds for the end of a killed process, which a GPU's driver or a file system may
+        delay."""
         try:
             self._process.wait(_ANSWER_S)
         except subprocess.TimeoutExpired:
             logger.warning(
-                "warning: [rank %d] the engine's process %d has not ended %.0f s after SIGKILL. Its GPU memory may "
-                "stay in use.",
+                "warning: [rank %d] the engine's process %d has not ended %.0f s after SIGKILL. Its GPU memory "
+                "may stay in use.",
                 *(self._rank, self._process.pid, _ANSWER_S),
             )
 

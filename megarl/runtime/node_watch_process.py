@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megarl.runtime import signing
-from megarl.runtime.process_tree import agent_of, descendants, parent_of, rank_of
+from megarl.runtime.process_tree import agent_of, children_of_all, descendants, rank_of
 from megarl.runtime.keep_alive import KeepAlive, is_cut
 from megarl.runtime.node_watch import (
     ACCEPTED,
@@ -146,14 +146,8 @@ def _kill_stopped(pids: Sequence[int]) -> None:
 
 def _ranks_of(agent: int) -> dict[int, int]:
     """Return process id -> number, for the ranks of this job that an agent has started."""
-    found, run_id = {}, os.environ.get("TORCHELASTIC_RUN_ID", "")
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if not entry.name.isdigit() or parent_of(int(entry.name)) != agent:
-                continue
-            if (number := rank_of(int(entry.name), run_id)) is not None:
-                found[int(entry.name)] = number
-    return found
+    run_id, children = os.environ.get("TORCHELASTIC_RUN_ID", ""), children_of_all().get(agent, [])
+    return {pid: number for pid in children if (number := rank_of(pid, run_id)) is not None}
 
 
 def _processes_of_ranks(agent: int) -> list[int]:

@@ -35,13 +35,19 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the ids of a process's children and of theirs, parents first."""
+def children_of_all() -> dict[int, list[int]]:
+    """Return process id -> ids of its children, for all processes of this machine that have some."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it has ended
             if entry.name.isdigit():
                 children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
+    return children
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process's children and of theirs, parents first."""
+    children = children_of_all()
     found = [*children.get(pid, [])]
     for one in found:  # grows
         found += children.get(one, [])

@@ -89,7 +89,7 @@ def test_only_an_engine_that_has_ended_a_step_has_to_answer_in_ten_seconds():
 
 
 def test_an_engine_that_is_killed_while_it_starts_has_failed(monkeypatch):
-    """It logs nothing, and vLLM's own error is a RuntimeError."""
+    """An engine that is killed logs no error, and vLLM's own is a RuntimeError."""
 
     def start(**arguments) -> None:
         raise RuntimeError("Engine core initialization failed. Failed core proc(s): {'EngineCore': -9}")
@@ -102,7 +102,12 @@ def test_an_engine_that_is_killed_while_it_starts_has_failed(monkeypatch):
         vllm_processes.start_process(setup, double_buffer=False)
 
 
-PARENT = "import subprocess; child = subprocess.Popen(['sleep', '300']); print(child.pid, flush=True); child.wait()"
+PARENT = """
+import subprocess
+child = subprocess.Popen(['sleep', '300'])
+print(child.pid, flush=True)
+child.wait()
+"""
 
 
 @pytest.mark.timeout(60)

@@ -8,7 +8,7 @@ from tests.e2e.jobs import COMMON, replace_flags
 
 SPLIT = """--actor-tensor-model-parallel-size 2 --rollout-tensor-parallel-size 1 --actor-offload parameters
 --no-reshard-alias --reshard-transport cuda-ipc""".split()
-"""Possible only where no rank reads another's memory, as with one rank per node."""
+"""Flags that are allowed only where no rank reads another's memory, as with one rank per node."""
 
 
 @pytest.fixture
