@@ -14,35 +14,40 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 
+from megarl.config.errors import ConfigError
 from megarl.doctor.facts import machine, version_errors, versions
+from megarl.inspect.arguments import Parser, number, whole
 
 _DEADLINE_S = 240.0  # of a machine that is busy; it takes about 15 s
+_PORT = 29511
+_WAIT_S = 60.0
 
 
 def main(argv: list[str]) -> int:
     """Run the command. Returns the exit code: 0; 1 if a test failed or a version is not the one that
-    megarl needs."""
-    parser = argparse.ArgumentParser(
-        "megarl doctor",
-        description="Show what this installation and machine have, and try the parts.",
-        allow_abbrev=False,
-    )
+    megarl needs. Raises: ConfigError for flags that cannot be used."""
+    parser = Parser("doctor", "Show what this installation and machine have, and try the parts.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     several = parser.add_argument_group("several machines, where this command is run on each of them")
     several.add_argument(
-        "--nnodes", type=int, default=1, metavar="N", help="try whether N machines fit together"
+        "--nnodes", type=whole(1, 2), default=1, metavar="N", help="try whether N machines fit together"
     )
     several.add_argument("--head", help="host name or address of one of them, the same on all")
     several.add_argument(
-        "--port", type=int, default=29511, help="a free port of --head (default: %(default)s)"
+        "--port", type=whole(1, 29511, at_most=65535), help=f"a free port of --head; default: {_PORT}"
     )
     several.add_argument("--folder", help="a folder that all of them should share")
     several.add_argument(
-        "--wait-s", type=float, default=60.0, help="seconds to wait for all of them (default: %(default)s)"
+        "--wait-s", type=number(1, 60), help=f"seconds to wait for all of them; default: {_WAIT_S:g}"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse(argv)
     if arguments.nnodes > 1:
-        return _check_nodes(parser, arguments)
+        return _check_nodes(arguments)
+    for flag in ("head", "port", "folder", "wait_s"):
+        if getattr(arguments, flag) is not None:
+            raise ConfigError(
+                [f"--{flag.replace('_', '-')}: has no effect without --nnodes 2 or more. Leave it out."]
+            )
     found = versions()
     report = {
         "versions": found,
@@ -61,7 +66,7 @@ def main(argv: list[str]) -> int:
     return 0 if report["ok"] else 1
 
 
-def _check_nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _check_nodes(arguments: argparse.Namespace) -> int:
     """Test this machine together with others. Returns the exit code: 0, 1 if a test failed, or 2 if the user
     must name a secret or a network interface first."""
     from megarl.doctor.nodes import Meeting, check_nodes
@@ -69,8 +74,11 @@ def _check_nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     from megarl.runtime.signing import SecretError
 
     if arguments.head is None:
-        parser.error("--head (not given): must name one of the machines, which all others reach.")
-    meeting = Meeting(arguments.nnodes, arguments.head, arguments.port, arguments.folder, arguments.wait_s)
+        raise ConfigError(
+            ["--head (not given): must name one of the machines, which all others reach. Try --head node0."]
+        )
+    port, wait_s = arguments.port or _PORT, arguments.wait_s or _WAIT_S
+    meeting = Meeting(arguments.nnodes, arguments.head, port, arguments.folder, wait_s)
     try:
         tests = check_nodes(meeting)
     except (SecretError, InterfaceError) as error:

@@ -31,7 +31,12 @@ TABLE = (
     Row("num-prompts-per-step prompts-per-step", "--num-prompts {}"),
     Row("rollout-n num-generations-per-prompt group-size samples-per-prompt", "--num-samples-per-prompt {}"),
     Row("train-batch-size mini-batch-size", "--global-batch-size {}"),
-    Row("num-ppo-epochs max-epochs", "--num-epochs {}"),
+    Row("num-ppo-epochs", "--num-epochs {}"),
+    Row(
+        "max-epochs",
+        "--num-epochs {}",
+        note="it counts passes over the samples of a step; --train-iters says how often the data is seen",
+    ),
     Row("max-token-len-per-gpu", "--max-tokens-per-micro-batch {}"),
     Row("num-gpus", "--nproc-per-node {}", note="ranks of each node"),
     Row("world-size", "--nproc-per-node {}", note="ranks of each node, of which there are --nnodes"),

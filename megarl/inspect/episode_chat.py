@@ -51,7 +51,14 @@ from megarl.role_names import suffix_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_DEFAULTS = {"env_python": None, "row": 0, "data": None, "max_turns": None, "max_context_length": None}
+_DEFAULTS = {
+    "env_python": None,
+    "row": 0,
+    "data": None,
+    "prompt_key": None,
+    "max_turns": None,
+    "max_context_length": None,
+}
 """Flags that need --env, and their defaults."""
 _PROMPT_KEY = "prompt"
 
@@ -83,6 +90,9 @@ def add_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     group.add_argument("--row", type=whole(0, 1), default=0, help="row of the data, from 0; default: 0")
     group.add_argument(
         "--data", help="file with the row; default: the run's --eval-data, or its --train-data"
+    )
+    group.add_argument(
+        "--prompt-key", help=f"column of the conversation; default: the run's, or {_PROMPT_KEY}"
     )
     group.add_argument(
         "--max-turns", type=whole(1, 5), help="answers of the model; default: the run's, or 10"
@@ -144,9 +154,9 @@ def _episodes(arguments: argparse.Namespace) -> EpisodeConfig:
 
 def row_of(arguments: argparse.Namespace) -> tuple[str, Prompt]:
     """Return the row that the flags name, and where it stands. Raises: ConfigError if there is no such row."""
-    flag, files, prompt_key = "--data", [arguments.data], _PROMPT_KEY
-    if arguments.data is None:
-        flag, files, prompt_key = _data_of_run(arguments.model)
+    flag, files = ("--data", [arguments.data]) if arguments.data else _data_of_run(arguments.model)
+    run = run_of_model(Path(arguments.model))
+    prompt_key = arguments.prompt_key or (run and argument_of(run, "prompt-key")) or _PROMPT_KEY
     named = " ".join(files)
     try:
         rows = PromptDataset.load(files, prompt_key, flag=flag, first=arguments.row + 1)
@@ -166,12 +176,12 @@ def row_of(arguments: argparse.Namespace) -> tuple[str, Prompt]:
     return f"{arguments.row} of {named}", rows[arguments.row]
 
 
-def _data_of_run(model: str) -> tuple[str, list[str], str]:
-    """Return the flag, the files and the prompt's column of the rows of the run that a model is of."""
+def _data_of_run(model: str) -> tuple[str, list[str]]:
+    """Return the flag and the files of the rows of the run that a model is of. Raises: ConfigError."""
     run = run_of_model(Path(model))
     for flag in ("eval-data", "train-data"):
         if run is not None and (files := data_files_of(run, flag)):
-            return f"--{flag} of {run}", files, argument_of(run, "prompt-key") or _PROMPT_KEY
+            return f"--{flag} of {run}", files
     raise ConfigError(
         [f"--data: --model ({model}) is of no run with data files, so name a file, e.g. --data test.jsonl."]
     )

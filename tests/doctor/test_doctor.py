@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from megarl.config.errors import ConfigError
 from megarl.doctor import facts, probe, report
 from megarl.megatron import libraries
 from tests.launch import run
@@ -183,3 +184,23 @@ def test_pairs_of_gpus_without_peer_access_are_named(count, blocked, expected, m
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in blocked)
     assert facts.peer_access() == expected
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--head node0", "--head: has no effect without --nnodes 2 or more. Leave it out."),
+        ("--nnodes 1 --wait-s 5", "--wait-s: has no effect without --nnodes 2 or more. Leave it out."),
+        ("--nnodes 2", "--head (not given): must name one of the machines"),
+        ("--nnodes 0", "--nnodes (0): must be a whole number of at least 1. Try 2."),
+        (
+            "--nnodes 2 --head a --port 70000",
+            "--port (70000): must be a whole number of at least 1 and at most 65535",
+        ),
+        ("--nnodes 2 --head a --wait-s -1", "--wait-s (-1): must be a number of at least 1. Try 60."),
+        ("--nodes 2", "--nodes: no such flag of megarl doctor. Did you mean --nnodes?"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused_before_a_probe_starts(flags, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        report.main(flags.split())

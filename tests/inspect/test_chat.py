@@ -251,13 +251,13 @@ def test_the_rows_are_those_of_the_run_s_own_flags(env, rows, open_run, tmp_path
     more.write_text(json.dumps({"prompt": [{"role": "user", "content": "3+3 ?"}]}) + "\n")
     named.write_text(json.dumps({"question": [{"role": "user", "content": "4+4 ?"}]}) + "\n")
 
-    def row(arguments: str, number: int = 0) -> tuple[str, str]:
+    def row(arguments: str, number: int = 0, **flags: str) -> tuple[str, str]:
         """Number and files of a row, and its prompt."""
         folder = tmp_path / f"run {len(list(tmp_path.iterdir()))}"
         with open_run(folder, arguments):
             pass
-        given = argparse.Namespace(model=str(folder), data=None, row=number, env=[env], env_python=None)
-        where, found = row_of(given)
+        given = {"data": None, "prompt_key": None, "row": number, "env": [env], "env_python": None, **flags}
+        where, found = row_of(argparse.Namespace(model=str(folder), **given))
         return where, found.messages[-1]["content"]
 
     assert row(f"--train-data {rows}\n--eval-data") == (f"0 of {rows}", "9+9 ?")
@@ -266,7 +266,13 @@ def test_the_rows_are_those_of_the_run_s_own_flags(env, rows, open_run, tmp_path
     assert row(several, 3) == (f"3 of {rows} {more}", "3+3 ?")
     with pytest.raises(ConfigError, match=r"--row \(4\): .*more.jsonl have 4 rows, .* Try 3\."):
         row(several, 4)
-    assert row(f"--train-data {named}\n--eval-data\n--prompt-key question") == (f"0 of {named}", "4+4 ?")
+    asks, prompts = f"--train-data {named}\n--eval-data\n--prompt-key question", f"--train-data {rows}"
+    assert row(asks) == (f"0 of {named}", "4+4 ?")
+    assert row(asks, data=str(named)) == (f"0 of {named}", "4+4 ?")
+    assert row(asks, data=str(more), prompt_key="prompt") == (f"0 of {more}", "3+3 ?")
+    assert row(prompts, data=str(named), prompt_key="question") == (f"0 of {named}", "4+4 ?")
+    with pytest.raises(ConfigError, match=r"(?s)--data: .*no column 'question' \(there: prompt"):
+        row(asks, data=str(more))
     with pytest.raises(ConfigError, match="is of no run with data files, so name a file"):
         row("--train-data\n--eval-data")
 
@@ -279,6 +285,7 @@ def test_the_rows_are_those_of_the_run_s_own_flags(env, rows, open_run, tmp_path
         (("--env", "ENV"), "is of no run with data files, so name a file, e.g. --data"),
         (("--env", "ENV", "--data", "ROWS", "--row", 3), "--row (3): .* has 3 rows, .* Try 2"),
         (("--env", "nothing.py:Env", "--data", "ROWS"), "there is no file nothing.py"),
+        (("--prompt-key", "question"), "--prompt-key: has no effect without --env"),
     ],
 )
 def test_flags_of_an_environment_that_cannot_be(flags, says, model, chat, env, rows):

@@ -185,6 +185,12 @@ def test_a_metric_that_a_job_does_not_report_is_named(load, tmp_path):
     assert found["step_s"] == 3.5
 
 
+def test_rewards_that_a_job_has_not_logged_are_named(load, tmp_path):
+    bench = load("bench_jobs")
+    found = bench.summary(tmp_path, steps_of(bench, 3, 4))
+    assert found["missing"] == ["reward_std"] and "reward_std" not in found
+
+
 def command_of(bench, monkeypatch, job: str, folder: Path, model: Path, *, small: bool) -> list[str]:
     """Return the command that bench_jobs.py starts for a job."""
     started = []

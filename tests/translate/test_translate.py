@@ -350,6 +350,7 @@ def test_flags_of_the_tables_exist(name, capsys):
         ("--adv_estimator remax", "Try --algorithm remax instead."),
         ("--adv_estimator unheard_of", "Try --algorithm grpo instead."),
         ("--kl_cov_ratio 2e-4", "Try --cov-share 2e-4 instead."),
+        ("--max_epochs 2", "--train-iters says how often the data is seen. Try --num-epochs 2 instead."),
         (
             "--remote-rm-url http://h/score",
             "write a function that asks the server: --reward-function FILE.py:NAME",

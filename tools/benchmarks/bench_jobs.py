@@ -132,20 +132,23 @@ def summary(save: Path, rows: list[dict]) -> dict:
             "updates look too fast."
         }
     missing = [key for key in COLUMNS.values() if not all(key in row for row in rows)]
+    missing += ["reward_std"] if deviation is None else []
     medians = {
         name: round(median(row[key] for row in rows), 6)
         for name, key in COLUMNS.items()
         if key not in missing
     }
-    return medians | {"reward_std": deviation} | ({"missing": missing} if missing else {})
+    found = {} if deviation is None else {"reward_std": deviation}
+    return medians | found | ({"missing": missing} if missing else {})
 
 
 def reward_std(rollouts: Path, steps: list[int]) -> float | None:
     """Return the mean standard deviation of rewards within the groups that these steps have logged, or None
-    if no group has two rewards."""
+    if no group has two rewards, as with --num-rollouts-to-log 0."""
     groups = defaultdict(list)
     for step in steps:
-        for line in (rollouts / f"step_{step:06d}.jsonl").read_text().splitlines():
+        file = rollouts / f"step_{step:06d}.jsonl"
+        for line in file.read_text().splitlines() if file.exists() else ():
             sample = json.loads(line)
             if sample["reward"] is not None:
                 groups[step, sample["row"]].append(sample["reward"])
