@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.launch import without_warning_of_cores
+
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 START_WITHIN_S = 240.0  # until the fault: imports and set-up on two busy cores; 10 s on free ones
@@ -203,7 +205,8 @@ class Job:
             time.sleep(0.2)
             left = [name for name in left if name in self._left_in_shared_memory()]
         self.end()
-        return Outcome(seconds, exit_code, self.stdout(), self.stderr(), orphans, left)
+        stderr = without_warning_of_cores(self.stderr())
+        return Outcome(seconds, exit_code, self.stdout(), stderr, orphans, left)
 
     def _left_in_shared_memory(self) -> list[str]:
         new = self._shared_memory() - self._shm_before
