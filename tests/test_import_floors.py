@@ -1,7 +1,7 @@
 """Imports go down only, and no file imports in a circle. Imports inside functions and under TYPE_CHECKING
 count.
 
-    cli -> new, evaluate, env_serve -> evaluation -> inspect -> train, convert, doctor, translate -> trainer
+    cli -> new, evaluate, env_serve, doctor -> evaluation -> inspect -> train, convert, translate -> trainer
     -> workers, checks, tools -> megatron, rollout, data, rewards, episodes -> checkpoint -> algorithms,
     reshard -> batch_invariants -> batch, invariants, loggers, gate_limits -> config, flow, runtime,
     collectives -> kernels, _C, packing, metrics, role_names, messages, files, futures, frameworks, ranges ->
@@ -43,10 +43,10 @@ FLOORS = (
     ("megatron", "rollout", "data", "rewards", "episodes"),
     ("workers", "checks", "tools"),
     ("trainer",),
-    ("train", "convert", "doctor", "translate"),
+    ("train", "convert", "translate"),
     ("inspect",),  # converts a checkpoint before a chat
     ("evaluation",),  # converts one too
-    ("evaluate", "new", "env_serve"),  # train with another driver; has the parser and the errors of inspect
+    ("evaluate", "new", "env_serve", "doctor"),  # have inspect's parser; evaluate runs train
     ("cli",),  # starts each of them
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
