@@ -54,7 +54,7 @@ def run(
 
 
 def without_warning_of_cores(output: str) -> str:
-    """Return what a job has printed without the warning that a machine of one core gives a job of two ranks."""
+    """Return a job's output without the warning that the machine has fewer cores than the job has ranks."""
     return re.sub(
         r"^warning: --nproc-per-node \(\d+\): this machine has .*\n", "", output, flags=re.MULTILINE
     )

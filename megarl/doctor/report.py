@@ -19,8 +19,7 @@ from megarl.doctor.facts import machine, version_errors, versions
 from megarl.inspect.arguments import Parser, number, whole
 
 _DEADLINE_S = 240.0  # of a machine that is busy; it takes about 15 s
-_PORT = 29511
-_WAIT_S = 60.0
+_PORT, _WAIT_S = 29511, 60.0
 
 
 def main(argv: list[str]) -> int:
@@ -34,11 +33,11 @@ def main(argv: list[str]) -> int:
     )
     several.add_argument("--head", help="host name or address of one of them, the same on all")
     several.add_argument(
-        "--port", type=whole(1, 29511, at_most=65535), help=f"a free port of --head; default: {_PORT}"
+        "--port", type=whole(1, _PORT, at_most=65535), help=f"a free port of --head; default: {_PORT}"
     )
     several.add_argument("--folder", help="a folder that all of them should share")
     several.add_argument(
-        "--wait-s", type=number(1, 60), help=f"seconds to wait for all of them; default: {_WAIT_S:g}"
+        "--wait-s", type=number(1, _WAIT_S), help=f"seconds to wait for all of them; default: {_WAIT_S:g}"
     )
     arguments = parser.parse(argv)
     if arguments.nnodes > 1:

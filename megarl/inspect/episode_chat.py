@@ -154,9 +154,12 @@ def _episodes(arguments: argparse.Namespace) -> EpisodeConfig:
 
 def row_of(arguments: argparse.Namespace) -> tuple[str, Prompt]:
     """Return the row that the flags name, and where it stands. Raises: ConfigError if there is no such row."""
-    flag, files = ("--data", [arguments.data]) if arguments.data else _data_of_run(arguments.model)
-    run = run_of_model(Path(arguments.model))
-    prompt_key = arguments.prompt_key or (run and argument_of(run, "prompt-key")) or _PROMPT_KEY
+    run, prompt_key = run_of_model(Path(arguments.model)), arguments.prompt_key
+    if prompt_key is None:
+        prompt_key = (run and argument_of(run, "prompt-key")) or _PROMPT_KEY
+    flag, files = "--data", [arguments.data]
+    if arguments.data is None:
+        flag, files = _data_of_run(arguments.model, run)
     named = " ".join(files)
     try:
         rows = PromptDataset.load(files, prompt_key, flag=flag, first=arguments.row + 1)
@@ -176,9 +179,9 @@ def row_of(arguments: argparse.Namespace) -> tuple[str, Prompt]:
     return f"{arguments.row} of {named}", rows[arguments.row]
 
 
-def _data_of_run(model: str) -> tuple[str, list[str]]:
-    """Return the flag and the files of the rows of the run that a model is of. Raises: ConfigError."""
-    run = run_of_model(Path(model))
+def _data_of_run(model: str, run: Path | None) -> tuple[str, list[str]]:
+    """Return the data files of the run that a model comes from, and the flag that named them there.
+    Raises: ConfigError if there are none."""
     for flag in ("eval-data", "train-data"):
         if run is not None and (files := data_files_of(run, flag)):
             return f"--{flag} of {run}", files

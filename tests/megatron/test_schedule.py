@@ -18,7 +18,7 @@ from megarl.megatron.optimizer import build_scheduler
     ],
 )
 def test_a_constant_rate_takes_what_has_no_effect_on_it(values):
-    """As a warning says. A critic may have it from the flags of all roles."""
+    """--min-lr and --lr-decay-iters do nothing then. A critic may get them from the flags of all roles."""
     optimizer = SimpleNamespace(param_groups=[{"params": []}])
     scheduler = build_scheduler(OptimizerConfig(lr=1e-6, **values), optimizer, train_iters=100)
     warmup = values.get("lr_warmup_iters", 0)

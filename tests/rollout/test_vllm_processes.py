@@ -89,7 +89,7 @@ def test_only_an_engine_that_has_ended_a_step_has_to_answer_in_ten_seconds():
 
 
 def test_an_engine_that_is_killed_while_it_starts_has_failed(monkeypatch):
-    """An engine that is killed logs no error, and vLLM's own is a RuntimeError."""
+    """vLLM raises a plain RuntimeError then, and its log has no error."""
 
     def start(**arguments) -> None:
         raise RuntimeError("Engine core initialization failed. Failed core proc(s): {'EngineCore': -9}")
