@@ -36,17 +36,19 @@ def write_hf(
     config_folder: Path,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
+    tokenizer: Path | None = None,
 ) -> None:
     """Write *.safetensors, their index if there are several, and all files of `config_folder` except weights.
 
     Args:
         dtype: None: that of each tensor in the source.
+        tokenizer: where the tokenizer is copied from. Default: `config_folder`.
     Raises: CheckpointError if there is no room; ValueError or OSError if reading or writing fails. `folder`
         is then not there."""
     entries = _entries(source, shape, dtype)
     _check_room(folder, entries)
     shards = _shards(entries, "model", max_shard_bytes)
-    with new_model_folder(folder, config_folder, shape, _main_dtype(entries)) as partial:
+    with new_model_folder(folder, config_folder, shape, _main_dtype(entries), tokenizer) as partial:
         for file, names in shards.filename_to_tensors.items():
             write_tensors(partial / file, [entries[name] for name in names])
         write_index(partial, shards)

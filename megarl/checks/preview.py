@@ -17,20 +17,21 @@ from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
 from megarl.config.rules_files import DATA_SUFFIXES
 from megarl.config.schema import TrainConfig
-from megarl.data.columns import Needs, parse_row
+from megarl.data.columns import Needs, parse_row, text_of
 from megarl.data.encoder import PromptEncoder
 from megarl.data.env_rows import rows_errors
 from megarl.data.hints import hint_errors
 from megarl.data.prompts import PromptDataset
 from megarl.data.quick_tokenizer import load_quickly
 from megarl.data.readers import UnreadableFile, read_rows
-from megarl.data.tokenizer import check_vocabulary
+from megarl.data.rendering import Turns
+from megarl.data.tokenizer import check_vocabulary, tokenizer_of
 from megarl.data.tokenizer_base import Tokenizer
 from megarl.rewards.routing import ROUTES, route
 
 NUM_ROWS = 64
-_NO_PROMPTS = ("data_source", "ability", "answer", "response", "solution")
-"""Text columns that are not prompts."""
+_PROMPTS = ("prompt", "messages", "question", "problem", "instruction", "query", "input", "text", "context")
+"""Names, or parts of names, of columns that may be prompts."""
 
 
 @dataclass
@@ -61,6 +62,7 @@ def preview(config: TrainConfig) -> Preview:
                 encoder.check_prompt_lengths(config.sampling.max_prompt_length, flag)
                 lengths = [len(ids) for ids in encoder.prompts(range(len(dataset)))]
                 seen.lines.append(f"{flag}: prompts of {_range_of(lengths)} tokens in {dataset.counted_rows}")
+                seen.notes += _answer_notes(config, flag, encoder, len(dataset))
                 seen.notes += _length_notes(config, flag, dataset, tokenizer)
                 if lost := lost_characters(tokenizer, _texts(dataset)):
                     seen.notes.append(lost_note(flag, _tokenizer_flag(config), lost))
@@ -71,13 +73,30 @@ def preview(config: TrainConfig) -> Preview:
     return seen
 
 
+def _answer_notes(config: TrainConfig, flag: str, encoder: PromptEncoder, num_rows: int) -> Iterator[str]:
+    """Encode the answers that are trained on, and yield a note where the chat template writes their context
+    otherwise. Raises: ValueError for a row that cannot be trained on."""
+    algorithm = algorithm_of(config)
+    needs = "response" if flag == "--sft-data" else None if algorithm.needs_rollout else algorithm.row_needs
+    turns: Turns = "last"
+    if needs == "response" and flag != "--sft-data":
+        turns = config.algorithm.train_turns
+    columns = {"response": ("response",), "labelled": ("response",), None: ()}.get(
+        needs, ("chosen", "rejected")
+    )
+    for column in columns:
+        encoder.answers(range(num_rows), column, turns, flag)
+        if note := encoder.differences(column, turns, flag):
+            yield note
+
+
 def _length_notes(
     config: TrainConfig, flag: str, dataset: PromptDataset, tokenizer: Tokenizer
 ) -> Iterator[str]:
     """Yield a note if every ground truth is longer than a response may be.
 
     Programs' tests are JSON, which no response repeats, so such ground truths are not compared."""
-    answers = [row.ground_truth or "" for row in dataset]
+    answers = [row.ground_truth if isinstance(row.ground_truth, str) else "" for row in dataset]
     if flag == "--sft-data" or not config.algorithm.needs_rollout or not uses_rule_reward(config):
         return
     if any(answer.lstrip()[:1] in ("", "{", "[") for answer in answers):
@@ -145,7 +164,7 @@ def _better_column(config: TrainConfig, flag: str, files: Sequence[str], needs: 
     fits = [
         column
         for column in row
-        if column not in _NO_PROMPTS
+        if any(name in column.lower() for name in _PROMPTS)
         and not parse_row({**row, "messages": None, "question": None, column: row[column]}, column, needs)[1]
     ]
     near = [*difflib.get_close_matches(config.data.prompt_key, fits, n=1), *fits]
@@ -157,8 +176,8 @@ def _texts(dataset: PromptDataset) -> Iterator[str]:
     """Yield the texts of the rows that the model reads or learns."""
     for row in dataset:
         messages = [{"content": row.messages}] if isinstance(row.messages, str) else row.messages
-        yield from (message["content"] for message in messages)
-        yield from (text for text in (row.response, row.chosen, row.rejected) if text is not None)
+        answers = (answer for answer in (row.response, row.chosen, row.rejected) if answer is not None)
+        yield from (text_of(message) for message in (*messages, *answers))
 
 
 def _tokenizer_flag(config: TrainConfig) -> str:
@@ -178,7 +197,7 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
     if not Path(path).exists() or shape is None and not config.model.tokenizer_model:
         return None
     try:
-        tokenizer = load_quickly(path, flag)
+        tokenizer = load_quickly(path, flag) if shape is None else tokenizer_of(config.model, load_quickly)
         if tokenizer is None:
             seen.lines.append(
                 f"{flag} ({path}): has no tokenizer.json; only transformers can read it, which "
@@ -187,29 +206,27 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
             return None
         if shape is not None:
             check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
-            seen.errors += _special_ids(config, shape, tokenizer)
+            _special_ids(config, shape, tokenizer, seen)
     except ValueError as error:
         seen.errors.append(_with_flag(str(error), flag, path))
         return None
     return tokenizer
 
 
-def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer) -> Errors:
-    """Yield an error if the end-of-sequence ids of model and tokenizer disagree.
-
-    Engines stop at the model's ids, and fine-tuning ends its responses with the tokenizer's id."""
+def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer, seen: Preview) -> None:
+    """Add an error for an end-of-sequence id of the model that its vocabulary does not have, and a note if the chat
+    template ends turns with another token than the model's."""
     source, ids = Path(config.model.model) / "config.json", shape.eos_token_ids
-    flag = _tokenizer_flag(config)
     if above := [index for index in ids if index >= shape.vocab_size]:
-        yield (
+        seen.errors.append(
             f"--model ({config.model.model}): eos_token_id ({above[0]}) is not below vocab_size "
             f"({shape.vocab_size}). Correct {source}."
         )
-    elif ids and tokenizer.eos_token_id not in ids and not config.algorithm.needs_rollout:
-        yield (
-            f"{flag}: ends responses with token {tokenizer.eos_token_id}, and the model's eos_token_id is "
-            f"{' '.join(map(str, ids))}: what is learnt would stop no engine. Add {tokenizer.eos_token_id} "
-            f"to eos_token_id in {source.with_name('generation_config.json')}."
+    elif tokenizer.turn_end not in ids:
+        seen.notes.append(
+            f"{_tokenizer_flag(config)}: turns end with token {tokenizer.turn_end}, which is not among the model's "
+            f"eos_token_id ({' '.join(map(str, ids)) or 'none'}). Engines stop there too, and hf/generation_config.json "
+            "will have it"
         )
 
 

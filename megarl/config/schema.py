@@ -38,6 +38,15 @@ class ModelConfig(Section):
     """Folder of the Hugging Face model to start from: config.json, *.safetensors, tokenizer files."""
     tokenizer_model: str | None = None
     """Folder with a Hugging Face tokenizer, or a SentencePiece *.model file. Default: the --model folder."""
+    chat_template_args: Annotated[
+        dict[str, object],
+        Rule(
+            lambda names: not {"messages", "tools", "add_generation_prompt", "tagged"} & {*names},
+            "must not name messages, tools or add_generation_prompt, which rows and megarl give.",
+        ),
+    ] = field(default_factory=dict)
+    """What the chat template reads besides messages, as JSON, e.g. '{"enable_thinking": false}'. A row's own
+    `chat_template_kwargs` go over it."""
     random_init: bool = False
     """Start from random weights with the shape in --model's config.json instead of loading *.safetensors."""
     critic_model: str | None = None

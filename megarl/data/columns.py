@@ -4,7 +4,10 @@ problems.
     {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5-1 ?"}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "17"}, "extra_info": {"split": "train", "index": 0}}
 
-Fine-tuning rows have `response` (str) besides `prompt`, or `messages` with the assistant's turn last.
+Fine-tuning rows have `response` or `completion` besides `prompt`, or `messages` with the assistant's turn last, which
+a prompt may stand beside. An answer is a string or a message, also one with `tool_calls` in place of `content`.
+
+`tools` (a list in OpenAI's form, or its JSON text) and `chat_template_kwargs` are for the chat template.
 
 Preference rows have `chosen` and `rejected`: strings, or messages with the assistant's turn last. Such messages
 may begin with the prompt, and then need no column for it. `score_chosen` and `score_rejected` are optional. Labelled
@@ -17,16 +20,18 @@ thousands separators.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+Message = dict[str, Any]
 _WANTED_MESSAGES = 'a non-empty list of {"role": str, "content": str}, or a string'
 _WANTED_TEXT = "a string that is not empty"
 _WANTED_ANSWER = "a string that is not empty, or messages with the assistant's turn last"
-CALLS_AS_TEXT = "the calls in `content`, as the model writes them, and no field `tool_calls`"
+_WANTED_TOOLS = "a list of tools in OpenAI's form, or its JSON text"
 _SCORES = ("score_chosen", "score_rejected")
 Needs = Literal["ground_truth", "response", "pair", "scored_pair", "labelled"] | None
 """Part that a row must have besides its prompt. A pair is `chosen` and `rejected`; a scored one has
@@ -46,32 +51,43 @@ class Prompt:
     """Position in the dataset: 0 .. len(dataset) - 1, counted over all files in order."""
     data_source: str = ""
     """Source of the row, which selects the reward under --reward auto; "" if the row has none."""
-    messages: tuple[dict[str, Any], ...] | str = ()
+    messages: tuple[Message, ...] | str = ()
     """The conversation so far, for the chat template; a string is encoded without one."""
-    ground_truth: str | None = None
-    response: str | None = None
-    """The answer that supervised fine-tuning learns, without end-of-sequence."""
+    ground_truth: Any = None
+    """The right answer: a string for rewards of megarl, any JSON value for a function of the user's."""
+    response: Message | None = None
+    """The assistant's message that supervised fine-tuning learns."""
     extra_info: dict[str, Any] = field(default_factory=dict)
-    chosen: str | None = None
-    """The preferred answer of a pair, without end-of-sequence."""
-    rejected: str | None = None
+    chosen: Message | None = None
+    """The assistant's message that is preferred in a pair."""
+    rejected: Message | None = None
     score_chosen: float | None = None
     """Score of the preferred answer, for algorithms that read scores."""
     score_rejected: float | None = None
     label: bool | None = None
     """Whether the response, which is the column `completion`, is desirable."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Tools that the chat template shows to the model."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """What else the chat template reads, over --chat-template-args."""
 
     @property
     def columns(self) -> dict[str, Any]:
         """The row in verl's columns, as environments get it."""
         prompt = self.messages if isinstance(self.messages, str) else list(self.messages)
-        return {
+        for_template = {"tools": [*self.tools], "chat_template_kwargs": self.template_arguments}
+        return {name: value for name, value in for_template.items() if value} | {
             "data_source": self.data_source,
             "prompt": prompt,
             "reward_model": {"ground_truth": self.ground_truth},
             "extra_info": self.extra_info,
             "index": self.index,
         }
+
+
+def text_of(message: Message) -> str:
+    """Return the content of a message; "" beside tool calls without one."""
+    return message["content"] or ""
 
 
 def parse_row(row: dict[str, Any], prompt_key: str, needs: Needs) -> tuple[Prompt, list[str]]:
@@ -84,8 +100,11 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: Needs) -> tuple[Promp
     """
     problems = _Problems(row)
     parsed = Prompt()
-    parsed.data_source = problems.check("data_source", row.get("data_source"), str, "a string") or ""
-    parsed.extra_info = problems.check("extra_info", row.get("extra_info"), dict, "an object") or {}
+    is_sampled = needs in (None, "ground_truth")
+    """Whether answers are sampled and rewarded; fine-tuning does not read the columns for rewards."""
+    of_rewards = problems if is_sampled else _Problems(row)
+    parsed.data_source = of_rewards.check("data_source", row.get("data_source"), str, "a string") or ""
+    parsed.extra_info = of_rewards.check("extra_info", row.get("extra_info"), dict, "an object") or {}
     answer = "completion" if needs == "labelled" else "chosen"
     has_context = isinstance(row.get(answer), list) and row.get(prompt_key) is row.get("messages") is None
     if not (has_context and needs in ("pair", "scored_pair", "labelled", None)):
@@ -94,9 +113,9 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: Needs) -> tuple[Promp
         _read_labelled(row, prompt_key, parsed, problems)
     else:
         _read_pair(row, prompt_key, parsed, problems, needs)
-    _read_ground_truth(row, parsed, problems)
-    if row.get("response") is not None and needs != "labelled":
-        parsed.response = problems.check("response", row["response"], str, _WANTED_TEXT)
+    _read_ground_truth(row, parsed, of_rewards, needs)
+    _read_response(row, prompt_key, parsed, problems if needs == "response" else _Problems(row), needs)
+    _read_template_columns(row, parsed, problems)
     content = {
         "data_source": parsed.data_source,
         prompt_key: parsed.messages,
@@ -114,8 +133,13 @@ def parse_row(row: dict[str, Any], prompt_key: str, needs: Needs) -> tuple[Promp
         and not problems.about("reward_model", "answer")
     ):
         problems.missing("reward_model.ground_truth", "the right answer as a string")
-    if needs == "response" and parsed.response is None and not problems.about("response", "messages"):
-        problems.missing("response", 'a string (or "messages" with the assistant\'s turn last)')
+    if (
+        needs == "response"
+        and not parsed.response
+        and not problems.about("response", "completion", "messages")
+    ):
+        wanted = 'a string (or "messages" with the assistant\'s turn last, or a "completion")'
+        problems.missing("response", wanted)
     return parsed, problems.texts
 
 
@@ -157,7 +181,9 @@ class _Problems:
 def _read_prompt(
     row: dict[str, Any], prompt_key: str, parsed: Prompt, problems: _Problems, needs: Needs
 ) -> None:
-    if row.get(prompt_key) is not None:
+    has_answer = row.get("response") is not None or row.get("completion") is not None
+    is_conversation = needs == "response" and not has_answer and isinstance(row.get("messages"), list)
+    if row.get(prompt_key) is not None and not is_conversation:
         parsed.messages = _messages(row[prompt_key], prompt_key, problems)
     elif row.get("messages") is not None:
         parsed.messages = _messages(row["messages"], "messages", problems)
@@ -167,15 +193,58 @@ def _read_prompt(
             and parsed.messages[-1]["role"] == "assistant"
         ):
             *before, answer = parsed.messages
-            parsed.messages, parsed.response = tuple(before), answer["content"] or None
-            if needs == "response":
-                _refuse_calls(answer, f"messages.{len(before)}", problems)
+            parsed.messages = tuple(before)
+            if _says_something(answer):
+                parsed.response = answer
+            elif needs == "response":
+                problems.wrong(f"messages.{len(before)}", answer, "an answer with a text or tool calls")
             if not before:
                 problems.wrong("messages", row["messages"], "a prompt before the assistant's turn")
     elif isinstance(row.get("question"), str) and isinstance(row.get("answer"), str):
         _read_published_gsm8k(row, parsed)
     else:
         problems.missing(prompt_key, f"{_WANTED_MESSAGES} (or GSM8K's own question and answer)")
+
+
+def _read_response(
+    row: dict[str, Any], prompt_key: str, parsed: Prompt, problems: _Problems, needs: Needs
+) -> None:
+    """Read the answer of a fine-tuning row that stands in a column of its own."""
+    column = next((name for name in ("response", "completion") if row.get(name) is not None), None)
+    if column is None or needs == "labelled" or column == "completion" and needs != "response":
+        return
+    context, answer = _read_answer(row, column, problems)
+    if needs == "response":
+        _check_context(context, column, prompt_key, parsed.messages, problems)
+        parsed.messages = context or parsed.messages
+    parsed.response = None if context and needs != "response" else answer
+
+
+def _read_template_columns(row: dict[str, Any], parsed: Prompt, problems: _Problems) -> None:
+    """Read what the chat template gets besides messages. A string may be the JSON text of either."""
+    tools, arguments = (_of_json(row.get(name)) for name in ("tools", "chat_template_kwargs"))
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        problems.wrong("tools", row["tools"], _WANTED_TOOLS)
+    elif tools:
+        parsed.tools = tuple(tools)
+    if arguments and (not isinstance(arguments, dict) or {"messages", "tools", "tagged"} & arguments.keys()):
+        problems.wrong("chat_template_kwargs", arguments, "an object without messages and tools")
+    elif arguments:
+        parsed.template_arguments = {n: v for n, v in arguments.items() if n != "add_generation_prompt"}
+
+
+def _of_json(value: object) -> object:
+    """Return the value of a JSON text; another value, or another text, as it is."""
+    if isinstance(value, str) and value.strip():
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            pass
+    return value
+
+
+def _says_something(answer: Message) -> bool:
+    return bool(answer["content"] or answer.get("tool_calls"))
 
 
 def _read_pair(
@@ -243,47 +312,40 @@ def _read_labelled(row: dict[str, Any], prompt_key: str, parsed: Prompt, problem
 
 def _read_answer(
     row: dict[str, Any], column: str, problems: _Problems
-) -> tuple[tuple[dict[str, Any], ...], str | None]:
-    """Return the messages before an answer of a pair, and its text."""
+) -> tuple[tuple[Message, ...], Message | None]:
+    """Return the messages before an answer, and the assistant's message."""
     value = row.get(column)
     if value is None:
         problems.missing(column, _WANTED_ANSWER)
     elif isinstance(value, str) and value:
-        return (), value
-    elif not isinstance(value, list) or not value:
+        return (), {"role": "assistant", "content": value}
+    elif not isinstance(value := [value] if isinstance(value, dict) else value, list) or not value:
         problems.wrong(column, value, _WANTED_ANSWER)
     elif messages := _messages(value, column, problems):
         assert isinstance(messages, tuple)
         *before, answer = messages
-        if answer["role"] == "assistant" and answer["content"]:
-            _refuse_calls(answer, f"{column}.{len(before)}", problems)
-            return tuple(before), answer["content"]
+        if answer["role"] == "assistant" and _says_something(answer):
+            return tuple(before), answer
         problems.wrong(f"{column}.{len(before)}", answer, "the assistant's turn, with a text, at the end")
     return (), None
-
-
-def _refuse_calls(answer: dict[str, Any], column: str, problems: _Problems) -> None:
-    """Record a problem if an answer to train on has tool calls beside its text: only its text is trained."""
-    if answer.get("tool_calls"):
-        problems.wrong(f"{column}.tool_calls", answer["tool_calls"], CALLS_AS_TEXT)
 
 
 def _read_published_gsm8k(row: dict[str, Any], parsed: Prompt) -> None:
     parsed.data_source = parsed.data_source or "openai/gsm8k"
     parsed.messages = ({"role": "user", "content": f"{row['question']} {GSM8K_INSTRUCTION}"},)
-    parsed.response = row["answer"] or None
+    parsed.response = {"role": "assistant", "content": row["answer"]} if row["answer"] else None
     parsed.extra_info = {"question": row["question"], "answer": row["answer"], **parsed.extra_info}
     _, marker, final = row["answer"].rpartition("####")
     parsed.ground_truth = final.replace(",", "").strip() or None if marker else None
 
 
-def _read_ground_truth(row: dict[str, Any], parsed: Prompt, problems: _Problems) -> None:
+def _read_ground_truth(row: dict[str, Any], parsed: Prompt, problems: _Problems, needs: Needs) -> None:
     wanted = 'an object, e.g. {"style": "rule", "ground_truth": "17"}'
     reward_model = problems.check("reward_model", row.get("reward_model"), dict, wanted)
     if reward_model and reward_model.get("ground_truth") is not None:
-        parsed.ground_truth = problems.check(
-            "reward_model.ground_truth", reward_model["ground_truth"], str, _WANTED_TEXT
-        )
+        parsed.ground_truth = value = reward_model["ground_truth"]
+        if needs == "ground_truth":
+            parsed.ground_truth = problems.check("reward_model.ground_truth", value, str, _WANTED_TEXT)
 
 
 def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str, Any], ...] | str:
@@ -297,11 +359,17 @@ def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str
             problems.wrong(f"{column}.{position}", message, '{"role": str, "content": str}')
             return ()
         for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
+            may_be_null = name == "content" and message.get("tool_calls")
+            if not isinstance(message.get(name), str) and not (may_be_null and message.get(name) is None):
                 problems.wrong(f"{column}.{position}.{name}", message.get(name), "a string")
                 return ()
-    # Clients of OpenAI's API write null for a field that a message has not, and templates look for the name.
-    return tuple({name: part for name, part in message.items() if part is not None} for message in value)
+    # Clients of OpenAI's API write null for a field that a message has not, and templates look for the name. But
+    # they look for a content that is null beside tool calls.
+    return tuple(
+        {n: part for n, part in message.items() if part is not None}
+        | ({} if message.get("content") is not None else {"content": None})
+        for message in value
+    )
 
 
 def _shown(text: str, most: int) -> str:

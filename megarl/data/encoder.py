@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megarl.data.prompts import PromptDataset
+from megarl.data.rendering import RowSample, Turns, difference, encode_parts, parts_of
 from megarl.data.tokenizer import Tokenizer
 
 _NUM_LONG_ROWS_SHOWN = 5
 
 
 class PromptEncoder:
-    """Encodes rows of a dataset as token ids and keeps them, so that each row is encoded once."""
+    """Encodes rows of a dataset as token ids. It keeps those of prompts, so that each is encoded once."""
 
     def __init__(self, tokenizer: Tokenizer, dataset: PromptDataset):
         self._tokenizer, self._dataset = tokenizer, dataset
         # 4 bytes per token: lists of Python ints would take ten times as much.
         self._prompts: dict[int, array[int]] = {}
-        self._responses: dict[int, array[int]] = {}
-        self._chosen: dict[int, array[int]] = {}
-        self._rejected: dict[int, array[int]] = {}
 
     def prompts(self, rows: Sequence[int]) -> list[list[int]]:
         """Return the token ids of the prompts in these rows, up to and including the assistant's header."""
-        return self._encoded(rows, self._prompts, "messages", self._tokenizer.encode_prompts)
-
-    def responses(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the token ids of the responses in these rows, without end-of-sequence.
-
-        The dataset must have been loaded with needs="response"."""
-        return self._encoded(rows, self._responses, "response", self._tokenizer.encode_responses)
-
-    def pairs(self, rows: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """Return the token ids of the chosen and the rejected answer of these rows, without end-of-sequence.
-
-        The dataset must have been loaded with needs="pair"."""
-        encode = self._tokenizer.encode_responses
-        chosen = self._encoded(rows, self._chosen, "chosen", encode)
-        return list(zip(chosen, self._encoded(rows, self._rejected, "rejected", encode), strict=True))
-
-    def _encoded(
-        self,
-        rows: Sequence[int],
-        known: dict[int, array[int]],
-        field: str,
-        encode: Callable[[list], list[list[int]]],
-    ) -> list[list[int]]:
-        """Return the token ids of a field of these rows. Encodes rows that are not known yet."""
+        known, tokenizer = self._prompts, self._tokenizer
         new = [row for row in dict.fromkeys(rows) if row not in known]
-        ids = encode([getattr(self._dataset[row], field) for row in new])
+        prompts = [self._dataset[row] for row in new]
+        texts = [tokenizer.render(one.messages, one.tools, one.template_arguments) for one in prompts]
+        ids = tokenizer.encode_rendered(texts, [isinstance(one.messages, str) for one in prompts])
         known |= {row: array("i", of_row) for row, of_row in zip(new, ids, strict=True)}
         return [known[row].tolist() for row in rows]
+
+    def answers(
+        self, rows: Sequence[int], column: str = "response", turns: Turns = "last", flag: str = "--train-data"
+    ) -> list[RowSample]:
+        """Return the samples of rows with an answer, as the chat template writes the conversation.
+
+        Args:
+            column: name of the answer in a `Prompt`: response, chosen or rejected.
+            turns: the answers that are trained on.
+        Raises: ValueError naming the place of a row that cannot be trained on as the template writes it."""
+        parts = []
+        for row in rows:
+            prompt = self._dataset[row]
+            try:
+                parts.append(parts_of(self._tokenizer, prompt, getattr(prompt, column), turns))
+            except ValueError as error:
+                raise ValueError(f"{flag}: {self._dataset.places([row])[0]}: {error}") from error
+        return encode_parts(self._tokenizer, parts)
+
+    def differences(self, column: str, turns: Turns, flag: str) -> str | None:
+        """Return a note on the rows whose samples differ from what the chat template writes for the whole
+        conversation; None if none does."""
+        rows = enumerate(self._dataset)
+        found = {row: difference(self._tokenizer, one, getattr(one, column), turns) for row, one in rows}
+        differing = [row for row, words in found.items() if words]
+        if not differing:
+            return None
+        first = f"{self._dataset.places(differing[:1])[0]}: {found[differing[0]]}"
+        return f"{flag}: the context of answers in {len(differing)} of {self._dataset.counted_rows}: {first}"
 
     def check_prompt_lengths(self, max_prompt_length: int, flag: str = "--train-data") -> None:
         """Encode every row before training starts, and raise ValueError if a prompt is longer than allowed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from megarl.data.chat_template import compile_template
 from megarl.data.tokenizer_base import ChatTemplate, Tokenizer
 
 
@@ -44,12 +45,15 @@ class HFTokenizer(Tokenizer):
         first = self.hugging_face("")["input_ids"][:1]
         self.bos = first if first == [self.hugging_face.bos_token_id] else []
 
-    @property
+    @functools.cached_property
     def template(self) -> ChatTemplate | None:
-        if self.hugging_face.chat_template is None:
-            return None
-        render = self.hugging_face.apply_chat_template
-        return functools.partial(render, add_generation_prompt=True, tokenize=False)
+        source, special = self.hugging_face.chat_template, self.hugging_face.special_tokens_map
+        return source and compile_template(source, f"the chat template in {self.name}", **special)
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        added = self.hugging_face.added_tokens_decoder
+        return {str(token): index for index, token in added.items() if token.special}
 
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:  # transformers would return no list of lists

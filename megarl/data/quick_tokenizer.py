@@ -88,11 +88,18 @@ class QuickTokenizer(Tokenizer):
         if source is None:
             source = self._config.get("chat_template")
         if isinstance(source, list):  # several templates, by name
-            named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-            source = named.get("default")
-        if not isinstance(source, str):
+            source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        if not isinstance(source, str) and not isinstance(source, dict):
             return None
         return compile_template(source, f"the chat template in {self.name}", **self._special)
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        named = {*self._special.values()}
+        return {
+            token.content: index for index, token in added.items() if token.special or token.content in named
+        }
 
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

@@ -49,8 +49,10 @@ class SentencePieceTokenizer(Tokenizer):
             )
         self.pad_token_id = self.eos_token_id if pieces.pad_id() < 0 else pieces.pad_id()
         self.bos = [] if bos < 0 else [bos]
-        self._control_ids = {pieces.id_to_piece(i): i for i in range(self.vocab_size) if pieces.is_control(i)}
-        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        self.special_tokens = {
+            pieces.id_to_piece(i): i for i in range(self.vocab_size) if pieces.is_control(i)
+        }
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._control_pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
         file = os.path.join(os.path.dirname(path), "chat_template.jinja")
         source = read_text(file)
@@ -71,8 +73,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
         for part in self._control_pattern.split(text):
-            if part in self._control_ids:
-                ids.append(self._control_ids[part])
+            if part in self.special_tokens:
+                ids.append(self.special_tokens[part])
             elif part:
                 ids += self._pieces.encode(part)
         return ids

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megarl.config.hf_config import ModelShape
+from megarl.config.reward_models import read_model_config
 from megarl.data.tokenizer_base import Tokenizer
+from megarl.files.writing import writing
+
+if TYPE_CHECKING:
+    from megarl.config.schema import ModelConfig
 
 
 def load_tokenizer(
@@ -45,6 +54,45 @@ def load_tokenizer(
         from megarl.data.hf_tokenizer import HFTokenizer as load_folder
 
     return load_folder(path, flag)
+
+
+def tokenizer_of(
+    model: ModelConfig, load: Callable[[str, str], Tokenizer | None] = load_tokenizer
+) -> Tokenizer | None:
+    """Return the tokenizer of a job, which gives its chat template what --chat-template-args says; None if
+    `load` returns None.
+
+    Raises: ValueError as `load_tokenizer`; ConfigError for a model whose config.json cannot be used."""
+    flag = "--tokenizer-model" if model.tokenizer_model else "--model"
+    tokenizer = load(model.tokenizer_model or model.model, flag)
+    if tokenizer is not None:
+        tokenizer.template_arguments = model.chat_template_args
+        tokenizer.end_ids = ModelShape.load(model.model).eos_token_ids
+    return tokenizer
+
+
+def pad_of(model: str, tokenizer: Tokenizer) -> int:
+    """Return the id of padding of a reward model that is trained from this folder: that of its config.json, else the
+    tokenizer's, with which it is exported."""
+    pad = read_model_config(model).get("pad_token_id")
+    return tokenizer.pad_token_id if pad is None else pad
+
+
+def complete_export(folder: Path, model: ModelConfig, is_classifier: bool) -> None:
+    """Write what a job's tokenizer means for an exported model: the token that ends a turn into the end-of-sequence
+    ids of its generation_config.json, and for a classifier the id of padding into its config.json."""
+    tokenizer = tokenizer_of(model)
+    assert tokenizer is not None
+    changes: list[tuple[str, str, object]] = []
+    if tokenizer.turn_end not in tokenizer.end_ids:
+        changes.append(("generation_config.json", "eos_token_id", [*tokenizer.end_ids, tokenizer.turn_end]))
+    if is_classifier:
+        changes.append(("config.json", "pad_token_id", pad_of(model.model, tokenizer)))
+    for file, name, value in changes:
+        path = folder / file
+        content = json.loads(path.read_text()) if path.exists() else {}
+        with writing(path):
+            path.write_text(json.dumps(content | {name: value}, indent=2) + "\n")
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int, model: str) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 Messages = Sequence[dict[str, Any]] | str
 ChatTemplate = Callable[..., str]
-"""Renders a list of messages, and tools=... in OpenAI's form if there are some."""
+"""Renders a list of messages; see `compile_template`."""
+OPEN, CLOSE = "\U000f0001", "\U000f0002"
+"""Characters of no text, around what a template's {% generation %} marks."""
+MARK = "\u241fanswer\u241f"
+"""A text in the place of an answer, to find what a chat template writes behind it."""
 
 
 class Tokenizer(ABC):
@@ -27,6 +33,12 @@ class Tokenizer(ABC):
     """The beginning-of-sequence id if the tokenizer starts its texts with one, else []."""
     template: ChatTemplate | None
     """Renders messages as text, up to and including the assistant's header."""
+    template_arguments: Mapping[str, Any] = MappingProxyType({})
+    """What the template reads besides messages and tools, by name: --chat-template-args."""
+    special_tokens: Mapping[str, int]
+    """Text -> id of the special tokens, such as <|im_end|>."""
+    end_ids: Sequence[int] = ()
+    """The model's own end-of-sequence ids."""
 
     @abstractmethod
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]:
@@ -39,7 +51,10 @@ class Tokenizer(ABC):
         Ids >= vocab_size are left out too. A model with a padded vocabulary can sample them."""
 
     def encode_prompts(
-        self, prompts: Sequence[Messages], tools: Sequence[dict[str, Any]] = ()
+        self,
+        prompts: Sequence[Messages],
+        tools: Sequence[dict[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
         """Return the token ids of each prompt, which is a list of messages or a string.
 
@@ -47,12 +62,42 @@ class Tokenizer(ABC):
         token, unless the string has it already: a user may have rendered the template before.
 
         Args:
-            tools: tools that the chat template shows to the model, in OpenAI's form."""
-        texts = [self.render(prompt, tools) for prompt in prompts]
+            tools: tools that the chat template shows to the model, in OpenAI's form.
+            arguments: what else the template reads, over `template_arguments`."""
+        texts = [self.render(prompt, tools, arguments) for prompt in prompts]
+        return self.encode_rendered(texts, [isinstance(prompt, str) for prompt in prompts])
+
+    def encode_rendered(self, texts: Sequence[str], are_raw: Sequence[bool]) -> list[list[int]]:
+        """Return the token ids of rendered prompts. Those that are raw, not rendered, begin with the
+        beginning-of-sequence token."""
         return [
-            self.bos + ids if isinstance(prompt, str) and ids[:1] != self.bos else ids
-            for prompt, ids in zip(prompts, self.encode_responses(texts), strict=True)
+            self.bos + ids if is_raw and ids[:1] != self.bos else ids
+            for is_raw, ids in zip(are_raw, self.encode_responses(texts), strict=True)
         ]
+
+    @functools.cached_property
+    def turn_tail(self) -> str:
+        """The text that the chat template writes behind an answer; "" without a template."""
+        return self._behind_answer()
+
+    @functools.cached_property
+    def turn_end(self) -> int:
+        """Id of the token that ends an answer: what the chat template writes behind one, or an end-of-sequence id
+        of the model with which it begins the next turn, as GLM's; else the tokenizer's end of sequence."""
+        ends = {text: index for text, index in self.special_tokens.items() if index in self.end_ids}
+        user = {"role": "user", "content": "?"}
+        for behind, tokens in ((self.turn_tail, self.special_tokens), (self._behind_answer(user), ends)):
+            if found := [text for text in tokens if behind.lstrip().startswith(text)]:
+                return self.special_tokens[max(found, key=len)]
+        return self.eos_token_id
+
+    def _behind_answer(self, *following: dict[str, Any]) -> str:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *following]
+        try:
+            _, found, rest = self.render(turns, is_answered=True).rpartition(MARK)
+        except ValueError:  # no template, or one that refuses this conversation
+            return ""
+        return rest if found else ""
 
     def encode_prompt(self, prompt: Messages) -> list[int]:
         return self.encode_prompts([prompt])[0]
@@ -63,8 +108,20 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_batch([ids])[0]
 
-    def render(self, messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Return the text that is encoded for a prompt: through the chat template, or the string as it is."""
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[dict[str, Any]] = (),
+        arguments: Mapping[str, Any] | None = None,
+        is_answered: bool = False,
+        is_tagged: bool = False,
+    ) -> str:
+        """Return the text that is encoded for a prompt: through the chat template, or the string as it is.
+
+        Args:
+            arguments: what the row has for the template, over `template_arguments`.
+            is_answered: whether the messages end with an answer, so that no header for one follows.
+            is_tagged: whether OPEN and CLOSE mark what the template's {% generation %} marks."""
         if isinstance(messages, str):
             return messages
         if self.template is None:
@@ -72,9 +129,10 @@ class Tokenizer(ABC):
                 f"the tokenizer in {self.name} has no chat template, but the prompts are lists of messages. "
                 "Put a chat_template.jinja into that folder, or make the prompt column a string."
             )
+        given = {**self.template_arguments, **(arguments or {})}
+        flags = {"add_generation_prompt": not is_answered, "tagged": is_tagged}
         try:
-            given = {"tools": list(tools)} if tools else {}
-            return self.template(list(messages), **given)
+            return self.template(list(messages), **given | flags, **({"tools": list(tools)} if tools else {}))
         except Exception as error:  # a foreign template: its own error, or any error of the Python under it
             raise ValueError(
                 f"the chat template in {self.name} refuses the prompt {list(messages)!r:.500}: "

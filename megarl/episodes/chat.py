@@ -7,19 +7,26 @@ therefore returns only what the template puts behind the last answer."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 Message = dict[str, Any]
+Arguments = Mapping[str, Any] | None
+"""What a chat template reads besides messages and tools, by name."""
 _MARKER = "\u241fanswer{}\u241f"
 
 
 class Tokenizer(Protocol):
     """The methods of a tokenizer that a conversation uses; see megarl/data/tokenizer_base.py."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str: ...
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), arguments: Arguments = None
+    ) -> str: ...
     def encode_prompts(
-        self, prompts: Sequence[Sequence[Message]], tools: Sequence[Message] = ()
+        self,
+        prompts: Sequence[Sequence[Message]],
+        tools: Sequence[Message] = (),
+        arguments: Arguments = None,
     ) -> list[list[int]]: ...
     def encode_responses(self, texts: Sequence[str]) -> list[list[int]]: ...
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]: ...
@@ -36,18 +43,25 @@ class Chat:
         self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
         self._stop_ids = self._eos_ids.union(stop_ids)
 
-    def encode(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), arguments: Arguments = None
+    ) -> list[int]:
         """Return the ids of a first prompt, up to and including the assistant's header.
 
         Raises: ValueError if the chat template refuses the messages."""
-        return self._tokenizer.encode_prompts([list(messages)], tools)[0]
+        return self._tokenizer.encode_prompts([list(messages)], tools, arguments)[0]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of an answer, without special tokens."""
         return self._tokenizer.decode_batch([ids])[0]
 
     def suffix(
-        self, before: Sequence[Message], new: Sequence[Message], last_id: int, tools: Sequence[Message] = ()
+        self,
+        before: Sequence[Message],
+        new: Sequence[Message],
+        last_id: int,
+        tools: Sequence[Message] = (),
+        arguments: Arguments = None,
     ) -> list[int]:
         """Return the ids between the last sampled id and the first id of the next answer: the end of the
         model's turn, the new messages, and the assistant's header.
@@ -63,7 +77,7 @@ class Chat:
         marker = _unused_marker(new)
         # without its tool calls, which a template may write behind the marker, or in its place
         answer = {name: value for name, value in before[-1].items() if name != "tool_calls"}
-        text = self._render(before[:-1], [{**answer, "content": marker}, *new], tools)
+        text = self._render(before[:-1], [{**answer, "content": marker}, *new], tools, arguments)
         _, found, rest = text.rpartition(marker)
         if not found:
             raise ValueError("the chat template leaves out the model's last answer, so nothing can follow it")
@@ -74,20 +88,20 @@ class Chat:
         is_sampled = last_id == ids[end] or last_id in self._eos_ids
         return ids[end + 1 :] if is_sampled else ids[end:]
 
-    def _render(self, before: Sequence[Message], rest: Sequence[Message], tools: Sequence[Message]) -> str:
+    def _render(self, before: Sequence[Message], rest: Sequence[Message], *given: Any) -> str:
         """Return the text of a conversation; what stands before `rest` may be shorter than it is.
 
         Some templates demand that users and the assistant alternate, answers with `tool_calls` excepted.
         Answers are kept as texts, calls included, so such a template refuses a second round of tools. It gets
         the last user's message, and what is before the first, alone."""
         try:
-            return self._tokenizer.render([*before, *rest], tools)
+            return self._tokenizer.render([*before, *rest], *given)
         except ValueError:
             users = [at for at, message in enumerate(before) if message["role"] == "user"]
             short = [*before[: users[0]], before[users[-1]]] if users else []
             if not users or len(short) == len(before):
                 raise
-            return self._tokenizer.render([*short, *rest], tools)
+            return self._tokenizer.render([*short, *rest], *given)
 
 
 def _unused_marker(messages: Sequence[Message]) -> str:

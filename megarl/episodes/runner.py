@@ -196,7 +196,7 @@ class Play:
     def _append(self, episode: Episode, reply: Reply) -> list[TurnRecord] | None:
         """Open the turns that a reply asks for. Returns as `_continue` does."""
         if episode.session is None:
-            episode.session = Session(self._chat)
+            episode.session = Session(self._chat, episode.row)
         session = episode.session
         try:
             turns = _open(session, reply)
@@ -267,7 +267,7 @@ def _open(session: Session, reply: Reply) -> list[TurnRecord]:
     request = reply.request
     if request is None:
         parent = session.answered[-1] if session.answered else None
-        return session.open(reply.messages, parent, reply.tools)
+        return session.open(reply.messages, parent, reply.tools or None)
     if request.token_ids is not None:
         turns = session.open_ids(request.token_ids, request.count)
     else:

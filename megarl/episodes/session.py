@@ -15,8 +15,10 @@ the first branch that has it, and is context in the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 from megarl.episodes.chat import Chat, Message
 
@@ -81,8 +83,13 @@ class Branch:
 class Session:
     """The turns of one episode."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, row: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Begin without turns.
+
+        Args:
+            row: row of the data, which may have `tools` and `chat_template_kwargs` for the chat template."""
         self._chat = chat
+        self._tools, self._arguments = row.get("tools") or (), row.get("chat_template_kwargs")
         self.turns: list[TurnRecord] = []
         """All turns, in the order in which they were asked for."""
         self.answered: list[TurnRecord] = []
@@ -106,7 +113,7 @@ class Session:
         self,
         messages: Sequence[Message],
         parent: TurnRecord | None = None,
-        tools: Sequence[Message] = (),
+        tools: Sequence[Message] | None = None,
         count: int = 1,
     ) -> list[TurnRecord]:
         """Return new turns that are not in the session yet, for `count` answers to the same messages.
@@ -114,12 +121,14 @@ class Session:
         Args:
             messages: those of a new conversation, or those that follow the parent's answer.
             parent: a turn with an answer.
-            tools: tools that the chat template shows to the model, in OpenAI's form.
+            tools: tools that the chat template shows to the model, in OpenAI's form. None: those of the row.
         Raises: ValueError if the chat template refuses the messages."""
+        tools = self._tools if tools is None else tools
         if parent is None:
-            added = prompt = self._chat.encode(messages, tools)
+            added = prompt = self._chat.encode(messages, tools, self._arguments)
         else:
-            added = self._chat.suffix(parent.conversation, messages, parent.sampled[-1], tools)
+            last = parent.sampled[-1]
+            added = self._chat.suffix(parent.conversation, messages, last, tools, self._arguments)
             prompt = [*parent.prompt, *parent.sampled, *added]
         return self._turns(count, parent, added, prompt, messages, tools)
 

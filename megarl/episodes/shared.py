@@ -63,14 +63,14 @@ class SharedPlay(Play):
         """Open the turn that a reply asks an actor for; None if this ends the episode."""
         record, seat = episode.seats[actor], self._seats[actor]
         if record.session is None:
-            record.session = Session(seat.chat)
+            record.session = Session(seat.chat, episode.row)
         session = record.session
         if len(session.turns) >= seat.limits.max_turns:
             episode.finish = "turns"
             return None
         parent = session.answered[-1] if session.answered else None
         try:
-            (turn,) = session.open(reply.messages, parent, reply.tools)
+            (turn,) = session.open(reply.messages, parent, reply.tools or None)
         except ValueError as error:
             episode.fail("refused", f"messages of {actor}: {error}")
             return None

@@ -52,7 +52,7 @@ def load_model(
             ]
         ) from error
     own = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    ends = {tokenizer.eos_token_id, tokenizer.turn_end, *(own if isinstance(own, list) else [own])} - {None}
     # The folder's own defaults, such as top_k, would draw otherwise than training does.
     model.generation_config = GenerationConfig(
         do_sample=arguments.temperature > 0,

@@ -17,16 +17,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.config.errors import ConfigError
 from megarl.data.columns import Prompt
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset, read_prompts
 from megarl.data.readers import UnreadableFile
+from megarl.data.rendering import difference, encode_parts, parts_of
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.inspect.data_arguments import DataArguments, parse
 from megarl.inspect.progress import Progress
-from megarl.inspect.models import base_model, checkpoint_of, model_folder
+from megarl.inspect.models import base_model, checkpoint_of, model_folder, tokenizer_of_run
 from megarl.inspect.terminal import block, fold, width, write
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
@@ -45,6 +47,15 @@ class Files:
     """File and line of each prompt."""
     unusable: list[str] = field(default_factory=list)
     """Place and problems of each row that training refuses."""
+    told: str | None = None
+    """How the first sample differs from what the chat template writes for its whole conversation."""
+
+
+class Answer(NamedTuple):
+    """What a job trains on of a row: the text as the chat template writes it, and its token ids."""
+
+    text: str
+    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -52,10 +63,10 @@ class Tokens:
     """Token ids of all usable rows, as a job reads them."""
 
     prompts: list[list[int]]
-    responses: dict[int, list[int]]
-    """Row -> its response with end-of-sequence, if it has one."""
-    pairs: dict[int, tuple[list[int], list[int]]]
-    """Row -> its chosen and its rejected answer with end-of-sequence, if it has them."""
+    responses: dict[int, Answer]
+    """Row -> its response, if it has one."""
+    pairs: dict[int, tuple[Answer, Answer]]
+    """Row -> its chosen and its rejected answer, if it has them."""
     ground_truths: dict[int, int]
     """Row -> number of tokens of its ground truth, if that is an answer and no JSON object."""
 
@@ -66,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         files = _read(arguments, progress)
         progress.text = "loading the tokenizer"
         tokenizer = _tokenizer(arguments)
-        tokens = _encode(files.prompts, tokenizer, progress)
+        tokens = _encode(files, tokenizer, arguments, progress)
     shown = _rows_to_show(arguments, len(files.prompts))
     columns = width()
     write(_folded(_report(files, tokens, arguments), columns))
@@ -76,8 +87,11 @@ def main(argv: Sequence[str]) -> int:
     return 2 if files.unusable or too_long else 0
 
 
-def _encode(prompts: list[Prompt], tokenizer: Tokenizer, progress: Progress) -> Tokens:
-    """Return the token ids of all rows. Raises: ConfigError if the chat template fails for a row."""
+def _encode(files: Files, tokenizer: Tokenizer, arguments: DataArguments, progress: Progress) -> Tokens:
+    """Return the token ids of all rows. Rows whose answers cannot be trained on become unusable.
+
+    Raises: ConfigError if the chat template fails for a prompt."""
+    prompts = files.prompts
     encoder = PromptEncoder(tokenizer, PromptDataset(prompts))
     prompt_ids: list[list[int]] = []
     try:
@@ -87,17 +101,10 @@ def _encode(prompts: list[Prompt], tokenizer: Tokenizer, progress: Progress) -> 
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     progress.text = "encoding the responses and ground truths"
-    answered = [row for row, prompt in enumerate(prompts) if prompt.response is not None]
-    # as fine-tuning learns them: with the end-of-sequence token
-    responses = {
-        row: [*ids, tokenizer.eos_token_id]
-        for row, ids in zip(answered, encoder.responses(answered), strict=True)
-    }
-    paired = [row for row, prompt in enumerate(prompts) if prompt.chosen is not None]
-    pairs = {
-        row: ([*chosen, tokenizer.eos_token_id], [*rejected, tokenizer.eos_token_id])
-        for row, (chosen, rejected) in zip(paired, encoder.pairs(paired), strict=True)
-    }
+    responses, chosen, rejected = (
+        _answers(files, tokenizer, column, arguments) for column in ("response", "chosen", "rejected")
+    )
+    pairs = {row: (answer, rejected[row]) for row, answer in chosen.items() if row in rejected}
     answers = {
         row: prompt.ground_truth for row, prompt in enumerate(prompts) if _is_answer(prompt.ground_truth)
     }
@@ -105,11 +112,30 @@ def _encode(prompts: list[Prompt], tokenizer: Tokenizer, progress: Progress) -> 
     return Tokens(prompt_ids, responses, pairs, dict(zip(answers, lengths, strict=True)))
 
 
-def _is_answer(ground_truth: str | None) -> bool:
+def _answers(files: Files, tokenizer: Tokenizer, column: str, arguments: DataArguments) -> dict[int, Answer]:
+    """Return row -> its answer in a column, as a job trains on it. Rows that no job can train on, and the first one
+    whose context the chat template writes otherwise, are noted."""
+    found, turns = {}, arguments.turns if column == "response" else "last"
+    for row, prompt in enumerate(files.prompts):
+        if (answer := getattr(prompt, column)) is None or arguments.needs == "ground_truth":
+            continue
+        try:
+            parts = parts_of(tokenizer, prompt, answer, turns)
+            told = files.told or difference(tokenizer, prompt, answer, turns)
+        except ValueError as error:
+            files.unusable.append(f"{files.places[row]}: {error}")
+            continue
+        files.told = told if not told or files.told else f"{_named(files, row)}: {told}"
+        (sample,) = encode_parts(tokenizer, [parts])
+        found[row] = Answer("".join(part.text for part in parts[1:]), sample.response)
+    return found
+
+
+def _is_answer(ground_truth: object) -> bool:
     """Return whether a ground truth is a text that a response may repeat. The tests of a program are a JSON
     object, which no response repeats."""
-    if ground_truth is None or not ground_truth.lstrip().startswith("{"):
-        return ground_truth is not None
+    if not isinstance(ground_truth, str) or not ground_truth.lstrip().startswith("{"):
+        return isinstance(ground_truth, str)
     try:
         return not isinstance(json.loads(ground_truth), dict)
     except (ValueError, RecursionError):
@@ -141,10 +167,15 @@ def _read(arguments: DataArguments, progress: Progress) -> Files:
 def _tokenizer(arguments: DataArguments) -> Tokenizer:
     path, flag = arguments.tokenizer_model, "--tokenizer-model"
     if path is None:
-        folder = model_folder(arguments.model)
-        path, flag = str(folder or base_model(checkpoint_of(Path(arguments.model)))), "--model"
+        folder, flag = model_folder(arguments.model), "--model"
+        if folder is None:
+            checkpoint = checkpoint_of(Path(arguments.model))
+            folder = tokenizer_of_run(checkpoint) or base_model(checkpoint)
+        path = str(folder)
     try:
-        return load_tokenizer(path, flag)
+        tokenizer = load_tokenizer(path, flag)
+        tokenizer.template_arguments = arguments.chat_template_args
+        return tokenizer
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
@@ -172,7 +203,7 @@ def _report(files: Files, tokens: Tokens, arguments: DataArguments) -> Iterator[
     yield "filled columns"
     yield from (f"  {line}" for line in _filled(files.prompts))
     lengths = [len(ids) for ids in tokens.prompts]
-    responses = {row: len(ids) for row, ids in tokens.responses.items()}
+    responses = {row: len(answer.ids) for row, answer in tokens.responses.items()}
     answers = tokens.ground_truths
     yield "tokens"
     yield f"  prompt: {_quantiles(lengths)}"
@@ -180,7 +211,7 @@ def _report(files: Files, tokens: Tokens, arguments: DataArguments) -> Iterator[
         yield f"  response, with end-of-sequence: {_quantiles(list(responses.values()))}"
     for side, name in enumerate(("chosen", "rejected")):
         if tokens.pairs:
-            lengths_of_side = [len(pair[side]) for pair in tokens.pairs.values()]
+            lengths_of_side = [len(pair[side].ids) for pair in tokens.pairs.values()]
             yield f"  {name}, with end-of-sequence: {_quantiles(lengths_of_side)}"
     if answers:
         shortest, longest = min(answers.values()), max(answers.values())
@@ -190,6 +221,8 @@ def _report(files: Files, tokens: Tokens, arguments: DataArguments) -> Iterator[
     yield from _too_long(files, lengths, arguments.max_prompt_length, "max_prompt_length" in defaults)
     is_default = "max_response_length" in defaults
     yield from _too_long_for_responses(files, responses, answers, arguments.max_response_length, is_default)
+    if files.told:
+        yield f"context: {files.told}"
     yield from _duplicates(files)
     if tokens.pairs:
         equal = [row for row, (chosen, rejected) in tokens.pairs.items() if chosen == rejected]
@@ -276,7 +309,9 @@ def _duplicates(files: Files) -> Iterator[str]:
     for rows in rows_of.values():
         if len(rows) > 1:
             answers = {
-                (prompt.ground_truth, prompt.response, prompt.chosen, prompt.rejected)
+                json.dumps(
+                    [prompt.ground_truth, prompt.response, prompt.chosen, prompt.rejected], default=str
+                )
                 for prompt in (files.prompts[row] for row in rows)
             }
             named = ", ".join(_named(files, row) for row in rows[:_NUM_LISTED])
@@ -319,15 +354,13 @@ def _row_lines(files: Files, row: int, tokenizer: Tokenizer, tokens: Tokens, col
     prompt, ids, response = files.prompts[row], tokens.prompts[row], tokens.responses.get(row)
     yield ""
     yield from fold(f"-- {_named(files, row)} | {prompt.data_source or 'no data_source'}", columns)
-    yield from block("prompt as the model reads it", tokenizer.render(prompt.messages), columns)
+    text = tokenizer.render(prompt.messages, prompt.tools, prompt.template_arguments)
+    yield from block("prompt as the model reads it", text, columns)
     yield from block(f"token ids ({len(ids)})", " ".join(map(str, ids)), columns)
-    if response is not None:
-        yield from block("response", prompt.response, columns)
-        yield from block(f"token ids ({len(response)})", " ".join(map(str, response)), columns)
-    for side, (name, text) in enumerate((("chosen", prompt.chosen), ("rejected", prompt.rejected))):
-        if text is not None:
-            answer = tokens.pairs[row][side]
-            yield from block(name, text, columns)
-            yield from block(f"token ids ({len(answer)})", " ".join(map(str, answer)), columns)
+    answers = {"response": response} | dict(zip(("chosen", "rejected"), tokens.pairs.get(row, ())))
+    for name, answer in answers.items():
+        if answer is not None:
+            yield from block(name, answer.text, columns)
+            yield from block(f"token ids ({len(answer.ids)})", " ".join(map(str, answer.ids)), columns)
     if prompt.ground_truth is not None:
-        yield from block("ground truth", prompt.ground_truth, columns)
+        yield from block("ground truth", str(prompt.ground_truth), columns)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
 from typing import TYPE_CHECKING
 
 from megarl.config.errors import ConfigError, raise_errors
@@ -13,6 +15,7 @@ from megarl.inspect.arguments import Parser, whole
 if TYPE_CHECKING:
     from megarl.config.schema import TrainConfig
     from megarl.data.prompts import Needs
+    from megarl.data.rendering import Turns
 
 _LENGTHS = SamplingConfig()
 _LENGTH_NAMES = frozenset({"max_prompt_length", "max_response_length"})
@@ -41,6 +44,7 @@ class DataArguments:
 
     Args:
         needs: the part that every row of the job must have besides the prompt; None: no other part.
+        turns: the answers that the job trains on.
         default_lengths: names of the two lengths that neither the command line nor a job's args file gives.
         rows: number of rows to show from the first on, if `row` is None.
         row: the rows to show."""
@@ -53,6 +57,8 @@ class DataArguments:
     max_response_length: int = _LENGTHS.max_response_length
     default_lengths: frozenset[str] = _LENGTH_NAMES
     needs: Needs = None
+    turns: Turns = "last"
+    chat_template_args: Mapping[str, object] = field(default_factory=dict)
     rows: int = 3
     row: Sequence[int] | None = None
 
@@ -87,6 +93,9 @@ def _parser(description: str) -> Parser:
     )
     parser.add_argument("--model", help="a Hugging Face folder or a run, for its tokenizer")
     parser.add_argument("--tokenizer-model", help="the tokenizer, if it is not in --model")
+    parser.add_argument(
+        "--chat-template-args", type=json.loads, help="what the chat template reads besides, as JSON"
+    )
     parser.add_argument("--prompt-key", help="column of the prompt; default: prompt")
     parser.add_argument("--max-prompt-length", type=whole(1, prompt), help=f"tokens; default: {prompt}")
     parser.add_argument("--max-response-length", type=whole(1, response), help=f"tokens; default: {response}")
@@ -116,6 +125,8 @@ def _of_job(jobs: Sequence[str]) -> DataArguments:
         max_response_length=config.sampling.max_response_length,
         default_lengths=_LENGTH_NAMES - {name.replace("-", "_") for name in names},
         needs=_needs(config) if "algorithm" in names else None,
+        turns=getattr(config.algorithm, "train_turns", "last"),
+        chat_template_args=config.model.chat_template_args,
     )
 
 

@@ -125,6 +125,13 @@ def base_model(checkpoint: Path) -> Path:
     return Path(base)
 
 
+def tokenizer_of_run(checkpoint: Path) -> Path | None:
+    """Return the tokenizer that the run of a checkpoint has trained with, if it is not that of its model."""
+    number = number_of(kind_and_suffix(checkpoint.name)[1])
+    path = actor_argument_of(run_of(checkpoint), "tokenizer-model", number)
+    return Path(path) if path and path != "none" else None
+
+
 @contextlib.contextmanager
 def exported(name: str, within: str | None = None) -> Iterator[Path]:
     """Yield the Hugging Face folder of --model. A checkpoint is exported into a temporary folder first.
@@ -148,7 +155,8 @@ def exported(name: str, within: str | None = None) -> Iterator[Path]:
         try:
             source = open_weights(checkpoint, shape)
             source.check()
-            write_hf(Path(temporary, "hf"), source, shape, base, source.dtype, _MAX_SHARD_BYTES)
+            out = Path(temporary, "hf")
+            write_hf(out, source, shape, base, source.dtype, _MAX_SHARD_BYTES, tokenizer_of_run(checkpoint))
         except (ValueError, OSError) as error:
             raise ConfigError([f"--model ({name}): {error}"]) from error
         yield Path(temporary, "hf")

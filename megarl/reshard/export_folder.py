@@ -25,8 +25,7 @@ from megarl.files.writing import writing
 from megarl.reshard.hf_folder import INDEX
 
 logger = logging.getLogger(__name__)
-_COPIED_FILES = (
-    "generation_config.json",
+_TOKENIZER_FILES = (
     "tokenizer*",
     "vocab.*",
     "merges.txt",
@@ -83,12 +82,23 @@ def _clean_up(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_model_folder(folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype) -> Iterator[Path]:
-    """Yield a `new_folder` that has everything of the folder `source` but the weights."""
+def new_model_folder(
+    folder: Path, source: Path, shape: ModelShape, dtype: torch.dtype, tokenizer: Path | None = None
+) -> Iterator[Path]:
+    """Yield a `new_folder` that has everything of the folder `source` but the weights.
+
+    Args:
+        tokenizer: folder or SentencePiece file of the tokenizer. Default: that of `source`."""
     with new_folder(folder, "config.json", "an exported model") as partial:
-        for path in {path for pattern in _COPIED_FILES for path in source.glob(pattern)}:
-            with writing(partial / path.name):
-                shutil.copy2(path, partial)
+        own = source if tokenizer is None else tokenizer if tokenizer.is_dir() else tokenizer.parent
+        names = {path: path.name for pattern in _TOKENIZER_FILES for path in own.glob(pattern)}
+        if tokenizer is not None and tokenizer.is_file():
+            names = {path: name for path, name in names.items() if name.startswith("chat_template")}
+            names[tokenizer] = "tokenizer.model"
+        for path, name in (names | {source / "generation_config.json": "generation_config.json"}).items():
+            if path.exists():
+                with writing(partial / name):
+                    shutil.copy2(path, partial / name)
         config = json.loads((source / "config.json").read_text())
         config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
         if shape.value_head:  # transformers reads num_labels off the labels

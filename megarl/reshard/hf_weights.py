@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -136,6 +136,8 @@ def save_hf(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    tokenizer: str | None = None,
+    complete: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the model that the ranks of `atlases` hold as a Hugging Face folder. Collective over those ranks.
 
@@ -147,6 +149,8 @@ def save_hf(
             generation_config.json and the tokenizer files are copied from.
         tensors: this rank's [rows, cols] parameters by the names of its atlas.
         dtype: of the files, but of `KEPT_IN_FP32`. Default: that of the parameters.
+        tokenizer: where the tokenizer is copied from. Default: `source_folder`.
+        complete: changes what the finished folder has besides weights, before it appears.
     Raises: FileExistsError if `folder` holds something that is not an export; WriteError naming a file that
         cannot be written."""
     root, rank = min(atlases), dist.get_rank() if dist.is_initialized() else 0
@@ -162,10 +166,13 @@ def save_hf(
     if rank != root:
         deque(files, maxlen=0)
         return
-    with new_model_folder(Path(folder), Path(source_folder), shape, dtype) as partial:
+    own_tokenizer = None if tokenizer is None else Path(tokenizer)
+    with new_model_folder(Path(folder), Path(source_folder), shape, dtype, own_tokenizer) as partial:
         for file, full in files:
             save_tensors(full, partial / file)
         write_index(partial, shards)
+        if complete is not None:
+            complete(partial)
 
 
 def _gathered_files(

@@ -77,11 +77,11 @@ class Classifier:
 
     def _forward(self, sequences: list[Sequence[int]]) -> list[float]:
         width, text = max(map(len, sequences)), self.model.config.get_text_config()
-        # Decoders are scored at the last token that is not padding, and recognize padding by its id. If that
-        # id also occurs in sequences, or is not set, an unused id replaces it. Any unused id will do, because
-        # padding is on the right and masked.
-        held, pad = {token for ids in sequences for token in ids}, text.pad_token_id
-        if pad is None or pad in held:
+        # Decoders are scored at the last token that is not padding, and recognize padding by its id. Where the
+        # folder sets none, any unused id will do, because padding is on the right and masked.
+        pad = text.pad_token_id
+        if pad is None:
+            held = {token for ids in sequences for token in ids}
             pad = next(token for token in range(text.vocab_size) if token not in held)
         tokens = torch.full((len(sequences), width), pad)
         for row, ids in enumerate(sequences):
@@ -110,24 +110,9 @@ def load_tokenizer(path: str):
         ) from error
 
 
-def encode_conversation(tokenizer, prompt: Messages, response: str) -> list[int]:
-    """Return the token ids of a prompt and its response in a reward model's own tokenizer.
-
-    Through its chat template if it has one and the prompt has messages (a string counts as the user's), the
-    response as the assistant's turn; else as a pair of texts with the special tokens that the tokenizer puts
-    around those."""
-    if getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        try:
-            text = tokenizer.apply_chat_template(
-                [*messages, {"role": "assistant", "content": response}], tokenize=False
-            )
-        except Exception as error:  # a foreign template
-            raise ValueError(
-                f"--reward-model ({tokenizer.name_or_path}): its chat template refuses the prompt "
-                f"{messages!r:.500}: {type(error).__name__}: {error}"
-            ) from error
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+def encode_pair(tokenizer, prompt: Messages, response: str) -> list[int]:
+    """Return the token ids of a prompt and its response as a pair of texts, with the special tokens that the
+    tokenizer of an encoder puts around those."""
     return tokenizer(conversation_text(prompt), response, verbose=False)["input_ids"]
 
 

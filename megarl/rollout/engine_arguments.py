@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.hf_config import ModelShape
@@ -170,3 +172,14 @@ def stop_tokenizer(config: TrainConfig) -> str | None:
             "SentencePiece file. Use --stop-token-ids."
         )
     return tokenizer if config.sampling.stop else None
+
+
+def stopping_at(config: TrainConfig, turn_end: int, end_ids: Sequence[int]) -> TrainConfig:
+    """Return the configuration with the token that ends a turn among those at which engines stop.
+
+    Args:
+        end_ids: the model's own end-of-sequence ids. A base model may not have the chat template's among them."""
+    if turn_end in end_ids:
+        return config
+    ids = dict.fromkeys((*config.sampling.stop_token_ids, turn_end))
+    return replace(config, sampling=replace(config.sampling, stop_token_ids=(*ids,)))

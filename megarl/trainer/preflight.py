@@ -20,7 +20,7 @@ from megarl.config.teachers import teachers_errors, teachers_of
 from megarl.data.encoder import PromptEncoder
 from megarl.data.env_rows import first_rows
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import check_vocabulary, load_tokenizer
+from megarl.data.tokenizer import check_vocabulary, tokenizer_of
 from megarl.episodes.probe import probe_environments
 from megarl.rewards.pool import RewardPool, probe_reward
 
@@ -105,10 +105,7 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str, 
         evaluation = load(
             config.data.eval_data, prompt_key=config.data.prompt_key, needs=needs, flag="--eval-data"
         )
-    tokenizer = load_tokenizer(
-        config.model.tokenizer_model or config.model.model,
-        "--tokenizer-model" if config.model.tokenizer_model else "--model",
-    )
+    tokenizer = tokenizer_of(config.model)
     assert tokenizer is not None  # only a `load_folder` of the caller's returns None
     check_vocabulary(tokenizer, shape.vocab_size, config.model.model)
     sft = None

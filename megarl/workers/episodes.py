@@ -96,7 +96,7 @@ class EpisodeSampler:
     def __init__(self, config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer, engine: Engine) -> None:
         sampling = config.sampling
         self._tokenizer, self._engine = tokenizer, engine
-        eos_ids = (*shape.eos_token_ids, tokenizer.eos_token_id)
+        eos_ids = (*shape.eos_token_ids, tokenizer.eos_token_id, tokenizer.turn_end)
         self.chat = Chat(tokenizer, eos_ids, sampling.stop_token_ids)
         self.limits = Limits(
             sampling.max_turns,

@@ -18,6 +18,7 @@ from megarl.checkpoint.manifest import CheckpointError, CheckpointIOError
 from megarl.config.hf_config import ModelShape
 from megarl.config.mesh import MeshSpec, parallel_of
 from megarl.config.schema import LoRAConfig, OptimizerConfig, ParallelConfig
+from megarl.data.tokenizer import complete_export
 from megarl.batch_invariants import check_column
 from megarl.flow import FlowError
 from megarl.flow.role import writer_of
@@ -358,7 +359,17 @@ class MegatronRole(HostedRole):
 
         Adapters are merged into the weights, and written alone to <folder>_adapter in PEFT's format."""
         self.model.merge_adapters()
-        save_hf(folder, self.folder, self.shape, self.atlases, self.model.weights)
+        model, is_classifier = self.config.model, self.shape.value_head
+        complete = lambda partial: complete_export(partial, model, is_classifier)
+        save_hf(
+            folder,
+            self.folder,
+            self.shape,
+            self.atlases,
+            self.model.weights,
+            tokenizer=model.tokenizer_model,
+            complete=complete,
+        )
         if self.lora is not None:
             save_peft(
                 f"{folder}_adapter", self.folder, self.shape, self.atlases, self.model.parameters, self.lora

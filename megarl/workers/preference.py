@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
+from megarl.data.rendering import RowSample, Turns
 from megarl.data.tokenizer import Tokenizer
 from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch, Sample
 from megarl.workers.implements import implements
 from megarl.workers.offload_manager import needs
-from megarl.workers.row_samples import RowSample
 from megarl.workers.sft import SFTActorRole
 from megarl.workers.store import BatchLayout
 
@@ -21,23 +21,23 @@ class PreferenceActorRole(SFTActorRole):
     """An actor whose samples are two answers per row: the chosen and the rejected one, in this order, or the
     row's completion and that of a row with another prompt."""
 
+    turns: Turns = "last"
+
     def read_rows(
         self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
     ) -> list[list[RowSample]]:
         """Return both answers of every row. Their rewards are the scores of the row, else 1 and 0; the label
         for both, if there are labels."""
-        rows, eos = range(len(dataset)), tokenizer.eos_token_id
         if self.algorithm.row_needs == "labelled":
-            return _labelled(dataset, encoder, eos)
-        prompts, pairs = encoder.prompts(rows), encoder.pairs(rows)
+            return _labelled(dataset, encoder)
+        rows = range(len(dataset))
+        sides = (encoder.answers(rows, column, self.turns) for column in ("chosen", "rejected"))
         return [
             [
-                RowSample(prompt, [*chosen, eos], 1.0 if row.score_chosen is None else row.score_chosen),
-                RowSample(
-                    prompt, [*rejected, eos], 0.0 if row.score_rejected is None else row.score_rejected
-                ),
+                chosen._replace(reward=1.0 if row.score_chosen is None else row.score_chosen),
+                rejected._replace(reward=0.0 if row.score_rejected is None else row.score_rejected),
             ]
-            for row, prompt, (chosen, rejected) in zip(dataset, prompts, pairs, strict=True)
+            for row, chosen, rejected in zip(dataset, *sides, strict=True)
         ]
 
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
@@ -57,17 +57,13 @@ class PreferenceActorRole(SFTActorRole):
         return {}
 
 
-def _labelled(dataset: PromptDataset, encoder: PromptEncoder, eos: int) -> list[list[RowSample]]:
+def _labelled(dataset: PromptDataset, encoder: PromptEncoder) -> list[list[RowSample]]:
     """Return, for every row, its completion, and the completion of a row with another prompt."""
-    count = len(dataset)
-    prompts, responses = encoder.prompts(range(count)), encoder.responses(range(count))
-    completions = [[*ids, eos] for ids in responses]
+    samples = encoder.answers(range(len(dataset)))
+    others = rows_of_other_prompts([one.prompt for one in samples])
     return [
-        [
-            RowSample(prompt, completions[row], float(dataset[row].label)),
-            RowSample(prompt, completions[other], float(dataset[row].label)),
-        ]
-        for row, (prompt, other) in enumerate(zip(prompts, rows_of_other_prompts(prompts), strict=True))
+        [one._replace(reward=label), one._replace(response=samples[other].response, reward=label)]
+        for one, other, label in zip(samples, others, (float(row.label) for row in dataset), strict=True)
     ]
 
 

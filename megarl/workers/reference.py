@@ -205,4 +205,5 @@ class AdapterlessReferenceRole:
         """Write the weights without adapters into `folder` as a Hugging Face checkpoint. Collective over the
         mesh."""
         actor = self.actor
-        save_hf(folder, actor.folder, actor.shape, actor.atlases, actor.model.parameters)
+        tokenizer = actor.config.model.tokenizer_model
+        save_hf(folder, actor.folder, actor.shape, actor.atlases, actor.model.parameters, tokenizer=tokenizer)

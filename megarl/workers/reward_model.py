@@ -4,14 +4,13 @@
     megatron       a value model split over the mesh
     judge          a vLLM engine of tp ranks in separate processes; the first of these ranks calls it
 
-A model reads the actor's token ids if possible (`same_tokenizer`). Every other classifier, and every judge,
-gets text: the dataset's messages, and the response decoded with the actor's tokenizer, without special
-tokens."""
+Every model reads text: the dataset's messages, and the response decoded with the actor's tokenizer, without
+special tokens. A classifier's own chat template writes both, as when it was trained. Episodes of several turns are
+read as the actor's ids if the tokenizers agree (`same_tokenizer`)."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,9 @@ import torch.distributed as dist
 from megarl.batch import Batch, MicroBatch
 from megarl.config.reward_models import read_model_config, reward_models, value_model_shape
 from megarl.data.prompts import Prompt, PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.rendering import RowSample, encode_parts, parts_of, scored
+from megarl.data.tokenizer import load_tokenizer, tokenizer_of
+from megarl.data.tokenizer_base import Tokenizer
 from megarl.flow.job_roles import Record, RewardModel
 from megarl.rewards import classifier
 from megarl.rewards.judge_prompt import JudgePrompt
@@ -34,8 +35,8 @@ from megarl.workers.store import BatchShard
 if TYPE_CHECKING:
     from megarl.rollout.judge import Judge
 
-logger = logging.getLogger(__name__)
 Records = list[Record]
+_PROBE = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
 
 
 @implements(RewardModel)
@@ -58,17 +59,14 @@ class RewardModelRole(HostedRole):
     def setup(self) -> None:
         """Load the model, or start the judge. Raises ValueError or EngineDied, naming the model, if that
         fails. Collective over the mesh for the megatron backend."""
-        self.actor_tokenizer = load_tokenizer(self.config.model.tokenizer_model or self.config.model.model)
-        self.retokenizes = True
+        self.actor_tokenizer = tokenizer_of(self.config.model)
         {
             "transformers": self._set_up_classifier,
             "megatron": self._set_up_value_model,
             "judge": self._set_up_judge,
         }[self.spec.backend]()
-        if self.retokenizes:
-            self.dataset = PromptDataset.load(
-                self.config.data.train_data, prompt_key=self.config.data.prompt_key
-            )
+        data = self.config.data
+        self.dataset = PromptDataset.load(data.train_data, prompt_key=data.prompt_key)
 
     @needs("parameters")
     def score(self, rows: Mapping[int, int]) -> Records:
@@ -168,9 +166,7 @@ class RewardModelRole(HostedRole):
 
     def _score_with_value_model(self, shard: BatchShard, rows: Mapping[int, int]) -> Records:
         batch = shard.batch
-        micro_batches = (
-            self._own_micro_batches(batch, rows) if self.retokenizes else self._planned_micro_batches(shard)
-        )
+        micro_batches = self._own_micro_batches(batch, rows)
         scores = self.value_model.scores(micro_batches)
         if scores is None or not self.value_model.reports:
             return []
@@ -187,11 +183,6 @@ class RewardModelRole(HostedRole):
             )
             for sample_id in batch.sample_ids.tolist()
         ]
-
-    def _planned_micro_batches(self, shard: BatchShard) -> list[MicroBatch]:
-        """Return the forward passes that the driver planned, equally many on all data-parallel ranks."""
-        dp_rank = self.mesh.coordinates(self.rank)["dp"]
-        return [shard.micro_batch(ids) for m in shard.mini_batches for ids in m.micro_batches[dp_rank]]
 
     def _own_micro_batches(self, batch: Batch, rows: Mapping[int, int]) -> list[MicroBatch]:
         """Return micro-batches of the samples in the reward model's own token ids, at least one and equally
@@ -271,26 +262,44 @@ class RewardModelRole(HostedRole):
 
     # The input of the models.
 
-    def _choose_ids(self, own_tokenizer) -> None:
-        self.own_tokenizer = own_tokenizer
-        sizes = [
-            read_model_config(path).get("vocab_size", 0) for path in (self.spec.path, self.config.model.model)
-        ]
+    def _choose_ids(self, hugging_face) -> None:
+        self.is_pair = hugging_face.chat_template is None and hugging_face.sep_token_id is not None
+        self.hugging_face = hugging_face
+        if self.is_pair:  # an encoder, which may have no end of sequence
+            return
+        path, actor = self.spec.path, self.actor_tokenizer
+        self.tokenizer = own = load_tokenizer(path, "--reward-model")
+        own.template_arguments = self.config.model.chat_template_args
+        self.pad = read_model_config(path).get("pad_token_id")
+        sizes = [read_model_config(one).get("vocab_size", 0) for one in (path, self.config.model.model)]
         # A padded vocabulary lets the actor sample ids beyond the tokenizer's words.
-        self.retokenizes = sizes[0] < sizes[1] or not same_tokenizer(self.actor_tokenizer, own_tokenizer)
-        if self.retokenizes:
-            logger.info(
-                "[%s] %s has another tokenizer than the actor: it reads text", self.where, self.spec.path
-            )
+        self.reads_ids = sizes[0] >= sizes[1] and same_tokenizer(actor, own)
 
     def _token_ids(self, batch: Batch, rows: Mapping[int, int]) -> list[list[int]]:
-        """Return the token ids of each sample in the reward model's vocabulary, in the order of the batch."""
-        if not self.retokenizes:
-            return [part.tolist() for part in batch.tokens.split(batch.lengths.tolist())]
-        return [
-            classifier.encode_conversation(self.own_tokenizer, prompt.messages, response)
-            for prompt, response in zip(self._prompts(batch, rows), self._responses(batch), strict=True)
+        """Return the token ids of each sample in the reward model's vocabulary, up to the one that is scored, in
+        the order of the batch."""
+        prompts, responses = self._prompts(batch, rows), self._responses(batch)
+        if self.is_pair:
+            read = zip(prompts, responses, strict=True)
+            return [classifier.encode_pair(self.hugging_face, one.messages, text) for one, text in read]
+        parts = [
+            parts_of(self.tokenizer, prompt, {"role": "assistant", "content": text}, "score")
+            for prompt, text in zip(prompts, responses, strict=True)
         ]
+        samples = encode_parts(self.tokenizer, parts)
+        if self.reads_ids:
+            lengths = batch.lengths.tolist()
+            split = zip(batch.tokens.split(lengths), batch.response_mask.split(lengths), strict=True)
+            samples = [
+                self._with_actor_ids(tokens.tolist()) if _has_turns(mask) else sample
+                for sample, (tokens, mask) in zip(samples, split, strict=True)
+            ]
+        return [[*one.prompt, *one.response] for one in (scored(sample, self.pad) for sample in samples)]
+
+    def _with_actor_ids(self, ids: list[int]) -> RowSample:
+        """Return an episode as the actor's ids, with what the template writes behind its last answer."""
+        tail = self.tokenizer.encode_response(self.tokenizer.turn_tail)
+        return RowSample(ids, tail[1:] if ids[-1:] == tail[:1] else tail)
 
     def _prompts(self, batch: Batch, rows: Mapping[int, int]) -> list[Prompt]:
         return [self.dataset[rows[sample_id]] for sample_id in batch.sample_ids.tolist()]
@@ -307,20 +316,24 @@ class RewardModelRole(HostedRole):
         )
 
 
-def same_tokenizer(actor, own) -> bool:
-    """Return whether a reward model can read the actor's token ids without tokenizing the text again.
-
-    The model must have all words of the actor at the same ids, and the same chat template.
+def same_tokenizer(actor: Tokenizer, own: Tokenizer) -> bool:
+    """Return whether a reward model can read the actor's token ids: it has all tokens of the actor at the same
+    ids, and its chat template writes the same.
 
     Args:
-        actor: a megarl Tokenizer; one that is no Hugging Face tokenizer is never the same.
-        own: the reward model's Hugging Face tokenizer."""
-    theirs = getattr(actor, "hugging_face", None)
-    return (
-        theirs is not None
-        and theirs.get_vocab().items() <= own.get_vocab().items()
-        and theirs.chat_template == own.chat_template
-    )
+        actor: a tokenizer that is no Hugging Face tokenizer is never the same."""
+    ours, theirs = (getattr(one, "hugging_face", None) for one in (actor, own))
+    if ours is None or theirs is None or not ours.get_vocab().items() <= theirs.get_vocab().items():
+        return False
+    try:
+        return actor.render(_PROBE) == own.render(_PROBE)
+    except ValueError:  # no template, or one that refuses the probe
+        return False
+
+
+def _has_turns(mask: torch.Tensor) -> bool:
+    """Return whether a sample has ids of a conversation between those that were sampled."""
+    return int((mask[1:] & ~mask[:-1]).sum()) > 1
 
 
 def _record(sample_id: int, score: float | None, failure: str) -> dict[str, object]:

@@ -9,14 +9,14 @@ from megarl.algorithms.base import ScoreLossInputs
 from megarl.config.hf_config import ModelShape
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import Tokenizer
+from megarl.data.rendering import RowSample, scored
+from megarl.data.tokenizer import Tokenizer, pad_of
 from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch
 from megarl.workers.implements import implements
 from megarl.workers.objective import Objective
 from megarl.workers.offload_manager import needs
 from megarl.workers.preference import PreferenceActorRole
-from megarl.workers.sft import RowSample
 
 if TYPE_CHECKING:
     from megarl.megatron.loss_check import LossCheck, PassLimit
@@ -28,7 +28,9 @@ class RewardTrainingRole(PreferenceActorRole):
     """A reward model that learns from pairs, on one rank. It starts from the language model of --model, with a
     score head of zeros.
 
-    Only the last token of an answer is trained on: it has the score."""
+    Only one token of an answer is trained on, which has the score."""
+
+    turns = "score"
 
     objective = Objective(
         loss="score_loss",
@@ -52,9 +54,10 @@ class RewardTrainingRole(PreferenceActorRole):
     def read_rows(
         self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
     ) -> list[list[RowSample]]:
-        """Return both answers of every row, each with its last token, the end of sequence, to be scored."""
-        pairs = super().read_rows(dataset, encoder, tokenizer)
-        return [[one._replace(holes=((0, len(one.response) - 1),)) for one in pair] for pair in pairs]
+        """Return both answers of every row, as the chat template writes the conversations. The last token that is no
+        padding is scored."""
+        pad = pad_of(self.folder, tokenizer)
+        return [[scored(one, pad) for one in pair] for pair in super().read_rows(dataset, encoder, tokenizer)]
 
     @needs("parameters")
     def scores(self) -> None:

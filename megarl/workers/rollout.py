@@ -17,13 +17,14 @@ from megarl.config.reward_models import needs_ground_truth
 from megarl.config.roles import tells_experts
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import tokenizer_of
 from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.flow.job_roles import Rollout
 from megarl.packing import Sample
 from megarl.reshard.atlas import Atlas
 from megarl.rollout.canaries import canary_length, canary_prompts, num_response_tokens
 from megarl.rollout.draws import draw_key
+from megarl.rollout.engine_arguments import stopping_at
 from megarl.rollout.replay_log import Admit, Canary, Checkpoint, Evaluate
 from megarl.rollout.requests import Request
 from megarl.workers.actor import ActorRole
@@ -69,8 +70,8 @@ class RolloutRole(PinnedEngine):
         """Load the data sets, start the engine, and plan how the actor's weights are copied into it.
 
         Collective over the world, after the actor's `setup`."""
-        config = self.config
-        self.tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
+        self.tokenizer = tokenizer_of(self.config.model)
+        self.config = config = stopping_at(self.config, self.tokenizer.turn_end, self.tokenizer.end_ids)
         column = "ground_truth" if needs_ground_truth(config) else None
         files = {"train": config.data.train_data, "eval": config.data.eval_data}
         self.datasets = {

@@ -5,46 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.data.encoder import PromptEncoder
-from megarl.data.columns import CALLS_AS_TEXT, Prompt
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.episodes.chat import Chat
-from megarl.episodes.session import Session
+from megarl.data.rendering import RowSample
+from megarl.data.tokenizer import Tokenizer, tokenizer_of
 from megarl.flow.job_roles import Actor
 from megarl.packing import MiniBatch
 from megarl.workers.actor import ActorRole
 from megarl.workers.implements import implements
-from megarl.workers.row_samples import RowSample, batch_of_rows, last_turns
+from megarl.workers.row_samples import batch_of_rows
 from megarl.workers.random_state import RandomStateOfRank
 from megarl.workers.run_folder import RunFolderOfRank
 from megarl.workers.store import BatchShard
 from megarl.workers.stored_log_probs import digest_of_rows
-
-
-def encode_turns(chat: Chat, tokenizer: Tokenizer, row: Prompt) -> RowSample:
-    """Return the token ids of a row, in which every turn of the assistant is trained on, except a turn that
-    no prompt precedes. Each turn ends with the end of sequence, as the model will write it.
-
-    Raises: ValueError if the chat template refuses the messages, or if one to train on has tool calls."""
-    assert row.response is not None
-    if isinstance(row.messages, str):
-        (prompt,) = tokenizer.encode_prompts([row.messages])
-        (ids,) = tokenizer.encode_responses([row.response])
-        return RowSample(prompt, [*ids, tokenizer.eos_token_id])
-    messages = [*row.messages, {"role": "assistant", "content": row.response}]
-    turns = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
-    session, parent, start = Session(chat), None, 0
-    for at in turns:
-        if calls := messages[at].get("tool_calls"):
-            raise ValueError(f"message {at} has tool_calls ({str(calls)[:80]}), wanted {CALLS_AS_TEXT}")
-        (turn,) = session.open(messages[start:at], parent)
-        session.add([turn])
-        (ids,) = tokenizer.encode_responses([messages[at]["content"]])
-        ids = [*ids, tokenizer.eos_token_id]
-        session.answer(turn, ids, [0.0] * len(ids), [0] * len(ids))
-        parent, start = turn, at + 1
-    (branch,) = session.branches()
-    return RowSample(branch.prompt, branch.response, holes=tuple(branch.holes))
 
 
 @implements(Actor)
@@ -58,7 +30,7 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
         """Tokenize the training rows. The mesh's first rank returns (length, response length, reward) of the
         samples of every row; other ranks return None."""
         config = self.config
-        tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
+        tokenizer = tokenizer_of(config.model)
         dataset = PromptDataset.load(
             config.data.train_data, prompt_key=config.data.prompt_key, needs=self.algorithm.row_needs
         )
@@ -79,18 +51,8 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
     ) -> list[list[RowSample]]:
         """Return the samples of every row of the data: here one, the row's response, without a reward.
 
-        Raises: ValueError naming a row that the chat template refuses."""
-        if self.algorithm.train_turns == "last":
-            return [[one] for one in last_turns(encoder, len(dataset), tokenizer.eos_token_id)]
-        chat = Chat(tokenizer, (*self.shape.eos_token_ids, tokenizer.eos_token_id))
-        encoded = []
-        for row, prompt in enumerate(dataset):
-            try:
-                encoded.append([encode_turns(chat, tokenizer, prompt)])
-            except ValueError as error:
-                where = dataset.places([row])[0]
-                raise ValueError(f"--train-turns (all): {where} of --train-data: {error}") from error
-        return encoded
+        Raises: ValueError naming a row that cannot be trained on as the chat template writes it."""
+        return [[one] for one in encoder.answers(range(len(dataset)), turns=self.algorithm.train_turns)]
 
     def receive_rows(self, visits: Mapping[int, int], mini_batches: list[MiniBatch]) -> None:
         """Make the dataset rows that this rank trains on in a step its training batch.

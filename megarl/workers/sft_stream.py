@@ -14,9 +14,9 @@ from megarl.batch import MicroBatch
 from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import tokenizer_of
 from megarl.packing import MiniBatch
-from megarl.workers.row_samples import batch_of_rows, last_turns
+from megarl.workers.row_samples import batch_of_rows
 from megarl.workers.store import BatchShard
 
 Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -32,11 +32,11 @@ class SftStream:
 
     def __init__(self, config: TrainConfig, longest: int) -> None:
         self._coef = config.sft.sft_coef
-        tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
+        tokenizer = tokenizer_of(config.model)
         dataset = PromptDataset.load(
             config.sft.sft_data, prompt_key=config.data.prompt_key, needs="response", flag="--sft-data"
         )
-        self._rows = last_turns(PromptEncoder(tokenizer, dataset), len(dataset), tokenizer.eos_token_id)
+        self._rows = PromptEncoder(tokenizer, dataset).answers(range(len(dataset)), flag="--sft-data")
         for row, (length, _) in enumerate(self.sizes):
             if length > longest:
                 raise ValueError(

@@ -19,7 +19,7 @@ from megarl.config.schema import TrainConfig
 from megarl.data.encoder import PromptEncoder
 from megarl.data.hints import hinted_rows
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import tokenizer_of
 from megarl.invariants import InvariantError
 
 from megarl.workers.policy import PolicyRole
@@ -42,7 +42,7 @@ class HintedPrompts:
         too long for the teacher."""
         data, flag = config.data, f"--teacher-hint-key ({key})"
         rows = hinted_rows(PromptDataset.load(data.train_data, prompt_key=data.prompt_key), key)
-        tokenizer = load_tokenizer(config.model.tokenizer_model or config.model.model)
+        tokenizer = tokenizer_of(config.model)
         self._encoder = PromptEncoder(tokenizer, rows)
         longest = max(len(ids) for ids in self._encoder.prompts(range(len(rows))))
         limit = ModelShape.load(config.model.reference_folder).max_position_embeddings

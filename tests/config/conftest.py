@@ -40,7 +40,7 @@ MIXTURE = QWEN3 | {
 }
 WORDS = ["<pad>", "<end>", "<user>", "<assistant>", *"0123456789+-?"]
 TEMPLATE = (
-    "{% for m in messages %}<user>{{ m.content }}<end>{% endfor %}{% if "
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if "
     "add_generation_prompt %}<assistant>{% endif %}"
 )
 ROW = {

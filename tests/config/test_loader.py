@@ -179,6 +179,7 @@ def random_value(rng, kind):
         "bool": lambda: rng.random() < 0.5,
         "int": lambda: rng.randint(1, 10**9),
         "float": lambda: rng.uniform(0.1, 0.9),
+        "json": lambda: {rng.choice("abc"): rng.randint(0, 9)},
         "str": lambda: rng.choice(kind.choices or texts),
     }[kind.bases[0]]
     if kind.optional and rng.random() < 0.3:

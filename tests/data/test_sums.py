@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from megarl.data.columns import text_of
 from megarl.data.prompts import PromptDataset
 from megarl.rewards.base import RewardSample, judge
 from megarl.rewards.routing import auto_reward
@@ -126,10 +127,12 @@ def test_files_hold_what_they_should(sums_paths):
 def test_reward_agrees_with_the_answers(sums_paths):
     mixed = PromptDataset.load(sums_paths["sft_mixed"], needs="response")
     rewards = [
-        judge(auto_reward, RewardSample(p.data_source, p.response, p.ground_truth, p.extra_info))
+        judge(auto_reward, RewardSample(p.data_source, text_of(p.response), p.ground_truth, p.extra_info))
         for p in mixed
     ]
-    assert rewards == [float(int(p.response.rpartition("#### ")[2]) == int(p.ground_truth)) for p in mixed]
+    assert rewards == [
+        float(int(text_of(p.response).rpartition("#### ")[2]) == int(p.ground_truth)) for p in mixed
+    ]
     assert abs(sum(rewards) / len(rewards) - (0.3 + 0.7 / 8)) < 0.05  # five standard deviations
 
 

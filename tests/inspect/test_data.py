@@ -46,13 +46,14 @@ def test_the_ids_are_those_that_training_makes(sums_paths, megarl):
     )
     encoder = PromptEncoder(tokenizer, dataset)
     expected = []
-    for prompt, response in zip(encoder.prompts([7, 3]), encoder.responses([7, 3]), strict=True):
-        expected += [prompt, [*response, tokenizer.eos_token_id]]
+    for prompt, row in zip(encoder.prompts([7, 3]), (7, 3), strict=True):
+        ids = tokenizer.encode_response(dataset[row].response["content"])
+        expected += [prompt, [*ids, tokenizer.eos_token_id]]
     shown = re.findall(r"token ids \((\d+)\)\n  ([\d ]+)\n", out)
     assert [[int(i) for i in ids.split()] for _, ids in shown] == expected
     assert [int(count) for count, _ in shown] == [len(ids) for ids in expected]
     text = f"  <|user|>{dataset[7].messages[0]['content']}<|end|><|assistant|>\n"
-    assert text in out and dataset[7].response.replace("\n", "\n  ") in out
+    assert text in out and dataset[7].response["content"].replace("\n", "\n  ") in out
 
 
 def test_counts_and_lengths(sums_paths, megarl):
@@ -75,11 +76,13 @@ def test_counts_and_lengths(sums_paths, megarl):
 
 
 def test_rows_that_training_refuses_are_listed(sums_paths, jsonl, megarl):
-    file = jsonl("a.jsonl", row("1+1 ?"), {"prompt": 3}, '{"prompt', row("1" * 40), row("x", ""))
+    file = jsonl(
+        "a.jsonl", row("1+1 ?"), {"prompt": 3}, '{"prompt', row("1" * 40), row("x") | {"reward_model": "4"}
+    )
     code, out, _ = megarl("data", file, "--model", sums_paths["model"], "--max-prompt-length", 30)
     assert code == 2 and "rows: 2 can be used, 3 cannot" in out
     assert f"{file}:2: column 'prompt' is 3 (int)" in out and f"{file}:3: not a line of JSON" in out
-    assert f"{file}:5: column 'reward_model.ground_truth' is ''" in out
+    assert f"{file}:5: column 'reward_model' is '4' (str)" in out
     long = re.search(
         r"too long: 1 prompts .*\(30\).* Try --max-prompt-length (\d+)\n  row 1 \(.*:4\): \1 tokens", out
     )

@@ -54,7 +54,7 @@ def test_rows_in_two_halves_get_no_answer_to_their_own_prompt(sums_data, tmp_pat
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = PromptDataset.load(tmp_path / "rows.jsonl", needs="labelled")
     tokenizer = load_tokenizer(sums_data / "model")
-    found = _labelled(dataset, PromptEncoder(tokenizer, dataset), eos=0)
+    found = _labelled(dataset, PromptEncoder(tokenizer, dataset))
     texts = [[tokenizer.decode(one.response[:-1]).strip() for one in pair] for pair in found]
     assert texts == [["0", "7"], ["1", "8"], ["2", "0"], ["6", "1"], ["7", "2"], ["8", "6"]]
     assert [[one.reward for one in pair] for pair in found] == [[1.0, 1.0]] * 3 + [[0.0, 0.0]] * 3
