@@ -6,6 +6,8 @@ too; what follows this token, such as Qwen's line break, is context, and is left
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -38,9 +40,7 @@ class Part(NamedTuple):
     """A text of a sample, which is encoded by itself."""
 
     text: str
-    is_trained: bool
-    end: int | None = None
-    """Id that follows the text, where the template writes no end behind an answer."""
+    is_trained: bool = False
     is_raw: bool = False
     """Whether the text is a prompt that no template has written."""
 
@@ -50,19 +50,20 @@ def parts_of(tokenizer: Tokenizer, row: Prompt, answer: Message, turns: Turns = 
 
     Raises: ValueError if the chat template refuses the messages, writes an answer otherwise than behind its own
     header, or leaves out a part of it; and if nothing is trained on."""
-    if isinstance(row.messages, str) and (turns != "score" or tokenizer.template is None):
-        return _raw_parts(tokenizer, row.messages, text_of(answer))
     prompt = row.messages
+    if isinstance(prompt, str) and (turns != "score" or tokenizer.template is None):
+        return _raw_parts(tokenizer, prompt, text_of(answer))
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-    messages.append(answer)
+    conversation = _Conversation(tokenizer, [*messages, answer], (row.tools, row.template_arguments))
     if turns == "score":
-        return [Part(tokenizer.render(messages, row.tools, row.template_arguments, is_answered=True), False)]
-    text, spans = _rendered(tokenizer, row, messages, turns)
+        conversation.check_fields(len(messages))
+        return [Part(conversation.whole())]
+    text, spans = conversation.answers(turns)
     parts, position = [], 0
     for start, end in spans:
-        parts.append(Part(text[position:start], False))
-        answered, position, index = _ended(tokenizer, text, start, end)
-        parts.append(Part(answered, True, index))
+        parts.append(Part(text[position:start]))
+        answered, position = _ended(tokenizer, text, start, end)
+        parts.append(Part(answered, is_trained=True))
     return parts
 
 
@@ -73,153 +74,149 @@ def difference(tokenizer: Tokenizer, row: Prompt, answer: Message, turns: Turns)
     thinking, once another one follows."""
     if isinstance(row.messages, str) or turns == "score":
         return None
-    parts = parts_of(tokenizer, row, answer, turns)
-    ours = "".join(part.text for part in parts)
-    whole = tokenizer.render([*row.messages, answer], row.tools, row.template_arguments, is_answered=True)
-    if not whole.startswith(ours):
+    parts = [part.text for part in parts_of(tokenizer, row, answer, turns)]
+    ours, whole = "".join(parts), parts_of(tokenizer, row, answer, "score")[0].text
+    if not whole.startswith(ours) and ours != whole + _text(tokenizer, tokenizer.turn_end):
         return f"the template writes it otherwise in the whole conversation: {_first_difference(whole, ours)}"
-    together = tokenizer.encode_response(ours)
-    apart = [index for ids in tokenizer.encode_responses([part.text for part in parts]) for index in ids]
+    together, apart = len(tokenizer.encode_response(ours)), sum(map(len, tokenizer.encode_responses(parts)))
     if together != apart:
-        return f"its {len(apart)} tokens are {len(together)} where the texts of prompt and answers are encoded as one"
+        return f"its {apart} tokens are {together} where the texts of prompt and answers are encoded as one"
     return None
 
 
 def _raw_parts(tokenizer: Tokenizer, prompt: str, text: str) -> list[Part]:
     """Return the parts of texts that no template writes. An answer that has its end gets no second one."""
-    if any(
-        text.endswith(end) and index in _ends(tokenizer) for end, index in tokenizer.special_tokens.items()
-    ):
-        return [Part(prompt, False, is_raw=True), Part(text, True)]
-    was_rendered = tokenizer.turn_end in tokenizer.encode_response(prompt)
-    end = tokenizer.turn_end if was_rendered else tokenizer.eos_token_id
-    return [Part(prompt, False, is_raw=True), Part(text, True, end)]
+    ends = {tokenizer.turn_end, tokenizer.eos_token_id, *tokenizer.end_ids}
+    if tokenizer.special_tokens.get(_trailing_token(tokenizer, text) or "") not in ends:
+        was_rendered = tokenizer.turn_end in tokenizer.encode_response(prompt)
+        text += _text(tokenizer, tokenizer.turn_end if was_rendered else tokenizer.eos_token_id)
+    return [Part(prompt, is_raw=True), Part(text, is_trained=True)]
 
 
-def _rendered(
-    tokenizer: Tokenizer, row: Prompt, messages: list[Message], turns: Turns
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return a conversation as text, and (start, end) of each answer in it that is trained on."""
-    given = row.tools, row.template_arguments
-    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    chosen = [at for at in answers if at and _counts(messages[at], at)] if turns == "all" else answers[-1:]
-    if not chosen or not _counts(messages[chosen[-1]], chosen[-1]):
-        raise ValueError("every answer to train on has weight 0, so nothing is learnt. Take the row out.")
-    for at in chosen:
-        _check_fields(tokenizer, row, messages[: at + 1])
-    tagged = ""
-    if getattr(tokenizer.template, "marks_answers", False):
-        tagged = tokenizer.render(messages, *given, is_answered=True, is_tagged=True)
-    if tagged.count(OPEN) == len(answers) == tagged.count(CLOSE):
-        pieces = tagged.replace(CLOSE, OPEN).split(OPEN)
-        ends = [len("".join(pieces[:count])) for count in range(1, len(pieces))]
-        marked = dict(zip(answers, zip(ends[::2], ends[1::2], strict=True), strict=True))
-        return "".join(pieces), [marked[at] for at in chosen]
-    text, spans, last = "", [], 0
-    for at in chosen:
-        before = tokenizer.render(messages[:at], *given)
-        after = tokenizer.render(messages[: at + 1], *given, is_answered=True)
-        if not after.startswith(before) or not after[len(before) :].strip():
-            raise ValueError(
-                f"message {at}: the chat template writes this answer otherwise than behind its own header for one: "
-                f"{_first_difference(after, before)}. Give --chat-template-args with which both are the same, or a "
-                "template with {% generation %} around the answers."
-            )
-        if spans and not before.startswith(text):  # earlier answers are written otherwise from here on
-            token = _end_at(tokenizer, text[spans[-1][0] :])
-            rest = _behind(tokenizer, row, messages[:at], last)
-            if token is None:
-                text = text.removesuffix(tokenizer.turn_tail) + rest
-            else:  # what ends this answer may be another token where one follows, as in gpt-oss's template
-                ended = max(
-                    (one for one in tokenizer.special_tokens if rest.startswith(one)), key=len, default=""
+class _Conversation:
+    """The messages of a row with an answer at the end, as their chat template writes them."""
+
+    def __init__(self, tokenizer: Tokenizer, messages: list[Message], given: tuple) -> None:
+        self.tokenizer, self.messages, self.given = tokenizer, messages, given
+
+    def whole(self) -> str:
+        return self.tokenizer.render(self.messages, *self.given, is_answered=True)
+
+    def answers(self, turns: Turns) -> tuple[str, list[tuple[int, int]]]:
+        """Return the conversation as text, and (start, end) of each answer in it that is trained on."""
+        messages, tokenizer = self.messages, self.tokenizer
+        every = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        chosen = [at for at in (every if turns == "all" else every[-1:]) if at and _counts(messages[at], at)]
+        if not chosen:
+            raise ValueError("every answer to train on has weight 0, so nothing is learnt. Take the row out.")
+        for at in chosen:
+            self.check_fields(at)
+        if getattr(tokenizer.template, "marks_answers", False):
+            tagged = tokenizer.render(messages, *self.given, is_answered=True, is_tagged=True)
+            pieces = tagged.replace(CLOSE, OPEN).split(OPEN)
+            if len(pieces) == 2 * len(every) + 1:
+                ends = [*itertools.accumulate(map(len, pieces))]
+                marked = dict(zip(every, zip(ends[::2], ends[1::2])))
+                return "".join(pieces), [marked[at] for at in chosen]
+        text, spans, last = "", [], 0
+        for at in chosen:
+            before = tokenizer.render(messages[:at], *self.given)
+            after = tokenizer.render(messages[: at + 1], *self.given, is_answered=True)
+            if not after.startswith(before) or not after[len(before) :].strip():
+                raise ValueError(
+                    f"message {at}: the chat template writes this answer otherwise than behind its own header for "
+                    f"one: {_first_difference(after, before)}. Give --chat-template-args with which both are the "
+                    "same, or a template with {% generation %} around the answers."
                 )
-                text = text[: text.rindex(token)] + token + rest.removeprefix(ended)
-        else:
-            text = before
-        spans.append((len(text), len(text) + len(after) - len(before)))
-        text, last = text + after[len(before) :], at
-    return text, spans
+            if before.startswith(text):
+                text = before
+            else:  # earlier answers are written otherwise from here on
+                text = self._continued(text, spans[-1][0], last, at)
+            spans.append((len(text), len(text) + len(after) - len(before)))
+            text, last = text + after[len(before) :], at
+        return text, spans
 
+    def _continued(self, text: str, start: int, last: int, at: int) -> str:
+        """Return the text up to the answer `last`, which begins at `start`, with what the template writes between
+        it and the answer `at`."""
+        answer = {name: value for name, value in self.messages[last].items() if name not in _WRITTEN}
+        marked = [*self.messages[:last], {**answer, "content": MARK}, *self.messages[last + 1 : at]]
+        _, found, rest = self.tokenizer.render(marked, *self.given).rpartition(MARK)
+        if not found:
+            raise ValueError(
+                f"message {last}: the chat template leaves this answer out once another one follows."
+            )
+        token = _end_at(self.tokenizer, text[start:])
+        if token is None:
+            return text.removesuffix(self.tokenizer.turn_tail) + rest
+        # What ends this answer may be another token where one follows, as in gpt-oss's template.
+        return (
+            text[: text.rindex(token)] + token + rest.removeprefix(self.tokenizer.leading_token(rest) or "")
+        )
 
-def _behind(tokenizer: Tokenizer, row: Prompt, messages: list[Message], at: int) -> str:
-    """Return what the template writes behind the answer `at`, the next answer's header included."""
-    answer = {name: value for name, value in messages[at].items() if name not in _WRITTEN}
-    marked = [*messages[:at], {**answer, "content": MARK}, *messages[at + 1 :]]
-    _, found, rest = tokenizer.render(marked, row.tools, row.template_arguments).rpartition(MARK)
-    if not found:
-        raise ValueError(f"message {at}: the chat template leaves this answer out once another one follows.")
-    return rest
+    def check_fields(self, at: int) -> None:
+        """Raise ValueError if the template does not write a part of the answer `at`."""
+        *before, answer = self.messages[: at + 1]
+        for name in set(_WRITTEN) & {name for name, value in answer.items() if value}:
+            without = {key: value for key, value in answer.items() if key != name}
+            one, other = (
+                self.tokenizer.render([*before, last], *self.given, is_answered=True)
+                for last in (answer, without)
+            )
+            if one == other:
+                raise ValueError(
+                    f"message {at}: the chat template does not write its {name}, so it would not be learnt. Take it "
+                    "out, put it into `content`, or give a template that writes it."
+                )
 
 
 def _counts(message: Message, at: int) -> bool:
     """Return whether a message is trained on, by its `weight` (OpenAI's fine-tuning) or `train`."""
-    for name in ("weight", "train"):
-        value = message.get(name)
-        if value is not None and value not in (0, 1):
-            raise ValueError(f"message {at}: {name} is {value!r:.40}, wanted 0 or 1, or true or false.")
-        if value is not None and not value:
-            return False
-    return True
+    given = {name: message[name] for name in ("weight", "train") if name in message}
+    if wrong := [name for name, value in given.items() if value not in (0, 1)]:
+        raise ValueError(
+            f"message {at}: {wrong[0]} is {given[wrong[0]]!r:.40}, wanted 0 or 1, or true or false."
+        )
+    return all(given.values())
 
 
-def _check_fields(tokenizer: Tokenizer, row: Prompt, messages: list[Message]) -> None:
-    """Raise ValueError if the template does not write a part of the answer at the end of these messages."""
-    given, answer = (row.tools, row.template_arguments, True), messages[-1]
-    for name in _WRITTEN:
-        if answer.get(name):
-            without = {key: value for key, value in answer.items() if key != name}
-            if tokenizer.render([*messages[:-1], without], *given) == tokenizer.render(messages, *given):
-                raise ValueError(
-                    f"message {len(messages) - 1}: the chat template does not write its {name}, so it would not be "
-                    "learnt. Take it out, put it into `content`, or give a template that writes it."
-                )
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    return next(text for text, index in tokenizer.special_tokens.items() if index == token)
 
 
-def _ends(tokenizer: Tokenizer) -> set[int]:
-    return {tokenizer.turn_end, tokenizer.eos_token_id, *tokenizer.end_ids}
+def _trailing_token(tokenizer: Tokenizer, text: str) -> str | None:
+    written = text.rstrip()
+    return max((one for one in tokenizer.special_tokens if written.endswith(one)), key=len, default=None)
 
 
 def _end_at(tokenizer: Tokenizer, answer: str) -> str | None:
     """Return the special token that ends an answer as the template writes it; None if there is none.
 
     It is the first one of what the template always writes behind answers, else the last one of this answer."""
-    if answer.endswith(tokenizer.turn_tail):
-        behind = tokenizer.turn_tail.lstrip()
-        found = [one for one in tokenizer.special_tokens if behind.startswith(one)]
-    else:
-        written = answer.rstrip()
-        found = [one for one in tokenizer.special_tokens if written.endswith(one)]
-    return max(found, key=len, default=None)
+    tail = tokenizer.turn_tail
+    is_usual = tail and answer.endswith(tail)
+    return tokenizer.leading_token(tail) if is_usual else _trailing_token(tokenizer, answer)
 
 
-def _ended(tokenizer: Tokenizer, text: str, start: int, end: int) -> tuple[str, int, int | None]:
-    """Return the answer text[start:end] with one end of turn, the place behind it, and the id that is added to it
-    because the template writes no end."""
+def _ended(tokenizer: Tokenizer, text: str, start: int, end: int) -> tuple[str, int]:
+    """Return the answer text[start:end] with one end of its turn, and the place in the text behind it."""
     token = _end_at(tokenizer, text[start:end])
     if token is not None:
         stop = text.rindex(token, start, end) + len(token)
         answer = text[start:stop]
         while (once := answer.removesuffix(token)).endswith(token):  # the content had its end already
             answer = once
-        return answer, stop, None
+        return answer, stop
     # behind what {% generation %} marks, or at the beginning of the next turn
-    behind, ends = text[end:].lstrip(), _ends(tokenizer)
-    known = [
-        one for one, index in tokenizer.special_tokens.items() if index in ends and behind.startswith(one)
-    ]
-    if known:
-        stop = len(text) - len(behind) + len(max(known, key=len))
-        return text[start:stop], stop, None
+    if token := tokenizer.leading_token(text[end:], {tokenizer.turn_end, *tokenizer.end_ids}):
+        stop = text.index(token, end) + len(token)
+        return text[start:stop], stop
     answer = text[start:end].removesuffix(tokenizer.turn_tail)
-    return answer, start + len(answer), tokenizer.turn_end
+    return answer + _text(tokenizer, tokenizer.turn_end), start + len(answer)
 
 
 def _first_difference(whole: str, ours: str) -> str:
-    place = next(
-        (at for at, (one, other) in enumerate(zip(whole, ours)) if one != other), min(len(whole), len(ours))
-    )
-    place = max(0, place - _NUM_SHOWN // 2)
+    place = max(0, len(os.path.commonprefix([whole, ours])) - _NUM_SHOWN // 2)
     whole, ours = (repr(text[place : place + 2 * _NUM_SHOWN]) for text in (whole, ours))
     return f"at character {place} it writes {whole}, and there was {ours}"
 
@@ -237,7 +234,7 @@ def _sample(parts: Sequence[Part], encoded: list[list[int]]) -> RowSample:
     for part, ids in zip(parts[1:], encoded[1:], strict=True):
         if ids and not part.is_trained:
             holes.append((len(response), len(response) + len(ids)))
-        response += ids if part.end is None else [*ids, part.end]
+        response += ids
     return RowSample(encoded[0], response, holes=tuple(holes))
 
 
@@ -250,4 +247,4 @@ def scored(sample: RowSample, pad: int | None) -> RowSample:
     ids = [*sample.prompt, *sample.response]
     while len(ids) > 1 and ids[-1] == pad:
         ids.pop()
-    return RowSample(ids[:-1], ids[-1:])
+    return sample._replace(prompt=ids[:-1], response=ids[-1:], holes=())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -84,12 +84,19 @@ class Tokenizer(ABC):
     def turn_end(self) -> int:
         """Id of the token that ends an answer: what the chat template writes behind one, or an end-of-sequence id
         of the model with which it begins the next turn, as GLM's; else the tokenizer's end of sequence."""
-        ends = {text: index for text, index in self.special_tokens.items() if index in self.end_ids}
-        user = {"role": "user", "content": "?"}
-        for behind, tokens in ((self.turn_tail, self.special_tokens), (self._behind_answer(user), ends)):
-            if found := [text for text in tokens if behind.lstrip().startswith(text)]:
-                return self.special_tokens[max(found, key=len)]
-        return self.eos_token_id
+        following = self._behind_answer({"role": "user", "content": "?"})
+        token = self.leading_token(self.turn_tail) or self.leading_token(following, self.end_ids)
+        return self.eos_token_id if token is None else self.special_tokens[token]
+
+    def leading_token(self, text: str, ids: Container[int] | None = None) -> str | None:
+        """Return the special token, one of these ids, with which a text begins but for blanks; None without one."""
+        text = text.lstrip()
+        found = [
+            one
+            for one, index in self.special_tokens.items()
+            if text.startswith(one) and (ids is None or index in ids)
+        ]
+        return max(found, key=len, default=None)
 
     def _behind_answer(self, *following: dict[str, Any]) -> str:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}, *following]

@@ -22,7 +22,7 @@ class RewardFunction(Protocol):
     Other keys have no effect."""
 
     def __call__(
-        self, data_source: str, solution_str: str, ground_truth: str | None, extra_info: dict[str, Any]
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
     ) -> float | Mapping[str, Any]: ...
 
 
@@ -53,7 +53,7 @@ class RewardSample:
     data_source: str
     solution_str: str
     """The response's text alone, without special tokens."""
-    ground_truth: str | None = None
+    ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     sample_id: int | None = None
     """Id of the sample, which the verdict carries and errors name."""

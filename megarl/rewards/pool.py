@@ -195,7 +195,7 @@ def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-
         first_rows.setdefault(dataset[index].data_source, index)
     for index in first_rows.values():
         row = dataset[index]
-        responses = dict.fromkeys(("", row.ground_truth or ""))
+        responses = dict.fromkeys(("", row.ground_truth if isinstance(row.ground_truth, str) else ""))
         for verdict in pool.score(
             [RewardSample(row.data_source, text, row.ground_truth, row.extra_info) for text in responses]
         ):

@@ -25,8 +25,8 @@ class Request(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, number: int, sample: RewardSample) -> Request:
-        solution, extra_info = json.dumps(sample.solution_str), packable(sample.extra_info)
-        return cls(number, replace(sample, solution_str=solution, extra_info=extra_info))
+        of_row = {"ground_truth": packable(sample.ground_truth), "extra_info": packable(sample.extra_info)}
+        return cls(number, replace(sample, solution_str=json.dumps(sample.solution_str), **of_row))
 
     @property
     def sample(self) -> RewardSample:

@@ -10,7 +10,10 @@ import random
 import pytest
 
 from megarl.data.columns import Prompt
-from megarl.workers.sft import RowSample, encode_turns
+from megarl.data.encoder import PromptEncoder
+from megarl.data.prompts import PromptDataset
+from megarl.data.rendering import RowSample
+from megarl.episodes.session import Session
 from tests.e2e.jobs import train
 from tests.episodes.templates import TEMPLATES, tokenizer
 from tests.episodes.test_session import chat_of, random_text
@@ -26,10 +29,6 @@ def conversation(rng: random.Random, num_turns: int) -> list[dict[str, str]]:
     return messages
 
 
-def row_of(messages: list[dict[str, str]]) -> Prompt:
-    return Prompt(messages=tuple(messages[:-1]), response=messages[-1]["content"])
-
-
 def trained(row: RowSample) -> list[list[int]]:
     """The runs of ids that are trained on."""
     runs, end = [], 0
@@ -40,38 +39,22 @@ def trained(row: RowSample) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_turn_is_trained_on_and_its_context_is_that_of_the_conversation(name):
-    made, chat, rng = tokenizer(name), chat_of(name), random.Random(name)
+def test_a_row_is_the_episode_in_which_the_model_says_the_same(name):
+    """The context of every turn is what a rollout would put there, after the same answers."""
+    made, rng = tokenizer(name), random.Random(name)
     for _ in range(10):
         messages = conversation(rng, rng.randint(1, 4))
-        row = encode_turns(chat, made, row_of(messages))
-        answers = [one["content"] for one in messages if one["role"] == "assistant"]
-        wanted = [[*made.encode_response(text), made.eos_token_id] for text in answers]
-        assert trained(row) == wanted and row.num_trained == sum(map(len, wanted))
-        assert row.prompt == made.encode_prompt(messages[:1])
-        for index, hole in enumerate(row.holes, 1):  # the question is in the context
-            question = made.decode(made.encode_response(messages[2 * index]["content"]))
-            assert question.strip() in made.decode(row.response[slice(*hole)])  # some templates strip
-
-
-def test_a_turn_with_tool_calls_is_refused():
-    """Only its text would be trained on, which then ends where the call should be."""
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    messages = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "1"}]
-    with pytest.raises(ValueError, match="message 1 has tool_calls .*, wanted the calls in `content`"):
-        encode_turns(chat_of("qwen2.5"), tokenizer("qwen2.5"), Prompt(messages=tuple(messages), response="1"))
-
-
-def test_one_turn_is_what_it_was():
-    made, chat = tokenizer("qwen2.5"), chat_of("qwen2.5")
-    ids = [*made.encode_response("two"), made.eos_token_id]
-    messages = [{"role": "user", "content": "1+1"}]
-    one = encode_turns(chat, made, Prompt(messages=tuple(messages), response="two"))
-    assert one == RowSample(made.encode_prompt(messages), ids)
-    text = encode_turns(chat, made, Prompt(messages="1+1", response="two"))
-    assert text == RowSample(made.encode_prompt("1+1"), ids)
-    opened = [{"role": "assistant", "content": "hello"}, *messages]
-    assert encode_turns(chat, made, Prompt(messages=tuple(opened), response="two")).response == ids
+        row = Prompt(messages=tuple(messages[:-1]), response=messages[-1])
+        (sample,) = PromptEncoder(made, PromptDataset([row])).answers([0], turns="all")
+        session, parent = Session(chat_of(name)), None
+        for question, ids in zip(messages[::2], trained(sample), strict=True):
+            (turn,) = session.open([question], parent)
+            session.add([turn])
+            session.answer(turn, ids, [0.0] * len(ids), [0] * len(ids))
+            parent = turn
+        (branch,) = session.branches()
+        assert (sample.prompt, sample.response) == (branch.prompt, branch.response)
+        assert [*sample.holes] == branch.holes and sample.num_trained == len(branch.log_probs)
 
 
 @pytest.mark.nightly
