@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ from megarl.data.tokenizer import load_tokenizer, tokenizer_of
 from megarl.data.tokenizer_base import Tokenizer
 from megarl.flow.job_roles import Record, RewardModel
 from megarl.rewards import classifier
-from megarl.rewards.judge_prompt import JudgePrompt
+from megarl.rewards.judge_prompt import JudgePrompt, conversation_text
 from megarl.rollout.draws import draw_key
 from megarl.workers.hosted_role import HostedRole
 from megarl.workers.implements import implements
@@ -282,6 +283,8 @@ class RewardModelRole(HostedRole):
         if self.is_pair:
             read = zip(prompts, responses, strict=True)
             return [classifier.encode_pair(self.hugging_face, one.messages, text) for one, text in read]
+        if self.tokenizer.template is None:
+            prompts = [replace(one, messages=conversation_text(one.messages)) for one in prompts]
         parts = [
             parts_of(self.tokenizer, prompt, {"role": "assistant", "content": text}, "score")
             for prompt, text in zip(prompts, responses, strict=True)

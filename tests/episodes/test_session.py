@@ -228,7 +228,7 @@ def test_a_template_that_leaves_the_answer_out_is_an_error():
     class Forgetful:
         """Renders the last message alone."""
 
-        def render(self, messages, tools=()):
+        def render(self, messages, *given):
             return messages[-1]["content"]
 
     with pytest.raises(ValueError, match="leaves out the model's last answer"):

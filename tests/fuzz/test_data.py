@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from megarl.data.columns import parse_row
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
+from megarl.data.rendering import parts_of
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.tokenizer_base import Tokenizer
-from megarl.rewards.classifier import encode_conversation
 from megarl.rewards.judge_prompt import JudgePrompt
 from sums.model import write_model_folder
 from tests.fuzz.cases import fuzz, may_refuse
@@ -307,6 +307,8 @@ def test_chat_templates(folder: Path, drawn: list[object], template: str, respon
             assert all(0 <= token < tokenizer.vocab_size for token in ids)
             assert isinstance(tokenizer.decode(ids), str)
         for prompt in dataset:
-            encode_conversation(tokenizer.hugging_face, prompt.messages, "a")
-    if responses:
-        assert all(tokenizer.decode(ids) is not None for ids in encoder.responses(range(len(dataset))))
+            parts_of(tokenizer, prompt, {"role": "assistant", "content": "a"}, "score")
+    for turns in ("last", "all") if responses else ():
+        with may_refuse(ValueError, naming="--train-data"):
+            for sample in encoder.answers(range(len(dataset)), turns=turns):
+                assert sample.num_trained > 0

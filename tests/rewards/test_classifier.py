@@ -13,7 +13,7 @@ import random
 import pytest
 import torch
 
-from megarl.rewards.classifier import Classifier, batches_of_like_length, encode_conversation
+from megarl.rewards.classifier import Classifier, batches_of_like_length, encode_pair
 from sums.model import EOS_ID
 from tests.rewards import models
 
@@ -32,11 +32,14 @@ def sequences(count=23, longest=60):
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_scores(name, actor, tmp_path):
-    """Decoders are scored at the end-of-sequence token even if that also pads; an encoder does not see
-    padding."""
+    """Decoders are scored as transformers does it, at the last token that is not the folder's padding; an encoder
+    does not see padding."""
     model = models.write_classifier(tmp_path / "rm", name, actor)
     classifier, samples = Classifier(str(tmp_path / "rm")), sequences()
-    wanted = torch.tensor(models.reference_scores(model, samples))
+    pads_with_end = model.config.pad_token_id == EOS_ID
+    wanted = torch.tensor(
+        models.reference_scores(model, [ids[:-1] if pads_with_end and ids[1:] else ids for ids in samples])
+    )
     assert wanted.std() > 0.05
     for max_tokens in (200, 10**6, 1):  # several batches, one, and one per sample
         assert (torch.tensor(classifier.scores(samples, max_tokens)) - wanted).abs().max() < LIMIT
@@ -65,21 +68,10 @@ def test_batches_hold_little_padding():
     assert list(batches_of_like_length({0: 9000, 1: 10}, 4096)) == [[0], [1]]
 
 
-def test_conversations_in_its_own_tokenizer(actor, tmp_path):
-    models.write_classifier(tmp_path / "rm", "qwen2", actor)
+def test_an_encoder_reads_a_pair_of_texts(actor, tmp_path):
+    models.write_classifier(tmp_path / "rm", "bert", actor)
     tokenizer = Classifier(str(tmp_path / "rm")).tokenizer
-    ids = encode_conversation(
-        tokenizer, [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1 ?"}], "2"
-    )
-    assert tokenizer.decode(ids) == "<|system|>add<|end|><|user|>1+1 ?<|end|><|assistant|>2<|end|>"
-    assert encode_conversation(tokenizer, "1+1 ?", "2") == encode_conversation(
-        tokenizer, [{"role": "user", "content": "1+1 ?"}], "2"
-    )
-    tokenizer.chat_template = None
-    assert (
-        tokenizer.decode(encode_conversation(tokenizer, [{"role": "user", "content": "1+1 ?"}], "2"))
-        == "1+1 ?2"
-    )
+    assert tokenizer.decode(encode_pair(tokenizer, [{"role": "user", "content": "1+1 ?"}], "2")) == "1+1 ?2"
 
 
 def test_folders_that_are_no_reward_model(actor, tmp_path):

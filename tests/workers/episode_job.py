@@ -37,10 +37,10 @@ class Letters:
     def template(messages):
         return "".join(f"[{one['content']}." for one in messages) + "]"
 
-    def render(self, messages, tools=()):
+    def render(self, messages, tools=(), arguments=None):
         return self.template(messages)
 
-    def encode_prompts(self, prompts, tools=()):
+    def encode_prompts(self, prompts, tools=(), arguments=None):
         return [[2 + ord(c) % 50 for c in self.render(one)] for one in prompts]
 
     def encode_responses(self, texts):

@@ -242,7 +242,7 @@ def test_an_episode_whose_prompt_differs_now_begins_anew(tmp_path, caplog, monke
     before.stream.save(tmp_path / "file", [3, 7])
     after.inference.set_version(1)
     after.recorder.start(1)
-    monkeypatch.setattr(Letters, "render", lambda self, messages, tools=(): Letters.template(messages) + "]")
+    monkeypatch.setattr(Letters, "render", lambda self, messages, *given: Letters.template(messages) + "]")
     after.stream.load(answers(3, 7), [tmp_path / "file"])
     after.finish()
     check(after.samples, 3, 7)

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megarl.batch import Batch
 from megarl.config.mesh import MeshSpec
 from megarl.data.tokenizer import load_tokenizer
 from megarl.megatron import mesh as megatron_mesh
 from megarl.megatron.offload import ModelMemory
 from megarl.workers.offload_manager import OffloadManager
 from megarl.workers.reward_model import RewardModelRole
+from megarl.workers.store import BatchShard
 from sums.model import EOS_ID
 from tests.launch import run
 from tests.rewards import models
@@ -67,11 +69,10 @@ def check_scores(records: list[dict], wanted: list[float]) -> None:
     assert (torch.tensor([record["score"] for record in records]) - torch.tensor(wanted)).abs().max() < LIMIT
 
 
-def test_a_classifier_with_the_actors_tokenizer_reads_the_actors_ids(folder):
+def test_a_classifier_with_the_actors_tokenizer_reads_the_same_ids(folder):
     model = models.write_classifier(folder / "transformers", "qwen2", folder / "actor")
     role = classifier_role(folder)
     prompts, responses = ids_of_step(load_tokenizer(folder / "actor"))
-    assert not role.retokenizes
     check_scores(
         role.score(ROWS),
         models.reference_scores(model, [p + r for p, r in zip(prompts, responses, strict=True)]),
@@ -120,7 +121,6 @@ def test_a_classifier_with_another_chat_template_reads_text(folder):
         folder / "transformers", "qwen2", folder / "actor", chat_template=OTHER_TEMPLATE
     )
     role = classifier_role(folder)
-    assert role.retokenizes
     check_scores(role.score(ROWS), models.reference_scores(model, ids_of_other_template(folder)))
 
 
@@ -153,7 +153,6 @@ def test_a_megatron_model_to_which_every_sample_is_too_long(folder, world):
         "reward_model", config(folder, "megatron"), {"reward_model": mesh}, store(folder), OffloadManager()
     )
     role.setup()
-    assert role.retokenizes
     check_scores(role.score(ROWS), models.reference_scores(model, ids_of_other_template(folder)))
     role.max_length = 5
     failure = "longer than the 5 tokens that the model takes"
@@ -162,12 +161,21 @@ def test_a_megatron_model_to_which_every_sample_is_too_long(folder, world):
     ]
 
 
-def test_a_vocabulary_that_lacks_what_the_actor_can_sample_is_never_read_as_ids(folder):
-    models.write_classifier(folder / "transformers", "qwen2", folder / "actor")
-    assert not classifier_role(folder).retokenizes
-    file = folder / "actor" / "config.json"
+def test_an_episode_is_read_as_ids_where_the_actor_has_the_same(folder):
+    """Turns between answers have no place in the text of one answer. The last answer, which was cut, gets its end."""
+    model = models.write_classifier(folder / "transformers", "qwen2", folder / "actor")
+    role, (prompts, responses) = classifier_role(folder), ids_of_step(load_tokenizer(folder / "actor"))
+    cut = [ids[:-1] for ids in responses]
+    episodes = Batch.from_samples(SAMPLE_IDS, prompts, cut, holes=[[], [(2, 4)], [], [(3, 6)]])
+    role.store.release_batch("reward_model")
+    role.store.set_batch("reward_model", BatchShard(episodes, mini_batches=[]))
+    check_scores(
+        role.score(ROWS),
+        models.reference_scores(model, [p + r for p, r in zip(prompts, responses, strict=True)]),
+    )
+    file = folder / "actor" / "config.json"  # a vocabulary that lacks what the actor can sample
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 321}))
-    assert classifier_role(folder).retokenizes
+    assert role.reads_ids and not classifier_role(folder).reads_ids
 
 
 def test_a_classifier_is_not_split(folder):
