@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError, Errors, raise_errors
 from megarl.config.hf_families import FAMILIES
+from megarl.data.columns import text_of
 from megarl.data.prompts import read_prompts
 from megarl.data.readers import UnreadableFile
 from megarl.files.writing import obstacle
@@ -116,7 +117,8 @@ def _texts(path: str) -> Iterator[str]:
             if isinstance(prompt.messages, str):
                 yield prompt.messages
             else:
-                yield from (str(message["content"]) for message in prompt.messages)
-            yield prompt.response or ""
+                yield from map(text_of, prompt.messages)
+            if prompt.response is not None:
+                yield text_of(prompt.response)
     except UnreadableFile as error:
         raise ConfigError([f"--tokenizer-from ({path}): {error}"]) from error

@@ -133,11 +133,11 @@ def save_hf(
     shape: ModelShape,
     atlases: dict[int, Atlas],
     tensors: dict[str, Tensor],
+    tokenizer: str | None = None,
+    complete: Callable[[Path], None] | None = None,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer: str | None = None,
-    complete: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the model that the ranks of `atlases` hold as a Hugging Face folder. Collective over those ranks.
 

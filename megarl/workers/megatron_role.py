@@ -359,21 +359,15 @@ class MegatronRole(HostedRole):
 
         Adapters are merged into the weights, and written alone to <folder>_adapter in PEFT's format."""
         self.model.merge_adapters()
-        model, is_classifier = self.config.model, self.shape.value_head
-        complete = lambda partial: complete_export(partial, model, is_classifier)
-        save_hf(
-            folder,
-            self.folder,
-            self.shape,
-            self.atlases,
-            self.model.weights,
-            tokenizer=model.tokenizer_model,
-            complete=complete,
-        )
+        model, weights = self.config.model, self.model.weights
+        save_hf(folder, self.folder, self.shape, self.atlases, weights, model.tokenizer_model, self._complete)
         if self.lora is not None:
             save_peft(
                 f"{folder}_adapter", self.folder, self.shape, self.atlases, self.model.parameters, self.lora
             )
+
+    def _complete(self, folder: Path) -> None:
+        complete_export(folder, self.config.model, self.shape.value_head)
 
     @needs("parameters", "optimizer")
     def save_checkpoint(self, folder: str, state: dict[str, object] | None = None) -> None:

@@ -73,19 +73,17 @@ class RolloutRole(PinnedEngine):
         self.tokenizer = tokenizer_of(self.config.model)
         self.config = config = stopping_at(self.config, self.tokenizer.turn_end, self.tokenizer.end_ids)
         column = "ground_truth" if needs_ground_truth(config) else None
-        files = {"train": config.data.train_data, "eval": config.data.eval_data}
+        files, key = {"train": config.data.train_data, "eval": config.data.eval_data}, config.data.prompt_key
         self.datasets = {
-            purpose: PromptDataset.load(paths, prompt_key=config.data.prompt_key, needs=column)
+            purpose: PromptDataset.load(paths, prompt_key=key, needs=column)
             for purpose, paths in files.items()
             if paths
         }
-        self.encoders = {
-            purpose: PromptEncoder(self.tokenizer, dataset) for purpose, dataset in self.datasets.items()
-        }
+        self.encoders = {name: PromptEncoder(self.tokenizer, rows) for name, rows in self.datasets.items()}
         sources = megatron_atlases(self.shape, self.meshes[f"actor{self.suffix}"], config.actor)
         self.engine = self._start_engine(sources, self.actor.model.weights if self.actor else {})
-        if self.engine is not None and self.config.episodes.has_turns:
-            self.episodes = EpisodeSampler(self.config, self.shape, self.tokenizer, self.engine)
+        if self.engine is not None and config.episodes.has_turns:
+            self.episodes = EpisodeSampler(config, self.shape, self.tokenizer, self.engine)
             if self.shared is not None:
                 self.shared.join(self.suffix, self.episodes, self._first_turns, self.datasets)
         if self.config.streaming.staleness:

@@ -28,7 +28,7 @@ def convert(row: Row) -> Row:
         "prompt": list(parsed.messages),
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": parsed.ground_truth},
-        "response": parsed.response,
+        "response": parsed.response and parsed.response["content"],
         "extra_info": parsed.extra_info,
     }
 
