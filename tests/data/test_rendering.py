@@ -6,15 +6,17 @@ last answer, all answers, pairs, whole texts for a score, and prompts. Ids are c
 from __future__ import annotations
 
 import functools
+import json
 
 import pytest
+import torch
 
 from megarl.data.columns import Prompt, parse_row
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.quick_tokenizer import load_quickly
 from megarl.data.rendering import difference, scored
-from megarl.data.tokenizer import load_tokenizer
+from megarl.data.tokenizer import complete_export, load_tokenizer
 from tests.data.chat_families import FAMILIES, write_tokenizer
 
 TOOLS = [
@@ -126,8 +128,6 @@ def test_samples_are_what_transformers_writes(family, loaded):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tools_and_template_arguments_reach_the_template(family, loaded):
-    import json
-
     ours, _, theirs = loaded(family)
     plain = ours.encode_prompts([ONE[:1]])
     for tools in (TOOLS, json.dumps(TOOLS)):
@@ -223,3 +223,49 @@ def test_the_scored_token_is_the_last_one_that_is_no_padding(loaded):
     whole = [*sample.prompt, *sample.response]
     assert scored(sample, None).response == scored(sample, 0).response == whole[-1:] == [end]
     assert scored(sample, end).response == whole[-2:-1]
+
+
+def test_an_export_has_the_tokenizer_that_trained_the_end_of_turns_and_the_padding(sums_data, tmp_path):
+    """Of a base model whose own end of sequence is another token, and which has no padding."""
+    import shutil
+
+    from megarl.config.hf_config import ModelShape
+    from megarl.config.schema import ModelConfig
+    from megarl.reshard.export_folder import new_model_folder
+
+    model, other = tmp_path / "model", write_tokenizer(tmp_path / "other", "gemma3")
+    shutil.copytree(sums_data / "model", model)
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 0, "pad_token_id": None}))
+    (model / "generation_config.json").write_text('{"eos_token_id": 0, "top_k": 7}')
+    ids = load_quickly(other)
+    for tokenizer, is_classifier in ((None, False), (other, False), (other, True)):
+        config = ModelConfig(model=str(model), tokenizer_model=None if tokenizer is None else str(tokenizer))
+        with new_model_folder(
+            tmp_path / "hf", model, ModelShape.load(str(model)), torch.float32, tokenizer
+        ) as out:
+            complete_export(out, config, is_classifier)
+        written = tmp_path / "hf"
+        text = (tokenizer or model) / "tokenizer_config.json"
+        assert (written / "tokenizer_config.json").read_text() == text.read_text()
+        end = ids.turn_end if tokenizer else 1
+        generation = json.loads((written / "generation_config.json").read_text())
+        assert generation == {"eos_token_id": [0, end], "top_k": 7}
+        pad = json.loads((written / "config.json").read_text())["pad_token_id"]
+        assert pad == (ids.pad_token_id if is_classifier else None)
+
+
+def test_engines_stop_at_the_end_of_turns_of_the_template():
+    from megarl.algorithms import REGISTRY
+    from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+    from megarl.rollout.engine_arguments import stopping_at
+
+    config = TrainConfig(
+        algorithm=REGISTRY["grpo"](),
+        model=ModelConfig(model="m"),
+        batch=BatchConfig(train_iters=1),
+        data=DataConfig(train_data=("a",)),
+        run=RunConfig(save="s"),
+    )
+    assert stopping_at(config, 7, (0, 7)) is config
+    assert stopping_at(config, 7, (0,)).sampling.stop_token_ids == (7,)
