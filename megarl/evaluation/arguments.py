@@ -72,7 +72,7 @@ several actors, --model RUN is enough: each plays with its own weights. A flag w
 
 """
 _SHOWN = {
-    "model": ("model", "tokenizer_model", "bf16"),
+    "model": ("model", "tokenizer_model", "chat_template_args", "bf16"),
     "data": (
         "eval_data",
         "prompt_key",
