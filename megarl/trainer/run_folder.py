@@ -24,9 +24,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -34,11 +36,13 @@ from typing import Literal
 from megarl.config.rules_files import free_name, goes_on, mark_of_run
 from megarl.config.schema import TrainConfig
 from megarl.files.writing import WriteError, writing
-from megarl.loggers import Logger, LoggerContext, open_loggers
+from megarl.loggers import LoggerContext, Tracker
 from megarl.loggers.console import Progress
 from megarl.trainer.attempt import ATTEMPTS, Attempt
 from megarl.loggers.json_lines import METRICS, JsonLines, cut_after, remove_engine_logs
 
+OF_TRACKERS = ("tensorboard", "wandb", "wandb_run_id", "mlflow_run_id")
+"""What trackers write into the run folder."""
 ARGUMENTS, ROLLOUTS, TIMELINE, PROFILE = "resolved.args", "rollouts", "timeline.json", "profile"
 
 
@@ -96,7 +100,7 @@ class Run:
     def __init__(self, config: TrainConfig, resolved_args: str, progress: Progress | None = None):
         self.folder, self._resolved_args, self._config = Path(config.run.save), resolved_args, config.run
         self._files: JsonLines | None = None
-        self._trackers: list[Logger] | None = None  # opened at the first record
+        self._trackers: list[Tracker] = []
         self._background = ThreadPoolExecutor(1, thread_name_prefix="run_folder")
         self._writes: list[Future[object]] = []
         # The step and metrics whose evaluation may still follow, and the row that was written last.
@@ -114,6 +118,8 @@ class Run:
             self._created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             with self._unlocked_if_failed():
                 self._open("x")  # "x": of two jobs that start at once, one gets the folder
+                for tracker in self._trackers:
+                    tracker.check()
         elif self.folder.exists():
             self._lock = lock_folder(self.folder)
         if progress is None:
@@ -145,7 +151,9 @@ class Run:
         self.lock()
         with writing(arguments), open(arguments, "x" if mode == "x" else "w", encoding="utf-8") as file:
             if mode == "x":
-                self._created = [arguments, self.folder / ATTEMPTS, rollouts, *self._created]
+                own = (self.folder / name for name in OF_TRACKERS)
+                free = (path for path in own if not path.exists())
+                self._created = [arguments, self.folder / ATTEMPTS, rollouts, *free, *self._created]
             file.write(self._resolved_args)
         if mode == "x":
             remove_engine_logs(self.folder)  # of a first try that failed
@@ -153,6 +161,15 @@ class Run:
         self._files = JsonLines(self.folder, mode)
         if mode == "x":
             self._created.insert(0, self.folder / METRICS)
+        context = LoggerContext(
+            folder=self.folder,
+            project=self._config.log_project,
+            name=self._config.log_name or self.folder.resolve().name,
+            first_step=self._first_step,
+        )
+        for name in self._config.log_with:
+            note = lambda text: self.progress.note(text)
+            self._trackers.append(Tracker(name, context, self._resolved_args, note))
 
     def begin_step(self) -> None:
         """Start the clock of the metric time/step_s, and write the previous step's metrics to disk and to the
@@ -191,7 +208,7 @@ class Run:
         if step < last:
             self._write_row()
             self._lines.add_to_row(step, scores)
-            self._log_to_trackers(step, dict(scores))
+            self._log_to_trackers("log_metrics", step, dict(scores), time.time())
             return
         before = self._lines.take_back(step) if self._row is None else self._row[1]
         self._row = step, {**before, **scores}
@@ -225,8 +242,9 @@ class Run:
             if self._files is not None:
                 last.callback(self._files.close)
             last.callback(self._background.shutdown)
+            for tracker in self._trackers:
+                last.callback(tracker.close, self._has_failed)
             self._write_row()
-            self._write(self._close_trackers)
         self._raise_errors()
 
     def __enter__(self) -> Run:
@@ -250,6 +268,8 @@ class Run:
             yield
         except BaseException as error:
             self._has_failed = True
+            for tracker in self._trackers:
+                tracker.close(has_failed=True)
             self._remove_if_unused()
             self._unlock()
             if isinstance(error, WriteError):
@@ -265,6 +285,8 @@ class Run:
                 return
         for path in self._created if self._has_failed else ():
             with contextlib.suppress(OSError):  # a folder with files of others stays
+                if path.name in OF_TRACKERS:
+                    shutil.rmtree(path)
                 path.rmdir() if path.is_dir() else path.unlink()
 
     def _write_row(self) -> None:
@@ -274,27 +296,18 @@ class Run:
         self._written_row, self._row = self._row, None
         self.attempt.check(f"the metrics of step {step}")
         self._lines.log_metrics(step, row, now)  # on the disk before the next step begins
-        self._log_to_trackers(step, row)
+        self._log_to_trackers("log_metrics", step, row, now)
 
-    def _log_to_trackers(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        now = time.time()
-
-        def write() -> None:
-            for tracker in self._opened_trackers():
-                tracker.log_metrics(step, metrics, now)
-
-        self._write(write)
+    def _log_to_trackers(self, method: str, step: int, *args: object) -> None:
+        for tracker in self._trackers:
+            tracker.write(method, step, *args)
 
     def _log_rollouts(
         self, step: int, rows: Sequence[Mapping[str, object]], purpose: Literal["train", "eval"]
     ) -> None:
         self.attempt.check(f"the samples of step {step}")
-
-        def write() -> None:
-            for logger in (self._lines, *self._opened_trackers()):
-                logger.log_rollouts(step, rows, purpose)
-
-        self._write(write)
+        self._write(partial(self._lines.log_rollouts, step, rows, purpose))
+        self._log_to_trackers("log_rollouts", step, rows, purpose)
 
     @property
     def attempt(self) -> Attempt:
@@ -321,26 +334,3 @@ class Run:
         self._writes = [w for w in self._writes if not w.done()]
         for write in finished:
             write.result()
-
-    # Methods of the background thread. Trackers start with the first record, so that a failed start leaves no
-    # run in them.
-
-    def _opened_trackers(self) -> list[Logger]:
-        if self._trackers is None:
-            name = self._config.log_name or self.folder.resolve().name
-            self._trackers = open_loggers(
-                self._config.log_with,
-                LoggerContext(
-                    folder=self.folder,
-                    project=self._config.log_project,
-                    name=name,
-                    first_step=self._first_step,
-                ),
-            )
-            for tracker in self._trackers:
-                tracker.log_config(self._resolved_args)
-        return self._trackers
-
-    def _close_trackers(self) -> None:
-        for tracker in self._trackers or ():
-            tracker.close()
