@@ -65,8 +65,9 @@ def driver_error_text(error: BaseException, executor: Executor | None, notes: En
     whole = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ExplainedError):
         head = f"[driver] failed{when}: {last_line(error)}"
-        return _explained(head, whole, error.read_on, executor, notes) + notes.after_failure()
-    last = "".join(traceback.format_exception_only(error)).strip()
+        where = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        return _explained(head, whole, error.read_on, executor, notes) + where + notes.after_failure()
+    last = traceback.format_exception_only(error)[0].strip()
     return f"[driver] failed{when}: {last}\n{whole}{notes.after_failure()}"
 
 

@@ -1,6 +1,6 @@
 """Shut down a driver process with one message and one exit code, and leave no rank process behind.
 
-    running    SIGTERM, within `graceful_shutdown`                     -> stopping
+    running    SIGTERM or SIGHUP, within `graceful_shutdown`           -> stopping
     running    SIGINT; SIGTERM without such a loop                     -> unwinding: Stopped is raised, once
     stopping   another SIGTERM: changes nothing
     stopping   SIGINT; the death of rank 0 under torchrun              -> unwinding
@@ -25,6 +25,7 @@ import logging
 import os
 import queue
 import signal
+import stat
 import sys
 import threading
 import time
@@ -47,7 +48,7 @@ _signals: list[int] = []
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised in the driver after SIGINT or SIGTERM. A graceful shutdown ends with the message `text`."""
+    """Raised in the driver after SIGINT, SIGTERM or SIGHUP. A graceful shutdown ends with the message `text`."""
 
     def __init__(self, signum: int, text: str | None = None):
         super().__init__(signum)
@@ -159,7 +160,7 @@ def run_job(
     job.start_limits()
     try:
         try:
-            _handle_signals(signal.SIGINT, signal.SIGTERM)
+            _handle_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
             if (signum := received_signal()) is not None:  # came between two attempts
                 raise Stopped(signum)
             if processes is not None:
@@ -230,7 +231,7 @@ def run_job_in_process(
     job.start_limits()
     try:
         try:
-            _handle_signals(signal.SIGTERM)
+            _handle_signals(signal.SIGTERM, signal.SIGHUP)
             with ranks() as executor:
                 job.executor = executor
                 main(executor)
@@ -335,17 +336,22 @@ def _act_on_signal_of_rank(signum: int) -> bool:
 def _handle_signals(*signums: int) -> None:
     atexit.register(ignore_signals_for_good)  # the interpreter's shutdown removes Python handlers
     for signum in signums:
-        signal.signal(signum, _stop)
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # by nohup
+            signal.signal(signum, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """Handle SIGINT or SIGTERM: set the request for a graceful shutdown, or raise Stopped.
+    """Handle SIGINT, SIGTERM or SIGHUP, which means the same as SIGTERM: set the request for a graceful shutdown, or raise Stopped.
 
     Ctrl-C under torchrun also kills rank 0, whose death is a SIGTERM here. If the SIGTERM comes first, this
     handler waits for a SIGINT to overtake it. If the SIGTERM comes while this handler works on the SIGINT,
     that work continues."""
     job = _running
-    if signum == signal.SIGTERM:
+    if signum == signal.SIGHUP:  # a terminal that is gone can be written to no more
+        for descriptor in (1, 2):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    if signum != signal.SIGINT:
         is_request = any(
             outer.f_code is _stop.__code__ for outer, _ in traceback.walk_stack(frame)
         ) or _make_request(job)
@@ -379,8 +385,9 @@ def _make_request(job: _Running) -> bool:
 
 
 def _ignore_signals() -> None:
-    signal.signal(signal.SIGINT, _nothing)
-    signal.signal(signal.SIGTERM, _nothing)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, _nothing)
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
