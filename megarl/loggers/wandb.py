@@ -20,7 +20,7 @@ class WeightsAndBiases:
 
     def __init__(self, context: LoggerContext) -> None:
         # HOME may be read-only; without a limit the end of the job waits for an upload for ever
-        os.environ.setdefault("WANDB_DATA_DIR", str(context.folder.absolute() / "wandb"))
+        os.environ.setdefault("WANDB_DATA_DIR", f"{context.folder.absolute()}/wandb")
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", "50")
         import wandb
 

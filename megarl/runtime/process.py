@@ -162,6 +162,15 @@ def _tell_but_signals(tell: Callable[[Any], object], unraisable: Any) -> None:
         tell(unraisable)
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null for each standard stream that was closed (`>&-`), for this process and those that it
+    starts."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    null = open(descriptor, "r+")
+    sys.stdin, sys.stdout, sys.stderr = sys.stdin or null, sys.stdout or null, sys.stderr or null
+
+
 def end_process(code: int) -> NoReturn:
     """Wait for threads, run the exit handlers and end this process with the exit code, without unloading
     Python's modules.

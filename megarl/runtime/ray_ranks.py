@@ -283,6 +283,8 @@ def join(address: str | None, num_ranks: int = 1) -> bool:
             "include_dashboard": False,
         }
     else:
+        if os.path.exists(os.path.expanduser("~/.ray/auth_token")):  # of a Ray that was started here
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         how |= {"address": address}
     with own_handlers():
         try:

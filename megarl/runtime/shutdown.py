@@ -45,10 +45,14 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=ProcessExecutor)
 _UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _KILL_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
 _signals: list[int] = []
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+    _HANDLED = _HANDLED[:2]
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised in the driver after SIGINT, SIGTERM or SIGHUP. A graceful shutdown ends with the message `text`."""
+    """Raised in the driver after SIGINT, SIGTERM or SIGHUP. A graceful shutdown ends with the message
+    `text`."""
 
     def __init__(self, signum: int, text: str | None = None):
         super().__init__(signum)
@@ -160,7 +164,7 @@ def run_job(
     job.start_limits()
     try:
         try:
-            _handle_signals(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            _handle_signals(*_HANDLED)
             if (signum := received_signal()) is not None:  # came between two attempts
                 raise Stopped(signum)
             if processes is not None:
@@ -231,7 +235,7 @@ def run_job_in_process(
     job.start_limits()
     try:
         try:
-            _handle_signals(signal.SIGTERM, signal.SIGHUP)
+            _handle_signals(*_HANDLED[1:])
             with ranks() as executor:
                 job.executor = executor
                 main(executor)
@@ -336,12 +340,13 @@ def _act_on_signal_of_rank(signum: int) -> bool:
 def _handle_signals(*signums: int) -> None:
     atexit.register(ignore_signals_for_good)  # the interpreter's shutdown removes Python handlers
     for signum in signums:
-        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # by nohup
-            signal.signal(signum, _stop)
+        signal.signal(signum, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """Handle SIGINT, SIGTERM or SIGHUP, which means the same as SIGTERM: set the request for a graceful shutdown, or raise Stopped.
+    """Handle SIGINT or SIGTERM: set the request for a graceful shutdown, or raise Stopped.
+
+    SIGHUP means the same as SIGTERM.
 
     Ctrl-C under torchrun also kills rank 0, whose death is a SIGTERM here. If the SIGTERM comes first, this
     handler waits for a SIGINT to overtake it. If the SIGTERM comes while this handler works on the SIGINT,
@@ -385,9 +390,8 @@ def _make_request(job: _Running) -> bool:
 
 
 def _ignore_signals() -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, _nothing)
+    for signum in _HANDLED:
+        signal.signal(signum, _nothing)
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:

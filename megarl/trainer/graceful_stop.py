@@ -1,5 +1,5 @@
-"""Save the last completed step within --exit-grace-s, after SIGTERM and after a failure that leaves the weights
-whole."""
+"""Save the last completed step within --exit-grace-s, after SIGTERM and after a failure that leaves the
+weights whole."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megarl.trainer.trainer import Trainer
 
 @contextlib.contextmanager
 def graceful_stop(trainer: Trainer) -> Iterator[None]:
-    """Let a SIGTERM or SIGHUP within this context abort the running step, save the last completed one, and raise
-    Stopped with the message to report.
+    """Let a SIGTERM or SIGHUP within this context abort the running step, save the last completed one, and
+    raise Stopped with the message to report.
 
-    An error of the driver saves that step too, unless a rank has failed or the running step has begun to update
-    a model."""
+    An error of the driver saves that step too, unless a rank has failed or the running step has begun to
+    update a model."""
     grace_s = trainer.config.checkpoint.exit_grace_s
     with graceful_shutdown(trainer.stop, grace_s, trainer.save_timeline):
         trainer.stops_gracefully = True
@@ -36,7 +36,7 @@ def graceful_stop(trainer: Trainer) -> Iterator[None]:
             raise Stopped(signum, f"[driver] stopped by {signum.name} {where}") from None
         except Exception as error:
             is_whole = trainer.executor.failure is None and not trainer.stop.has_updated
-            if trainer.state.completed and is_whole and not trainer.run_folder.is_superseded:
+            if trainer.state.completed and is_whole:
                 trainer.save_failed_step(error)
                 error.add_note(_save_after_failure(trainer, time.monotonic() + grace_s))
             raise

@@ -28,7 +28,6 @@ import shutil
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -41,8 +40,6 @@ from megarl.loggers.console import Progress
 from megarl.trainer.attempt import ATTEMPTS, Attempt
 from megarl.loggers.json_lines import METRICS, JsonLines, cut_after, remove_engine_logs
 
-OF_TRACKERS = ("tensorboard", "wandb", "wandb_run_id", "mlflow_run_id")
-"""What trackers write into the run folder."""
 ARGUMENTS, ROLLOUTS, TIMELINE, PROFILE = "resolved.args", "rollouts", "timeline.json", "profile"
 
 
@@ -151,9 +148,7 @@ class Run:
         self.lock()
         with writing(arguments), open(arguments, "x" if mode == "x" else "w", encoding="utf-8") as file:
             if mode == "x":
-                own = (self.folder / name for name in OF_TRACKERS)
-                free = (path for path in own if not path.exists())
-                self._created = [arguments, self.folder / ATTEMPTS, rollouts, *free, *self._created]
+                self._created = [arguments, self.folder / ATTEMPTS, rollouts, *self._created]
             file.write(self._resolved_args)
         if mode == "x":
             remove_engine_logs(self.folder)  # of a first try that failed
@@ -168,8 +163,8 @@ class Run:
             first_step=self._first_step,
         )
         for name in self._config.log_with:
-            note = lambda text: self.progress.note(text)
-            self._trackers.append(Tracker(name, context, self._resolved_args, note))
+            self._trackers.append(Tracker(name, context, lambda text: self.progress.note(text)))
+            self._trackers[-1].write("log_config", self._resolved_args)
 
     def begin_step(self) -> None:
         """Start the clock of the metric time/step_s, and write the previous step's metrics to disk and to the
@@ -268,8 +263,6 @@ class Run:
             yield
         except BaseException as error:
             self._has_failed = True
-            for tracker in self._trackers:
-                tracker.close(has_failed=True)
             self._remove_if_unused()
             self._unlock()
             if isinstance(error, WriteError):
@@ -283,10 +276,10 @@ class Run:
         with contextlib.suppress(OSError):
             if metrics.exists() and metrics.stat().st_size or rollouts.exists() and any(rollouts.iterdir()):
                 return
+        if self._has_failed and self.folder in self._created:
+            shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
         for path in self._created if self._has_failed else ():
             with contextlib.suppress(OSError):  # a folder with files of others stays
-                if path.name in OF_TRACKERS:
-                    shutil.rmtree(path)
                 path.rmdir() if path.is_dir() else path.unlink()
 
     def _write_row(self) -> None:
@@ -306,7 +299,7 @@ class Run:
         self, step: int, rows: Sequence[Mapping[str, object]], purpose: Literal["train", "eval"]
     ) -> None:
         self.attempt.check(f"the samples of step {step}")
-        self._write(partial(self._lines.log_rollouts, step, rows, purpose))
+        self._write(lambda: self._lines.log_rollouts(step, rows, purpose))
         self._log_to_trackers("log_rollouts", step, rows, purpose)
 
     @property
