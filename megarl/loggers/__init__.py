@@ -42,7 +42,9 @@ class Tracker(threading.Thread):
         self._logger: Logger | None = None
         self._error: Exception | None = None
         """The first failure."""
-        self._is_closing, self._woken, self._tried = False, threading.Event(), threading.Event()
+        self._is_closing = False
+        self._woken = threading.Event()
+        self._tried = threading.Event()
         self.start()
 
     def check(self) -> None:

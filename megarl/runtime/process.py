@@ -168,7 +168,9 @@ def open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(descriptor, True)
     null = open(descriptor, "r+")
-    sys.stdin, sys.stdout, sys.stderr = sys.stdin or null, sys.stdout or null, sys.stderr or null
+    sys.stdin = sys.stdin or null
+    sys.stdout = sys.stdout or null
+    sys.stderr = sys.stderr or null
 
 
 def end_process(code: int) -> NoReturn:

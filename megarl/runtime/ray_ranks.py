@@ -283,8 +283,10 @@ def join(address: str | None, num_ranks: int = 1) -> bool:
             "include_dashboard": False,
         }
     else:
-        if os.path.exists(os.path.expanduser("~/.ray/auth_token")):  # of a Ray that was started here
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        with contextlib.suppress(ImportError):  # of another version of Ray; `ray.init` does it for auto alone
+            from ray._private.authentication import authentication_token_setup as tokens
+
+            tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         how |= {"address": address}
     with own_handlers():
         try:
