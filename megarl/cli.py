@@ -127,7 +127,8 @@ def train(argv: list[str]) -> int:
 
 
 def _refuse_rank() -> None:
-    if (rank := os.environ.get("RANK")) is not None:
+    rank = os.environ.get("RANK")
+    if rank is not None:
         raise ConfigError(
             [
                 f"RANK ({rank}): is set in the environment, as torchrun does, but megarl train starts the "

@@ -40,7 +40,6 @@ from megarl.runtime.signing import JOB_SECRET
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_OUTPUT = 1 << 16  # bytes of stdout that are kept, from the end
-_KILL_S = 5.0
 _LARGEST_REWARD = 3.4028234663852886e38  # of float32
 _WANTED = 'wanted a number or {"reward": number} as the last line of stdout'
 
@@ -339,7 +338,7 @@ class _Agent:
         """Kill the agent and all processes that it has started."""
         self._process.terminate()
         try:
-            self._process.wait(_KILL_S)
+            self._process.wait(5.0)
         except subprocess.TimeoutExpired:  # it has a child that this user may not kill, or is stopped
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

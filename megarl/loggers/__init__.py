@@ -20,7 +20,7 @@ LOGGERS = {
     "mlflow": "megarl.loggers.mlflow:MLflow",
 }
 """Name in --log-with -> module and class."""
-_OPEN_S, _CLOSE_S, _CLOSE_FAILED_S = 120.0, 60.0, 3.0
+_OPEN_S, _CLOSE_S = 120.0, 60.0
 
 __all__ = ["LOGGERS", "Logger", "LoggerContext", "Tracker"]
 
@@ -68,7 +68,7 @@ class Tracker(threading.Thread):
         seconds only."""
         self._is_closing = True
         self._woken.set()
-        self.join(_CLOSE_FAILED_S if has_failed else _CLOSE_S)
+        self.join(3.0 if has_failed else _CLOSE_S)
         if not has_failed and self.is_alive():
             self._note(f"--log-with ({self.name}) hangs, and lacks the last records; metrics.jsonl has them")
 

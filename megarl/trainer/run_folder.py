@@ -148,7 +148,8 @@ class Run:
         self.lock()
         with writing(arguments), open(arguments, "x" if mode == "x" else "w", encoding="utf-8") as file:
             if mode == "x":
-                self._created = [arguments, self.folder / ATTEMPTS, rollouts, *self._created]
+                new = {self.folder / "tensorboard"} - {*self.folder.iterdir()}
+                self._created = [arguments, self.folder / ATTEMPTS, rollouts, *new, *self._created]
             file.write(self._resolved_args)
         if mode == "x":
             remove_engine_logs(self.folder)  # of a first try that failed
@@ -276,11 +277,10 @@ class Run:
         with contextlib.suppress(OSError):
             if metrics.exists() and metrics.stat().st_size or rollouts.exists() and any(rollouts.iterdir()):
                 return
-        if self._has_failed and self.folder in self._created:
-            shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
         for path in self._created if self._has_failed else ():
             with contextlib.suppress(OSError):  # a folder with files of others stays
-                path.rmdir() if path.is_dir() else path.unlink()
+                remove = shutil.rmtree if path.parent == self.folder else Path.rmdir
+                remove(path) if path.is_dir() else path.unlink()
 
     def _write_row(self) -> None:
         if self._row is None:

@@ -485,7 +485,6 @@ LONG = {f"metric_{i}": 1.0 for i in range(2000)}
 # file -> what writes more than 20 kB into it
 WRITES = {
     "metrics.jsonl": lambda run: run.record_evaluation(1, LONG),
-    "tensorboard": lambda run: run._trackers[0]._logger.log_metrics(1, LONG, 0.0),
     "rollouts/step_000001.jsonl": lambda run: run.write_rollouts(1, [LONG]),
     "rollouts/eval.jsonl": lambda run: run.record_evaluation(1, {}, {"eval/reward": LONG}),
     "timeline.json": lambda run: timeline().write(run.folder / "timeline.json"),
