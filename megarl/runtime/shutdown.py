@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=ProcessExecutor)
 _UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _KILL_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
 _signals: list[int] = []
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDLED = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
-    _HANDLED = _HANDLED[:2]
+    _HANDLED.pop()
 
 
 class Stopped(KeyboardInterrupt):
