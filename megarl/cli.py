@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import megarl
 from megarl.config.errors import ConfigError, did_you_mean, raise_errors
-from megarl.runtime.process import exit_on_signals, ignore_signals_for_good
+from megarl.runtime.process import exit_on_signals, ignore_signals_for_good, open_standard_streams
 from megarl.runtime.signing import SecretError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     `argv` this process is the command, and signals are handled until the process ends."""
     if argv is not None:
         return _run(argv)
+    open_standard_streams()
     exit_on_signals(signal.SIGTERM)  # until the command has something to undo
     try:
         try:
@@ -97,11 +98,7 @@ def train(argv: list[str]) -> int:
     from megarl.trainer.executors import has_rank_processes
     from megarl.trainer.worker_check import CHECK_AND_TRY, checked_on_worker
 
-    if "RANK" in os.environ:
-        sys.stderr.write(
-            "megarl train starts the ranks itself. Under torchrun, run: torchrun ... -m megarl.train ...\n"
-        )
-        return 2
+    _refuse_rank()
     from megarl.checks.job import check_everything
 
     config = _load(argv, "megarl train")
@@ -129,6 +126,17 @@ def train(argv: list[str]) -> int:
     return launch(config, argv, train_job, is_checked=code is not None)
 
 
+def _refuse_rank() -> None:
+    rank = os.environ.get("RANK")
+    if rank is not None:
+        raise ConfigError(
+            [
+                f"RANK ({rank}): is set in the environment, as torchrun does, but megarl train starts the "
+                "ranks itself. Try env -u RANK megarl train ..., or torchrun ... -m megarl.train ..."
+            ]
+        )
+
+
 def evaluate(argv: list[str]) -> int:
     """Check an evaluation, run it, and return the exit code."""
     from megarl.evaluation.command import main as evaluate_here
@@ -145,6 +153,7 @@ def convert(argv: list[str]) -> int:
 def check(argv: list[str]) -> int:
     """Print a summary of the job that begins with 'ok' or 'not ok'. Returns 0, or raises ConfigError with all
     errors of the job."""
+    _refuse_rank()
     from megarl.checks.job import examine
     from megarl.checks.machine import Machine
     from megarl.inspect.arguments import Parser, number

@@ -18,7 +18,13 @@ from megarl.config.roles import trains_in_fp32
 from megarl.config.schema import TrainConfig
 from megarl.runtime import start_verdict
 from megarl.runtime.network import InterfaceError, choose_interface
-from megarl.runtime.process import DRIVER_PID, end_on_signals, keep_checkout_off_path, quiet_libraries
+from megarl.runtime.process import (
+    DRIVER_PID,
+    end_on_signals,
+    keep_checkout_off_path,
+    open_standard_streams,
+    quiet_libraries,
+)
 from megarl.runtime.signing import SecretError, check_secret
 from megarl.trainer.announce import Say, line_on, starting_text
 from megarl.trainer.executors import has_rank_processes, open_executor
@@ -46,6 +52,7 @@ def main(
         load: makes the configuration from `argv`.
         say: shows the line that says what an executor without rank processes starts.
     """
+    open_standard_streams()
     if "RANK" in os.environ:
         # early, because torchrun passes a Ctrl-C on to this process, which has no message of its own
         end_on_signals()

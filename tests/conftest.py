@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ gc.disable()
 # A shell script starts `pytest &` with Ctrl-C ignored, and so would be all processes that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # `python -m pytest` puts the working directory on the path; see PYTHONSAFEPATH above for why that must not be
 # the checkout.
@@ -116,6 +119,13 @@ if os.environ.get("MEGARL_KERNELS") == "interpret" or not HAS_GPU:
         import triton.language  # noqa: F401
     finally:
         os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)
+
+
+@pytest.fixture(autouse=True)
+def no_rank_stays() -> Iterator[None]:
+    """A job of --executor inline makes this process a rank, and `megarl train` and `check` refuse to run on one."""
+    yield
+    os.environ.pop("RANK", None)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 from megarl.checks.machine import Machine
@@ -31,6 +32,18 @@ def engine_errors(config: TrainConfig, world_size: int, machine: Machine) -> Err
     )
     if not config.algorithm.needs_rollout:
         return
+    if machine.is_this and config.rollout.backend == "vllm":
+        folder = tempfile.gettempdir()
+        if config.rollout.tensor_parallel_size > 1 and len(os.fsencode(folder)) > 70:
+            yield (
+                f"TMPDIR ({folder}): has more than 70 characters, which leaves no room for the names of "
+                "vLLM's sockets. Try TMPDIR=/tmp."
+            )
+        if not os.access("/dev/shm", os.W_OK):
+            yield (
+                "/dev/shm: cannot be written, and vLLM's semaphores lie there. Mount a tmpfs there (docker "
+                "run --shm-size 8g), or try --rollout-backend transformers on one rank."
+            )
     if machine.has_gpu:
         yield from dict.fromkeys(error for one in of_actors for error in _latents_on_gpu(one))
         return

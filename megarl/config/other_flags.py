@@ -34,6 +34,8 @@ ENGINE_REFUSED = {
         "speculative decoding is not supported yet: which drafts it accepts is not drawn by a sample's key."
     ): """
         speculative_config spec_*""",
+    "a store of keys and values outside the engine would serve prefixes of old weights.": """
+        kv_transfer_config kv_offloading_* ec_transfer_config""",
     "it is --max-prompt-length + --max-response-length.": "max_model_len",
     "the trainer needs processed_logprobs: after the temperature, over the sampled distribution.": """
         logprobs_mode""",

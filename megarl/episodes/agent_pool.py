@@ -265,8 +265,10 @@ def read_reward(output: bytes) -> float:
     except (ValueError, RecursionError):
         value = None
     if isinstance(value, dict):
-        value = value.get("reward")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_REWARD:
+        value = value.get("reward")  # true is 1
+    elif isinstance(value, bool):
+        value = None
+    if not isinstance(value, int | float) or not abs(value) <= _LARGEST_REWARD:
         raise ValueError(f"the agent printed {last[:300]!r} last; {_WANTED}")
     return float(value)
 
@@ -333,9 +335,12 @@ class _Agent:
         return code
 
     def kill(self) -> None:
-        """Kill the agent's process group."""
-        with contextlib.suppress(ProcessLookupError):
+        """Kill the agent and all processes that it has started."""
+        self._process.terminate()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:  # it has a child that this user may not kill, or is stopped
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            self._process.wait()
         self._stdout.close()
         os.close(self._pid_descriptor)

@@ -6,6 +6,7 @@ step=3/20 reward=0.512 loss=-0.0036 length=21.4 tokens/s=3210 s/step=0.43 left=0
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -94,8 +95,9 @@ class Progress:
             self._live = None
 
     def _line(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        with contextlib.suppress(OSError):  # whoever read it has ended, and training need not
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
 
 def _is_rare(column: str) -> bool:

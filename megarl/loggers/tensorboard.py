@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megarl.files.writing import writing
 from megarl.loggers.base import LoggerContext, Metrics, Purpose, Samples, flags_of
 
 
@@ -17,36 +16,30 @@ class TensorBoard:
     def __init__(self, context: LoggerContext) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._folder = context.folder / "tensorboard"
-        with writing(self._folder):
-            self._writer = SummaryWriter(self._folder, purge_step=context.first_step)
+        self._writer = SummaryWriter(context.folder / "tensorboard", purge_step=context.first_step)
 
     def log_config(self, arguments: str) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        with writing(self._folder):
-            for summary in hparams(flags_of(arguments), {}):
-                self._writer.file_writer.add_summary(summary)
-            self._writer.add_text("arguments", _code_block(arguments))
-            self._writer.flush()
+        for summary in hparams(flags_of(arguments), {}):
+            self._writer.file_writer.add_summary(summary)
+        self._writer.add_text("arguments", _code_block(arguments))
+        self._writer.flush()
 
     def log_metrics(self, step: int, metrics: Metrics, wall_time: float) -> None:
-        with writing(self._folder):
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step, wall_time)
-            self._writer.flush()
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step, wall_time)
+        self._writer.flush()
 
     def log_rollouts(self, step: int, samples: Samples, purpose: Purpose) -> None:
-        with writing(self._folder):
-            for number, sample in enumerate(samples):
-                self._writer.add_text(
-                    f"rollouts/{sample.get('name', number)}", _code_block(_readable(sample)), step
-                )
-            self._writer.flush()
+        for number, sample in enumerate(samples):
+            self._writer.add_text(
+                f"rollouts/{sample.get('name', number)}", _code_block(_readable(sample)), step
+            )
+        self._writer.flush()
 
     def close(self) -> None:
-        with writing(self._folder):
-            self._writer.close()
+        self._writer.close()
 
 
 def _readable(sample: Mapping[str, object]) -> str:

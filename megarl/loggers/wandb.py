@@ -4,6 +4,7 @@ variables."""
 from __future__ import annotations
 
 import json
+import os
 
 from megarl.loggers.base import LoggerContext, Metrics, Purpose, Samples, flags_of
 
@@ -18,6 +19,9 @@ class WeightsAndBiases:
     twice."""
 
     def __init__(self, context: LoggerContext) -> None:
+        # HOME may be read-only; without a limit the end of the job waits for an upload for ever
+        os.environ.setdefault("WANDB_DATA_DIR", f"{context.folder.absolute()}/wandb")
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "50")
         import wandb
 
         file = context.folder / RUN_ID

@@ -64,9 +64,9 @@ def driver_error_text(error: BaseException, executor: Executor | None, notes: En
     when = "" if executor is None else at_label(executor.label)
     whole = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ExplainedError):
-        head = f"[driver] failed{when}: {last_line(error)}"
+        head = "\n".join([f"[driver] failed{when}: {last_line(error)}", *getattr(error, "__notes__", ())])
         return _explained(head, whole, error.read_on, executor, notes) + notes.after_failure()
-    last = "".join(traceback.format_exception_only(error)).strip()
+    last = traceback.format_exception_only(error)[0].strip()
     return f"[driver] failed{when}: {last}\n{whole}{notes.after_failure()}"
 
 

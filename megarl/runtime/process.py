@@ -139,13 +139,13 @@ def exit_on_signals(*signums: int) -> None:
 
 
 def ignore_signals_for_good() -> None:
-    """Ignore SIGINT and SIGTERM from now on, also while the interpreter shuts down.
+    """Ignore SIGINT, SIGTERM and SIGHUP from now on, also while the interpreter shuts down.
 
     The interpreter restores the default action of a signal with a Python handler, but not of an ignored
     signal."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # In this order: Python complains on stderr about a pending signal that no longer has a handler.
         # `signal.signal` runs the handlers of pending signals, and after the first two lines no new ones
         # arrive.
@@ -160,6 +160,17 @@ def _tell_but_signals(tell: Callable[[Any], object], unraisable: Any) -> None:
     error = unraisable.exc_value
     if not (isinstance(error, OSError) and "ignored due to race condition" in str(error)):
         tell(unraisable)
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null for each standard stream that was closed (`>&-`), for this process and those that it
+    starts."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    null = open(descriptor, "r+")
+    sys.stdin = sys.stdin or null
+    sys.stdout = sys.stdout or null
+    sys.stderr = sys.stderr or null
 
 
 def end_process(code: int) -> NoReturn:

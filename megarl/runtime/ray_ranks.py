@@ -277,12 +277,12 @@ def join(address: str | None, num_ranks: int = 1) -> bool:
     how: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
     if address in (None, "local"):
         os.environ.setdefault("RAY_worker_niceness", "0")  # 15: ranks would yield to everything else
-        how |= {
-            "address": "local",
-            "num_cpus": max(os.cpu_count() or 1, num_ranks),
-            "include_dashboard": False,
-        }
+        how |= dict(address="local", num_cpus=max(os.cpu_count() or 1, num_ranks), include_dashboard=False)
     else:
+        with contextlib.suppress(ImportError):  # of another Ray; `ray.init` does it for auto alone
+            from ray._private.authentication import authentication_token_setup as tokens
+
+            tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         how |= {"address": address}
     with own_handlers():
         try:

@@ -1,6 +1,6 @@
 """Shut down a driver process with one message and one exit code, and leave no rank process behind.
 
-    running    SIGTERM, within `graceful_shutdown`                     -> stopping
+    running    SIGTERM or SIGHUP, within `graceful_shutdown`           -> stopping
     running    SIGINT; SIGTERM without such a loop                     -> unwinding: Stopped is raised, once
     stopping   another SIGTERM: changes nothing
     stopping   SIGINT; the death of rank 0 under torchrun              -> unwinding
@@ -25,6 +25,7 @@ import logging
 import os
 import queue
 import signal
+import stat
 import sys
 import threading
 import time
@@ -44,10 +45,14 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E", bound=ProcessExecutor)
 _UNWIND_S, _OVERTAKE_S, _DEATH_FIRST_S, _EXIT_S, _JUDGED_S, _KILL_S = 3.0, 1.0, 0.5, 30.0, 6.0, 2.0
 _signals: list[int] = []
+_HANDLED = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+    _HANDLED.pop()
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised in the driver after SIGINT or SIGTERM. A graceful shutdown ends with the message `text`."""
+    """Raised in the driver after SIGINT, SIGTERM or SIGHUP. A graceful shutdown ends with the message
+    `text`."""
 
     def __init__(self, signum: int, text: str | None = None):
         super().__init__(signum)
@@ -159,7 +164,7 @@ def run_job(
     job.start_limits()
     try:
         try:
-            _handle_signals(signal.SIGINT, signal.SIGTERM)
+            _handle_signals(*_HANDLED)
             if (signum := received_signal()) is not None:  # came between two attempts
                 raise Stopped(signum)
             if processes is not None:
@@ -230,7 +235,7 @@ def run_job_in_process(
     job.start_limits()
     try:
         try:
-            _handle_signals(signal.SIGTERM)
+            _handle_signals(*_HANDLED[1:])
             with ranks() as executor:
                 job.executor = executor
                 main(executor)
@@ -341,11 +346,17 @@ def _handle_signals(*signums: int) -> None:
 def _stop(signum: int, frame: FrameType | None) -> None:
     """Handle SIGINT or SIGTERM: set the request for a graceful shutdown, or raise Stopped.
 
+    SIGHUP means the same as SIGTERM.
+
     Ctrl-C under torchrun also kills rank 0, whose death is a SIGTERM here. If the SIGTERM comes first, this
     handler waits for a SIGINT to overtake it. If the SIGTERM comes while this handler works on the SIGINT,
     that work continues."""
     job = _running
-    if signum == signal.SIGTERM:
+    if signum == signal.SIGHUP:  # a terminal that is gone can be written to no more
+        for descriptor in (1, 2):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    if signum != signal.SIGINT:
         is_request = any(
             outer.f_code is _stop.__code__ for outer, _ in traceback.walk_stack(frame)
         ) or _make_request(job)
@@ -379,8 +390,8 @@ def _make_request(job: _Running) -> bool:
 
 
 def _ignore_signals() -> None:
-    signal.signal(signal.SIGINT, _nothing)
-    signal.signal(signal.SIGTERM, _nothing)
+    for signum in _HANDLED:
+        signal.signal(signum, _nothing)
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:

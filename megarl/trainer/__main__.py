@@ -24,13 +24,13 @@ def train_job(executor: Executor, config: TrainConfig, inputs: Mapping[str, Inpu
     last completed step and raises Stopped."""
     with Trainer(config, started=Started(executor, inputs, world_size)) as trainer, graceful_stop(trainer):
         train(trainer)
+    note = trainer.run_folder.progress.note  # the live display is gone
     if steps := sorted({step for actor in trainer.state.actors.values() for step in actor.jumps.steps}):
-        sys.stdout.write(
+        note(
             f"A metric jumped at step {', '.join(map(str, steps))} (see the warning): "
-            "the model may be destroyed.\n"
+            "the model may be destroyed."
         )
-    sys.stdout.write(f"{next_commands(config)}\n")  # when the live display is gone
-    sys.stdout.flush()
+    note(next_commands(config))
 
 
 def main(argv: list[str]) -> int:

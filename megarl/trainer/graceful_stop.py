@@ -1,22 +1,28 @@
-"""Graceful shutdown after SIGTERM: the last completed step becomes a checkpoint, within --exit-grace-s."""
+"""Save the last completed step within --exit-grace-s, after SIGTERM and after a failure that leaves the
+weights whole."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 
 from megarl.config.rules_files import is_savable
+from megarl.failures import last_line
 from megarl.files.checkpoints import folder_of_step
-from megarl.runtime.shutdown import Stopped, graceful_shutdown
+from megarl.runtime.shutdown import Stopped, graceful_shutdown, received_signal
 from megarl.trainer.stop_request import StopRequested
 from megarl.trainer.trainer import Trainer
 
 
 @contextlib.contextmanager
 def graceful_stop(trainer: Trainer) -> Iterator[None]:
-    """Let a SIGTERM within this context abort the running step, save the last completed one, and raise
-    Stopped with the message to report."""
+    """Let a SIGTERM or SIGHUP within this context abort the running step, save the last completed one, and
+    raise Stopped with the message to report.
+
+    An error of the driver saves that step too, unless a rank has failed or the running step has begun to
+    update a model."""
     grace_s = trainer.config.checkpoint.exit_grace_s
     with graceful_shutdown(trainer.stop, grace_s, trainer.save_timeline):
         trainer.stops_gracefully = True
@@ -26,9 +32,32 @@ def graceful_stop(trainer: Trainer) -> Iterator[None]:
             with trainer.stop.held():
                 trainer.executor.abort_calls()
                 where = _save_last_step(trainer)
-            raise Stopped(signal.SIGTERM, f"[driver] stopped by SIGTERM {where}") from None
+            signum = signal.Signals(received_signal() or signal.SIGTERM)
+            raise Stopped(signum, f"[driver] stopped by {signum.name} {where}") from None
+        except Exception as error:
+            is_whole = trainer.executor.failure is None and not trainer.stop.has_updated
+            if trainer.state.completed and is_whole:
+                trainer.save_failed_step(error)
+                error.add_note(_save_after_failure(trainer, time.monotonic() + grace_s))
+            raise
         finally:
             trainer.stop.is_armed = False
+
+
+def _save_after_failure(trainer: Trainer, deadline: float) -> str:
+    """Save the last completed step, and return a text that says where it is or why it is not saved."""
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError("--exit-grace-s is over")
+
+    trainer.executor.check_interrupt = check
+    try:
+        trainer.executor.abort_calls()
+        return f"Stopped {_save_last_step(trainer)}"
+    except Exception as problem:  # the failure itself must be reported, not this one
+        trainer.executor.failure = None
+        return f"Step {trainer.state.completed} could not be saved: {last_line(problem)}"
 
 
 def _save_last_step(trainer: Trainer) -> str:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +35,7 @@ from typing import Literal
 from megarl.config.rules_files import free_name, goes_on, mark_of_run
 from megarl.config.schema import TrainConfig
 from megarl.files.writing import WriteError, writing
-from megarl.loggers import Logger, LoggerContext, open_loggers
+from megarl.loggers import LoggerContext, Tracker
 from megarl.loggers.console import Progress
 from megarl.trainer.attempt import ATTEMPTS, Attempt
 from megarl.loggers.json_lines import METRICS, JsonLines, cut_after, remove_engine_logs
@@ -96,7 +97,7 @@ class Run:
     def __init__(self, config: TrainConfig, resolved_args: str, progress: Progress | None = None):
         self.folder, self._resolved_args, self._config = Path(config.run.save), resolved_args, config.run
         self._files: JsonLines | None = None
-        self._trackers: list[Logger] | None = None  # opened at the first record
+        self._trackers: list[Tracker] = []
         self._background = ThreadPoolExecutor(1, thread_name_prefix="run_folder")
         self._writes: list[Future[object]] = []
         # The step and metrics whose evaluation may still follow, and the row that was written last.
@@ -114,6 +115,8 @@ class Run:
             self._created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             with self._unlocked_if_failed():
                 self._open("x")  # "x": of two jobs that start at once, one gets the folder
+                for tracker in self._trackers:
+                    tracker.check()
         elif self.folder.exists():
             self._lock = lock_folder(self.folder)
         if progress is None:
@@ -145,7 +148,8 @@ class Run:
         self.lock()
         with writing(arguments), open(arguments, "x" if mode == "x" else "w", encoding="utf-8") as file:
             if mode == "x":
-                self._created = [arguments, self.folder / ATTEMPTS, rollouts, *self._created]
+                new = {self.folder / "tensorboard"} - {*self.folder.iterdir()}
+                self._created = [arguments, self.folder / ATTEMPTS, rollouts, *new, *self._created]
             file.write(self._resolved_args)
         if mode == "x":
             remove_engine_logs(self.folder)  # of a first try that failed
@@ -153,6 +157,15 @@ class Run:
         self._files = JsonLines(self.folder, mode)
         if mode == "x":
             self._created.insert(0, self.folder / METRICS)
+        context = LoggerContext(
+            folder=self.folder,
+            project=self._config.log_project,
+            name=self._config.log_name or self.folder.resolve().name,
+            first_step=self._first_step,
+        )
+        for name in self._config.log_with:
+            self._trackers.append(Tracker(name, context, lambda text: self.progress.note(text)))
+            self._trackers[-1].write("log_config", self._resolved_args)
 
     def begin_step(self) -> None:
         """Start the clock of the metric time/step_s, and write the previous step's metrics to disk and to the
@@ -191,7 +204,7 @@ class Run:
         if step < last:
             self._write_row()
             self._lines.add_to_row(step, scores)
-            self._log_to_trackers(step, dict(scores))
+            self._log_to_trackers("log_metrics", step, dict(scores), time.time())
             return
         before = self._lines.take_back(step) if self._row is None else self._row[1]
         self._row = step, {**before, **scores}
@@ -225,8 +238,9 @@ class Run:
             if self._files is not None:
                 last.callback(self._files.close)
             last.callback(self._background.shutdown)
+            for tracker in self._trackers:
+                last.callback(tracker.close, self._has_failed)
             self._write_row()
-            self._write(self._close_trackers)
         self._raise_errors()
 
     def __enter__(self) -> Run:
@@ -265,7 +279,8 @@ class Run:
                 return
         for path in self._created if self._has_failed else ():
             with contextlib.suppress(OSError):  # a folder with files of others stays
-                path.rmdir() if path.is_dir() else path.unlink()
+                remove = shutil.rmtree if path.parent == self.folder else Path.rmdir
+                remove(path) if path.is_dir() else path.unlink()
 
     def _write_row(self) -> None:
         if self._row is None:
@@ -274,27 +289,18 @@ class Run:
         self._written_row, self._row = self._row, None
         self.attempt.check(f"the metrics of step {step}")
         self._lines.log_metrics(step, row, now)  # on the disk before the next step begins
-        self._log_to_trackers(step, row)
+        self._log_to_trackers("log_metrics", step, row, now)
 
-    def _log_to_trackers(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        now = time.time()
-
-        def write() -> None:
-            for tracker in self._opened_trackers():
-                tracker.log_metrics(step, metrics, now)
-
-        self._write(write)
+    def _log_to_trackers(self, method: str, step: int, *args: object) -> None:
+        for tracker in self._trackers:
+            tracker.write(method, step, *args)
 
     def _log_rollouts(
         self, step: int, rows: Sequence[Mapping[str, object]], purpose: Literal["train", "eval"]
     ) -> None:
         self.attempt.check(f"the samples of step {step}")
-
-        def write() -> None:
-            for logger in (self._lines, *self._opened_trackers()):
-                logger.log_rollouts(step, rows, purpose)
-
-        self._write(write)
+        self._write(lambda: self._lines.log_rollouts(step, rows, purpose))
+        self._log_to_trackers("log_rollouts", step, rows, purpose)
 
     @property
     def attempt(self) -> Attempt:
@@ -321,26 +327,3 @@ class Run:
         self._writes = [w for w in self._writes if not w.done()]
         for write in finished:
             write.result()
-
-    # Methods of the background thread. Trackers start with the first record, so that a failed start leaves no
-    # run in them.
-
-    def _opened_trackers(self) -> list[Logger]:
-        if self._trackers is None:
-            name = self._config.log_name or self.folder.resolve().name
-            self._trackers = open_loggers(
-                self._config.log_with,
-                LoggerContext(
-                    folder=self.folder,
-                    project=self._config.log_project,
-                    name=name,
-                    first_step=self._first_step,
-                ),
-            )
-            for tracker in self._trackers:
-                tracker.log_config(self._resolved_args)
-        return self._trackers
-
-    def _close_trackers(self) -> None:
-        for tracker in self._trackers or ():
-            tracker.close()

@@ -28,7 +28,8 @@ class StopRequest:
         """Whether the job handles the request. Only then does a SIGTERM make a request."""
         self.is_requested = False
         """Whether the shutdown was requested."""
-        self._has_updated = False
+        self.has_updated = False
+        """Whether the running step has begun to update a model."""
         self._holds = 0
 
     def request(self) -> None:
@@ -39,18 +40,18 @@ class StopRequest:
         """Note that a model is about to be updated, so that a later request lets the step finish. Raises
         StopRequested if the request is already there."""
         self.check()
-        self._has_updated = True
+        self.has_updated = True
 
     def check(self) -> None:
         """Raise StopRequested if a shutdown was requested and the running step has not updated a model
         yet."""
-        drops_step = not self._has_updated and not self._holds
+        drops_step = not self.has_updated and not self._holds
         if self.is_requested and self.is_armed and drops_step:
             raise StopRequested
 
     def step_completed(self) -> None:
         """Note that the step is over: the next one can be dropped again."""
-        self._has_updated = False
+        self.has_updated = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

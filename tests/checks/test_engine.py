@@ -4,7 +4,9 @@ itself.
 pytest tests/checks/test_engine.py"""
 
 import importlib.util
+import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,9 @@ from tests.config.test_hf_config import DEEPSEEK_V2
 from tests.config.conftest import MIXTURE, QWEN3, job, write_model  # noqa: F401
 
 CPU, GPU = Machine(10**12), Machine(None, has_gpu=True, gpu_bytes=8 * 10**10)
+
+
+TWO_RANKS = ("--rollout-tensor-parallel-size",)
 
 
 def findings_of(job_file: str, machine: Machine, *flags: str) -> list[str]:
@@ -88,3 +93,22 @@ def test_latent_attention_of_the_installed_vllm():
     ):
         (dtypes,) = re.findall(r"supported_dtypes: .* = (\[[^\]]*\])", (backends / f"{name}.py").read_text())
         assert "bfloat16" in dtypes and "float32" not in dtypes, name
+
+
+@pytest.mark.parametrize(
+    "length, tp, backend, is_told", [(70, 2, "vllm", False), (71, 2, "vllm", True), (71, 1, "vllm", False)]
+)
+def test_a_folder_that_is_too_long_for_sockets_is_named(job, monkeypatch, length, tp, backend, is_told):  # noqa: F811
+    folder = "/" + "x" * (length - 1)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    found = [error for error in findings_of(job, CPU, *TWO_RANKS, str(tp)) if error.startswith("TMPDIR")]
+    assert len(found) == is_told and all(f"TMPDIR ({folder}): " in error for error in found)
+
+
+@pytest.mark.parametrize("backend, is_told", [("vllm", True), ("transformers", False)])
+def test_shared_memory_that_cannot_be_written_is_named(job, monkeypatch, backend, is_told):  # noqa: F811
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "/dev/shm" and access(path, mode))
+    found = findings_of(job, CPU, "--rollout-backend", backend)
+    assert [error.split(":")[0] for error in found] == ["/dev/shm"] * is_told
+    assert findings_of(job, Machine(10**12, is_this=False), "--rollout-backend", backend) == []

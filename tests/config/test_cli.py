@@ -147,9 +147,13 @@ def test_an_args_file_that_cannot_be_read_is_one_error(text, tmp_path):
     assert text is not None or f"Try {tmp_path}/jobs.args." in result.stderr
 
 
-def test_train_does_not_start_ranks_on_a_rank(job, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    assert cli.main(["train", job]) == 2 and "-m megarl.train" in capsys.readouterr().err
+@pytest.mark.parametrize("rank", ["0", "3", ""])
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_train_does_not_start_ranks_on_a_rank_and_check_says_so(job, monkeypatch, capsys, command, rank):
+    monkeypatch.setenv("RANK", rank)
+    assert cli.main([command, job]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and f"RANK ({rank}): " in said.err and "-m megarl.train" in said.err
 
 
 def test_commands_end_where_they_should(job, monkeypatch, tmp_path):

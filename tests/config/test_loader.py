@@ -525,6 +525,22 @@ def test_algorithm_errors():
     assert found == ("--algorithm (alfa): must be one of alpha, beta++. Did you mean alpha? [command line]",)
 
 
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("--rollout-kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'),
+        ("--rollout-kv-offloading-size", "4"),
+        ("--rollout-kv-offloading-backend", "native"),
+        ("--rollout-ec-transfer-config", "{}"),
+    ],
+)
+def test_stores_that_outlive_a_version_of_the_weights_are_refused(flag, value):
+    (found,) = errors(flag, value)
+    assert found.startswith(
+        f"{flag} ({value}): a store of keys and values outside the engine would serve prefixes of"
+    )
+
+
 def test_vllm_engine_arguments():
     config = load(
         "--rollout-kv-cache-dtype",

@@ -6,8 +6,11 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
+
 from megarl.cli import COMMANDS, main
 from tests.e2e.jobs import STARTING, train
+from tests.e2e.test_stopping import rows
 
 ANY_GATE = ("--gate-mean-abs", "inf", "--gate-max-abs", "inf")
 
@@ -81,3 +84,35 @@ def test_samples_whose_reward_failed_can_be_seen(sums_data, tmp_path):
     for row in rows:
         assert (row["step"], row["reward"]) == (1, None) and "cannot read this" in row["failure"]
         assert row["error"].startswith("RewardsFailed: 16 of 16") and row["response"] and row["prompt"]
+
+
+PATIENT = """
+import os
+def reward(data_source, solution_str, ground_truth, extra_info):
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write("x")
+    if os.path.getsize(os.environ["CALLS"]) > int(os.environ["MOST"]):
+        raise ConnectionError("the judge is gone")
+    return float(len(solution_str))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_judge_that_goes_away_leaves_the_last_completed_step(sums_data, tmp_path, monkeypatch):
+    """And the run that goes on from it is the one that had a judge all the time."""
+    (tmp_path / "patient.py").write_text(PATIENT)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("MOST", str(3 * 16))  # one or two steps, and the rows that are tried before
+    flags = ("--reward-function", str(tmp_path / "patient.py:reward"), "--train-iters", "3")
+    job = train(sums_data, tmp_path / "run", *flags)
+    step = len(job.metrics)
+    folder = tmp_path / "run" / "checkpoints" / f"step_{step:06d}"
+    assert job.returncode == 1 and step in (1, 2) and folder.is_dir(), job.output
+    assert f"[driver] failed at step {step + 1}: RewardsFailed: " in job.output
+    assert f"\nStopped after step {step}: its checkpoint is {folder}\n" in job.output
+    assert json.loads((job.folder / "failed_step.jsonl").read_text().splitlines()[0])["step"] == step + 1
+    monkeypatch.setenv("MOST", "1000000")
+    again = train(sums_data, tmp_path / "run", *flags, "--load", str(tmp_path / "run"))
+    whole = train(sums_data, tmp_path / "whole", *flags)
+    assert again.returncode == whole.returncode == 0, again.output
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")

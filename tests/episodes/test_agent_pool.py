@@ -152,6 +152,8 @@ def test_at_a_limit_the_agent_is_refused_and_keeps_its_reward():
         (b"1", 1.0),
         (b'x\n{"reward": -0.5, "why": "no"}\n\n', -0.5),
         (b"\xff\n0\r\n", 0.0),
+        (b'{"reward": true}', 1.0),
+        (b'{"reward": false}', 0.0),
         *((text, None) for text in (b"", b"true", b"nan", b"1e39", b'{"reward": "1"}', b"[" * 9999, b"ok")),
     ],
 )

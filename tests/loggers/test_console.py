@@ -99,3 +99,15 @@ def test_off_a_terminal_nothing_heavy_is_imported():
     )
     done = run("-P", "-c", code, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "x\n[]\n", "")
+
+
+class Gone(StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_a_reader_that_has_ended_ends_no_job():
+    progress = Progress(3, Gone())
+    progress.note("x")
+    progress.update(1, METRICS)
+    progress.close()

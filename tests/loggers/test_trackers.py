@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import json
 import math
+import pkgutil
+import shutil
 import struct
+import threading
 import time
 import typing
 from collections.abc import Iterator
@@ -16,8 +19,11 @@ from typing import Any
 
 import pytest
 
-from megarl.loggers import LOGGERS, LoggerContext, open_loggers
+from megarl import loggers
+from megarl.loggers import LOGGERS, LoggerContext, Tracker
+from megarl.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
 from megarl.loggers.base import flags_of
+from megarl.trainer.run_folder import Run
 from tests.launch import succeed
 from tests.tensorboard_files import number_files_alike
 
@@ -36,7 +42,7 @@ def context(folder: Path, first_step: int | None = None) -> LoggerContext:
 
 
 def log_steps(name: str, folder: Path, steps: dict[int, float], first_step: int | None = None) -> None:
-    [logger] = open_loggers([name], context(folder, first_step))
+    logger = pkgutil.resolve_name(LOGGERS[name])(context(folder, first_step))
     logger.log_config(ARGUMENTS)
     for step, reward in steps.items():
         logger.log_metrics(
@@ -156,3 +162,148 @@ def test_mlflow_store_holds_metrics_flags_and_samples_of_one_run(tmp_path: Path)
     store = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri()}
     # In a process of its own: mlflow imports importlib_metadata, which takes the place of importlib.metadata.
     succeed(Path(__file__).with_name("run_mlflow.py"), tmp_path, environment=store, timeout=120)
+
+
+class Flaky:
+    """A tracker that fails when told to."""
+
+    failing: frozenset[str] = frozenset()
+    hangs_at = ""
+    may_go_on = threading.Event()
+    seen: list[tuple[str, Any]] = []
+
+    def __init__(self, context: LoggerContext) -> None:
+        self._call("open", context.first_step)
+
+    def _call(self, name: str, what: Any) -> None:
+        if name == self.hangs_at:
+            self.may_go_on.wait(60)
+        if name in self.failing:
+            raise ConnectionError(f"no {name}")
+        self.seen.append((name, what))
+
+    def log_config(self, arguments: str) -> None:
+        self._call("config", arguments)
+
+    def log_metrics(self, step: int, metrics: Any, wall_time: float) -> None:
+        self._call("metrics", step)
+
+    def log_rollouts(self, step: int, samples: Any, purpose: str) -> None:
+        self._call("rollouts", step)
+
+    def close(self) -> None:
+        self._call("close", None)
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Flaky]]:
+    monkeypatch.setitem(LOGGERS, "wandb", f"{__name__}:Flaky")
+    monkeypatch.setattr(Flaky, "failing", frozenset())
+    monkeypatch.setattr(Flaky, "hangs_at", "")
+    monkeypatch.setattr(Flaky, "may_go_on", threading.Event())
+    monkeypatch.setattr(Flaky, "seen", [])
+    yield Flaky
+    Flaky.may_go_on.set()
+
+
+def waits_until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def open_tracker(folder: Path, first_step: int | None = None) -> tuple[Tracker, list[str]]:
+    notes: list[str] = []
+    tracker = Tracker("wandb", context(folder, first_step), notes.append)
+    tracker.write("log_config", ARGUMENTS)
+    return tracker, notes
+
+
+def test_a_tracker_that_cannot_be_opened_is_refused_in_a_new_run_and_told_in_a_resumed_one(
+    tmp_path: Path, flaky: type[Flaky]
+) -> None:
+    flaky.failing = frozenset({"open"})
+    tracker, notes = open_tracker(tmp_path)
+    with pytest.raises(ValueError, match=rf"--log-with \(wandb\): .*no open\n.*WANDB_MODE=offline"):
+        tracker.check()
+    tracker.close(has_failed=True)
+    assert notes == []
+    tracker, notes = open_tracker(tmp_path, first_step=3)
+    tracker.write("log_metrics", 3, {}, 0.0)
+    waits_until(lambda: notes)
+    flaky.failing = frozenset()
+    tracker.write("log_metrics", 4, {}, 0.0)  # the first was kept
+    tracker.close(has_failed=False)
+    assert [what for what in flaky.seen if what[0] == "metrics"] == [("metrics", 3), ("metrics", 4)]
+    assert flaky.seen[-1] == ("close", None)
+    assert len(notes) == 1 and "no open" in notes[0] and notes[0].startswith("--log-with (wandb) fails")
+
+
+@pytest.mark.parametrize("failing", ["metrics", "rollouts"])
+def test_an_outage_is_told_once_and_loses_no_metrics(
+    tmp_path: Path, flaky: type[Flaky], failing: str
+) -> None:
+    tracker, notes = open_tracker(tmp_path)
+    tracker.check()
+    for step in (1, 2, 3):
+        flaky.failing = frozenset({failing}) if step == 2 else frozenset()
+        tracker.write("log_metrics", step, {}, 0.0)
+        if step == 2:
+            tracker.write("log_rollouts", step, [], "train")
+            waits_until(lambda: notes)
+            waits_until(lambda: failing == "metrics" or not tracker._records)
+        else:
+            tracker.write("log_rollouts", step, [], "train")
+            waits_until(lambda step=step: ("rollouts", step) in flaky.seen)
+    flaky.failing = frozenset({failing, "close"})
+    tracker.close(has_failed=False)
+    seen = [f"{name[0]}{step}" for name, step in flaky.seen if name in ("metrics", "rollouts")]
+    assert [one for one in seen if one[0] == "m"] == ["m1", "m2", "m3"] and {"r1", "r3"} <= {*seen}
+    assert ("r2" in seen) == (failing == "metrics")
+    assert len(notes) == 1 and f"no {failing}" in notes[0]
+
+
+def test_a_tracker_that_hangs_delays_neither_records_nor_the_end(
+    tmp_path: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "_OPEN_S", 0.1)
+    monkeypatch.setattr(loggers, "_CLOSE_S", 0.1)
+    flaky.hangs_at = "open"
+    with pytest.raises(ValueError, match=r"--log-with \(wandb\): .*no answer within 0\.1 s"):
+        open_tracker(tmp_path)[0].check()
+    flaky.hangs_at = "metrics"
+    monkeypatch.setattr(loggers, "_OPEN_S", 60.0)
+    tracker, notes = open_tracker(tmp_path)
+    tracker.check()
+    for step in range(2000):
+        tracker.write("log_metrics", step, {}, 0.0)
+    tracker.close(has_failed=False)
+    assert len(tracker._records) <= 1000 and len(notes) == 1 and "hangs" in notes[0]
+
+
+def test_a_run_is_refused_and_leaves_nothing_if_a_tracker_cannot_be_opened(
+    tmp_path: Path, flaky: type[Flaky]
+) -> None:
+    run = RunConfig(save=str(tmp_path / "run"), log_with=("tensorboard", "wandb"))
+    config = TrainConfig(
+        algorithm=None,
+        model=ModelConfig(model="none"),
+        batch=BatchConfig(train_iters=3),
+        data=DataConfig(train_data=("none",)),
+        run=run,
+    )
+    flaky.failing = frozenset({"open"})
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "run" / "tensorboard" / "of_others").touch()
+    with pytest.raises(ValueError, match="--log-with"):
+        Run(config, "")
+    assert [path.name for path in tmp_path.rglob("of_others")] == ["of_others"]
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ValueError, match="--log-with"):
+        Run(config, "")
+    assert [*tmp_path.iterdir()] == []
+    flaky.failing = frozenset()
+    with Run(config, "") as again:
+        again.record_evaluation(0, {"eval/reward": 0.25})
+    assert ("metrics", 0) in flaky.seen

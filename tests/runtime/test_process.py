@@ -5,7 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
+import subprocess
+import sys
 
+import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from megarl.runtime.local_ranks import LocalRanks
@@ -98,3 +102,30 @@ def test_a_signal_that_a_thread_notes_too_late_is_not_complained_of():
     done = run("-c", LATE, "for good", timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
     assert "ignored due to race condition" in run("-c", LATE, "as Python does", timeout=60).stderr
+
+
+STREAMS = """
+import os, subprocess, sys
+from megarl.runtime.process import open_standard_streams
+open_standard_streams()
+print("lost"); print("lost", file=sys.stderr); assert sys.stdin.read() == ""
+child = "import sys; print('lost'); sys.stdout.flush(); sys.stderr.write('lost'); sys.exit(sys.stdin.read() != '')"
+code = subprocess.run([sys.executable, "-c", child]).returncode
+os.write(9, f"{code} {[os.path.exists(f'/proc/self/fd/{n}') for n in (0, 1, 2)]}".encode())
+"""
+
+
+@pytest.mark.parametrize("closed", ["", ">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_opened_for_a_process_and_its_children(tmp_path, closed):
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(STREAMS)} 9>{tmp_path}/said {closed}"
+    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert (done.returncode, (tmp_path / "said").read_text()) == (0, "0 [True, True, True]"), done.stderr
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_hangup_means_nothing_to_a_job_under_nohup(is_ignored):
+    script = "from megarl.runtime import shutdown; print(*map(int, shutdown._HANDLED))"
+    ignore = "trap '' HUP; " if is_ignored else ""
+    command = f"{ignore}exec {shlex.quote(sys.executable)} -c {shlex.quote(script)}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stdout == ("2 15\n" if is_ignored else "2 15 1\n"), done.stderr

@@ -5,6 +5,8 @@ With Ray: test_contract.py."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -49,3 +51,26 @@ def test_a_rank_that_leaves_is_a_failure_unless_the_job_ends(monkeypatch, is_end
     left = "[rank 1: actor] ended with exit code 0; stderr may say why. The job was at step 7."
     told = [str(failure) for failure in failures]
     assert told[-1].startswith(killed) and told[:-1] == ([] if is_ending else [left])
+
+
+TOKEN = """
+import os, sys, ray
+from megarl.runtime.ray_ranks import join
+ray.init = lambda **how: print(how["address"], os.environ.get("RAY_AUTH_MODE"))
+join(sys.argv[1])
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "has_token, mode, used", [(True, None, "token"), (True, "disabled", "disabled"), (False, None, "None")]
+)
+def test_the_token_of_this_user_is_used_for_an_address_too(tmp_path, has_token, mode, used):
+    if has_token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env |= {"HOME": str(tmp_path)} | ({} if mode is None else {"RAY_AUTH_MODE": mode})
+    command = [sys.executable, "-c", TOKEN, "10.0.0.1:6379"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.stdout == f"10.0.0.1:6379 {used}\n", done.stderr

@@ -62,19 +62,29 @@ STOPPED, INTERRUPTED = (
     "scenario, first, code, told",
     [
         ("stops", signal.SIGTERM, 143, STOPPED),
+        ("stops", signal.SIGHUP, 143, STOPPED),
+        ("waits", signal.SIGHUP, 129, INTERRUPTED.replace("interrupted", "stopped by SIGHUP")),
         ("waits", signal.SIGINT, 130, INTERRUPTED),
         ("waits_noted", signal.SIGINT, 130, f"{INTERRUPTED}a step had begun: True\n"),
         ("inline_stops", signal.SIGTERM, 143, STOPPED),
         ("inline_waits", signal.SIGINT, 130, "[driver] interrupted at step 2\n"),
     ],
-    ids=["sigterm", "ctrl_c", "ctrl_c_with_advice", "sigterm_inline", "ctrl_c_inline"],
+    ids=[
+        "sigterm",
+        "sighup",
+        "sighup_at_once",
+        "ctrl_c",
+        "ctrl_c_with_advice",
+        "sigterm_inline",
+        "ctrl_c_inline",
+    ],
 )
 def test_from_the_first_signal_to_the_exit_more_of_them_change_nothing(job, scenario, first, code, told):
     """The driver gets one after the other, also while it unwinds and while its interpreter shuts down. After
     a Ctrl-C of both kinds; while a job stops in order a Ctrl-C would end it at once. No signal is sent to the
     ranks, which are therefore forked from a process that has imported torch."""
     process = started(job, scenario, RANKS_PYTHON=preloaded_python())
-    others = (signal.SIGTERM,) if first == signal.SIGTERM else (signal.SIGINT, signal.SIGTERM)
+    others = (signal.SIGTERM, signal.SIGHUP) if first != signal.SIGINT else (signal.SIGINT, signal.SIGTERM)
     process.send_signal(first)
     wait_until_taken(process)
     while not ended(process):

@@ -212,6 +212,7 @@ def test_a_job_fits_80_gb_and_rewards_by_the_text(load, tmp_path, monkeypatch, j
     command = command_of(bench, monkeypatch, job, tmp_path, model, small=False)
     assert command[command.index("--reward-function") + 1] == f"{BENCHMARKS / 'permuted_reward.py'}:by_text"
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("RANK", raising=False)  # of `load`
     flags = command[command.index("train") + 1 :]
     assert main(["check", *flags, "--random-init", "--gpu-memory", "80"]) == 0
 

@@ -485,7 +485,6 @@ LONG = {f"metric_{i}": 1.0 for i in range(2000)}
 # file -> what writes more than 20 kB into it
 WRITES = {
     "metrics.jsonl": lambda run: run.record_evaluation(1, LONG),
-    "tensorboard": lambda run: run._opened_trackers()[0].log_metrics(1, LONG, 0.0),
     "rollouts/step_000001.jsonl": lambda run: run.write_rollouts(1, [LONG]),
     "rollouts/eval.jsonl": lambda run: run.record_evaluation(1, {}, {"eval/reward": LONG}),
     "timeline.json": lambda run: timeline().write(run.folder / "timeline.json"),
@@ -541,7 +540,6 @@ def timeline() -> Timeline:
 @pytest.mark.parametrize("file", WRITES)
 def test_a_file_that_cannot_be_written_is_named(tmp_path, file):
     run = open_run(tmp_path / "run")
-    run._opened_trackers()
     run.begin_step()
     with largest_file(20_000), pytest.raises(WriteError) as failed:
         WRITES[file](run)
