@@ -24,8 +24,10 @@ def weight_errors(config: TrainConfig, trains: bool = True) -> list[str]:
 
 
 def _of_actor(config: TrainConfig, trains: bool) -> Errors:
+    judges = {reward.path for reward in reward_models(config) if reward.backend == "judge"}
     for flag, folder, shape in _folders(config, trains):
-        if (problem := folder_problem(folder, shape)) is not None:
+        by_engine = flag == "--reward-model" and folder in judges
+        if (problem := folder_problem(folder, shape, by_engine)) is not None:
             yield f"{flag} ({folder}): {problem.removesuffix('.')}. {_ADVICE}"
 
 

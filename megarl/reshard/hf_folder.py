@@ -11,24 +11,28 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.config.hf_config import ModelShape
 from megarl.files.tensor_header import HeaderEntry, TensorFileError, read_header
-from megarl.reshard.atlas import OUTPUT, VALUE_HEAD, hf_sizes, layer_prefix
+from megarl.reshard.atlas import EMBEDDING, OUTPUT, VALUE_HEAD, hf_sizes, layer_prefix
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Buffers that old checkpoints carry; transformers ignores them too."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _MOST_NAMED = 5
+_COMPARED_PLACES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The file of a folder that has a tensor, and the tensor's entry in the file's header."""
+    """The file of a folder that has a tensor, the tensor's entry in the file's header, and where the
+    elements begin in the file."""
 
     path: Path
     entry: HeaderEntry
+    elements: int
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -37,30 +41,39 @@ class StoredTensor:
 
 
 def read_folder(folder: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Return tensor name -> where it is, from the headers of all files that the index names, or of all
-    *.safetensors if there is no index.
+    """Return tensor name -> where it is, from the headers of the files that transformers reads, or of all
+    *.safetensors if it would read none.
 
-    Raises: TensorFileError naming every file that is missing or damaged; FileNotFoundError without
-    weights."""
+    transformers prefers model.safetensors to the files of an index.
+
+    Raises: TensorFileError naming every file that is missing or damaged, and files that share a tensor;
+    FileNotFoundError without weights."""
     folder = Path(folder)
-    file_of = _read_index(folder)
-    paths = sorted(folder.glob("*.safetensors")) if file_of is None else sorted({*file_of.values()})
+    single = folder / (_config(folder).get("transformers_weights") or SINGLE)
+    file_of = {} if single.is_file() else _read_index(folder)
+    paths = [single] if single.is_file() else sorted({*file_of.values()} or folder.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(
             f"no *.safetensors in {folder}. --random-init starts without weights; convert *.bin files first."
         )
+    stored: dict[str, StoredTensor] = {}
     headers: dict[Path, dict[str, HeaderEntry]] = {}
     problems = []
     for path in paths:
-        if file_of is not None and not path.exists():
+        if file_of and not path.exists():
             problems.append(f"{path} is missing; the folder's index names it")
             continue
         try:
-            headers[path] = read_header(path)[1]
+            elements, headers[path] = read_header(path)
         except TensorFileError as error:
             problems.append(str(error))
-    if file_of is None:
-        file_of = {name: path for path, header in headers.items() for name in header}
+            continue
+        problems += [
+            f"{name} is in {stored[name].path} and in {path.name}, and only one can count: remove the "
+            "files of the other model"
+            for name in headers[path].keys() & stored.keys()
+        ][:1]
+        stored |= {name: StoredTensor(path, entry, elements) for name, entry in headers[path].items()}
     problems += [
         f"{name} is not in {path}, where the folder's index says"
         for name, path in file_of.items()
@@ -68,17 +81,20 @@ def read_folder(folder: str | os.PathLike) -> dict[str, StoredTensor]:
     ]
     if problems:
         raise TensorFileError(f"{some(problems)}.")
-    return {name: StoredTensor(path, headers[path][name]) for name, path in file_of.items()}
+    return stored
 
 
 def tensor_problems(
-    folder: str | os.PathLike, stored: Mapping[str, StoredTensor], shape: ModelShape
+    folder: str | os.PathLike, stored: Mapping[str, StoredTensor], shape: ModelShape, is_whole: bool = False
 ) -> list[str]:
     """Return one line per tensor that is missing, unknown, or of another size or kind of number than the
-    folder's config.json says.
+    folder's config.json says, and one for an output layer that tied embeddings would replace.
 
     `shape` may have a value head that the folder of a causal language model lacks: that head then starts at
-    zero."""
+    zero.
+
+    Args:
+        is_whole: see `tied_head_problem`."""
     sizes = hf_sizes(shape)
     if not is_sequence_classifier(folder):
         sizes.pop(VALUE_HEAD, None)
@@ -107,16 +123,57 @@ def tensor_problems(
                 f"{name} in {tensor.path.name} is of {tensor.entry.dtype}: quantized weights cannot "
                 "be trained"
             )
+    is_tied = shape.tie_word_embeddings and not shape.value_head
+    if is_tied and not problems and (differs := tied_head_problem(stored, is_whole)) is not None:
+        problems.append(differs)
     return problems
 
 
-def folder_problem(folder: str | os.PathLike, shape: ModelShape | None) -> str | None:
+def tied_head_problem(stored: Mapping[str, StoredTensor], is_whole: bool = False) -> str | None:
+    """Return why an output layer that is stored beside tied embeddings cannot be left out; None if there is
+    none, or it is a copy of the embeddings.
+
+    Args:
+        is_whole: compare all numbers, not only some that lie far apart."""
+    if not {OUTPUT, EMBEDDING} <= stored.keys():
+        return None
+    import numpy as np
+
+    head, embedding = (
+        np.memmap(one.path, "u2", "r", one.elements + one.entry.start, (one.entry.end - one.entry.start) // 2)
+        for one in (stored[OUTPUT], stored[EMBEDDING])
+    )
+    step = 1 if is_whole else len(head) // _COMPARED_PLACES | 1  # odd: not always the same half of a number
+    same_size = stored[OUTPUT].entry.dtype == stored[EMBEDDING].entry.dtype and len(head) == len(embedding)
+    if same_size and (head[::step] == embedding[::step]).all():
+        return None
+    return (
+        f"{OUTPUT} in {stored[OUTPUT].path.name} differs from {EMBEDDING}, and tie_word_embeddings is true: "
+        'transformers would keep it, vLLM would drop it. "tie_word_embeddings": false in config.json keeps '
+        "it; without it in the file the embedding is the head"
+    )
+
+
+def folder_problem(
+    folder: str | os.PathLike, shape: ModelShape | None, by_engine: bool = False
+) -> str | None:
     """Return why the weights of a folder cannot be loaded; None if they can. Without a shape only files
-    and index are checked."""
+    and index are checked.
+
+    Args:
+        by_engine: vLLM loads the folder itself. It prefers the files of an index, and has no output layer
+            beside tied embeddings."""
+    folder = Path(folder)
     try:
         stored = read_folder(folder)
+        if by_engine and {tensor.path for tensor in stored.values()} != {
+            *(_read_index(folder).values() or folder.glob("*.safetensors"))
+        }:
+            return f"{folder}: transformers reads {SINGLE}, vLLM all files or those of {INDEX}. Keep one set"
     except (TensorFileError, FileNotFoundError) as error:
         return str(error)
+    if by_engine and _config(folder).get("tie_word_embeddings"):
+        return tied_head_problem(stored)
     return misfit(folder, tensor_problems(folder, stored, shape)) if shape is not None else None
 
 
@@ -147,17 +204,21 @@ def prediction_layers(shape: ModelShape) -> tuple[str, ...]:
 
 def is_sequence_classifier(folder: str | os.PathLike) -> bool:
     """Return whether config.json names a sequence classifier, whose folder has a value head."""
-    config = Path(folder) / "config.json"
-    architectures = json.loads(config.read_text()).get("architectures") if config.exists() else None
+    architectures = _config(Path(folder)).get("architectures")
     return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
-def _read_index(folder: Path) -> dict[str, Path] | None:
-    """Return tensor name -> file, as the index says; None if there is no index. Raises: TensorFileError
-    for one that cannot be used."""
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _read_index(folder: Path) -> dict[str, Path]:
+    """Return tensor name -> file, as the index says; {} if there is no index. Raises: TensorFileError for one
+    that cannot be used."""
     path = folder / INDEX
     if not path.exists():
-        return None
+        return {}
     try:
         file_of = {
             name: folder / file
