@@ -17,6 +17,7 @@ thousands separators.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class Prompt:
     score_rejected: float | None = None
     label: bool | None = None
     """Whether the response, which is the column `completion`, is desirable."""
+    was_text: bool = False
+    """Whether the messages were JSON text in the file."""
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -159,6 +162,7 @@ def _read_prompt(
 ) -> None:
     if row.get(prompt_key) is not None:
         parsed.messages = _messages(row[prompt_key], prompt_key, problems)
+        parsed.was_text = isinstance(row[prompt_key], str) and not isinstance(parsed.messages, str)
     elif row.get("messages") is not None:
         parsed.messages = _messages(row["messages"], "messages", problems)
         if (
@@ -288,7 +292,12 @@ def _read_ground_truth(row: dict[str, Any], parsed: Prompt, problems: _Problems)
 
 def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str, Any], ...] | str:
     if isinstance(value, str) and value:
-        return value
+        try:
+            value = json.loads(value) if value.startswith("[{") and '"role"' in value else value
+        except (ValueError, RecursionError):
+            pass  # a text that only begins like messages
+        if isinstance(value, str):
+            return value
     if not isinstance(value, list) or not value:
         problems.wrong(column, value, _WANTED_MESSAGES)
         return ()
