@@ -17,7 +17,7 @@ from megarl.checkpoint.torch_dist import MegatronWeights, megatron_folder
 from megarl.config.hf_config import ModelShape, function_fields
 from megarl.files.checkpoints import MANIFEST
 from megarl.reshard.atlas import hf_sizes
-from megarl.reshard.hf_folder import misfit, names_left_out, read_folder, tied_head_problem
+from megarl.reshard.hf_folder import names_left_out, read_folder
 from megarl.reshard.hf_weights import note_prediction_tensors
 
 
@@ -41,18 +41,13 @@ class WeightSource(Protocol):
 
 class HFWeights:
     """The *.safetensors of a Hugging Face folder. Buffers that old folders carry, and the copy of a tied
-    model's embeddings, are left out.
-
-    Raises: CheckpointError for an output layer that is no such copy."""
+    model's embeddings, are left out."""
 
     dtype = None
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
-        stored = read_folder(folder)
+        stored = read_folder(folder, is_whole=True)
         note_prediction_tensors(folder, stored, shape)
-        is_tied = shape.tie_word_embeddings and not shape.value_head
-        if is_tied and (differs := tied_head_problem(stored, is_whole=True)) is not None:
-            raise CheckpointError(misfit(folder, [differs]))
         left_out = names_left_out(stored, shape)
         files = {path: TensorFile(path) for path in {tensor.path for tensor in stored.values()}}
         self._file_of = {name: files[tensor.path] for name, tensor in stored.items() if name not in left_out}

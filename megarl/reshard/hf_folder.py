@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.hf_families import FAMILIES
 from megarl.files.tensor_header import HeaderEntry, TensorFileError, read_header
 from megarl.reshard.atlas import EMBEDDING, OUTPUT, VALUE_HEAD, hf_sizes, layer_prefix
 
@@ -40,16 +41,19 @@ class StoredTensor:
         return self.entry.shape if len(self.entry.shape) >= 2 else (*self.entry.shape, 1)
 
 
-def read_folder(folder: str | os.PathLike) -> dict[str, StoredTensor]:
+def read_folder(folder: str | os.PathLike, is_whole: bool = False) -> dict[str, StoredTensor]:
     """Return tensor name -> where it is, from the headers of the files that transformers reads, or of all
     *.safetensors if it would read none.
 
     transformers prefers model.safetensors to the files of an index.
 
-    Raises: TensorFileError naming every file that is missing or damaged, and files that share a tensor;
-    FileNotFoundError without weights."""
+    Args:
+        is_whole: compare an output layer with tied embeddings as a whole, not only at some places.
+    Raises: TensorFileError naming every file that is missing or damaged, files that share a tensor, and an
+    output layer that differs from tied embeddings; FileNotFoundError without weights."""
     folder = Path(folder)
-    single = folder / (_config(folder).get("transformers_weights") or SINGLE)
+    config = _config(folder)
+    single = folder / (config.get("transformers_weights") or SINGLE)
     file_of = {} if single.is_file() else _read_index(folder)
     paths = [single] if single.is_file() else sorted({*file_of.values()} or folder.glob("*.safetensors"))
     if not paths:
@@ -79,22 +83,42 @@ def read_folder(folder: str | os.PathLike) -> dict[str, StoredTensor]:
         for name, path in file_of.items()
         if path in headers and name not in headers[path]
     ]
+    family = FAMILIES.get(config.get("model_type", ""))
+    is_tied = config.get("tie_word_embeddings", family is not None and family.tie_word_embeddings)
+    if is_tied and not _are_same(stored.get(OUTPUT), stored.get(EMBEDDING), is_whole):
+        problems.append(
+            f"{OUTPUT} in {stored[OUTPUT].path} differs from {EMBEDDING}, and tie_word_embeddings is true: "
+            'transformers keeps it, vLLM drops it. "tie_word_embeddings": false in config.json keeps it; '
+            "without it in the file the embedding is the head"
+        )
     if problems:
         raise TensorFileError(f"{some(problems)}.")
     return stored
 
 
+def _are_same(head: StoredTensor | None, embedding: StoredTensor | None, is_whole: bool) -> bool:
+    """Return whether two tensors have the same bits, as far as they are there and compared."""
+    if head is None or embedding is None:
+        return True
+    import numpy as np
+
+    first, second = (
+        np.memmap(one.path, "u2", "r", one.elements + one.entry.start, (one.entry.end - one.entry.start) // 2)
+        for one in (head, embedding)
+    )
+    step = 1 if is_whole else len(first) // _COMPARED_PLACES | 1  # odd: not always the same half of a number
+    same_size = head.entry.dtype == embedding.entry.dtype and len(first) == len(second)
+    return same_size and bool((first[::step] == second[::step]).all())
+
+
 def tensor_problems(
-    folder: str | os.PathLike, stored: Mapping[str, StoredTensor], shape: ModelShape, is_whole: bool = False
+    folder: str | os.PathLike, stored: Mapping[str, StoredTensor], shape: ModelShape
 ) -> list[str]:
     """Return one line per tensor that is missing, unknown, or of another size or kind of number than the
-    folder's config.json says, and one for an output layer that tied embeddings would replace.
+    folder's config.json says.
 
     `shape` may have a value head that the folder of a causal language model lacks: that head then starts at
-    zero.
-
-    Args:
-        is_whole: see `tied_head_problem`."""
+    zero."""
     sizes = hf_sizes(shape)
     if not is_sequence_classifier(folder):
         sizes.pop(VALUE_HEAD, None)
@@ -123,35 +147,7 @@ def tensor_problems(
                 f"{name} in {tensor.path.name} is of {tensor.entry.dtype}: quantized weights cannot "
                 "be trained"
             )
-    is_tied = shape.tie_word_embeddings and not shape.value_head
-    if is_tied and not problems and (differs := tied_head_problem(stored, is_whole)) is not None:
-        problems.append(differs)
     return problems
-
-
-def tied_head_problem(stored: Mapping[str, StoredTensor], is_whole: bool = False) -> str | None:
-    """Return why an output layer that is stored beside tied embeddings cannot be left out; None if there is
-    none, or it is a copy of the embeddings.
-
-    Args:
-        is_whole: compare all numbers, not only some that lie far apart."""
-    if not {OUTPUT, EMBEDDING} <= stored.keys():
-        return None
-    import numpy as np
-
-    head, embedding = (
-        np.memmap(one.path, "u2", "r", one.elements + one.entry.start, (one.entry.end - one.entry.start) // 2)
-        for one in (stored[OUTPUT], stored[EMBEDDING])
-    )
-    step = 1 if is_whole else len(head) // _COMPARED_PLACES | 1  # odd: not always the same half of a number
-    same_size = stored[OUTPUT].entry.dtype == stored[EMBEDDING].entry.dtype and len(head) == len(embedding)
-    if same_size and (head[::step] == embedding[::step]).all():
-        return None
-    return (
-        f"{OUTPUT} in {stored[OUTPUT].path.name} differs from {EMBEDDING}, and tie_word_embeddings is true: "
-        'transformers would keep it, vLLM would drop it. "tie_word_embeddings": false in config.json keeps '
-        "it; without it in the file the embedding is the head"
-    )
 
 
 def folder_problem(
@@ -161,8 +157,7 @@ def folder_problem(
     and index are checked.
 
     Args:
-        by_engine: vLLM loads the folder itself. It prefers the files of an index, and has no output layer
-            beside tied embeddings."""
+        by_engine: vLLM loads the folder itself. It prefers the files of an index."""
     folder = Path(folder)
     try:
         stored = read_folder(folder)
@@ -172,8 +167,6 @@ def folder_problem(
             return f"{folder}: transformers reads {SINGLE}, vLLM all files or those of {INDEX}. Keep one set"
     except (TensorFileError, FileNotFoundError) as error:
         return str(error)
-    if by_engine and _config(folder).get("tie_word_embeddings"):
-        return tied_head_problem(stored)
     return misfit(folder, tensor_problems(folder, stored, shape)) if shape is not None else None
 
 

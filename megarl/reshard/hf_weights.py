@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.config.hf_config import ModelShape
-from megarl.reshard.atlas import EMBEDDING, KEPT_IN_FP32, VALUE_HEAD, Atlas, Piece, Sizes, hf_atlas, hf_sizes
+from megarl.reshard.atlas import KEPT_IN_FP32, VALUE_HEAD, Atlas, Piece, Sizes, hf_atlas, hf_sizes
 from megarl.reshard.export_folder import new_model_folder, save_tensors, write_index
 from megarl.reshard.hf_folder import (
     is_sequence_classifier,
@@ -49,13 +49,13 @@ def load_hf(
             an error too.
     Raises: ValueError listing tensors that are missing, unexpected or of another size, or naming a file that
         is damaged; FileNotFoundError without weights."""
-    stored = read_folder(folder)
+    stored = read_folder(folder, is_whole=True)
     if not is_sequence_classifier(folder):
         atlas = _without_value_head(atlas, tensors)
     needed = {piece.hf_name for param in atlas.values() for piece in param.pieces}
     problems = [f"{name} is missing" for name in sorted(needed - stored.keys())]
     if shape is not None:
-        problems = tensor_problems(folder, stored, shape, is_whole=EMBEDDING in needed)
+        problems = tensor_problems(folder, stored, shape)
         note_prediction_tensors(folder, stored, shape)
     if problems:
         raise ValueError(misfit(folder, problems))
