@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megarl.config.errors import ConfigError, raise_errors
+from megarl.config.hub import local_path
 from megarl.config.role_sections import SamplingConfig
 from megarl.inspect.arguments import Parser, whole
 
@@ -43,7 +44,8 @@ class DataArguments:
         needs: the part that every row of the job must have besides the prompt; None: no other part.
         default_lengths: names of the two lengths that neither the command line nor a job's args file gives.
         rows: number of rows to show from the first on, if `row` is None.
-        row: the rows to show."""
+        row: the rows to show.
+        out: file to write the rows into that a job can use."""
 
     files: Sequence[str] = ()
     model: str | None = None
@@ -55,6 +57,7 @@ class DataArguments:
     needs: Needs = None
     rows: int = 3
     row: Sequence[int] | None = None
+    out: str | None = None
 
 
 def parse(argv: Sequence[str], description: str) -> DataArguments:
@@ -81,17 +84,21 @@ def _parser(description: str) -> Parser:
     parser = Parser("data", description)
     parser.add_argument(
         "files",
+        type=local_path,
         metavar="FILE",
         nargs="*",
         help="*.jsonl or *.parquet; or @file.args of a job, for its files, tokenizer and lengths",
     )
-    parser.add_argument("--model", help="a Hugging Face folder or a run, for its tokenizer")
-    parser.add_argument("--tokenizer-model", help="the tokenizer, if it is not in --model")
+    parser.add_argument("--model", type=local_path, help="a Hugging Face folder or a run, for its tokenizer")
+    parser.add_argument("--tokenizer-model", type=local_path, help="the tokenizer, if it is not in --model")
     parser.add_argument("--prompt-key", help="column of the prompt; default: prompt")
     parser.add_argument("--max-prompt-length", type=whole(1, prompt), help=f"tokens; default: {prompt}")
     parser.add_argument("--max-response-length", type=whole(1, response), help=f"tokens; default: {response}")
     parser.add_argument("--rows", type=whole(0, 3), help=f"show the first so many; default: {default.rows}")
     parser.add_argument("--row", type=whole(0, 0), nargs="+", help="show these rows, counted from 0")
+    parser.add_argument(
+        "--out", help="write the rows that training takes into this *.jsonl, and name the others"
+    )
     return parser
 
 
@@ -103,7 +110,7 @@ def _of_job(jobs: Sequence[str]) -> DataArguments:
     from megarl.config.args_file import Reader
     from megarl.config.loader import load_config
 
-    config = load_config(jobs, REGISTRY, "megarl data", _REQUIRED)
+    config = load_config(jobs, REGISTRY, "megarl data", _REQUIRED, download=False)
     given = Reader()
     given.read(jobs)
     names = {one.base for one in given.occurrences}

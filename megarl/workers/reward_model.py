@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from megarl.batch import Batch, MicroBatch
 from megarl.config.reward_models import read_model_config, reward_models, value_model_shape
-from megarl.data.prompts import Prompt, PromptDataset
+from megarl.data.encoder import load_rows
+from megarl.data.prompts import Prompt
 from megarl.data.tokenizer import load_tokenizer
 from megarl.flow.job_roles import Record, RewardModel
 from megarl.rewards import classifier
@@ -66,9 +67,7 @@ class RewardModelRole(HostedRole):
             "judge": self._set_up_judge,
         }[self.spec.backend]()
         if self.retokenizes:
-            self.dataset = PromptDataset.load(
-                self.config.data.train_data, prompt_key=self.config.data.prompt_key
-            )
+            self.dataset = load_rows(self.config, self.config.data.train_data)
 
     @needs("parameters")
     def score(self, rows: Mapping[int, int]) -> Records:
