@@ -322,7 +322,7 @@ def _load(argv: list[str], prog: str, defaults: Sequence[str] = ()) -> TrainConf
     from megarl.algorithms import REGISTRY
     from megarl.config.loader import load_config
 
-    return load_config(argv, REGISTRY, prog, defaults)
+    return load_config(argv, REGISTRY, prog, defaults, download=prog == "megarl train")
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.flags import flag_name
 from megarl.config.hf_config import ModelShape
+from megarl.config.hub import local_model
 from megarl.config.mesh import MeshSpec, megatron_mesh
 from megarl.config.rules_files import free_name
 from megarl.config.rules_layout import MegatronRole, parallel_errors
@@ -96,13 +97,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--model",
+        type=local_model,
         required=True,
         help="Hugging Face folder: config.json, tokenizer files, and the weights if --load is not given",
     )
     parser.add_argument(
         "--load",
-        help="weights of this model: a megarl checkpoint, a Megatron checkpoint, or another Hugging "
-        "Face folder",
+        type=local_model,
+        help="weights of this model: a checkpoint of megarl or Megatron, or another Hugging Face folder",
     )
     parser.add_argument("--save", required=True, help="folder to write; must not exist, or be empty")
     parser.add_argument(

@@ -40,13 +40,13 @@ class WeightSource(Protocol):
 
 
 class HFWeights:
-    """The *.safetensors of a Hugging Face folder. Buffers that old folders carry, and the output layer of
-    a tied model, are left out."""
+    """The *.safetensors of a Hugging Face folder. Buffers that old folders carry, and the copy of a tied
+    model's embeddings, are left out."""
 
     dtype = None
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
-        stored = read_folder(folder)
+        stored = read_folder(folder, is_whole=True)
         note_prediction_tensors(folder, stored, shape)
         left_out = names_left_out(stored, shape)
         files = {path: TensorFile(path) for path in {tensor.path for tensor in stored.values()}}

@@ -245,7 +245,9 @@ class _ActorParts:
         if not rollout_backend(self.config).has_blocks:
             if self.machine.has_gpu and self.machine.gpu_bytes is None:
                 return 0
-            row = sequence_bytes(self.shape, 1, itemsize, self.config.sampling.max_length, block_size=1)
+            row = sequence_bytes(
+                self.shape, 1, itemsize, self.config.sampling.max_engine_length, block_size=1
+            )
             gpu_bytes = self.machine.gpu_bytes if self.machine.has_gpu else None
             weights = engine_held(self.shape, 1, self.config.rollout.backend) * itemsize * self._buffers
             return row * num_cache_rows(self.config, row, mesh.dp, gpu_bytes, weights)
@@ -265,7 +267,7 @@ class _ActorParts:
             mesh.tp,
             itemsize,
             most_sequences(self.config, mesh.dp),
-            self.config.sampling.max_length,
+            self.config.sampling.max_engine_length,
             given.block_size or CPU_BLOCK_SIZE,
         )
 
@@ -294,7 +296,7 @@ def longest_sequence_bytes(config: TrainConfig, machine: Machine) -> int:
     block = config.rollout.block_size or (GPU_BLOCK_SIZE if machine.has_gpu else CPU_BLOCK_SIZE)
     block = block if rollout_backend(config).has_blocks else 1
     shape, itemsize = ModelShape.load(config.model.model), ITEMSIZE[config.engine_dtype]
-    tp, length = config.rollout.tensor_parallel_size, config.sampling.max_length
+    tp, length = config.rollout.tensor_parallel_size, config.sampling.max_engine_length
     return sequence_bytes(shape, tp, itemsize, length, block)
 
 

@@ -15,10 +15,10 @@ from megarl.config.environments import environments
 from megarl.config.errors import ConfigError, Errors
 from megarl.config.hf_config import ModelShape
 from megarl.config.reward_models import needs_ground_truth, uses_rule_reward
-from megarl.config.rules_files import DATA_SUFFIXES
+from megarl.config.rules_files import is_data_file
 from megarl.config.schema import TrainConfig
 from megarl.data.columns import Needs, parse_row, text_of
-from megarl.data.encoder import PromptEncoder
+from megarl.data.encoder import PromptEncoder, fitting
 from megarl.data.env_rows import rows_errors
 from megarl.data.hints import hint_errors
 from megarl.data.prompts import PromptDataset
@@ -58,8 +58,8 @@ def preview(config: TrainConfig) -> Preview:
             seen.errors += rows_errors(environments(config.episodes), dataset, flag)
         if tokenizer is not None:
             try:
+                dataset = fitting(dataset, tokenizer, config, flag, seen.lines.append)
                 encoder = PromptEncoder(tokenizer, dataset)
-                encoder.check_prompt_lengths(config.sampling.max_prompt_length, flag)
                 lengths = [len(ids) for ids in encoder.prompts(range(len(dataset)))]
                 seen.lines.append(f"{flag}: prompts of {_range_of(lengths)} tokens in {dataset.counted_rows}")
                 seen.notes += _answer_notes(config, flag, encoder, len(dataset))
@@ -68,6 +68,8 @@ def preview(config: TrainConfig) -> Preview:
                     seen.notes.append(lost_note(flag, _tokenizer_flag(config), lost))
             except ValueError as error:
                 seen.errors.append(_with_flag(str(error), flag))
+        if count := sum(row.was_text for row in dataset):
+            seen.notes.append(f"{flag}: the prompts of {count} rows are JSON text, which is read as messages")
     if {"--train-data", "--eval-data"} <= datasets.keys():
         seen.notes += _shared_prompts(datasets["--train-data"], datasets["--eval-data"])
     return seen
@@ -139,9 +141,7 @@ def _datasets(config: TrainConfig, errors: list[str]) -> dict[str, PromptDataset
     files_of = {"--train-data": config.data.train_data, "--eval-data": config.data.eval_data}
     for flag, names in (files_of | {"--sft-data": config.sft.sft_data}).items():
         needs_of: Needs = "response" if flag == "--sft-data" else needs
-        files = [
-            name for name in names if Path(name).is_file() and Path(name).suffix.lower() in DATA_SUFFIXES
-        ]
+        files = [name for name in names if is_data_file(name)]
         if not files:
             continue
         try:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megarl.config.check import of_all_actors
 from megarl.config.errors import Errors
 from megarl.config.hf_config import ModelShape
+from megarl.config.hub import to_come
 from megarl.config.reward_models import reward_models, value_model_shape
 from megarl.config.schema import TrainConfig
 from megarl.config.teachers import teacher_folders
@@ -25,7 +26,8 @@ def weight_errors(config: TrainConfig, trains: bool = True) -> list[str]:
 
 def _of_actor(config: TrainConfig, trains: bool) -> Errors:
     for flag, folder, shape in _folders(config, trains):
-        if (problem := folder_problem(folder, shape)) is not None:
+        by_engine = any(one.path == folder and one.backend == "judge" for one in reward_models(config))
+        if folder not in to_come and (problem := folder_problem(folder, shape, by_engine)) is not None:
             yield f"{flag} ({folder}): {problem.removesuffix('.')}. {_ADVICE}"
 
 

@@ -1,12 +1,13 @@
 """Read flags from the command line and from args files, which are text files of flags as one would type them.
 
-`#` starts a comment, shell quotes group a value (also over several lines), `@other.args` includes another
-file, relative to the one that names it. A file's own flags override those of the files that it includes, and
-the command line overrides all files."""
+`#` starts a comment, shell quotes group a value (also over several lines), `~` and `${VAR}` mean what they
+mean in a shell, `@other.args` includes another file, relative to the one that names it. A file's own flags
+override those of the files that it includes, and the command line overrides all files."""
 
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ _WORD = re.compile(r"""(?:\\.|"(?:\\.|[^"\\])*"|'[^']*'|[^ \t\r\n"'\\])+""", re.
 _PART = re.compile(
     r"""\\(?P<escaped>.)|"(?P<double>(?:\\.|[^"\\])*)"|'(?P<single>[^']*)'|(?P<plain>[^"'\\]+)""", re.DOTALL
 )
-_ESCAPED_IN_DOUBLE_QUOTES = re.compile(r"""\\([\\"$`\n])""")
+_HOME = re.compile(r"(?<![^=@])~[^/=]*(?=/|$)")
+_EXPANDED = re.compile(r"""\\([\\"$`\n])|\$(?:\{([^}]*)\}|([A-Za-z_]\w*))""")
 _NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 COMMAND_LINE, DEFAULT = "command line", "default"
 _NUMBERED = re.compile(rf"(no-)?({'|'.join(KINDS)})-([2-9]|[1-9][0-9]{{1,8}})-(.+)")
@@ -190,7 +192,12 @@ class Reader:
                 self._error(f"{rest.splitlines()[0]!r}: {rule}", place)
                 self.misses_flags = self._is_cut = True
                 return
-            yield Word(_unquoted(match.group()), match.group()[0] in "'\""), place
+            word = match.group()
+            try:
+                yield Word(_unquoted(word), word[0] in "'\""), place
+            except KeyError as error:
+                rule = f"the environment has no variable {error}. Set it, or quote the word with '"
+                self._error(f"{word}: {rule}", place)
             position = _SKIP.match(text, match.end()).end()
             if position == match.end() < len(text):
                 self._error(f"{match.group()!r}: a quote that is opened after this is never closed", place)
@@ -217,16 +224,24 @@ def _is_args_file(path: Path) -> bool:
 
 def _unquoted(word: str) -> str:
     """Return a word without its quotes and backslashes, as a shell would read it; a backslash at the end of a
-    line joins it with the next one."""
+    line joins it with the next one.
+
+    Raises: KeyError with the name of a variable that is not set."""
     text = ""
     for part in _PART.finditer(word):
         if part["double"] is not None:
-            text += _ESCAPED_IN_DOUBLE_QUOTES.sub(lambda match: match[1].strip("\n"), part["double"])
+            text += _EXPANDED.sub(_expanded, part["double"])
         elif part["escaped"] is not None:
             text += part["escaped"].strip("\n")
         else:
-            text += part["single"] or part["plain"] or ""
+            plain = _HOME.sub(lambda found: os.path.expanduser(found[0]), part["plain"] or "")
+            text += part["single"] or _EXPANDED.sub(_expanded, plain)
     return text
+
+
+def _expanded(found: re.Match[str]) -> str:
+    """Return an escaped character, or the value of a variable. Raises: KeyError with its name."""
+    return os.environ[found[2] or found[3] or ""] if found[1] is None else found[1].strip("\n")
 
 
 def is_flag(text: str) -> bool:

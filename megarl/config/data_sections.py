@@ -25,6 +25,9 @@ class DataConfig(Section):
     """Shuffle the training rows anew in every pass over them."""
     prompt_key: Annotated[str, Rule(bool, "must name a column.")] = "prompt"
     """Column of the prompt: a list of {role, content} messages, or a string."""
+    filter_long_prompts: bool = False
+    """Leave out rows whose prompts are longer than --max-prompt-length, and say how many. Otherwise they are
+    an error."""
     reward_function: str | None = None
     """Your own reward, path/to/file.py:function, called as function(data_source=, solution_str=,
     ground_truth=, extra_info=) -> float."""

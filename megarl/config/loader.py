@@ -27,6 +27,7 @@ from megarl.config.flags import (
     build_flags,
     section_flags,
 )
+from megarl.config.hub import localize
 from megarl.config.other_flags import find_library_flag, passthrough_names
 from megarl.config.roles import absent_roles
 from megarl.config.rules_files import unreachable_paths
@@ -51,6 +52,7 @@ def load_config(
     algorithms: Mapping[str, type],
     prog: str = "megarl train",
     defaults: Sequence[str] = (),
+    download: bool = True,
 ) -> TrainConfig:
     """Return the configuration that flags and args files give, or raise ConfigError with all errors.
 
@@ -60,6 +62,7 @@ def load_config(
             a file of the user's.
         prog: program in the usage line of --help.
         defaults: flags that args files and `argv` override.
+        download: whether weights that flags name on the hub are downloaded.
     Raises: ConfigError with all errors, or else with all paths that cannot be looked at; if an args file
         cannot be read, only with the errors that do not depend on it. SystemExit(0) after --help or -h has
         printed the help text. TypeError if an algorithm has another name in the registry than in its class,
@@ -97,7 +100,10 @@ def load_config(
             errors.append(one.error(f"there is no actor {one.number}, as --num-actors is {count}. {advice}"))
     errors += [error for loader in loaders for error in loader.errors]
     raise_errors(list(dict.fromkeys(errors)), is_complete=False)
-    first, *others = actors
+    for loader, sections in zip(loaders, actors, strict=True):
+        errors += localize(loader.given, sections, download)
+    raise_errors(errors, is_complete=False)
+    first, *others = (_Loader(given, algorithms, number).sections() for number in range(1, count + 1))
     config = TrainConfig(**first, others=tuple(TrainConfig(**other) for other in others))
     raise_errors(list(unreachable_paths(config)), is_complete=False)
     return config

@@ -17,6 +17,7 @@ from megarl.config.flags import (
     format_flag,
     section_flags,
 )
+from megarl.config.hub import with_names
 from megarl.config.rules_streaming import stale_defaults
 from megarl.config.schema import TrainConfig
 
@@ -71,7 +72,7 @@ def write_args(config: TrainConfig) -> str:
         groups.append((title, [format_flag(flag_name(name, prefix), v) for name, v in values.items()]))
     for number, other in enumerate(config.others, 2):
         groups.append((f"actor {number}", list(_differences(config, other, number))))
-    return "\n".join("\n".join([f"# {title}", *lines, ""]) for title, lines in groups if lines)
+    return with_names("\n".join("\n".join([f"# {title}", *lines, ""]) for title, lines in groups if lines))
 
 
 def _lines(node: object, flags: Sequence[Flag], always: Iterable[str] = ()) -> list[str]:

@@ -13,6 +13,7 @@ from megarl.config.errors import ConfigError, Errors
 from megarl.config.flags import refuse_set, words_of
 from megarl.config.hf_config import ModelShape, read_json
 from megarl.config.hf_families import Json, num_labels
+from megarl.config.hub import has_weights
 from megarl.config.schema import RewardModelConfig, TrainConfig
 from megarl.role_names import suffix_of
 
@@ -186,7 +187,7 @@ def _counts(given: RewardModelConfig) -> Errors:
 
 
 def _model(path: str, backend: str, model: Json, config: TrainConfig) -> Errors:
-    if not any(Path(path).glob("*.safetensors")):
+    if not has_weights(path):
         yield (
             f"--reward-model ({path}): holds no *.safetensors. Other formats can run code when "
             "they are read; convert it first."

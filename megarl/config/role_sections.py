@@ -4,7 +4,7 @@ Each field is one flag, see schema.py."""
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Literal, get_args
 
 from megarl.config.errors import (
@@ -23,6 +23,11 @@ from megarl.config.errors import (
 )
 
 _VLLM_TEMPERATURE = Rule(lambda t: not t > 2, "must be at most 2, as vLLM samples at no higher one. Try 1.0.")
+_Temperature = Annotated[
+    NonNegative,
+    Rule(lambda t: not 0 < t < 0.01, "must be at least 0.01, to which vLLM raises it. Try 0.01."),
+    _VLLM_TEMPERATURE,
+]
 _RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
 RecomputeModules = Annotated[
     tuple[str, ...],
@@ -183,15 +188,17 @@ class SamplingConfig(Section):
     max_context_length: Count | None = None
     """With --env: tokens of a whole episode, the environment's messages included. An episode that is as long
     ends. Default: --max-prompt-length + --max-response-length."""
-    temperature: Annotated[
-        NonNegative,
-        Rule(lambda t: not 0 < t < 0.01, "must be at least 0.01, to which vLLM raises it. Try 0.01."),
-        _VLLM_TEMPERATURE,
-    ] = 1.0
+    temperature: _Temperature = 1.0
     """Sampling temperature, from 0.01 to 2: vLLM raises a lower one to that and refuses a higher one. The
     trainer's log-probs use the same. 1 for algorithms that learn from answers in the data."""
     top_p: PositiveFraction = 1.0
     """Nucleus sampling. Training needs 1.0: otherwise the sampled distribution is not the policy's."""
+    eval_temperature: _Temperature | None = None
+    """--temperature of evaluations. Default: that of training."""
+    eval_top_p: PositiveFraction | None = None
+    """--top-p of evaluations, which may be below 1. Default: that of training."""
+    eval_max_response_length: Count | None = None
+    """--max-response-length of evaluations. Default: that of training."""
     top_k: Natural = 0
     """Top-k sampling; 0 is off. Training needs 0, for the same reason."""
     stop: Annotated[tuple[str, ...], Rule(all, "must hold no empty string.")] = ()
@@ -200,6 +207,25 @@ class SamplingConfig(Section):
         tuple[int, ...], Rule(lambda ids: min(ids, default=0) >= 0, "must not be negative.")
     ] = ()
     """Token ids after which generation stops, besides the model's end-of-sequence ids."""
+
+    def of(self, purpose: str) -> SamplingConfig:
+        """Return the values for "train", or for "eval", where those of --eval-... count."""
+        if purpose != "eval":
+            return self
+        given = {
+            name: getattr(self, f"eval_{name}") for name in ("temperature", "top_p", "max_response_length")
+        }
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """How the tokens of a request are drawn."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+    @property
+    def max_engine_length(self) -> int:
+        """The largest number of tokens of a sequence in an engine, of training or of an evaluation."""
+        return max(self.max_length, self.of("eval").max_length)
 
     @property
     def max_length(self) -> int:

@@ -13,11 +13,12 @@ import re
 from pathlib import Path
 
 from megarl.config.args_file import numbered
-from megarl.config.errors import Errors, nearest_path, try_path
+from megarl.config.errors import Errors, nearest_path
 from megarl.config.hf_config import differences, function_fields, not_compared
 from megarl.config.hf_families import Json
 from megarl.config.roles import absent_roles, configs_of_actors, trained_models
 from megarl.config.environments import environments
+from megarl.config.hub import has_weights
 from megarl.config.rules_buffer import buffer_errors
 from megarl.config.rules_data import order_errors, weights_errors
 from megarl.config.schema import TrainConfig
@@ -36,7 +37,7 @@ from megarl.files.checkpoints import (
 )
 from megarl.files.writing import ReadError
 
-DATA_SUFFIXES = (".jsonl", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet")
 RUN_FILES = ("resolved.args", "metrics.jsonl")
 """Files whose presence marks a folder as a run. So does a checkpoint, see `mark_of_run`."""
 _SIMILAR = 0.6
@@ -94,8 +95,8 @@ def path_errors(config: TrainConfig, new_run: bool = True) -> Errors:
 
 def _model(config: TrainConfig) -> Errors:
     folder, tokenizer = Path(config.model.model), config.model.tokenizer_model
-    has_weights = config.model.random_init or any(folder.glob("*.safetensors"))
-    if (folder / "config.json").is_file() and not has_weights:
+    is_empty = not config.model.random_init and not has_weights(folder)
+    if (folder / "config.json").is_file() and is_empty:
         yield f"--model ({folder}): holds no *.safetensors. Give a folder with weights, or --random-init."
     if tokenizer is not None and not Path(tokenizer).exists():
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -108,21 +109,32 @@ def _model(config: TrainConfig) -> Errors:
 def _data(flag: str, files: tuple[str, ...], of_other_flag: tuple[str, ...]) -> Errors:
     for name in files:
         advice = _other_data(Path(name), of_other_flag)
-        if not Path(name).is_file():
+        if Path(name).is_dir():
+            found = itertools.islice(Path(name).rglob("*.[jp][sa]*[lt]*"), 5)  # *.jsonl* and *.parquet
+            there = (
+                " ".join(sorted(map(str, found))) or "one or more *.parquet files (to_parquet of datasets)"
+            )
+            yield f"{flag} ({name}): is a folder. Give the files in it that you mean: {there}."
+        elif not Path(name).is_file():
             yield f"{flag} ({name}): there is no such file.{advice}"
-        elif Path(name).suffix.lower() not in DATA_SUFFIXES:
-            yield f"{flag} ({name}): must end in {' or '.join(DATA_SUFFIXES)}.{advice}"
+        elif not is_data_file(name):
+            yield f"{flag} ({name}): must end in {', '.join(DATA_SUFFIXES)}.{advice}"
+
+
+def is_data_file(path: str | os.PathLike) -> bool:
+    """Return whether a path is of a file that can be read as data."""
+    return str(path).lower().endswith(DATA_SUFFIXES) and os.path.isfile(path)
 
 
 def _other_data(path: Path, of_other_flag: tuple[str, ...]) -> str:
-    """Return a sentence that proposes a data file in the same folder, but no file of the other flag: training
-    data is no evaluation data."""
+    """Return a sentence that proposes a data file of a similar name in the same folder, but no file of the
+    other flag: training data is no evaluation data."""
     taken = {Path(name).resolve() for name in of_other_flag}
-    return try_path(
-        path,
-        lambda one: one.suffix.lower() in DATA_SUFFIXES and one.is_file() and one.resolve() not in taken,
-        "Give one or more *.jsonl or *.parquet files.",
-    )
+    found = nearest_path(path, lambda one: is_data_file(one) and one.resolve() not in taken)
+    stems = [one.name.partition(".")[0] for one in (found or Path(), path)]
+    if difflib.SequenceMatcher(None, *stems).ratio() < _SIMILAR:
+        return " Give one or more *.jsonl or *.parquet files."
+    return f" Try {found}."
 
 
 def _reward_function(name: str | None) -> Errors:

@@ -355,6 +355,9 @@ def sequence_length(job: Job) -> Errors:
     if job.shape is None:
         return
     sampling, limit = job.config.sampling, job.shape.max_position_embeddings
+    flag = "max-response-length"
+    if sampling.max_engine_length > sampling.max_length:
+        sampling, flag = sampling.of("eval"), "eval-max-response-length"
     total = sampling.max_length
     if total > limit:
         if sampling.max_context_length is not None:
@@ -364,9 +367,9 @@ def sequence_length(job: Job) -> Errors:
             )
             return
         rest = limit - sampling.max_prompt_length
-        advice = f"Try --max-response-length {rest}." if rest > 0 else "Make both shorter."
+        advice = f"Try --{flag} {rest}." if rest > 0 else "Make both shorter."
         yield (
-            f"--max-prompt-length ({sampling.max_prompt_length}) + --max-response-length "
+            f"--max-prompt-length ({sampling.max_prompt_length}) + --{flag} "
             f"({sampling.max_response_length}) = {total}: must be at most the model's "
             f"max_position_embeddings ({limit}). {advice}"
         )
@@ -434,7 +437,7 @@ def evaluation_alone(job: Job) -> Errors:
     if not job.uses_rollout:
         name = algorithm_name(type(config.algorithm))
         yield f"--algorithm ({name}): an evaluation samples answers and scores them. Try --algorithm grpo."
-    if (num_samples := config.run.eval_num_samples) > 1 and config.sampling.temperature == 0:
+    if (num_samples := config.run.eval_num_samples) > 1 and not config.sampling.of("eval").temperature:
         yield (
             f"--eval-num-samples ({num_samples}): at --temperature 0 all samples of a prompt are alike. Try "
             "--eval-num-samples 1, or --temperature 1.0."

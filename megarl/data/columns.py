@@ -70,6 +70,8 @@ class Prompt:
     """Tools that the chat template shows to the model."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """What else the chat template reads, over --chat-template-args."""
+    was_text: bool = False
+    """Whether the messages were JSON text in the file."""
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -185,6 +187,7 @@ def _read_prompt(
     is_conversation = needs == "response" and not has_answer and isinstance(row.get("messages"), list)
     if row.get(prompt_key) is not None and not is_conversation:
         parsed.messages = _messages(row[prompt_key], prompt_key, problems)
+        parsed.was_text = isinstance(row[prompt_key], str) and not isinstance(parsed.messages, str)
     elif row.get("messages") is not None:
         parsed.messages = _messages(row["messages"], "messages", problems)
         if (
@@ -350,7 +353,12 @@ def _read_ground_truth(row: dict[str, Any], parsed: Prompt, problems: _Problems,
 
 def _messages(value: object, column: str, problems: _Problems) -> tuple[dict[str, Any], ...] | str:
     if isinstance(value, str) and value:
-        return value
+        try:
+            value = json.loads(value) if value.startswith("[{") and '"role"' in value else value
+        except (ValueError, RecursionError):
+            pass  # a text that only begins like messages
+        if isinstance(value, str):
+            return value
     if not isinstance(value, list) or not value:
         problems.wrong(column, value, _WANTED_MESSAGES)
         return ()

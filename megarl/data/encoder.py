@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from megarl.config.schema import TrainConfig
+from megarl.data.columns import Needs
 from megarl.data.prompts import PromptDataset
 from megarl.data.rendering import RowSample, Turns, difference, encode_parts, parts_of
-from megarl.data.tokenizer import Tokenizer
+from megarl.data.tokenizer import Tokenizer, tokenizer_of
 
 _NUM_LONG_ROWS_SHOWN = 5
 
@@ -74,5 +76,39 @@ class PromptEncoder:
             raise ValueError(
                 f"--max-prompt-length ({max_prompt_length}): {len(long)} of {self._dataset.counted_rows} of "
                 f"{flag} have longer prompts: {shown}{', ...' if len(long) > len(rows) else ''}. "
-                f"Try {max(lengths)}, or take these rows out."
+                f"Try {max(lengths)}, or --filter-long-prompts, which leaves them out."
             )
+
+
+def load_rows(
+    config: TrainConfig, files: Sequence[str], needs: Needs = None, flag: str = "--train-data"
+) -> PromptDataset:
+    """Return the rows of data files that a job uses. Raises: as `PromptDataset.load`."""
+    dataset = PromptDataset.load(files, config.data.prompt_key, needs, flag)
+    if not config.data.filter_long_prompts:
+        return dataset
+    return fitting(dataset, tokenizer_of(config.model), config)
+
+
+def fitting(
+    dataset: PromptDataset,
+    tokenizer: Tokenizer,
+    config: TrainConfig,
+    flag: str = "--train-data",
+    say: Callable[[str], object] = lambda text: None,
+) -> PromptDataset:
+    """Return the rows without those that --filter-long-prompts leaves out.
+
+    Args:
+        say: shows how many rows these are.
+    Raises: ValueError for prompts that are too long, without that flag or if no row would be left."""
+    encoder, limit = PromptEncoder(tokenizer, dataset), config.sampling.max_prompt_length
+    if config.data.filter_long_prompts:
+        ids = encoder.prompts(range(len(dataset)))
+        rows = [row for row, prompt in enumerate(ids) if len(prompt) <= limit]
+        if 0 < len(rows) < len(ids):
+            number = len(ids) - len(rows)
+            say(f"{flag}: {number} of {dataset.counted_rows} are left out by --filter-long-prompts")
+            return dataset.only(rows)
+    encoder.check_prompt_lengths(limit, flag)
+    return dataset

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import overload
 
 from megarl.data.columns import Needs, Prompt, parse_row
@@ -56,6 +58,16 @@ class PromptDataset(Sequence[Prompt]):
         """Number of rows of each file."""
         self.first = first
         """Number of rows that were read of each file. None: all."""
+        self._rows: Sequence[int] = range(len(self._prompts))  # their numbers in the files
+
+    def only(self, rows: Sequence[int]) -> PromptDataset:
+        """Return these rows, which ascend, as a data set of their own."""
+        prompts = [replace(self[row], index=number) for number, row in enumerate(rows)]
+        ends = [bisect_left(rows, end) for end in itertools.accumulate(self.file_sizes, initial=0)]
+        sizes = [end - begin for begin, end in itertools.pairwise(ends)]
+        made = PromptDataset(prompts, self._files, self.first, sizes)
+        made._rows = rows
+        return made
 
     @classmethod
     def load(
@@ -109,6 +121,7 @@ class PromptDataset(Sequence[Prompt]):
         """Return the place of each of these rows, such as train.jsonl:12, by reading the files again.
 
         Places of all rows would take more memory than the rows of a small data set."""
+        rows = [self._rows[row] for row in rows]
         wanted, found, row = set(rows), {row: f"row {row}" for row in rows}, 0
         for path in self._files:
             for where, _ in itertools.islice(read_rows(os.fspath(path)), self.first):

@@ -1,12 +1,17 @@
-"""Read rows of *.jsonl and *.parquet files as dictionaries, each with its place in the file."""
+"""Read rows of *.jsonl, *.json and *.parquet files as dictionaries, each with its place in the file.
+
+The first two may be compressed (*.gz, *.zst), and may hold one array in place of a row per line."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from megarl.config.rules_files import is_data_file
 
 if TYPE_CHECKING:
     import pyarrow
@@ -33,9 +38,9 @@ def read_rows(path: str) -> Iterator[tuple[str, object]]:
     """
     if not os.path.exists(path):
         raise UnreadableFile(f"{path} does not exist. Give the path of a *.jsonl or *.parquet file.")
-    reader = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(os.path.splitext(path)[1].lower())
-    if reader is None or not os.path.isfile(path):
+    if not is_data_file(path):
         raise UnreadableFile(f"{path} is not a *.jsonl or *.parquet file.")
+    reader = _read_parquet if path.lower().endswith(".parquet") else _read_json
     num_rows = 0
     try:
         for num_rows, item in enumerate(reader(path), start=1):
@@ -46,10 +51,17 @@ def read_rows(path: str) -> Iterator[tuple[str, object]]:
         raise UnreadableFile(f"{path} is empty: wanted at least one row.")
 
 
-def _read_jsonl(path: str) -> Iterator[tuple[str, object]]:
+def _read_json(path: str) -> Iterator[tuple[str, object]]:
     # Bytes: text mode would end a line at characters that JSON strings may hold, and lose the number of a
     # line that is not UTF-8.
-    with open(path, "rb") as lines:
+    with _open(path) as lines:
+        if lines.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
+            try:
+                rows = json.loads(lines.read())
+            except (ValueError, RecursionError) as error:
+                raise UnreadableFile(f"{path} begins as an array, and is no JSON: {error}.") from error
+            yield from ((f"{path} row {number} (from 0)", row) for number, row in enumerate(rows))
+            return
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -58,6 +70,15 @@ def _read_jsonl(path: str) -> Iterator[tuple[str, object]]:
             except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
                 row = UnreadableRow(f"not a line of JSON ({error}); it begins {line[:60]!r}")
             yield f"{path}:{number}", row
+
+
+def _open(path: str) -> io.BufferedReader:
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(os.path.splitext(path)[1].lower())
+    if codec is None:
+        return open(path, "rb")
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(path, codec))
 
 
 def _read_parquet(path: str) -> Iterator[tuple[str, object]]:

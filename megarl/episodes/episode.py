@@ -84,6 +84,8 @@ class Episode:
     """Cause of the failure, one of `env_messages.CAUSES`."""
     others: dict[str, Episode] = field(default_factory=dict)
     """Name of each further actor that plays in the episode -> its own record: conversation and rewards."""
+    limits: Limits | None = None
+    """Limits of this episode; None: those of the play."""
 
     @property
     def seats(self) -> dict[str, Episode]:

@@ -158,7 +158,7 @@ class Play:
         if episode.finish:
             self.end(index)
             return ()
-        limits = self._limits
+        limits = episode.limits or self._limits
         rooms = [min(limits.max_context_length - len(t.prompt), limits.max_response_length) for t in turns]
         return [
             Turn(index, turn.prompt, min(room, reply.max_tokens or room), turn.number)
@@ -205,7 +205,8 @@ class Play:
                 return None
             episode.fail("refused", str(error))
             return []
-        limit, length, is_first = self._limits.max_context_length, len(turns[0].prompt), not session.turns
+        limits = episode.limits or self._limits
+        limit, length, is_first = limits.max_context_length, len(turns[0].prompt), not session.turns
         if reply.request is None:
             session.add(turns)
         if length >= limit and is_first:

@@ -67,7 +67,7 @@ def _answers(
     """Return suffix of each actor -> whether greedy -> its answers. There are greedy ones only if every
     temperature is 0."""
     found: dict[str, dict[bool, HeldOut]] = {suffix: {} for suffix in configs}
-    only_greedy = all(one.sampling.temperature == 0 for one in configs.values())
+    only_greedy = all(one.sampling.of("eval").temperature == 0 for one in configs.values())
     for greedy in [True] if only_greedy else [False, True]:  # actors may play in the same episodes: in turns
         for suffix, config in configs.items():
             rows = inputs[suffix].eval_rows(config.run.eval_num_prompts)
@@ -130,4 +130,4 @@ def _evaluating(config: TrainConfig, num_prompts: int, greedy: bool) -> str:
         return f"{prompts}, greedy"
     count = config.run.eval_num_samples
     samples = f"{count} sample{'s' if count > 1 else ''}"
-    return f"{prompts} x {samples} at temperature {config.sampling.temperature:g}"
+    return f"{prompts} x {samples} at temperature {config.sampling.of('eval').temperature:g}"

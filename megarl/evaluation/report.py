@@ -24,14 +24,15 @@ def as_json(config: TrainConfig, model: str, sampled: HeldOut | None, greedy: He
     everything = [sample for one in held_out for sample in one.samples]
     is_accuracy = Scores(everything).is_right_or_wrong
     sources = of_sources(greedy.samples)
+    sampling = config.sampling.of("eval")
     failures = [sample.failure for sample in everything if sample.reward is None]
     return {
         "model": model,
         "eval_data": list(config.data.eval_data),
         "rows": len({sample.row for sample in greedy.samples}),
         "num_samples": config.run.eval_num_samples,
-        "temperature": config.sampling.temperature,
-        "max_response_length": config.sampling.max_response_length,
+        "temperature": sampling.temperature,
+        "max_response_length": sampling.max_response_length,
         "seed": config.batch.seed,
         "rewards_are_right_or_wrong": is_accuracy,
         "all": _scores(sampled, greedy, None, config.run.eval_num_samples, is_accuracy),

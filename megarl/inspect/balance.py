@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError([f"RUN ({folder}): holds no {ARGUMENTS}. Give the folder of a whole run."])
 
     def load(flags: Sequence[str] = ()) -> TrainConfig:
-        return load_config([f"@{folder / ARGUMENTS}", *flags], REGISTRY, "megarl balance")
+        return load_config([f"@{folder / ARGUMENTS}", *flags], REGISTRY, "megarl balance", download=False)
 
     config = load()
     world_size = arguments.world_size or config.placement.world_size

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.args_file import numbered
 from megarl.config.errors import ConfigError
+from megarl.config.hub import local_model
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.inspect.arguments import Parser, number, whole
 from megarl.inspect.chat_model import answer, load_model, longest
@@ -76,7 +77,10 @@ def _player(number: int, name: str, folder: Path, arguments: argparse.Namespace)
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("chat", __doc__)
     parser.add_argument(
-        "--model", required=True, help="a Hugging Face folder, a run, or a checkpoint of a run"
+        "--model",
+        type=local_model,
+        required=True,
+        help="a Hugging Face folder, a run, or a checkpoint of a run",
     )
     parser.add_argument(
         "--temperature", type=number(0, 1.0), default=1.0, help="default: 1, as in training; 0 is greedy"

@@ -5,6 +5,7 @@
     megarl data train.jsonl --model M --max-prompt-length 256    what is too long
     megarl data train.jsonl --model M --row 17 4000              these rows, with template and token ids
     megarl data @job.args                                        the files, tokenizer and lengths of a job
+    megarl data train.jsonl --model M --out clean.jsonl          also writes the rows that training takes
     megarl data @job.args other.jsonl --model M                  the same job, with another file and tokenizer
 
 The files are read, the chat template is applied and the text is encoded by the code that trains. The exit
@@ -23,7 +24,7 @@ from megarl.config.errors import ConfigError
 from megarl.data.columns import Prompt
 from megarl.data.encoder import PromptEncoder
 from megarl.data.prompts import PromptDataset, read_prompts
-from megarl.data.readers import UnreadableFile
+from megarl.data.readers import UnreadableFile, read_rows
 from megarl.data.rendering import difference, encode_parts, parts_of
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.inspect.data_arguments import DataArguments, parse
@@ -83,8 +84,29 @@ def main(argv: Sequence[str]) -> int:
     write(_folded(_report(files, tokens, arguments), columns))
     for row in shown:
         write(_row_lines(files, row, tokenizer, tokens, columns))
-    too_long = any(len(ids) > arguments.max_prompt_length for ids in tokens.prompts)
-    return 2 if files.unusable or too_long else 0
+    long = [row for row, ids in enumerate(tokens.prompts) if len(ids) > arguments.max_prompt_length]
+    if arguments.out is not None:
+        write(_write_others(files, long, tokens, arguments.out))
+        return 0
+    return 2 if files.unusable or long else 0
+
+
+def _write_others(files: Files, long: Sequence[int], tokens: Tokens, out: str) -> Iterator[str]:
+    """Write all rows but the long and the unusable ones into a new file, and yield what is left out, and why.
+
+    Raises: ConfigError if the file cannot be written."""
+    kept = {*files.places} - {files.places[row] for row in long}
+    try:
+        with open(out, "x", encoding="utf-8") as file:
+            for place, row in (found for path in files.sizes for found in read_rows(path)):
+                if place in kept:
+                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}. Name a new *.jsonl file."
+        raise ConfigError([f"--out ({out}): {rule}"]) from error
+    yield f"{out}: {len(kept)} rows; left out are {len(files.unusable) + len(long)}"
+    yield from (f"  {line}" for line in files.unusable)
+    yield from (f"  {files.places[row]}: the prompt has {len(tokens.prompts[row])} tokens" for row in long)
 
 
 def _encode(files: Files, tokenizer: Tokenizer, arguments: DataArguments, progress: Progress) -> Tokens:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megarl.config.errors import ConfigError, raise_errors
+from megarl.config.hub import local_path
 from megarl.config.role_sections import SamplingConfig
 from megarl.inspect.arguments import Parser, whole
 
@@ -47,7 +48,8 @@ class DataArguments:
         turns: the answers that the job trains on.
         default_lengths: names of the two lengths that neither the command line nor a job's args file gives.
         rows: number of rows to show from the first on, if `row` is None.
-        row: the rows to show."""
+        row: the rows to show.
+        out: file to write the rows into that a job can use."""
 
     files: Sequence[str] = ()
     model: str | None = None
@@ -61,6 +63,7 @@ class DataArguments:
     chat_template_args: Mapping[str, object] = field(default_factory=dict)
     rows: int = 3
     row: Sequence[int] | None = None
+    out: str | None = None
 
 
 def parse(argv: Sequence[str], description: str) -> DataArguments:
@@ -87,12 +90,13 @@ def _parser(description: str) -> Parser:
     parser = Parser("data", description)
     parser.add_argument(
         "files",
+        type=local_path,
         metavar="FILE",
         nargs="*",
         help="*.jsonl or *.parquet; or @file.args of a job, for its files, tokenizer and lengths",
     )
-    parser.add_argument("--model", help="a Hugging Face folder or a run, for its tokenizer")
-    parser.add_argument("--tokenizer-model", help="the tokenizer, if it is not in --model")
+    parser.add_argument("--model", type=local_path, help="a Hugging Face folder or a run, for its tokenizer")
+    parser.add_argument("--tokenizer-model", type=local_path, help="the tokenizer, if it is not in --model")
     parser.add_argument(
         "--chat-template-args", type=json.loads, help="what the chat template reads besides, as JSON"
     )
@@ -101,6 +105,9 @@ def _parser(description: str) -> Parser:
     parser.add_argument("--max-response-length", type=whole(1, response), help=f"tokens; default: {response}")
     parser.add_argument("--rows", type=whole(0, 3), help=f"show the first so many; default: {default.rows}")
     parser.add_argument("--row", type=whole(0, 0), nargs="+", help="show these rows, counted from 0")
+    parser.add_argument(
+        "--out", help="write the rows that training takes into this *.jsonl, and name the others"
+    )
     return parser
 
 
@@ -112,7 +119,7 @@ def _of_job(jobs: Sequence[str]) -> DataArguments:
     from megarl.config.args_file import Reader
     from megarl.config.loader import load_config
 
-    config = load_config(jobs, REGISTRY, "megarl data", _REQUIRED)
+    config = load_config(jobs, REGISTRY, "megarl data", _REQUIRED, download=False)
     given = Reader()
     given.read(jobs)
     names = {one.base for one in given.occurrences}

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from megarl.config.args_file import number_and_base, numbered
 from megarl.config.environments import environments, names, of_source
 from megarl.config.errors import ConfigError, raise_errors
+from megarl.config.hub import local_model, local_path
 from megarl.config.rules_episodes import environment_errors
 from megarl.config.schema import EpisodeConfig, SamplingConfig
 from megarl.data.prompts import Prompt, PromptDataset
@@ -89,7 +90,9 @@ def add_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     )
     group.add_argument("--row", type=whole(0, 1), default=0, help="row of the data, from 0; default: 0")
     group.add_argument(
-        "--data", help="file with the row; default: the run's --eval-data, or its --train-data"
+        "--data",
+        type=local_path,
+        help="file with the row; default: the run's --eval-data, or its --train-data",
     )
     group.add_argument(
         "--prompt-key", help=f"column of the conversation; default: the run's, or {_PROMPT_KEY}"
@@ -106,6 +109,7 @@ def add_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     for number in sorted({2, *numbers} - {1}):
         group.add_argument(
             f"--{numbered('model', number)}",
+            type=local_model,
             help=f"model of the policy that answers where the environment names actor_{number}; default: that of the "
             "run in --model, if its actors have played in the same episodes",
         )

@@ -11,24 +11,29 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.config.hf_config import ModelShape
+from megarl.config.hf_families import FAMILIES
 from megarl.files.tensor_header import HeaderEntry, TensorFileError, read_header
-from megarl.reshard.atlas import OUTPUT, VALUE_HEAD, hf_sizes, layer_prefix
+from megarl.reshard.atlas import EMBEDDING, OUTPUT, VALUE_HEAD, hf_sizes, layer_prefix
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Buffers that old checkpoints carry; transformers ignores them too."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _MOST_NAMED = 5
+_COMPARED_PLACES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The file of a folder that has a tensor, and the tensor's entry in the file's header."""
+    """The file of a folder that has a tensor, the tensor's entry in the file's header, and where the
+    elements begin in the file."""
 
     path: Path
     entry: HeaderEntry
+    elements: int
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -36,39 +41,74 @@ class StoredTensor:
         return self.entry.shape if len(self.entry.shape) >= 2 else (*self.entry.shape, 1)
 
 
-def read_folder(folder: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Return tensor name -> where it is, from the headers of all files that the index names, or of all
-    *.safetensors if there is no index.
+def read_folder(folder: str | os.PathLike, is_whole: bool = False) -> dict[str, StoredTensor]:
+    """Return tensor name -> where it is, from the headers of the files that transformers reads, or of all
+    *.safetensors if it would read none.
 
-    Raises: TensorFileError naming every file that is missing or damaged; FileNotFoundError without
-    weights."""
+    transformers prefers model.safetensors to the files of an index.
+
+    Args:
+        is_whole: compare an output layer with tied embeddings as a whole, not only at some places.
+    Raises: TensorFileError naming every file that is missing or damaged, files that share a tensor, and an
+    output layer that differs from tied embeddings; FileNotFoundError without weights."""
     folder = Path(folder)
-    file_of = _read_index(folder)
-    paths = sorted(folder.glob("*.safetensors")) if file_of is None else sorted({*file_of.values()})
+    config = _config(folder)
+    single = folder / (config.get("transformers_weights") or SINGLE)
+    file_of = {} if single.is_file() else _read_index(folder)
+    paths = [single] if single.is_file() else sorted({*file_of.values()} or folder.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(
             f"no *.safetensors in {folder}. --random-init starts without weights; convert *.bin files first."
         )
+    stored: dict[str, StoredTensor] = {}
     headers: dict[Path, dict[str, HeaderEntry]] = {}
     problems = []
     for path in paths:
-        if file_of is not None and not path.exists():
+        if file_of and not path.exists():
             problems.append(f"{path} is missing; the folder's index names it")
             continue
         try:
-            headers[path] = read_header(path)[1]
+            elements, headers[path] = read_header(path)
         except TensorFileError as error:
             problems.append(str(error))
-    if file_of is None:
-        file_of = {name: path for path, header in headers.items() for name in header}
+            continue
+        problems += [
+            f"{name} is in {stored[name].path} and in {path.name}, and only one can count: remove the "
+            "files of the other model"
+            for name in headers[path].keys() & stored.keys()
+        ][:1]
+        stored |= {name: StoredTensor(path, entry, elements) for name, entry in headers[path].items()}
     problems += [
         f"{name} is not in {path}, where the folder's index says"
         for name, path in file_of.items()
         if path in headers and name not in headers[path]
     ]
+    family = FAMILIES.get(config.get("model_type", ""))
+    is_tied = config.get("tie_word_embeddings", family is not None and family.tie_word_embeddings)
+    if is_tied and not _are_same(stored.get(OUTPUT), stored.get(EMBEDDING), is_whole):
+        problems.append(
+            f"{OUTPUT} in {stored[OUTPUT].path} differs from {EMBEDDING}, and tie_word_embeddings is true: "
+            'transformers keeps it, vLLM drops it. "tie_word_embeddings": false in config.json keeps it; '
+            "without it in the file the embedding is the head"
+        )
     if problems:
         raise TensorFileError(f"{some(problems)}.")
-    return {name: StoredTensor(path, headers[path][name]) for name, path in file_of.items()}
+    return stored
+
+
+def _are_same(head: StoredTensor | None, embedding: StoredTensor | None, is_whole: bool) -> bool:
+    """Return whether two tensors have the same bits, as far as they are there and compared."""
+    if head is None or embedding is None:
+        return True
+    import numpy as np
+
+    first, second = (
+        np.memmap(one.path, "u2", "r", one.elements + one.entry.start, (one.entry.end - one.entry.start) // 2)
+        for one in (head, embedding)
+    )
+    step = 1 if is_whole else len(first) // _COMPARED_PLACES | 1  # odd: not always the same half of a number
+    same_size = head.entry.dtype == embedding.entry.dtype and len(first) == len(second)
+    return same_size and bool((first[::step] == second[::step]).all())
 
 
 def tensor_problems(
@@ -110,11 +150,21 @@ def tensor_problems(
     return problems
 
 
-def folder_problem(folder: str | os.PathLike, shape: ModelShape | None) -> str | None:
+def folder_problem(
+    folder: str | os.PathLike, shape: ModelShape | None, by_engine: bool = False
+) -> str | None:
     """Return why the weights of a folder cannot be loaded; None if they can. Without a shape only files
-    and index are checked."""
+    and index are checked.
+
+    Args:
+        by_engine: vLLM loads the folder itself. It prefers the files of an index."""
+    folder = Path(folder)
     try:
         stored = read_folder(folder)
+        if by_engine and {tensor.path for tensor in stored.values()} != {
+            *(_read_index(folder).values() or folder.glob("*.safetensors"))
+        }:
+            return f"{folder}: transformers reads {SINGLE}, vLLM all files or those of {INDEX}. Keep one set"
     except (TensorFileError, FileNotFoundError) as error:
         return str(error)
     return misfit(folder, tensor_problems(folder, stored, shape)) if shape is not None else None
@@ -147,17 +197,21 @@ def prediction_layers(shape: ModelShape) -> tuple[str, ...]:
 
 def is_sequence_classifier(folder: str | os.PathLike) -> bool:
     """Return whether config.json names a sequence classifier, whose folder has a value head."""
-    config = Path(folder) / "config.json"
-    architectures = json.loads(config.read_text()).get("architectures") if config.exists() else None
+    architectures = _config(Path(folder)).get("architectures")
     return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
-def _read_index(folder: Path) -> dict[str, Path] | None:
-    """Return tensor name -> file, as the index says; None if there is no index. Raises: TensorFileError
-    for one that cannot be used."""
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _read_index(folder: Path) -> dict[str, Path]:
+    """Return tensor name -> file, as the index says; {} if there is no index. Raises: TensorFileError for one
+    that cannot be used."""
     path = folder / INDEX
     if not path.exists():
-        return None
+        return {}
     try:
         file_of = {
             name: folder / file

@@ -49,7 +49,7 @@ def load_hf(
             an error too.
     Raises: ValueError listing tensors that are missing, unexpected or of another size, or naming a file that
         is damaged; FileNotFoundError without weights."""
-    stored = read_folder(folder)
+    stored = read_folder(folder, is_whole=True)
     if not is_sequence_classifier(folder):
         atlas = _without_value_head(atlas, tensors)
     needed = {piece.hf_name for param in atlas.values() for piece in param.pieces}

@@ -57,7 +57,7 @@ def engine_arguments(
         )
         raise ValueError(f"{flags} cannot be chosen: megarl sets it. Remove the flag.")
     dtype = rollout.dtype if rollout.dtype != "auto" else "bfloat16" if config.model.bf16 else "float32"
-    max_model_len = sampling.max_length
+    max_model_len = sampling.max_engine_length
     group_timeout_s = int(group_timeout(config.placement.call_timeout_s).total_seconds())
     arguments: dict[str, object] = dict(
         model=config.model.model,

@@ -55,7 +55,7 @@ def useful_kv_cache_bytes(
         itemsize: bytes of an element in the engine's dtype."""
     if config.episodes.has_turns:
         return None
-    length, tp = config.sampling.max_length + _SPARE_TOKENS, config.rollout.tensor_parallel_size
+    length, tp = config.sampling.max_engine_length + _SPARE_TOKENS, config.rollout.tensor_parallel_size
     one = sequence_bytes(shape, tp, itemsize, length, block_size(config, on_cpu=False))
     return (most_sequences(config, num_engines) + 1) * one
 

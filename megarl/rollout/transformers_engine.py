@@ -62,20 +62,20 @@ class EngineOptions:
         config, shape = setup.config, setup.shape
         itemsize = getattr(torch, config.engine_dtype).itemsize
         weights = itemsize * sum(rows * cols for rows, cols in hf_sizes(shape).values())
-        row = sequence_bytes(shape, 1, itemsize, config.sampling.max_length, block_size=1)
+        row = sequence_bytes(shape, 1, itemsize, config.sampling.max_engine_length, block_size=1)
         buffers = 2 if double_buffer else 1
         num_rows = num_cache_rows(config, row, setup.num_engines, _gpu_bytes(), weights * buffers)
         if num_rows == 0:
             raise ValueError(
-                f"the KV cache of the engine has no room for one sequence of {config.sampling.max_length} "
-                f"tokens ({row} bytes). Try --rollout-kv-cache-memory-bytes {row}."
+                "the KV cache of the engine has no room for one sequence of "
+                f"{config.sampling.max_engine_length} tokens ({row} bytes). Try --rollout-kv-cache-memory-bytes {row}."
             )
         return cls(
             setup.ranks[0],
             config.model.model,
             config.engine_dtype,
             num_rows,
-            config.sampling.max_length,
+            config.sampling.max_engine_length,
             config.rollout.max_num_batched_tokens or _TOKENS_PER_STEP,
             config.sampling.stop,
             config.sampling.stop_token_ids,

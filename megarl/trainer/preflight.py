@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,12 +18,14 @@ from megarl.config.rules_data import rows_errors
 from megarl.config.rules_files import newest_job
 from megarl.config.schema import TrainConfig
 from megarl.config.teachers import teachers_errors, teachers_of
-from megarl.data.encoder import PromptEncoder
+from megarl.data.encoder import fitting
 from megarl.data.env_rows import first_rows
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, tokenizer_of
 from megarl.episodes.probe import probe_environments
 from megarl.rewards.pool import RewardPool, probe_reward
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,13 @@ def _read(config: TrainConfig, load: Callable[..., PromptDataset], suffix: str, 
         sft = load(
             config.sft.sft_data, prompt_key=config.data.prompt_key, needs="response", flag="--sft-data"
         )
-        PromptEncoder(tokenizer, sft).check_prompt_lengths(config.sampling.max_prompt_length, "--sft-data")
+    fit = functools.partial(fitting, tokenizer=tokenizer, config=config, say=logger.warning)
+    train = fit(train)
+    if evaluation is not None:
+        evaluation = fit(evaluation, flag="--eval-data")
+    if sft is not None:
+        sft = fit(sft, flag="--sft-data")
     datasets = [(train, "--train-data"), *([(evaluation, "--eval-data")] if evaluation is not None else [])]
-    for dataset, flag in datasets:
-        PromptEncoder(tokenizer, dataset).check_prompt_lengths(config.sampling.max_prompt_length, flag)
     if probes:
         _probe(config, datasets, suffix)
     return Inputs(shape, train, evaluation, 0 if sft is None else len(sft))

@@ -73,7 +73,7 @@ class EpisodeStream(RequestStream):
     ) -> None:
         super().__init__(engine, table, report)
         self._environments = RepeatableEnvironments(sampler.environments, sampler.of_agents)
-        self._play = Play(self._environments, sampler.chat, sampler.limits)
+        self._play = Play(self._environments, sampler.chat, sampler.limits("train"))
         self._limits, self._of_agents, self._rows = sampler.limits, sampler.of_agents, rows
         self._open: dict[str, OpenEpisode] = {}  # by name
         self._by_number: dict[int, OpenEpisode] = {}
@@ -190,7 +190,8 @@ class EpisodeStream(RequestStream):
 
     def _begin(self, first: Answer, how: Mapping[str, float]) -> OpenEpisode:
         how = {**how, **GREEDY} if first.greedy else how
-        one = OpenEpisode(first, how, Episode(self._rows(first)), AnswerKeys(first.key), self._num_opened)
+        episode = Episode(self._rows(first), limits=self._limits(first.purpose))
+        one = OpenEpisode(first, how, episode, AnswerKeys(first.key), self._num_opened)
         self._num_opened += 1
         one.number = self._play.open(one.index, one.episode)
         self._open[one.name] = self._by_number[one.number] = one
@@ -353,7 +354,7 @@ class EpisodeStream(RequestStream):
         self._look_at_plan()
 
     def _fits(self, answer: Answer) -> bool:
-        return len(answer.prompt) + len(answer.response) <= self._limits.max_context_length
+        return len(answer.prompt) + len(answer.response) <= self._limits(answer.purpose).max_context_length
 
     def _go_on(self, one: OpenEpisode, saved: SavedEpisode) -> list[Answer]:
         """Bring an episode to where it was saved. Returns the turns that it is at."""

@@ -68,7 +68,7 @@ def _environments(
             ),
             episodes.agent_timeout_s,
             episodes.env_episodes_per_process,
-            config.sampling.max_length,
+            config.sampling.max_engine_length,
             episodes.agent_host,
             _parser(config, tokenizer, eos_ids),
             vocab_size,
@@ -80,7 +80,7 @@ def _environments(
             episodes.agent_command,
             episodes.agent_timeout_s,
             episodes.agent_num_processes,
-            config.sampling.max_length,
+            config.sampling.max_engine_length,
             episodes.agent_host,
             _parser(config, tokenizer, eos_ids),
             is_judged=rule_judges_agents(config),
@@ -98,14 +98,19 @@ class EpisodeSampler:
         self._tokenizer, self._engine = tokenizer, engine
         eos_ids = (*shape.eos_token_ids, tokenizer.eos_token_id, tokenizer.turn_end)
         self.chat = Chat(tokenizer, eos_ids, sampling.stop_token_ids)
-        self.limits = Limits(
+        self._config = config
+        self.environments = _environments(config, tokenizer, eos_ids, shape.vocab_size)
+        self.of_agents = config.episodes.has_agent
+
+    def limits(self, purpose: str) -> Limits:
+        """Return the limits of the episodes of a purpose, "train" or "eval"."""
+        sampling = self._config.sampling.of(purpose)
+        return Limits(
             sampling.max_turns,
             sampling.max_response_length,
             sampling.max_length,
-            config.episodes.max_branches,
+            self._config.episodes.max_branches,
         )
-        self.environments = _environments(config, tokenizer, eos_ids, shape.vocab_size)
-        self.of_agents = config.episodes.has_agent
 
     def close(self) -> None:
         self.environments.close()
@@ -121,9 +126,11 @@ class EpisodeSampler:
         Args:
             answers: sample id, row, group and key of each episode. Its environment gives the prompt.
             how: temperature, top_p and top_k."""
-        episodes = [Episode(dataset[answer.row].columns) for answer in answers]
+        episodes = [
+            Episode(dataset[answer.row].columns, limits=self.limits(answer.purpose)) for answer in answers
+        ]
         engine = self.turns(answers, how)
-        play(episodes, engine, self.environments, self.chat, self.limits)
+        play(episodes, engine, self.environments, self.chat, self.limits("train"))
         return self.samples(answers, episodes, engine)
 
     def turns(self, answers: Sequence[FirstTurn], how: dict[str, float]) -> Turns:

@@ -114,7 +114,8 @@ def with_kv_cache_bytes(
     if num_bytes < one:
         raise RuntimeError(
             f"--rollout-free-gpu-memory-fraction ({fraction:g}): leaves {num_bytes / 1e9:.2f} GB of KV "
-            f"cache, and one sequence of {config.sampling.max_length} tokens needs {one / 1e9:.2f} GB. On "
+            f"cache, and one sequence of {config.sampling.max_engine_length} tokens needs {one / 1e9:.2f} GB. "
+            "On "
             f"rank {rank} {free / 1e9:.2f} GB are free, and models and engine will take {taken / 1e9:.2f} GB "
             "of them. Try --offload gradients optimizer, or a larger --rollout-tensor-parallel-size."
         )
@@ -131,4 +132,4 @@ def shares_weights(config: TrainConfig) -> bool:
 def _sequence_bytes(config: TrainConfig, shape: ModelShape, itemsize: int) -> int:
     block = config.rollout.block_size or GPU_BLOCK_SIZE
     tp = config.rollout.tensor_parallel_size
-    return sequence_bytes(shape, tp, itemsize, config.sampling.max_length, block)
+    return sequence_bytes(shape, tp, itemsize, config.sampling.max_engine_length, block)

@@ -45,7 +45,7 @@ class PinnedEngine(LeavingEngine):
 
         Args:
             recorded: context in which the engine receives the requests.
-            how: how training samples are drawn; greedy answers differ in the temperature."""
+            how: how the samples are drawn; greedy answers differ in the temperature."""
         self.stream.report_held_out = self._report_held_out
         with recorded:
             self.stream.add(held_out(answers, greedy), **how)

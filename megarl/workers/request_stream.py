@@ -101,8 +101,7 @@ class RequestStream:
     ) -> None:
         self._engine, self._table, self._report, self._has_experts = engine, table, report, has_experts
         self._answers: dict[str, Answer] = {}  # unfinished, by request id
-        self._how: dict[str, float] = {}
-        self._max_tokens = engine.config.sampling.max_response_length
+        self._how: dict[str, dict[str, float]] = {}  # by purpose of an answer
         self._limit = engine.config.streaming.max_tokens_per_step
         if self._limit is not None and engine.inference.cannot_continue is not None:
             raise ValueError(f"--max-tokens-per-step ({self._limit}): {engine.inference.cannot_continue}")
@@ -130,15 +129,18 @@ class RequestStream:
 
     def _request(self, answer: Answer, max_tokens: int) -> Request:
         prompt = [*answer.prompt, *answer.response]
-        how = self._how | GREEDY if answer.greedy else self._how
+        how = self._how[answer.purpose] | (GREEDY if answer.greedy else {})
         return Request(f"sample/{answer.sample_id}", prompt, answer.key, max_tokens=max_tokens, **how)
 
     def _allowed_tokens(self, answer: Answer) -> int:
         """Return how many tokens an answer may get from the current version."""
-        left = self._max_tokens - len(answer.response)
+        left = self._max_tokens(answer) - len(answer.response)
         if self._limit is None or answer.group in self._due or is_held_out(answer.group):
             return left
         return max(0, min(left, self._limit - answer.versions.count(self._engine.version)))
+
+    def _max_tokens(self, answer: Answer) -> int:
+        return self._engine.config.sampling.of(answer.purpose).max_response_length
 
     def go_on(self, due: Iterable[int] | None = None) -> None:
         """Queue the answers that --max-tokens-per-step has stopped and that may get more tokens: the weights
@@ -184,7 +186,7 @@ class RequestStream:
 
     def _is_at_limit(self, answer: Answer, output: Output | Response) -> bool:
         """Return whether a request has ended because of --max-tokens-per-step."""
-        return output.finish_reason == "length" and len(answer.response) < self._max_tokens
+        return output.finish_reason == "length" and len(answer.response) < self._max_tokens(answer)
 
     def _end(self, answer: Answer, finish_reason: str, experts: torch.Tensor | None) -> None:
         self._finish([answer.sample(finish_reason, experts=experts if self._has_experts else None)])
@@ -291,7 +293,7 @@ class RequestStream:
         response that was sampled over a KV cache of older ones begins anew. So does one without experts if
         this job replays those of the engine."""
         found = self._read(answers, files, SavedAnswer)
-        self._how = how
+        self._how |= {answer.purpose: how for answer in answers}
         self._missing.update(answer.group for answer in answers)
         missing = []
         for answer in answers:
@@ -299,9 +301,9 @@ class RequestStream:
             if saved is None:
                 missing.append(answer)
             elif saved.finish_reason is None:  # its last token comes from the engine, with its experts
-                missing.append(self._from(saved.answer.first(self._max_tokens - 1)))
+                missing.append(self._from(saved.answer.first(self._max_tokens(answer) - 1)))
             else:
-                self._end(*saved.cut(self._max_tokens))
+                self._end(*saved.cut(self._max_tokens(answer)))
         self._queue(missing)
         self._report_whole_groups()
 

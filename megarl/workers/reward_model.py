@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from megarl.batch import Batch, MicroBatch
 from megarl.config.reward_models import read_model_config, reward_models, value_model_shape
-from megarl.data.prompts import Prompt, PromptDataset
+from megarl.data.encoder import load_rows
+from megarl.data.prompts import Prompt
 from megarl.data.rendering import RowSample, encode_parts, parts_of, scored
 from megarl.data.tokenizer import load_tokenizer, tokenizer_of
 from megarl.data.tokenizer_base import Tokenizer
@@ -66,8 +67,7 @@ class RewardModelRole(HostedRole):
             "megatron": self._set_up_value_model,
             "judge": self._set_up_judge,
         }[self.spec.backend]()
-        data = self.config.data
-        self.dataset = PromptDataset.load(data.train_data, prompt_key=data.prompt_key)
+        self.dataset = load_rows(self.config, self.config.data.train_data)
 
     @needs("parameters")
     def score(self, rows: Mapping[int, int]) -> Records:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from megarl.config.mesh import engine_mode, group_timeout
 from megarl.config.reward_models import needs_ground_truth
 from megarl.config.roles import tells_experts
-from megarl.data.encoder import PromptEncoder
-from megarl.data.prompts import PromptDataset
+from megarl.data.encoder import PromptEncoder, load_rows
 from megarl.data.tokenizer import tokenizer_of
 from megarl.flow.events import GROUPS_FINISHED, FinishedGroups
 from megarl.flow.job_roles import Rollout
@@ -73,11 +72,9 @@ class RolloutRole(PinnedEngine):
         self.tokenizer = tokenizer_of(self.config.model)
         self.config = config = stopping_at(self.config, self.tokenizer.turn_end, self.tokenizer.end_ids)
         column = "ground_truth" if needs_ground_truth(config) else None
-        files, key = {"train": config.data.train_data, "eval": config.data.eval_data}, config.data.prompt_key
+        files = {"train": config.data.train_data, "eval": config.data.eval_data}
         self.datasets = {
-            purpose: PromptDataset.load(paths, prompt_key=key, needs=column)
-            for purpose, paths in files.items()
-            if paths
+            purpose: load_rows(config, paths, column) for purpose, paths in files.items() if paths
         }
         self.encoders = {name: PromptEncoder(self.tokenizer, rows) for name, rows in self.datasets.items()}
         sources = megatron_atlases(self.shape, self.meshes[f"actor{self.suffix}"], config.actor)
@@ -240,7 +237,7 @@ class RolloutRole(PinnedEngine):
         recorded = self._recorded(purpose, own, greedy)
         answers, how = self._first_turns(purpose, own, greedy)
         if not wait and purpose == "eval":
-            self.answer_beside(answers, greedy, recorded, **self._sampling())
+            self.answer_beside(answers, greedy, recorded, **self._sampling("eval"))
             return []
         if not wait:
             with recorded:
@@ -255,6 +252,7 @@ class RolloutRole(PinnedEngine):
             outputs = self.engine.generate(
                 [answer.prompt for answer in answers],
                 [answer.key for answer in answers],
+                max_tokens=self.config.sampling.of(purpose).max_response_length,
                 greedy=[answer.greedy for answer in answers],
                 adding=recorded,
                 **how,
@@ -331,7 +329,7 @@ class RolloutRole(PinnedEngine):
         self, purpose: str, own: Sequence[tuple[int, int]], greedy: bool
     ) -> tuple[list[Answer], dict[str, float]]:
         """Return the responses to sample, none of them begun, and temperature, top_p and top_k."""
-        how = GREEDY if greedy else self._sampling()
+        how = GREEDY if greedy else self._sampling(purpose)
         return self._answers(purpose, own, greedy), how
 
     def _answers(self, purpose: str, visits: Sequence[tuple[int, int]], greedy: bool) -> list[Answer]:
@@ -414,9 +412,8 @@ class RolloutRole(PinnedEngine):
         files = sorted(Path(folder).glob(f"{self.name}_engine_*.msgpack"))
         self.stream.load(answers, files, **self._sampling())
 
-    def _sampling(self) -> dict[str, float]:
-        sampling = self.config.sampling
-        return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    def _sampling(self, purpose: str = "train") -> dict[str, float]:
+        return self.config.sampling.of(purpose).arguments
 
     @without_engine(lambda: None)
     def set_version(self, version: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megarl.data.encoder import PromptEncoder
+from megarl.data.encoder import PromptEncoder, load_rows
 from megarl.data.prompts import PromptDataset
 from megarl.data.rendering import RowSample
 from megarl.data.tokenizer import Tokenizer, tokenizer_of
@@ -31,9 +31,7 @@ class SFTActorRole(ActorRole, RandomStateOfRank, RunFolderOfRank):
         samples of every row; other ranks return None."""
         config = self.config
         tokenizer = tokenizer_of(config.model)
-        dataset = PromptDataset.load(
-            config.data.train_data, prompt_key=config.data.prompt_key, needs=self.algorithm.row_needs
-        )
+        dataset = load_rows(config, config.data.train_data, self.algorithm.row_needs)
         self.rows = self.read_rows(dataset, PromptEncoder(tokenizer, dataset), tokenizer)
         if self.mesh.ranks[0] != self.rank:
             return None

@@ -12,8 +12,7 @@ import torch
 from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.batch import MicroBatch
 from megarl.config.schema import TrainConfig
-from megarl.data.encoder import PromptEncoder
-from megarl.data.prompts import PromptDataset
+from megarl.data.encoder import PromptEncoder, load_rows
 from megarl.data.tokenizer import tokenizer_of
 from megarl.packing import MiniBatch
 from megarl.workers.row_samples import batch_of_rows
@@ -33,9 +32,7 @@ class SftStream:
     def __init__(self, config: TrainConfig, longest: int) -> None:
         self._coef = config.sft.sft_coef
         tokenizer = tokenizer_of(config.model)
-        dataset = PromptDataset.load(
-            config.sft.sft_data, prompt_key=config.data.prompt_key, needs="response", flag="--sft-data"
-        )
+        dataset = load_rows(config, config.sft.sft_data, "response", "--sft-data")
         self._rows = PromptEncoder(tokenizer, dataset).answers(range(len(dataset)), flag="--sft-data")
         for row, (length, _) in enumerate(self.sizes):
             if length > longest:

@@ -83,7 +83,7 @@ class SharedEpisodes:
         for player in self._players.values():
             answers[player.name], how = player.first_turns(asked.purpose, asked.visits, asked.greedy)
             engines[player.name] = player.sampler.turns(answers[player.name], how)
-            seats[player.name] = Seat(player.sampler.chat, player.sampler.limits)
+            seats[player.name] = Seat(player.sampler.chat, player.sampler.limits(asked.purpose))
         dataset, others = first.datasets[asked.purpose], [name for name in seats if name != FIRST_ACTOR]
         rows = [dataset[answer.row].columns for answer in answers[FIRST_ACTOR]]
         episodes = [Episode(row, others={name: Episode(row) for name in others}) for row in rows]

@@ -16,9 +16,8 @@ import torch
 from megarl.batch import Batch, MicroBatch
 from megarl.config.hf_config import ModelShape
 from megarl.config.schema import TrainConfig
-from megarl.data.encoder import PromptEncoder
+from megarl.data.encoder import PromptEncoder, load_rows
 from megarl.data.hints import hinted_rows
-from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import tokenizer_of
 from megarl.invariants import InvariantError
 
@@ -40,8 +39,8 @@ class HintedPrompts:
     def __init__(self, config: TrainConfig, key: str) -> None:
         """Read and encode all training rows. Raises ValueError for a row without a hint, and for one that is
         too long for the teacher."""
-        data, flag = config.data, f"--teacher-hint-key ({key})"
-        rows = hinted_rows(PromptDataset.load(data.train_data, prompt_key=data.prompt_key), key)
+        flag = f"--teacher-hint-key ({key})"
+        rows = hinted_rows(load_rows(config, config.data.train_data), key)
         tokenizer = tokenizer_of(config.model)
         self._encoder = PromptEncoder(tokenizer, rows)
         longest = max(len(ids) for ids in self._encoder.prompts(range(len(rows))))
@@ -87,11 +86,10 @@ class TeacherPasses:
         self, policy: PolicyRole, others: Mapping[str, Mapping[PolicyRole, float]] = MappingProxyType({})
     ) -> None:
         self.policy, self._others, self._sources = policy, others, []
-        key, data = policy.algorithm.teacher_hint_key, policy.config.data
-        self._hints = None if key is None else HintedPrompts(policy.config, key)
+        key, config = policy.algorithm.teacher_hint_key, policy.config
+        self._hints = None if key is None else HintedPrompts(config, key)
         if others:
-            dataset = PromptDataset.load(data.train_data, prompt_key=data.prompt_key)
-            self._sources = [row.data_source for row in dataset]
+            self._sources = [row.data_source for row in load_rows(config, config.data.train_data)]
 
     def write_log_probs(self, rows: Mapping[int, int]) -> None:
         """Write the column ref_log_probs. `rows`: sample id -> row of the data."""

@@ -495,6 +495,8 @@ def test_folders_that_hold_nothing(model, tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-100])
     assert convert("--model", tmp_path / "cut", "--save", tmp_path / "out") == 2
     assert f"{path} is cut short" in capsys.readouterr().err
+    path.unlink()  # it would count, and the index would not
+    path = path.with_name("model-00001-of-00001.safetensors")
     shutil.copy(model / "model.safetensors", path)
     for index, reason in (
         (
@@ -502,7 +504,10 @@ def test_folders_that_hold_nothing(model, tmp_path, capsys):
             "other.safetensors is missing; the folder's index names it",
         ),
         ("{}", "is not an index"),
-        ('{"weight_map": {"x": "model.safetensors"}}', f"x is not in {path}, where the folder's index says"),
+        (
+            '{"weight_map": {"x": "model-00001-of-00001.safetensors"}}',
+            f"x is not in {path}, where the folder's index says",
+        ),
     ):
         (tmp_path / "cut" / "model.safetensors.index.json").write_text(index)
         assert convert("--model", tmp_path / "cut", "--save", tmp_path / "out") == 2

@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megarl.algorithms import REGISTRY
+from megarl.checkpoint.sources import open_weights
 from megarl.checks.job import examine
 from megarl.checks.machine import Machine
 from megarl.config.hf_config import ModelShape
 from megarl.config.loader import load_config
+from megarl.files.tensor_header import TensorFileError
+from megarl.reshard import hf_folder
 from megarl.reshard.atlas import hf_atlas
 from megarl.reshard.hf_folder import folder_problem
 from megarl.reshard.hf_weights import load_hf
@@ -46,7 +50,7 @@ def shard(folder: Path) -> dict[str, str]:
         file = f"model-{number:05d}-of-00002.safetensors"
         save_file(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
-    (folder / FILE).unlink()
+    (folder / FILE).rename(folder / "model-00001-of-00001.safetensors")
     write_index(folder, weight_map)
     return weight_map
 
@@ -69,6 +73,31 @@ def lose_a_shard(folder: Path) -> None:
 
 def misplace(folder: Path) -> None:
     write_index(folder, shard(folder) | {Q: "model-00002-of-00002.safetensors"})
+
+
+def index_alone(folder: Path, weight_map: object) -> None:
+    (folder / FILE).rename(folder / "model-00001-of-00001.safetensors")
+    write_index(folder, weight_map)
+
+
+def two_sets(folder: Path) -> None:
+    shard(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    save_file({NORM: torch.zeros(128)}, folder / "other.safetensors")
+
+
+def store_twice(folder: Path) -> None:
+    shard(folder)
+    second = folder / "model-00002-of-00002.safetensors"
+    save_file(load_file(second) | {NORM: torch.ones(128)}, second)
+
+
+def head_of_its_own(folder: Path, dtype: torch.dtype = torch.float32, row: int = 200) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    head = load_file(folder / FILE)["model.embed_tokens.weight"].to(dtype)
+    head[row:] += 1
+    rewrite(folder, **{"lm_head.weight": head})
 
 
 def cut(folder: Path, size: int) -> None:
@@ -139,16 +168,35 @@ DAMAGES = {
         [f"{Q} is not in ", "model-00002-of-00002.safetensors, where the folder's index says"],
     ),
     "an index without a map": (
-        lambda folder: write_index(folder, None),
+        lambda folder: index_alone(folder, None),
         ["model.safetensors.index.json is not an index"],
     ),
     "an empty index": (
-        lambda folder: write_index(folder, {}),
+        lambda folder: index_alone(folder, {}),
         ["model.safetensors.index.json is not an index"],
     ),
     "an index that leads out": (
-        lambda folder: write_index(folder, {Q: "../x.safetensors"}),
+        lambda folder: index_alone(folder, {Q: "../x.safetensors"}),
         ["x.safetensors", "not a file of its folder"],
+    ),
+    "a tensor in two files without an index": (
+        two_sets,
+        [f"{NORM} is in ", "model-00001-of-00002.safetensors and in other.safetensors"],
+    ),
+    "a tensor in two files of the index": (
+        store_twice,
+        [f"{NORM} is in ", "model-00001-of-00002.safetensors and in model-00002-of-00002.safetensors"],
+    ),
+    "a head beside tied embeddings": (
+        head_of_its_own,
+        [
+            "model.safetensors differs from model.embed_tokens.weight",
+            '"tie_word_embeddings": false in config.json keeps',
+        ],
+    ),
+    "such a head of another dtype": (
+        lambda folder: head_of_its_own(folder, torch.bfloat16),
+        ["model.safetensors differs from model.embed_tokens.weight"],
     ),
 }
 
@@ -196,6 +244,79 @@ def test_a_tied_embedding_may_be_repeated(write_model, job):  # noqa: F811
     assert findings_of(job) == [] and loads(folder)
     rewrite(folder, **{"lm_head.weight": torch.zeros(283, 128)})
     assert findings_of(job) == [] and loads(folder)
+
+
+def test_a_head_that_differs_between_the_compared_places_is_found_on_reading(folder, job, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(hf_folder, "_COMPARED_PLACES", 1)
+    head_of_its_own(folder, row=50)
+    assert findings_of(job) == []  # check reads a few places of a large model
+    assert not loads(folder)
+    with pytest.raises(TensorFileError, match='"tie_word_embeddings": false'):
+        open_weights(folder, ModelShape.load(folder))
+
+
+def old_shards(folder: Path) -> None:
+    """Other weights in shards, with their index, beside model.safetensors."""
+    new = load_file(folder / FILE)
+    rewrite(folder, **{name: tensor + 1 for name, tensor in new.items()})
+    shard(folder)
+    save_file(new, folder / FILE)
+
+
+def short_index(folder: Path) -> None:
+    name_in = {file: name for name, file in shard(folder).items()}
+    write_index(folder, {name: file for file, name in name_in.items()})
+
+
+READ_AS_TRANSFORMERS = {
+    "beside older shards": old_shards,
+    "beside an index whose shards are gone": lambda folder: (
+        old_shards(folder),
+        [path.unlink() for path in folder.glob("model-0*")],
+    ),
+    "beside a broken index": lambda folder: write_index(folder, None),
+    "beside a file of another format": lambda folder: save_file(
+        {Q: torch.ones(3)}, folder / "consolidated.safetensors"
+    ),
+    "in shards of which the index names one tensor each": short_index,
+    "in a file that config.json names": lambda folder: (
+        (folder / "config.json").write_text(json.dumps(QWEN3 | {"transformers_weights": "b.safetensors"})),
+        save_file(load_file(folder / FILE), folder / "b.safetensors"),
+        save_file({Q: torch.ones(3)}, folder / FILE),
+    ),
+}
+"""Where the weights are -> what makes such a folder of one file."""
+
+
+@pytest.mark.parametrize("name", READ_AS_TRANSFORMERS)
+def test_the_file_that_transformers_reads_counts(name, folder, job):  # noqa: F811
+    rewrite(folder, **{Q: torch.randn(128, 128)})
+    READ_AS_TRANSFORMERS[name](folder)
+    assert findings_of(job) == []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    atlas = hf_atlas(ModelShape.load(folder))
+    tensors = {name: torch.empty(param.rows, param.cols) for name, param in atlas.items()}
+    load_hf(folder, atlas, tensors, ModelShape.load(folder))
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            tensors[parameter_name].flatten(), parameter.data.flatten(), rtol=0, atol=0
+        )
+
+
+def test_an_engine_that_would_read_other_files_is_refused(folder, job):  # noqa: F811
+    """vLLM loads a judge itself, and prefers the files of an index."""
+    flags = ("--reward-model", str(folder), "--reward-model-backend", "judge", "--random-init")
+    flags += ("--judge-max-tokens", "128")
+    assert findings_of(job, *flags) == []
+    old_shards(folder)
+    (told,) = findings_of(job, *flags)
+    assert "transformers reads model.safetensors, vLLM all files or those of model.safetensors.index" in told
+    for path in folder.glob("model*-*"):
+        path.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    head_of_its_own(folder)
+    (told,) = findings_of(job, *flags)
+    assert '"tie_word_embeddings": false in config.json keeps' in told
 
 
 def test_every_folder_of_a_job_is_looked_at(write_model, job, tmp_path):  # noqa: F811

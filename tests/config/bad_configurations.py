@@ -180,7 +180,7 @@ MISTAKES = {
         code-timeout-s 5
         judge-max-tokens 5
         reward-model-weights 1.0
-        train-data nowhere.jsonl
+        train-data trian.jsonl
         prompt-key promt
         tokenizer-model nowhere
         model nowhere

@@ -21,6 +21,9 @@ TEXTS = [
     "# only a comment",
     "--ü 'ü\u2028ü'\r",
     '--a o\\\nne \'o\\\nne\' "o\\\nne" "\\$ \\a"',
+    "--save ~/runs/x --a ~ a~b ~nobody/x '~/x' \"~/x\" \\~/x",
+    '--save ${HOME}/x --b "$HOME/x y" \'${HOME}\' \\${HOME} "\\${HOME}" x$HOME-y',
+    "--pattern (\\d+)$ 5$ 'a$b'".replace("(\\d+)", "d+"),
 ]
 
 
@@ -57,13 +60,34 @@ def test_words_are_those_of_a_shell(text, tmp_path):
     assert reader.errors == [] and flat(reader) == expected
 
 
+def test_a_home_behind_an_equals_sign_and_of_an_included_file(tmp_path, monkeypatch):
+    """A shell leaves them, and there is nothing else that they can mean."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x.args").write_text("@~/y.args --save=~/runs --env data.math=~/env.py:Math")
+    (tmp_path / "y.args").write_text("--seed 1")
+    reader = read(f"@{tmp_path / 'x.args'}")
+    words = ["--seed", "1", "--save", f"{tmp_path}/runs", "--env", f"data.math={tmp_path}/env.py:Math"]
+    assert reader.errors == [] and flat(reader) == words
+
+
+def test_a_variable_that_is_not_set_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("NOWHERE", raising=False)
+    for word in ("${NOWHERE}/x", '"$NOWHERE"', "${NOWHERE:-x}"):
+        (tmp_path / "x.args").write_text(f"--seed 1\n--save {word}")
+        (error,) = read(f"@{tmp_path / 'x.args'}").errors
+        assert "the environment has no variable 'NOWHERE" in error and error.endswith("x.args:2]")
+
+
 def test_quoted_words_of_a_file_are_values(tmp_path):
     (tmp_path / "x.args").write_text("--stop '--lr' \"@x\" '-1' -1 -1e-3 -inf -")
     reader = read(f"@{tmp_path / 'x.args'}")
     assert reader.errors == [] and flat(reader) == ["--stop", "--lr", "@x", "-1", "-1", "-1e-3", "-inf", "-"]
 
 
-@pytest.mark.parametrize("value", ["data.x=1", "+trainer.y=", "data.math=env.py:Math", "@x", "none", "a b"])
+@pytest.mark.parametrize(
+    "value",
+    ["~/x", "${HOME}", "$HOME", "data.x=1", "+trainer.y=", "data.math=env.py:Math", "@x", "none", "a b"],
+)
 def test_a_written_value_is_read_back(value, tmp_path):
     (tmp_path / "x.args").write_text(format_flag("judge-prompt", value))
     reader = read(f"@{tmp_path / 'x.args'}")

@@ -94,7 +94,7 @@ REAL = [
     ["--learning-rate", "1e-5"],
     ["--train-iters", "0"],
     ["--top-p", "0.9"],
-    ["--train-data", "nowhere.jsonl"],
+    ["--train-data", "trian.jsonl"],
     ["--max-prompt-length", "2"],
 ]
 

@@ -455,6 +455,13 @@ RULES = {
         "= 513: must be at most the model's max_position_embeddings (512). Try --max-response-length 448.",
         "--max-response-length 448",
     ),
+    "length of evaluations": (
+        "--eval-max-response-length 449",
+        2,
+        {},
+        "--eval-max-response-length (449) = 513: must be at most the model's max_position_embeddings (512).",
+        "--eval-max-response-length 448",
+    ),
     "min lr": (
         "--lr 1e-5 --min-lr 1e-4 --lr-decay-style linear",
         2,
@@ -1021,12 +1028,24 @@ def test_files(findings, tmp_path):
     reward = tmp_path / "reward.py"
     reward.write_text("def score(**_): return 1.0\n")
     assert findings(f"--train-data {tmp_path}/none.jsonl {text}") == [
-        f"--train-data ({tmp_path}/none.jsonl): there is no such file. Try {tmp_path}/train.jsonl.",
-        f"--train-data ({text}): must end in .jsonl or .parquet. Try {tmp_path}/train.jsonl.",
+        f"--train-data ({tmp_path}/none.jsonl): there is no such file. Give one or more *.jsonl or *.parquet files.",
+        f"--train-data ({text}): must end in .jsonl, .json, .jsonl.gz, .json.gz, .jsonl.zst, .json.zst, .parquet. "
+        "Give one or more *.jsonl or *.parquet files.",
+    ]
+    assert findings(f"--train-data {tmp_path}/trian.jsonl") == [
+        f"--train-data ({tmp_path}/trian.jsonl): there is no such file. Try {tmp_path}/train.jsonl."
+    ]
+    (tmp_path / "clone" / "data").mkdir(parents=True), (tmp_path / "saved").mkdir()
+    (tmp_path / "clone" / "data" / "test-0.parquet").touch(), (tmp_path / "clone" / "README.md").touch()
+    assert findings(f"--train-data {tmp_path}/clone {tmp_path}/saved") == [
+        f"--train-data ({tmp_path}/clone): is a folder. Give the files in it that you mean: "
+        f"{tmp_path}/clone/data/test-0.parquet.",
+        f"--train-data ({tmp_path}/saved): is a folder. Give the files in it that you mean: one or more *.parquet "
+        "files (to_parquet of datasets).",
     ]
     train = f"{tmp_path}/train.jsonl"
-    assert findings(f"--train-data {train} --eval-data {tmp_path}/train.json") == [
-        f"--eval-data ({tmp_path}/train.json): there is no such file. Try {eval_data}."
+    assert findings(f"--train-data {train} --eval-data {tmp_path}/val.json") == [
+        f"--eval-data ({tmp_path}/val.json): there is no such file. Try {eval_data}."
     ]
     eval_data.unlink()
     assert findings(f"--train-data {train} --eval-data {tmp_path}/train.json") == [

@@ -2,14 +2,17 @@
 column."""
 
 import datetime
+import gzip
 import json
 import re
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from megarl.data.columns import GSM8K_INSTRUCTION
+from megarl.data.encoder import fitting
 from megarl.data.prompts import Prompt, PromptDataset
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -77,6 +80,71 @@ def test_several_files_are_one_dataset_with_running_indices(tmp_path):
         write_jsonl(tmp_path / "b.jsonl", [GOOD] * 2),
     )
     assert [p.index for p in PromptDataset.load([first, str(second)])] == [0, 1, 2, 3, 4]
+
+
+LINES = b"".join(json.dumps(row).encode() + b"\n" for row in (GOOD, GOOD | {"data_source": "x"}))
+ARRAY = b"\xef\xbb\xbf\n" + json.dumps([GOOD, GOOD | {"data_source": "x"}], indent=1).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+FORMATS = {
+    "a.json": LINES,
+    "b.json": ARRAY,
+    "c.jsonl": ARRAY,
+    "d.jsonl.gz": gzip.compress(LINES),
+    "e.JSONL.GZ": gzip.compress(LINES[:99]) + gzip.compress(LINES[99:]),
+    "f.json.gz": gzip.compress(ARRAY),
+    "g.jsonl.zst": zstd(LINES),
+    "h.json.zst": zstd(ARRAY),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_json_in_all_forms(name, tmp_path):
+    """Line by line or as one array, with a byte order mark, compressed in one piece or several."""
+    (tmp_path / name).write_bytes(FORMATS[name])
+    dataset = PromptDataset.load(tmp_path / name, needs="ground_truth")
+    assert [row.data_source for row in dataset] == ["megarl/sums", "x"]
+    assert [row.messages for row in dataset] == [tuple(USER)] * 2
+    (place,) = dataset.places([1])
+    assert place in (f"{tmp_path / name}:2", f"{tmp_path / name} row 1 (from 0)")
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.jsonl.gz", gzip.compress(LINES)[:-20], "cannot be read: Truncated"),
+        ("a.jsonl.zst", zstd(LINES)[:-4], "cannot be read: Truncated"),
+        ("a.jsonl.gz", LINES, "cannot be read: "),
+        ("a.json", ARRAY[:-2], "begins as an array, and is no JSON: "),
+        ("a.json", b"[]", "is empty"),
+        ("a.csv.gz", gzip.compress(LINES), "is not a *.jsonl or *.parquet file"),
+    ],
+)
+def test_json_that_cannot_be_read(name, content, words, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        PromptDataset.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "prompt, read_as_messages",
+    [
+        (json.dumps(USER), True),
+        ("[1, 2] and more", False),
+        ('[{"role": "user", "content": ', False),
+        ("[[]] 2 ?", False),
+        ('[{"x": 1}] has which key?', False),
+    ],
+)
+def test_a_prompt_that_is_json_text_of_messages(prompt, read_as_messages, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD | {"prompt": prompt}, {"messages": prompt}])
+    for row in PromptDataset.load(path):
+        assert row.messages == (tuple(USER) if read_as_messages else prompt)
+        assert row.was_text == read_as_messages or row.index == 1
 
 
 def test_prompt_key_and_string_prompts(tmp_path):
@@ -291,3 +359,61 @@ def test_only_extra_info_may_hold_what_json_cannot(tmp_path):
         ValueError, match=r"row 0 \(from 0\): column 'prompt' holds a date, wanted what JSON can hold"
     ):
         PromptDataset.load(tmp_path / "b.parquet")
+
+
+class Lengths:
+    """A tokenizer of one token per character."""
+
+    eos_token_id = 0
+
+    def encode_prompts(self, prompts):
+        return [[1] * len(prompt[-1]["content"]) for prompt in prompts]
+
+
+def job_with(limit, flag=True):
+    data = SimpleNamespace(filter_long_prompts=flag, prompt_key="prompt")
+    return SimpleNamespace(data=data, sampling=SimpleNamespace(max_prompt_length=limit))
+
+
+def test_long_prompts_are_left_out_as_if_they_were_not_in_the_files(tmp_path):
+    """The rows, their numbers, and the sizes of the files are those of files without these rows."""
+    lengths = {"a": [3, 9, 1, 8], "b": [9], "c": [2, 9, 9, 4, 1]}
+    rows = {
+        name: [GOOD | {"prompt": [{"role": "user", "content": "x" * size}]} for size in sizes]
+        for name, sizes in lengths.items()
+    }
+    short = {
+        name: [row for row in of_file if len(row["prompt"][0]["content"]) <= 4]
+        for name, of_file in rows.items()
+    }
+    (tmp_path / "clean").mkdir()
+    given = [write_jsonl(tmp_path / f"{name}.jsonl", of_file) for name, of_file in rows.items()]
+    clean = [
+        write_jsonl(tmp_path / "clean" / f"{name}.jsonl", of_file)
+        for name, of_file in short.items()
+        if of_file
+    ]
+    said = []
+    dataset = fitting(PromptDataset.load(given), Lengths(), job_with(4), "--train-data", said.append)
+    wanted = PromptDataset.load(clean)
+    assert list(dataset) == list(wanted) and [row.index for row in dataset] == list(range(5))
+    assert dataset.file_sizes == (2, 0, 3) and said == [
+        "--train-data: 5 of 10 rows are left out by --filter-long-prompts"
+    ]
+    places = [f"{given[0]}:1", f"{given[0]}:3", f"{given[2]}:1", f"{given[2]}:4", f"{given[2]}:5"]
+    assert dataset.places(range(5)) == places
+    assert (
+        fitting(PromptDataset.load(clean), Lengths(), job_with(4), say=said.append)[3] == wanted[3]
+        and len(said) == 1
+    )
+
+
+@pytest.mark.parametrize("flag, limit", [(False, 8), (True, 0)])
+def test_long_prompts_without_the_flag_or_with_nothing_left(flag, limit, tmp_path):
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [GOOD, GOOD | {"prompt": [{"role": "user", "content": "x" * 9}]}]
+    )
+    with pytest.raises(
+        ValueError, match=f"--max-prompt-length .{limit}.: . of 2 rows .* or --filter-long-prompts"
+    ):
+        fitting(PromptDataset.load(path), Lengths(), job_with(limit, flag))

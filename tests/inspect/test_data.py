@@ -94,6 +94,20 @@ def test_rows_that_training_refuses_are_listed(sums_paths, jsonl, megarl):
     assert code == 0 and "too long: 0 prompts" in out
 
 
+def test_the_rows_that_training_takes_are_written(sums_paths, jsonl, megarl, tmp_path):
+    rows = [row("1+1 ?", kept=[1, None, "ü"]), row("1" * 40), row("2+2 ?", "4")]
+    file, out = jsonl("a.jsonl", rows[0], {"prompt": 3}, rows[1], rows[2]), tmp_path / "clean.jsonl"
+    how = "--model", sums_paths["model"], "--max-prompt-length", 30, "--rows", 0, "--out", out
+    code, shown, _ = megarl("data", file, *how)
+    assert code == 0 and [json.loads(line) for line in out.read_text().splitlines()] == [rows[0], rows[2]]
+    assert f"{out}: 2 rows; left out are 2\n  {file}:2: column 'prompt' is 3 (int)" in shown
+    assert f"\n  {file}:3: the prompt has " in shown
+    code, _, err = megarl("data", file, *how)
+    assert code == 2 and f"--out ({out}): cannot be written: File exists. Name a new *.jsonl file." in err
+    code, shown, _ = megarl("data", out, *how[:4])
+    assert code == 0 and "rows: 2 can be used, 0 cannot" in shown
+
+
 def test_duplicates_across_files_and_different_answers(sums_paths, jsonl, megarl):
     first = jsonl("a.jsonl", row("1+1 ?"), row("2+2 ?", "4"), row("3+3 ?", "6"))
     second = jsonl("b.jsonl", row("1+1 ?"), row("3+3 ?", "7"))

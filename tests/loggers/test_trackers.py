@@ -225,7 +225,7 @@ def test_a_tracker_that_cannot_be_opened_is_refused_in_a_new_run_and_told_in_a_r
 ) -> None:
     flaky.failing = frozenset({"open"})
     tracker, notes = open_tracker(tmp_path)
-    with pytest.raises(ValueError, match=rf"--log-with \(wandb\): .*no open\n.*WANDB_MODE=offline"):
+    with pytest.raises(ValueError, match=r"--log-with \(wandb\): .*no open\n.*WANDB_MODE=offline"):
         tracker.check()
     tracker.close(has_failed=True)
     assert notes == []

@@ -155,7 +155,9 @@ class Job:
         self.table: SampleTable = SampleTable("train")
         self.samples: list[RolloutSample] = []
         self.pool = pool or Pool(self.rng, salt, of_agents)
-        sampler = SimpleNamespace(environments=self.pool, chat=CHAT, limits=limits, of_agents=of_agents)
+        sampler = SimpleNamespace(
+            environments=self.pool, chat=CHAT, limits=lambda purpose: limits, of_agents=of_agents
+        )
         self.stream = EpisodeStream(
             self.engine, self.table, self.samples.extend, sampler, lambda answer: {"row": answer.row}
         )

@@ -468,3 +468,32 @@ def test_held_out_rows_are_answered_beside_a_training_prompt_with_the_same_ids(t
     stream.stream.save(tmp_path / "saved.msgpack", visits)
     file = (tmp_path / "saved.msgpack").read_bytes()
     assert {one.answer.sample_id for one in decode(file, list[SavedAnswer])} == {*stream.table}
+
+
+def test_held_out_rows_have_the_sampling_of_evaluations_and_training_prompts_keep_theirs(tmp_path):
+    """Lengths, temperature and top_p of both, also of training samples that go on after the held-out rows came."""
+    job = small_engine.config(tmp_path, 3, eval_max_response_length=5, eval_temperature=0.1, eval_top_p=0.5)
+    assert job.sampling.of("train") == job.sampling and job.sampling.max_engine_length == 8 + 5
+    of_eval = job.sampling.of("eval").arguments
+    assert of_eval == {"temperature": 0.1, "top_p": 0.5, "top_k": 0}
+    stream, answered = small_engine.Stream(replace(job, streaming=StreamingConfig(staleness=1))), []
+    stream.stream._limit, stream.stream.report_held_out = 2, answered.append
+    visits = LONG[:2]
+    stream.stream.add(answers(*visits), **SAMPLING)
+    rows = [replace(answer, purpose="eval") for answer in answers(*visits)]
+    stream.stream.add(held_out(rows, greedy=False), **of_eval)
+    seen = {}
+
+    def drain():
+        while stream.stream.has_unfinished():
+            for one in stream.inference.requests:
+                how = one.request.temperature, one.request.top_p
+                seen.setdefault(how, set()).add(one.request.id)
+            stream.stream.step()
+
+    drain()
+    stream.stream.go_on(visits)
+    drain()
+    assert {how: len(ids) for how, ids in seen.items()} == {(0.8, 0.9): 6, (0.1, 0.5): 6}
+    assert {len(sample.response) for sample in stream.samples} == {3}
+    assert {len(sample.response) for report in answered for sample in report} == {5}

@@ -58,7 +58,8 @@ def made():
     for suffix in ("", "_2"):
         sampler, engine = EpisodeSampler.__new__(EpisodeSampler), Engine()
         sampler._engine = engines[suffix] = engine
-        sampler.chat, sampler.limits = Chat(tokenizer(NAME), [tokenizer(NAME).eos_token_id]), LIMITS
+        sampler.chat = Chat(tokenizer(NAME), [tokenizer(NAME).eos_token_id])
+        sampler.limits = lambda purpose: LIMITS
         sampler.environments = EnvironmentPool([EnvSpec(None, f"{ENVS}:Pair")], 20.0, 4)
 
         def first_turns(purpose, visits, greedy, suffix=suffix):
