@@ -5,13 +5,20 @@
         verdicts = pool.score(samples)      # a reward per sample, or the reason why there is none
 
 A function fails for a sample if it raises, returns no finite number, hangs, dies, forks and returns in the
-child, or asks for too much memory. The next sample gets a fresh process. A reply counts only if it has the
+child, or asks for too much memory. The next sample gets a fresh process.
+
+A process has one call at a time, in its main thread. If the calls of a plain function mostly wait, as for a judge
+over HTTP, further processes are started. If the function is asynchronous, a process has many calls at a time; where
+one of them may have ended it, they are repeated one by one.
+
+ A reply counts only if it has the
 number of the request and the digest of its text, and comes from the process that received them. The user's
 file runs in these processes only."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -41,6 +48,9 @@ _FORKED_WHILE_LOADED = (
     "the child. Let the child end (os._exit)."
 )
 _START_S = 120.0  # the user's file may have slow imports
+_MOST_PROCESSES = 32  # of a function that waits, unless --reward-num-workers says how many
+_MOST_CALLS = 64  # of one process, if the function is asynchronous
+_GRACE_S = 5.0  # an asynchronous call ends by itself at its deadline, unless it blocks its process
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,8 @@ class RewardPool:
         self.data, self._check = data, check
         self._num_requests = 0
         self._function = None if num_workers else load_reward(data)
+        self._most_processes = max(num_workers, _MOST_PROCESSES * (data.reward_num_workers is None))
+        self._calls_of_process = 1
         self._workers = [_Worker(data) for _ in range(num_workers)]
         try:
             for worker in self._workers:
@@ -105,8 +117,8 @@ class RewardPool:
         verdicts: list[Verdict] = [Verdict(None)] * len(samples)
         first_request = self._num_requests
         requests: list[int] = []  # sample of each request of this call, from first_request on
-        waiting, idle = deque(range(len(samples))), list(self._workers)
-        too_slow = f"took longer than --reward-timeout-s ({self.data.reward_timeout_s:g}) and was killed"
+        waiting, may_share = deque(range(len(samples))), True
+        timeout_s = self.data.reward_timeout_s
 
         def fail(index: int, why: str) -> None:
             who = describe(self.data.reward_function or self.data.reward or "auto", samples[index])
@@ -118,35 +130,53 @@ class RewardPool:
                 if request is not None and 0 <= request - first_request < len(requests):
                     fail(requests[request - first_request], _FORKED)
 
-        running: dict[_Worker, tuple[int, float]] = {}  # worker -> sample and deadline
-        while waiting or running:
-            while waiting and idle:
-                worker, index = idle.pop(), waiting.popleft()
-                worker.ask(self._num_requests, samples[index])
+        while waiting or any(worker.deadlines for worker in self._workers):
+            room = self._calls_of_process if may_share else 1
+            while waiting and len((worker := min(self._workers, key=_Worker.load)).deadlines) < room:
+                if not worker.is_ready:
+                    break
+                index = waiting.popleft()
+                grace_s = _GRACE_S if room > 1 else 0.0
+                worker.ask(self._num_requests, samples[index], time.monotonic() + timeout_s + grace_s)
                 self._num_requests += 1
                 requests.append(index)
-                running[worker] = index, time.monotonic() + self.data.reward_timeout_s
-            first = min(deadline for _, deadline in running.values())
-            ready = wait([*running], min(_LOOK_S, max(0.0, first - time.monotonic())))
+            first = min((min(worker.deadlines.values(), default=math.inf) for worker in self._workers))
+            ready = wait(self._workers, min(_LOOK_S, max(0.0, first - time.monotonic())))
             self._check()
             now = time.monotonic()
-            for worker, (index, deadline) in list(running.items()):
-                if worker not in ready and now < deadline:
+            for worker in list(self._workers):
+                if worker in ready and not worker.is_ready:
+                    worker.wait_until_ready()
                     continue
-                del running[worker]
-                reply, strangers = worker.receive() if worker in ready else (None, [])
-                if reply is not None:
+                is_late = any(deadline <= now for deadline in worker.deadlines.values())
+                if worker not in ready and not is_late:
+                    continue
+                replies, strangers = worker.receive() if worker in ready else ([], [])
+                for reply in replies:
+                    index = requests[reply.request - first_request]
                     verdicts[index] = _verdict(
                         samples[index], reply.reward, reply.failure, reply.answer, reply.scores
                     )
-                elif all(stranger.request == worker.request for stranger in strangers):
-                    fail(index, worker.cause_of_death() if worker in ready and not strangers else too_slow)
-                else:  # a child of an earlier request replied instead: this sample has not run
-                    waiting.appendleft(index)
+                    if reply.is_awaited:
+                        self._calls_of_process = _MOST_CALLS
+                    elif reply.waits and waiting and len(self._workers) < self._most_processes:
+                        self._workers.append(_Worker(self.data))
+                if replies and not strangers:
+                    continue
+                lost = {number: requests[number - first_request] for number in worker.deadlines}
+                if len(lost) > 1:  # any of them may be to blame
+                    may_share = False
+                for number, index in lost.items():
+                    if len(lost) == 1 and all(stranger.request == number for stranger in strangers):
+                        is_dead = worker in ready and not strangers
+                        too_slow = f"took longer than --reward-timeout-s ({timeout_s:g}) and was killed"
+                        fail(index, worker.cause_of_death() if is_dead else too_slow)
+                    else:  # it may not have run: a child of an earlier request replied instead
+                        waiting.appendleft(index)
                 fail_forked(strangers)
-                idle.append(worker if reply is not None and not strangers else self._restart(worker))
+                self._restart(worker)
         for worker in list(self._workers):
-            if wait([worker], 0.0) and (strangers := worker.read()):
+            if worker.is_ready and wait([worker], 0.0) and (strangers := worker.read()):
                 fail_forked(strangers)
                 self._restart(worker)
         for worker in self._workers:
@@ -207,12 +237,14 @@ class _Worker:
     """One process of a pool (pool_worker.py), as the pool sees it. Its replies are checked, as the user's
     code may write into the pipe."""
 
-    request = digest = -1
-    """Number of the last request, and digest of its text."""
+    is_ready = False
 
     def __init__(self, data: DataConfig) -> None:
         own = data.reward_function
         self._flag = f"--reward-function ({own})" if own else f"--reward ({data.reward or 'auto'})"
+        self.deadlines: dict[int, float] = {}
+        """Deadline of each request without a reply."""
+        self._digests: dict[int, int] = {}
         self.printed = Printed()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megarl.rewards.pool_worker", str(os.getpid())],
@@ -232,9 +264,13 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # the process has died, and `receive` will report it
             self._requests.send_bytes(encode(message))
 
-    def ask(self, request: int, sample: RewardSample) -> None:
+    def load(self) -> tuple[bool, int]:
+        """Return a key by which the process that should get the next call comes first."""
+        return not self.is_ready, len(self.deadlines)
+
+    def ask(self, request: int, sample: RewardSample, deadline: float) -> None:
         """Send the process a sample to score, without waiting for the reply. `request` is a unique number."""
-        self.request, self.digest = request, sample.digest
+        self.deadlines[request], self._digests[request] = deadline, sample.digest
         self._tell(Request.of(request, sample))
 
     def fileno(self) -> int:
@@ -254,21 +290,24 @@ class _Worker:
             raise ValueError(
                 reply.error or f"the process that loads the reward function {self.cause_of_death()}"
             )
+        self.is_ready = True
 
-    def receive(self) -> tuple[Reply | None, list[Reply]]:
-        """Return the reply to the last request, and the replies that other processes wrote into the pipe.
+    def receive(self) -> tuple[list[Reply], list[Reply]]:
+        """Return the replies to requests, and the replies that other processes wrote into the pipe.
 
-        The first is None if the process has died or sent a malformed reply.
+        Both are [] if the process has died or sent a malformed reply.
 
         Raises: ValueError if the reward function's file forks while it is loaded."""
-        own, strangers = None, []
+        own, strangers = [], []
         for reply in self.read():
             if reply.pid != self.process.pid:
                 if reply.ready:
                     raise ValueError(_FORKED_WHILE_LOADED)
                 strangers.append(reply)
-            elif (reply.request, reply.digest) == (self.request, self.digest):
-                own = reply if reply.reward is not None or reply.failure is not None else None
+            elif self._digests.get(reply.request) == reply.digest and reply.request in self.deadlines:
+                if reply.reward is not None or reply.failure is not None:
+                    del self.deadlines[reply.request], self._digests[reply.request]
+                    own.append(reply)
         return own, strangers
 
     def read(self) -> list[Reply]:
