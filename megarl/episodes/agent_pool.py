@@ -35,6 +35,7 @@ from megarl.episodes.chat_requests import ChatRequest
 from megarl.episodes.env_pool import ENV_KEY
 from megarl.episodes.environments import Reply, Request, Sampled
 from megarl.episodes.generate_requests import GenerateRequest
+from megarl.files.printed import Printed
 from megarl.episodes.proxy import Asked, Proxy
 from megarl.runtime.signing import JOB_SECRET
 
@@ -289,7 +290,11 @@ class _Agent:
         variables |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": local, "no_proxy": local}
         # Anthropic's SDK appends the /v1 itself, and sends a token beside the key.
         variables |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
-        variables.pop("ANTHROPIC_AUTH_TOKEN", None)
+        for name in ("ANTHROPIC_AUTH_TOKEN", "PYTHONSAFEPATH"):
+            variables.pop(name, None)
+        paths = variables.get("PYTHONPATH"), os.getcwd()
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self._printed = Printed("agent")
         with tempfile.TemporaryFile() as stdin:  # a pipe may be too small for the row
             stdin.write(json.dumps(row, default=str).encode() + b"\n")
             stdin.seek(0)
@@ -300,10 +305,12 @@ class _Agent:
                 ],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
+                stderr=self._printed.writer,
                 start_new_session=True,
                 env=variables,
                 bufsize=0,
             )
+        self._printed.follow()
         assert self._process.stdout is not None
         self._stdout = self._process.stdout
         os.set_blocking(self._stdout.fileno(), False)
@@ -337,5 +344,6 @@ class _Agent:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._printed.close()
         self._stdout.close()
         os.close(self._pid_descriptor)

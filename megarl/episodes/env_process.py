@@ -1,14 +1,16 @@
 """Run one process of an environment pool: `python -m megarl.episodes.env_process PARENT FILE:CLASS THREADS`.
 
 Requests arrive on stdin and replies go to stdout (env_messages.py). The process holds several episodes, each
-with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
-other methods in threads. What the environment prints goes to stderr.
+with an object of the user's class. Their calls run in the main thread, as in a script of its own: coroutines in one
+event loop, other methods outside of it. Calls of different episodes overlap: one that finds the main thread busy for
+long runs in another thread, unless the environment has set a signal handler, which only the main thread can. What the environment prints goes to stderr.
 
 Of megarl this module imports four files and no package that has to be installed. It runs in Python 3.9."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import inspect
 import json
@@ -19,17 +21,20 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, thread
+from concurrent.futures import Future, ThreadPoolExecutor, thread
 from typing import Any
 
 from megarl.episodes.adapters import ADAPTERS, PACKAGES
 from megarl.episodes.failure import EpisodeFailure
 from megarl.episodes.json_values import json_problem
-from megarl.files.user_code import run_file
+from megarl.files.user_code import be_script, run_file
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_MESSAGE = 8000  # characters
+_HERE = __file__  # which `be_script` changes
+_PATIENCE_S = 0.1  # for which a call waits for the main thread
 _LARGEST_REWARD = 3.4028234663852886e38  # of float32
 WANTED = "Wanted path/to/file.py:Class, with reset(row) -> messages and step(text) -> messages, reward, done."
 
@@ -51,6 +56,8 @@ def load_environment(env: str) -> Callable[[], Any]:
         raise ValueError(f"{flag} does not name a file and a class. {WANTED}")
     if not os.path.isfile(path):
         raise ValueError(f"{flag}: there is no file {path}. {WANTED}")
+    if os.path.dirname(path) != os.path.dirname(_HERE):  # not verifiers_env.py
+        be_script(path)
     made = vars(run_file(path, flag, "megarl_env_")).get(name)
     if not callable(made):
         raise ValueError(f"{flag}: {path} defines no class {name}. {WANTED}")
@@ -73,14 +80,54 @@ def _adapted(flag: str, scheme: str, name: str) -> Callable[[], Any]:
         raise ValueError(f"{flag}: {error}") from error
 
 
+class MainThread:
+    """The main thread, which runs one call at a time, and coroutines between them."""
+
+    def __init__(self) -> None:
+        self.loop, self._calls = asyncio.new_event_loop(), deque()
+        self.sets_signals = False
+        """Whether a call has set a signal handler, so that calls may run in this thread only."""
+        self._signal, signal.signal = signal.signal, self._set_signal
+
+    def _set_signal(self, number: int, handler: Any) -> Any:
+        self.sets_signals |= number != signal.SIGINT  # which asyncio.run sets
+        return self._signal(number, handler)
+
+    def submit(self, function: Callable[..., Any], *arguments: object) -> Future[Any]:
+        """Queue a call. Its future can be cancelled until it begins."""
+        future: Future[Any] = Future()
+        self._calls.append((future, function, arguments))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        return future
+
+    def run(self) -> None:
+        while True:
+            with contextlib.suppress(SystemExit):  # of a coroutine, whose future has it too
+                self.loop.run_forever()  # until there is a call
+            while self._calls:
+                future, function, arguments = self._calls.popleft()
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(function(*arguments))
+                    except BaseException as error:  # thread boundary: raised where the result is wanted
+                        future.set_exception(error)
+
+
 class Environments:
     """The episodes of this process, and their calls.
 
     Args:
-        write: sends a reply."""
+        write: sends a reply.
+        main: runs the calls."""
 
-    def __init__(self, make: Callable[[], Any], num_threads: int, write: Callable[[dict[str, Any]], None]):
-        self._make, self._write = make, write
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        num_threads: int,
+        write: Callable[[dict[str, Any]], None],
+        main: MainThread,
+    ):
+        self._make, self._write, self._main = make, write, main
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="environment")
         self._of_episode: dict[int, Any] = {}
         self._open: set[int] = set()
@@ -139,10 +186,21 @@ class Environments:
             traceback.print_exc()
 
     async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-        return await result if inspect.isawaitable(result) else result
+        future = self._main.submit(function, *arguments)
+        awaited = asyncio.wrap_future(future)
+        await asyncio.wait([awaited], timeout=_PATIENCE_S)
+        if not self._main.sets_signals and future.cancel():
+            awaited = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        result = await awaited
+        if inspect.isawaitable(result):
+            result = await asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(_result(result), self._main.loop)
+            )
+        return result
+
+
+async def _result(value: Any) -> Any:
+    return await value
 
 
 def _messages(value: object, method: str, may_be_empty: bool) -> list[dict[str, Any]]:
@@ -214,7 +272,7 @@ def _traceback(error: BaseException) -> str:
     """Return the traceback of an error that a call has raised, from the first line of the user's code on."""
     entry = error.__traceback__
     assert entry is not None
-    while entry.tb_next is not None and entry.tb_frame.f_code.co_filename in (__file__, thread.__file__):
+    while entry.tb_next is not None and entry.tb_frame.f_code.co_filename in (_HERE, thread.__file__):
         entry = entry.tb_next
     return "".join(traceback.format_exception(type(error), error, entry))
 
@@ -235,6 +293,8 @@ async def _serve(environments: Environments, requests: Any) -> None:
 
     threading.Thread(target=read, name="requests", daemon=True).start()
     await closed.wait()
+    sys.stderr.flush()
+    os._exit(0)  # threads of calls that hang would be waited for
 
 
 def main(parent: int, env: str, num_threads: int) -> None:
@@ -260,15 +320,16 @@ def main(parent: int, env: str, num_threads: int) -> None:
             replies.write(line + b"\n")
             replies.flush()
 
+    main_thread = MainThread()
     try:
         make = load_environment(env)
     except ValueError as error:
         return write({"error": _printable(str(error))})
     write({"ready": True})
-    asyncio.run(_serve(Environments(make, num_threads, write), requests))
+    served = _serve(Environments(make, num_threads, write, main_thread), requests)
+    threading.Thread(target=asyncio.run, args=(served,), name="calls", daemon=True).start()
+    main_thread.run()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    sys.stderr.flush()
-    os._exit(0)  # threads of calls that hang would be waited for

@@ -30,12 +30,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from megarl.config.schema import DataConfig
+from megarl.config.reward_models import rule_judges_agents, uses_rule_reward
+from megarl.config.schema import DataConfig, TrainConfig
 from megarl.messages import encode
 from megarl.rewards import load_reward
 from megarl.rewards.base import RewardFunction, RewardSample, describe, judge
 from megarl.rewards.pool_messages import Reply, Request, read_replies
-from megarl.rewards.printed import Printed
+from megarl.files.printed import Printed
 from megarl.runtime.abort import ABORT
 
 _LOOK_S = 0.2  # interval between two looks for an abort
@@ -108,6 +109,11 @@ class RewardPool:
         for worker in self._workers:
             worker.kill()
 
+    @property
+    def num_calls(self) -> int:
+        """Number of samples that can be scored at a time, as far as is known."""
+        return len(self._workers) * self._calls_of_process
+
     def score(self, samples: Sequence[RewardSample]) -> list[Verdict]:
         """Return a `Verdict` per sample, in order: its reward, or the reason why the reward function failed.
 
@@ -119,6 +125,7 @@ class RewardPool:
         requests: list[int] = []  # sample of each request of this call, from first_request on
         waiting, may_share = deque(range(len(samples))), True
         timeout_s = self.data.reward_timeout_s
+        too_slow = f"took longer than --reward-timeout-s ({timeout_s:g}) and was killed"
 
         def fail(index: int, why: str) -> None:
             who = describe(self.data.reward_function or self.data.reward or "auto", samples[index])
@@ -130,26 +137,27 @@ class RewardPool:
                 if request is not None and 0 <= request - first_request < len(requests):
                     fail(requests[request - first_request], _FORKED)
 
-        while waiting or any(worker.deadlines for worker in self._workers):
+        for worker in [one for one in self._workers if one.calls]:  # of a call that was aborted
+            self._restart(worker)
+        while waiting or any(worker.calls for worker in self._workers):
             room = self._calls_of_process if may_share else 1
-            while waiting and len((worker := min(self._workers, key=_Worker.load)).deadlines) < room:
-                if not worker.is_ready:
+            while waiting:
+                worker = min(self._workers, key=lambda worker: (not worker.is_ready, len(worker.calls)))
+                if not worker.is_ready or len(worker.calls) >= room:
                     break
-                index = waiting.popleft()
-                grace_s = _GRACE_S if room > 1 else 0.0
-                worker.ask(self._num_requests, samples[index], time.monotonic() + timeout_s + grace_s)
+                requests.append(waiting.popleft())
+                deadline = time.monotonic() + timeout_s + _GRACE_S * (room > 1)
+                worker.ask(self._num_requests, samples[requests[-1]], deadline)
                 self._num_requests += 1
-                requests.append(index)
-            first = min((min(worker.deadlines.values(), default=math.inf) for worker in self._workers))
+            first = min(worker.deadline for worker in self._workers)
             ready = wait(self._workers, min(_LOOK_S, max(0.0, first - time.monotonic())))
             self._check()
             now = time.monotonic()
             for worker in list(self._workers):
-                if worker in ready and not worker.is_ready:
-                    worker.wait_until_ready()
+                if worker not in ready and now < worker.deadline:
                     continue
-                is_late = any(deadline <= now for deadline in worker.deadlines.values())
-                if worker not in ready and not is_late:
+                if not worker.is_ready:
+                    worker.wait_until_ready()
                     continue
                 replies, strangers = worker.receive() if worker in ready else ([], [])
                 for reply in replies:
@@ -163,13 +171,12 @@ class RewardPool:
                         self._workers.append(_Worker(self.data))
                 if replies and not strangers:
                     continue
-                lost = {number: requests[number - first_request] for number in worker.deadlines}
-                if len(lost) > 1:  # any of them may be to blame
-                    may_share = False
-                for number, index in lost.items():
-                    if len(lost) == 1 and all(stranger.request == number for stranger in strangers):
+                is_alone = len(worker.calls) < 2
+                may_share = may_share and is_alone  # else any of the calls may be to blame
+                for number in worker.calls:
+                    index = requests[number - first_request]
+                    if is_alone and all(stranger.request == number for stranger in strangers):
                         is_dead = worker in ready and not strangers
-                        too_slow = f"took longer than --reward-timeout-s ({timeout_s:g}) and was killed"
                         fail(index, worker.cause_of_death() if is_dead else too_slow)
                     else:  # it may not have run: a child of an earlier request replied instead
                         waiting.appendleft(index)
@@ -183,12 +190,11 @@ class RewardPool:
             worker.printed.end_call()
         return verdicts
 
-    def _restart(self, worker: _Worker) -> _Worker:
+    def _restart(self, worker: _Worker) -> None:
         worker.kill()
         new = _Worker(self.data)
         self._workers[self._workers.index(worker)] = new
         new.wait_until_ready()
-        return new
 
 
 def _judge_here(function: RewardFunction, sample: RewardSample, data: DataConfig) -> Verdict:
@@ -208,6 +214,17 @@ def _verdict(
     scores: dict[str, float] | None = None,
 ) -> Verdict:
     return Verdict(reward, failure, sample.sample_id, sample.digest, answer, scores)
+
+
+def probe_rule(config: TrainConfig, datasets: Iterable[tuple[Sequence[Any], str]]) -> None:
+    """Try the rule of a job, if it has one, on the first rows of the data sets of (rows, flag).
+
+    Raises: ValueError with the first failure."""
+    has_rule = not config.episodes.has_turns or rule_judges_agents(config)
+    if has_rule and config.algorithm.needs_rollout and uses_rule_reward(config):
+        with RewardPool(config.data, num_workers=1) as pool:
+            for dataset, flag in datasets:
+                probe_reward(pool, dataset, flag)
 
 
 def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-data") -> None:
@@ -242,10 +259,9 @@ class _Worker:
     def __init__(self, data: DataConfig) -> None:
         own = data.reward_function
         self._flag = f"--reward-function ({own})" if own else f"--reward ({data.reward or 'auto'})"
-        self.deadlines: dict[int, float] = {}
-        """Deadline of each request without a reply."""
-        self._digests: dict[int, int] = {}
-        self.printed = Printed()
+        self.calls: dict[int, tuple[float, int]] = {}
+        """Number of each request without a reply -> its deadline, and the digest of its text."""
+        self.printed = Printed("reward")
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megarl.rewards.pool_worker", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -264,13 +280,14 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # the process has died, and `receive` will report it
             self._requests.send_bytes(encode(message))
 
-    def load(self) -> tuple[bool, int]:
-        """Return a key by which the process that should get the next call comes first."""
-        return not self.is_ready, len(self.deadlines)
+    @property
+    def deadline(self) -> float:
+        """The first deadline of its calls."""
+        return min((deadline for deadline, _ in self.calls.values()), default=math.inf)
 
     def ask(self, request: int, sample: RewardSample, deadline: float) -> None:
         """Send the process a sample to score, without waiting for the reply. `request` is a unique number."""
-        self.deadlines[request], self._digests[request] = deadline, sample.digest
+        self.calls[request] = deadline, sample.digest
         self._tell(Request.of(request, sample))
 
     def fileno(self) -> int:
@@ -304,10 +321,12 @@ class _Worker:
                 if reply.ready:
                     raise ValueError(_FORKED_WHILE_LOADED)
                 strangers.append(reply)
-            elif self._digests.get(reply.request) == reply.digest and reply.request in self.deadlines:
-                if reply.reward is not None or reply.failure is not None:
-                    del self.deadlines[reply.request], self._digests[reply.request]
-                    own.append(reply)
+            elif self.calls.get(reply.request, (0, None))[1] == reply.digest and (
+                reply.reward,
+                reply.failure,
+            ) != (None, None):
+                del self.calls[reply.request]
+                own.append(reply)
         return own, strangers
 
     def read(self) -> list[Reply]:

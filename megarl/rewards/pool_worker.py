@@ -100,9 +100,11 @@ def main(parent: int) -> None:
         )
 
     while True:
-        loop.run_forever()  # until there is a request
         try:
+            loop.run_forever()  # until there is a request
             request = decode(requests.recv_bytes(), Request)
+        except SystemExit:  # of an awaited call, which is answered next
+            continue
         except EOFError:
             return
         answer(request)
