@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 import traceback
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,6 +62,16 @@ class RewardSample:
     """Id of the sample, which the verdict carries and errors name."""
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The keywords of a reward function, with their values."""
+        return dict(
+            data_source=self.data_source,
+            solution_str=self.solution_str,
+            ground_truth=self.ground_truth,
+            extra_info=dict(self.extra_info),
+        )
+
+    @property
     def digest(self) -> int:
         """A 32-bit digest of the response's text."""
         return digest_of_text(self.solution_str)
@@ -70,60 +81,54 @@ def digest_of_text(text: str) -> int:
     return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 
-async def _result(value: Awaitable[Any]) -> Any:
-    return await value
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop in which asynchronous functions are awaited. It stays open, as their clients may need it."""
+    return asyncio.new_event_loop()
 
 
 def judge(
     fn: RewardFunction,
     row: RewardSample,
     weights: Mapping[str, float] | None = None,
-    wait: Callable[[Awaitable[Any]], Any] = lambda value: asyncio.run(_result(value)),
-    name: str | None = None,
+    get: Callable[[], object] | None = None,
 ) -> float:
     """Call a reward function for one response and return the reward, as a `Score` if the function says which
     answer it found, or returns several scores.
 
     Args:
         weights: name -> weight of a score in the reward. Without weights each counts 1.
-        wait: returns the result of what an asynchronous function has returned.
-        name: name of the function in errors.
+        get: returns what the function has returned, or raises its error. By default the function is called.
     Raises: ValueError if the function raises (with its traceback), does not return a finite number within
         the range of float32, or returns scores without a weight."""
-    name = name or name_of(fn)
     try:
-        value = fn(
-            data_source=row.data_source,
-            solution_str=row.solution_str,
-            ground_truth=row.ground_truth,
-            extra_info=dict(row.extra_info),
-        )
+        value = fn(**row.arguments) if get is None else get()
         if inspect.isawaitable(value):
-            value = wait(value)
+            value = event_loop().run_until_complete(value)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code may raise anything
         # from None: the message holds the traceback, once is enough
         raise ValueError(
-            f"{describe(name, row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            f"{describe(_name(fn), row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"
         ) from None
     number, answer, scores = _number(value), getattr(value, "answer", None), None
     if isinstance(value, Mapping):
         number, answer = _number(value.get("score")), value.get("pred", "" if "pred" in value else None)
         if "scores" in value:
-            scores = _scores(describe(name, row), value, weights)
+            scores = _scores(fn, row, value, weights)
             number = sum((weights or {}).get(name, 1.0) * score for name, score in scores.items())
     if number is None or not math.isfinite(number):
         raise ValueError(
-            f"{describe(name, row)} returned {value!r} ({type(value).__name__}); wanted a "
+            f"{describe(_name(fn), row)} returned {value!r} ({type(value).__name__}); wanted a "
             "finite number, e.g. 0.0 or 1.0, or a dict with one as `score`."
         )
     if weights and scores is None:
         raise ValueError(
-            f"{describe(name, row)} returned {value!r}, which --score-weights cannot weigh; wanted a dict "
+            f"{describe(_name(fn), row)} returned {value!r}, which --score-weights cannot weigh; wanted a dict "
             f"with the scores {', '.join(weights)} as `scores`. Or leave --score-weights out."
         )
     if abs(number) > LARGEST_FLOAT32:
         raise ValueError(
-            f"{describe(name, row)} returned {number:g}, and advantages are computed in float32, which "
+            f"{describe(_name(fn), row)} returned {number:g}, and advantages are computed in float32, which "
             f"ends at {LARGEST_FLOAT32:.2g}; wanted a smaller number, e.g. 0.0 or 1.0."
         )
     if answer is None and scores is None:
@@ -131,10 +136,12 @@ def judge(
     return Score(number, None if answer is None else str(answer), scores)
 
 
-def _scores(who: str, value: Mapping[str, Any], weights: Mapping[str, float] | None) -> dict[str, float]:
+def _scores(
+    fn: RewardFunction, row: RewardSample, value: Mapping[str, Any], weights: Mapping[str, float] | None
+) -> dict[str, float]:
     """Return the scores in the dict that a reward function returned. Raises: ValueError for malformed
     scores."""
-    given, who = value["scores"], f"{who} returned {value!r}"
+    given, who = value["scores"], f"{describe(_name(fn), row)} returned {value!r}"
     if "score" in value:
         raise ValueError(f"{who}, with both `score` and `scores`; wanted one of them.")
     if not isinstance(given, Mapping) or not given:
@@ -167,7 +174,7 @@ def _number(value: object) -> float | None:
         return None
 
 
-def name_of(fn: RewardFunction) -> str:
+def _name(fn: RewardFunction) -> str:
     return getattr(fn, "__qualname__", type(fn).__qualname__)
 
 

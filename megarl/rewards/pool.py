@@ -90,7 +90,6 @@ class RewardPool:
         self._num_requests = 0
         self._function = None if num_workers else load_reward(data)
         self._most_processes = max(num_workers, _MOST_PROCESSES * (data.reward_num_workers is None))
-        self._calls_of_process = 1
         self._workers = [_Worker(data) for _ in range(num_workers)]
         try:
             for worker in self._workers:
@@ -112,7 +111,7 @@ class RewardPool:
     @property
     def num_calls(self) -> int:
         """Number of samples that can be scored at a time, as far as is known."""
-        return len(self._workers) * self._calls_of_process
+        return sum(worker.room for worker in self._workers)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Verdict]:
         """Return a `Verdict` per sample, in order: its reward, or the reason why the reward function failed.
@@ -140,13 +139,12 @@ class RewardPool:
         for worker in [one for one in self._workers if one.calls]:  # of a call that was aborted
             self._restart(worker)
         while waiting or any(worker.calls for worker in self._workers):
-            room = self._calls_of_process if may_share else 1
             while waiting:
-                worker = min(self._workers, key=lambda worker: (not worker.is_ready, len(worker.calls)))
-                if not worker.is_ready or len(worker.calls) >= room:
+                worker = min(self._workers, key=lambda one: (not one.room, len(one.calls)))
+                if len(worker.calls) >= (worker.room if may_share else min(1, worker.room)):
                     break
                 requests.append(waiting.popleft())
-                deadline = time.monotonic() + timeout_s + _GRACE_S * (room > 1)
+                deadline = time.monotonic() + timeout_s + _GRACE_S * (worker.room > 1)
                 worker.ask(self._num_requests, samples[requests[-1]], deadline)
                 self._num_requests += 1
             first = min(worker.deadline for worker in self._workers)
@@ -156,7 +154,7 @@ class RewardPool:
             for worker in list(self._workers):
                 if worker not in ready and now < worker.deadline:
                     continue
-                if not worker.is_ready:
+                if not worker.room:
                     worker.wait_until_ready()
                     continue
                 replies, strangers = worker.receive() if worker in ready else ([], [])
@@ -165,9 +163,7 @@ class RewardPool:
                     verdicts[index] = _verdict(
                         samples[index], reply.reward, reply.failure, reply.answer, reply.scores
                     )
-                    if reply.is_awaited:
-                        self._calls_of_process = _MOST_CALLS
-                    elif reply.waits and waiting and len(self._workers) < self._most_processes:
+                    if reply.waits and waiting and len(self._workers) < self._most_processes:
                         self._workers.append(_Worker(self.data))
                 if replies and not strangers:
                     continue
@@ -183,7 +179,7 @@ class RewardPool:
                 fail_forked(strangers)
                 self._restart(worker)
         for worker in list(self._workers):
-            if worker.is_ready and wait([worker], 0.0) and (strangers := worker.read()):
+            if worker.room and wait([worker], 0.0) and (strangers := worker.read()):
                 fail_forked(strangers)
                 self._restart(worker)
         for worker in self._workers:
@@ -254,7 +250,8 @@ class _Worker:
     """One process of a pool (pool_worker.py), as the pool sees it. Its replies are checked, as the user's
     code may write into the pipe."""
 
-    is_ready = False
+    room = 0
+    """Number of calls that it can have at a time; 0 until it is ready."""
 
     def __init__(self, data: DataConfig) -> None:
         own = data.reward_function
@@ -307,7 +304,7 @@ class _Worker:
             raise ValueError(
                 reply.error or f"the process that loads the reward function {self.cause_of_death()}"
             )
-        self.is_ready = True
+        self.room = _MOST_CALLS if reply.is_async else 1
 
     def receive(self) -> tuple[list[Reply], list[Reply]]:
         """Return the replies to requests, and the replies that other processes wrote into the pipe.

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import inspect
 import os
 import resource
 import signal
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,17 +27,11 @@ from megarl.config.schema import DataConfig
 from megarl.files.user_code import be_script
 from megarl.messages import decode
 from megarl.rewards import load_reward
-from megarl.rewards.base import Score, judge, name_of
+from megarl.rewards.base import RewardSample, Score, event_loop, judge
 from megarl.rewards.pool_messages import Reply, Request
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_MESSAGE = 8000  # characters
-_WAIT_S, _BUSY_SHARE = 0.05, 1 / 8
-"""A call that takes longer than this, and less CPU time than this share of it, waits for something."""
-
-
-class _Awaited(BaseException):
-    """Raised with what an asynchronous function has returned, to be awaited later."""
 
 
 def main(parent: int) -> None:
@@ -66,63 +61,47 @@ def main(parent: int) -> None:
         function = load_reward(data)
     except ValueError as error:
         return reply(error=_printable(str(error)))
-    reply(ready=True)
-    loop, tasks = asyncio.new_event_loop(), set()
-    loop.add_reader(requests.fileno(), loop.stop)
+    is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
+    reply(ready=True, is_async=is_async)
 
-    def later(value: Awaitable[Any]) -> None:
-        raise _Awaited(value)
-
-    def answer(request: Request, task: asyncio.Task[Any] | None = None) -> None:
-        sample, began, cpu = request.sample, time.monotonic(), _cpu_seconds()
-        call = function if task is None else lambda **_: task.result()
+    def answer(request: Request, get: Callable[[], Any] | None = None) -> None:
+        sample, began = request.sample, (time.monotonic(), sum(os.times()[:4]))
         try:
-            score = judge(call, sample, data.weights_of_scores, later, name_of(function))
+            score = judge(function, sample, data.weights_of_scores, get)
             verdict = {"reward": float(score)}
             if isinstance(score, Score):
                 verdict |= {"answer": score.answer and _printable(score.answer), "scores": score.scores}
-        except _Awaited as awaited:
-            new = loop.create_task(_in_time(awaited.args[0], data.reward_timeout_s))
-            tasks.add(new)  # the loop keeps weak references only
-            new.add_done_callback(tasks.discard)
-            new.add_done_callback(lambda task: answer(request, task))
-            return
         except ValueError as error:
             verdict = {"failure": _printable(str(error)[-_LONGEST_MESSAGE:])}
-        seconds = time.monotonic() - began
-        waits = seconds > _WAIT_S and _cpu_seconds() - cpu < _BUSY_SHARE * seconds
-        reply(
-            request=request.number,
-            digest=sample.digest,
-            waits=waits,
-            is_awaited=task is not None,
-            **verdict,
-        )
+        seconds, cpu_seconds = time.monotonic() - began[0], sum(os.times()[:4]) - began[1]
+        waits = seconds > 0.05 and cpu_seconds < seconds / 8
+        reply(request=request.number, digest=sample.digest, waits=waits, **verdict)
 
+    async def value_of(sample: RewardSample) -> Any:
+        try:
+            async with asyncio.timeout(data.reward_timeout_s) as limit:
+                return await function(**sample.arguments)
+        except TimeoutError as error:  # the function's own, or that of the limit
+            late = f"took longer than --reward-timeout-s ({data.reward_timeout_s:g})"
+            raise TimeoutError(late) if limit.expired() else error
+
+    loop = event_loop()
+    if is_async:
+        loop.add_reader(requests.fileno(), loop.stop)
     while True:
         try:
-            loop.run_forever()  # until there is a request
+            if is_async:
+                loop.run_forever()  # until there is a request
             request = decode(requests.recv_bytes(), Request)
         except SystemExit:  # of an awaited call, which is answered next
             continue
         except EOFError:
             return
-        answer(request)
-
-
-async def _in_time(value: Awaitable[Any], timeout_s: float) -> Any:
-    try:
-        async with asyncio.timeout(timeout_s) as limit:
-            return await value
-    except TimeoutError as error:  # the function's own, or that of the limit
-        raise (
-            TimeoutError(f"took longer than --reward-timeout-s ({timeout_s:g})") if limit.expired() else error
-        )
-
-
-def _cpu_seconds() -> float:
-    """Return the CPU time of this process and of the processes that it has started and that have ended."""
-    return sum(os.times()[:4])
+        if is_async:
+            task = loop.create_task(value_of(request.sample))
+            task.add_done_callback(lambda task, request=request: answer(request, task.result))
+        else:
+            answer(request)
 
 
 def _printable(text: str) -> str:
