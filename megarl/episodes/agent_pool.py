@@ -22,8 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,7 +59,8 @@ class AgentPool:
         host: interface of the endpoint.
         parser: finds reasoning and tool calls in answers. Without one they are text.
         is_judged: whether a rule gives the rewards. The agents then need not print any.
-        vocab_size: token ids of requests must be below it."""
+        vocab_size: token ids of requests must be below it.
+        check: raises ValueError for a request that the engine cannot sample."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class AgentPool:
         parser: AnswerParser | None = None,
         is_judged: bool = False,
         vocab_size: int = 0,
+        check: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
         self._parser, self._is_judged = parser, is_judged
         self._command, self._timeout_s, self._num_processes = shlex.split(command), timeout_s, num_processes
@@ -77,13 +80,15 @@ class AgentPool:
         self._waiting: dict[int, Mapping[str, Any]] = {}
         self._num_answers: dict[int, int] = {}
         self._num_episodes = 0
-        self._num_calls: dict[int, int] = {}
+        self._num_calls: Counter[int] = Counter()
+        self._num_unreadable: Counter[int] = Counter()
+        self._has_told = False
         self._asked: dict[tuple[int, int], Asked] = {}  # (episode, request) that an agent waits for
         self._completions: dict[tuple[int, int], list[tuple[int, Completion]]] = {}  # those that are there
         self._requests: deque[tuple[Reply, Asked]] = deque()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         takes_tools = parser is not None and parser.takes_tools
-        self._proxy = Proxy(self._on_request, max_length, host, takes_tools, vocab_size)
+        self._proxy = Proxy(self._on_request, max_length, host, takes_tools, vocab_size, check)
 
     def __enter__(self) -> AgentPool:
         return self
@@ -118,7 +123,7 @@ class AgentPool:
         asks for are there. `replies` returns the agent's next request."""
         if not self.is_open(episode):
             return
-        self._num_answers[episode] += 1
+        self._num_answers[episode] += self._asked[episode, sampled.request].schema is None
         where = episode, sampled.request
         found = self._completions.setdefault(where, [])
         found.append((sampled.turn, self._completion(episode, text, sampled)))
@@ -133,19 +138,26 @@ class AgentPool:
         if isinstance(asked, GenerateRequest):
             return Completion("", sampled.usage, token_ids=(*sampled.ids,), log_probs=(*sampled.log_probs,))
         if self._parser is None:
-            return Completion(text, sampled.usage)
+            return Completion(text, sampled.usage).until(asked.stop)
+        num_calls = self._num_calls[episode]
         try:
             content, reasoning, calls = self._parser.parse(
                 sampled.prompt, sampled.ids, asked.tools, asked.wants_calls
             )
         except Exception:  # a foreign parser on what a model wrote: the model's mistake must not end the job
-            _LOG.warning("an answer cannot be parsed, and is given as text: %.200r", text, exc_info=True)
-            return Completion(text, sampled.usage)
-        if asked.is_single_call:
-            calls = calls[:1]
-        num_calls = self._num_calls.get(episode, 0)
-        self._num_calls[episode] = num_calls + len(calls)
-        return completion_of((content, reasoning, calls), text, sampled.usage, num_calls)
+            completion = Completion(text, sampled.usage, is_unreadable=True)
+        else:
+            calls = calls[:1] if asked.is_single_call else calls
+            self._num_calls[episode] += len(calls)
+            completion = completion_of((content, reasoning, calls), text, sampled.usage, num_calls)
+        if completion.is_unreadable:
+            if not self._has_told:
+                _LOG.warning(
+                    "a tool call cannot be read, and is given as text: %.200r. Others are counted", text
+                )
+            self._has_told = True
+            self._num_unreadable[episode] += 1
+        return completion.until(asked.stop)
 
     def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
         """Refuse an agent's request. The agent may go on, unless the episode is at a limit; in both cases it may
@@ -166,6 +178,7 @@ class AgentPool:
         self._num_answers.pop(episode, None)
         self._waiting.pop(episode, None)
         self._num_calls.pop(episode, None)
+        self._num_unreadable.pop(episode, None)
         for waiting in (self._asked, self._completions):
             for where in [where for where in waiting if where[0] == episode]:
                 del waiting[where]
@@ -188,7 +201,7 @@ class AgentPool:
             if self.is_open(reply.episode) and reply.request is not None:
                 self._asked[reply.episode, reply.request.number] = asked
                 found.append(reply)
-        return found + ended
+        return found + [replace(one, num_unreadable=self._num_unreadable[one.episode]) for one in ended]
 
     def _endings(self, timeout_s: float) -> list[Reply]:
         """Return the last replies of agents that have ended or are late. Waits at most so long, or until there is
@@ -220,7 +233,15 @@ class AgentPool:
     def _on_request(self, episode: int, messages: list[Message], asked: Asked, request: Request) -> None:
         """Queue a request. Runs on the endpoint's thread."""
         tools = asked.tools if isinstance(asked, ChatRequest) else []
-        reply = Reply(episode, messages, max_tokens=asked.max_tokens, tools=tools, request=request)
+        reply = Reply(
+            episode,
+            messages,
+            max_tokens=asked.max_tokens,
+            tools=tools,
+            request=request,
+            stop=asked.stop,
+            schema=asked.schema,
+        )
         self._requests.append((reply, asked))
         with contextlib.suppress(BlockingIOError):  # the pool is awake already
             os.write(self._wake, b"\0")
@@ -247,7 +268,7 @@ class AgentPool:
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return Reply(episode, failure=f"the agent {how}", cause="died")
         if not self._num_answers[episode]:
-            why = "the agent ended without an answer of the model"
+            why = "the agent ended without an answer of the model that can be trained on"
             return Reply(episode, failure=why, cause="malformed")
         if self._is_judged:
             return Reply(episode, done=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megarl.episodes.chat import Message
@@ -58,6 +58,18 @@ class Completion:
     """The sampled ids, for a request of token ids."""
     log_probs: tuple[float, ...] = ()
     """Log-prob of each of them."""
+    is_unreadable: bool = False
+    """Whether it has calls that cannot be read."""
+    stop: str | None = None
+    """Text that has ended it, and is no part of `text`."""
+
+    def until(self, stops: Sequence[str]) -> Completion:
+        """Return the completion without the first of these texts and what follows it."""
+        found = [(self.text.index(stop), stop) for stop in stops if stop in self.text]
+        if not found:
+            return self
+        end, stop = min(found)
+        return replace(self, text=self.text[:end], stop=stop)
 
     @property
     def message(self) -> Message:
@@ -90,7 +102,7 @@ def completion_of(parsed: ParsedAnswer, text: str, usage: Usage, num_calls: int)
     calls = []
     for number, (index, name, arguments) in enumerate(found, num_calls):
         if not _is_readable(name, arguments):
-            return Completion(text, usage, reasoning)
+            return Completion(text, usage, reasoning, is_unreadable=True)
         # nine letters and digits: templates in the manner of Mistral's refuse others
         calls.append(ToolCall(index or f"call{number:05d}", name, arguments))
     return Completion(content or "", usage, reasoning, tuple(calls))

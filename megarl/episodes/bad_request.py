@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +23,6 @@ _OTHER_ANSWERS = {
     "the job decides where answers end: use --stop-token-ids": (
         "ignore_eos",
         "min_tokens",
-        "stop",
         "stop_token_ids",
     ),
     "answers are sampled without a grammar": (
@@ -74,6 +75,43 @@ def refuse_unsupported(fields: Sequence[tuple[str, object, str]]) -> None:
     for name, is_given, why in fields:
         if is_given:
             raise BadRequest(f"{name} is not supported: {why}", "unsupported_parameter", name)
+
+
+def stops_of(given: str | Sequence[str] | None, where: str = "stop") -> tuple[str, ...]:
+    """Return the texts that end an answer. Raises: BadRequest for an empty one."""
+    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(stops):
+        raise BadRequest(f"{where} must not be empty", param=where)
+    return stops
+
+
+def schema_of(given: Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
+    """Return the JSON schema that an answer must have by a response format; None if it is text. Raises: BadRequest
+    for another format."""
+    kind = (given or {}).get("type", "text")
+    if given is None or kind == "text":
+        return None
+    schema = given.get("json_schema", given)
+    schema = (
+        {"type": "object"} if kind == "json_object" else isinstance(schema, dict) and schema.get("schema")
+    )
+    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        raise BadRequest(f"{where} must be text, json_object, or json_schema with a schema", param=where)
+    return schema
+
+
+def wants_calls(choice: object, has_tools: bool) -> bool:
+    """Return whether tool_choice allows calls. One that forces a call is taken as auto."""
+    if choice not in (None, "auto", "none"):
+        _tell_forced()
+    return has_tools and choice != "none"
+
+
+@functools.cache
+def _tell_forced() -> None:
+    logging.getLogger(__name__).warning(
+        "an agent's tool_choice forces a call, and is taken as auto: what a grammar forces cannot be trained on"
+    )
 
 
 def refuse_other_answers(data: bytes) -> None:

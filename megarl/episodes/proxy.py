@@ -96,7 +96,8 @@ class Proxy:
         max_length: tokens of a conversation, as /v1/models reports them.
         takes_tools: whether the job finds tool calls in answers.
         host: interface on which it listens; the loopback interface by default.
-        vocab_size: token ids of requests must be below it."""
+        vocab_size: token ids of requests must be below it.
+        check: raises ValueError for a request that the engine cannot sample."""
 
     def __init__(
         self,
@@ -105,9 +106,10 @@ class Proxy:
         host: str = "127.0.0.1",
         takes_tools: bool = False,
         vocab_size: int = 0,
+        check: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
         self._on_request, self._max_length, self._host = on_request, max_length, host
-        self._vocab_size = vocab_size
+        self._vocab_size, self._check = vocab_size, check
         self._takes_tools = takes_tools
         self._conversations: dict[str, _Conversations] = {}
         self._key_of: dict[int, str] = {}
@@ -240,6 +242,10 @@ class Proxy:
         """Hand a request on, and wait for its answers. Raises: BadRequest if it is refused."""
         if conversations.limit is not None:
             raise conversations.limit
+        try:
+            self._check(asked)
+        except ValueError as error:
+            raise BadRequest(str(error), "unsupported_parameter") from error
         num_retries = _num_retries(http)
         before = _asked_before(conversations.requests, asked, num_retries) if num_retries else None
         if before is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.episodes.chat import Chat
 from megarl.episodes.environments import Environments, Reply, Sampled
@@ -30,6 +30,10 @@ class Turn:
     """Number of this turn among the turns of its episode, from 0."""
     actor: str = FIRST_ACTOR
     """Name of the actor that answers."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer."""
+    schema: dict[str, Any] | None = None
+    """JSON schema that the answer must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,7 @@ class Play:
         """Return the turns that follow a reply; none if the episode has ended or the reply is refused."""
         index = self._index_of[reply.episode]
         episode = self._episodes[index]
+        episode.num_unreadable += reply.num_unreadable
         if (failure := failure_of(reply, episode.seats)) is not None:
             episode.fail(*failure)
             turns: list[TurnRecord] | None = []
@@ -161,7 +166,14 @@ class Play:
         limits = self._limits
         rooms = [min(limits.max_context_length - len(t.prompt), limits.max_response_length) for t in turns]
         return [
-            Turn(index, turn.prompt, min(room, reply.max_tokens or room), turn.number)
+            Turn(
+                index,
+                turn.prompt,
+                min(room, reply.max_tokens or room),
+                turn.number,
+                stop=reply.stop,
+                schema=reply.schema,
+            )
             for turn, room in zip(turns, rooms, strict=True)
         ]
 
@@ -274,5 +286,5 @@ def _open(session: Session, reply: Reply) -> list[TurnRecord]:
         parent = None if request.parent is None else session.turns[request.parent]
         turns = session.open(reply.messages, parent, reply.tools, request.count)
     for turn in turns:
-        turn.request = request.number
+        turn.request, turn.is_constrained = request.number, reply.schema is not None
     return turns

@@ -6,6 +6,7 @@ one of agents: each rollout has a key of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megarl.episodes.agent_pool import AgentPool
 from megarl.episodes.answers import AnswerParser
 from megarl.episodes.env_pool import EnvironmentPool
 from megarl.episodes.environments import Reply, Sampled
+from megarl.episodes.proxy import Asked
 
 _ADAPTER = f"{Path(__file__).with_name('verifiers_env.py')}:Rollout"
 _NOTHING = Sampled([], [], is_cut=False)
@@ -45,7 +47,7 @@ class VerifiersPool(AgentPool):
         verifiers: the environment.
         timeout_s: deadline of a rollout.
         num_per_process: rollouts that share a process at a time.
-        max_length, host, parser, vocab_size: as in `AgentPool`."""
+        max_length, host, parser, vocab_size, check: as in `AgentPool`."""
 
     def __init__(
         self,
@@ -56,13 +58,16 @@ class VerifiersPool(AgentPool):
         host: str = "127.0.0.1",
         parser: AnswerParser | None = None,
         vocab_size: int = 0,
+        check: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
         self._verifiers = verifiers
         adapter = EnvSpec(None, _ADAPTER, verifiers.python)
         self._rollouts = EnvironmentPool([adapter], timeout_s, num_per_process)
         self._episode_of: dict[int, int] = {}  # number in the pool of rollouts -> episode
         self._number_of: dict[int, int] = {}
-        super().__init__("verifiers", timeout_s, 0, max_length, host, parser, vocab_size=vocab_size)
+        super().__init__(
+            "verifiers", timeout_s, 0, max_length, host, parser, vocab_size=vocab_size, check=check
+        )
 
     def close(self) -> None:
         super().close()
@@ -110,6 +115,6 @@ class VerifiersPool(AgentPool):
         if reply.failure is not None:
             return Reply(episode, failure=reply.failure, cause=reply.cause)
         if not self._num_answers[episode]:
-            why = "the rollout ended without an answer of the model"
+            why = "the rollout ended without an answer of the model that can be trained on"
             return Reply(episode, failure=why, cause="malformed")
         return Reply(episode, reward=reply.reward, done=True)

@@ -169,6 +169,8 @@ class RewardRole(HostedRole):
 def _of_episode(episode: EpisodeResult) -> dict[str, object]:
     """Return the facts about an episode that the driver's metrics need."""
     facts: dict[str, object] = {"num_turns": episode.num_turns, "finish_reason": episode.finish_reason}
+    counts = {"num_unreadable": episode.num_unreadable, "num_constrained": episode.num_constrained}
+    facts |= {name: count for name, count in counts.items() if count}
     return facts | ({"cause": episode.cause} if episode.cause is not None else {})
 
 
