@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,7 @@ class AgentPool:
         host: interface of the endpoint.
         parser: finds reasoning and tool calls in answers. Without one they are text.
         is_judged: whether a rule gives the rewards. The agents then need not print any.
-        vocab_size: token ids of requests must be below it.
-        check: raises ValueError for a request that the engine cannot sample."""
+        vocab_size: token ids of requests must be below it."""
 
     def __init__(
         self,
@@ -72,7 +71,6 @@ class AgentPool:
         parser: AnswerParser | None = None,
         is_judged: bool = False,
         vocab_size: int = 0,
-        check: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
         self._parser, self._is_judged = parser, is_judged
         self._command, self._timeout_s, self._num_processes = shlex.split(command), timeout_s, num_processes
@@ -82,13 +80,12 @@ class AgentPool:
         self._num_episodes = 0
         self._num_calls: Counter[int] = Counter()
         self._num_unreadable: Counter[int] = Counter()
-        self._has_told = False
         self._asked: dict[tuple[int, int], Asked] = {}  # (episode, request) that an agent waits for
         self._completions: dict[tuple[int, int], list[tuple[int, Completion]]] = {}  # those that are there
         self._requests: deque[tuple[Reply, Asked]] = deque()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         takes_tools = parser is not None and parser.takes_tools
-        self._proxy = Proxy(self._on_request, max_length, host, takes_tools, vocab_size, check)
+        self.proxy = Proxy(self._on_request, max_length, host, takes_tools, vocab_size)
 
     def __enter__(self) -> AgentPool:
         return self
@@ -101,7 +98,7 @@ class AgentPool:
         self._waiting.clear()  # else each end would start the next
         for episode in [*self._num_answers]:
             self.end(episode)
-        self._proxy.stop()
+        self.proxy.stop()
         os.close(self._woken)
         os.close(self._wake)
 
@@ -123,13 +120,13 @@ class AgentPool:
         asks for are there. `replies` returns the agent's next request."""
         if not self.is_open(episode):
             return
-        self._num_answers[episode] += self._asked[episode, sampled.request].schema is None
+        self._num_answers[episode] += "schema" not in self._asked[episode, sampled.request].how
         where = episode, sampled.request
         found = self._completions.setdefault(where, [])
         found.append((sampled.turn, self._completion(episode, text, sampled)))
         if len(found) == self._asked[where].count:
             del self._completions[where], self._asked[where]
-            self._proxy.answer(episode, sampled.request, sorted(found, key=lambda one: one[0]))
+            self.proxy.answer(episode, sampled.request, sorted(found, key=lambda one: one[0]))
 
     def _completion(self, episode: int, text: str, sampled: Sampled) -> Completion:
         """Return the model's answer in the form that the agent asked for, with reasoning and tool calls
@@ -138,7 +135,7 @@ class AgentPool:
         if isinstance(asked, GenerateRequest):
             return Completion("", sampled.usage, token_ids=(*sampled.ids,), log_probs=(*sampled.log_probs,))
         if self._parser is None:
-            return Completion(text, sampled.usage).until(asked.stop)
+            return Completion(text, sampled.usage).until(asked.how.get("stop", ()))
         num_calls = self._num_calls[episode]
         try:
             content, reasoning, calls = self._parser.parse(
@@ -151,13 +148,12 @@ class AgentPool:
             self._num_calls[episode] += len(calls)
             completion = completion_of((content, reasoning, calls), text, sampled.usage, num_calls)
         if completion.is_unreadable:
-            if not self._has_told:
+            if not self._num_unreadable:
                 _LOG.warning(
                     "a tool call cannot be read, and is given as text: %.200r. Others are counted", text
                 )
-            self._has_told = True
             self._num_unreadable[episode] += 1
-        return completion.until(asked.stop)
+        return completion.until(asked.how.get("stop", ()))
 
     def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
         """Refuse an agent's request. The agent may go on, unless the episode is at a limit; in both cases it may
@@ -165,7 +161,7 @@ class AgentPool:
         assert reply.request is not None
         number = reply.request.number
         del self._asked[reply.episode, number]
-        self._proxy.refuse(reply.episode, number, BadRequest(message, code, "messages"), is_final)
+        self.proxy.refuse(reply.episode, number, BadRequest(message, code, "messages"), is_final)
         return True
 
     def extend(self, seconds: float) -> None:
@@ -178,14 +174,13 @@ class AgentPool:
         self._num_answers.pop(episode, None)
         self._waiting.pop(episode, None)
         self._num_calls.pop(episode, None)
-        self._num_unreadable.pop(episode, None)
         for waiting in (self._asked, self._completions):
             for where in [where for where in waiting if where[0] == episode]:
                 del waiting[where]
         agent = self._agents.pop(episode, None)
         if agent is not None:
             agent.kill()
-            self._proxy.close(episode)
+            self.proxy.close(episode)
             self._start()
 
     def replies(self, timeout_s: float) -> list[Reply]:
@@ -227,8 +222,8 @@ class AgentPool:
         while self._waiting and len(self._agents) < self._num_processes:
             episode = next(iter(self._waiting))
             row = self._waiting.pop(episode)
-            key = self._proxy.open(episode)
-            self._agents[episode] = _Agent(self._command, row, self._proxy.url, key, self._timeout_s)
+            key = self.proxy.open(episode)
+            self._agents[episode] = _Agent(self._command, row, self.proxy.url, key, self._timeout_s)
 
     def _on_request(self, episode: int, messages: list[Message], asked: Asked, request: Request) -> None:
         """Queue a request. Runs on the endpoint's thread."""
@@ -239,8 +234,7 @@ class AgentPool:
             max_tokens=asked.max_tokens,
             tools=tools,
             request=request,
-            stop=asked.stop,
-            schema=asked.schema,
+            how=asked.how,
         )
         self._requests.append((reply, asked))
         with contextlib.suppress(BlockingIOError):  # the pool is awake already

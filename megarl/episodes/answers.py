@@ -66,9 +66,7 @@ class Completion:
     def until(self, stops: Sequence[str]) -> Completion:
         """Return the completion without the first of these texts and what follows it."""
         found = [(self.text.index(stop), stop) for stop in stops if stop in self.text]
-        if not found:
-            return self
-        end, stop = min(found)
+        end, stop = min(found, default=(None, None))
         return replace(self, text=self.text[:end], stop=stop)
 
     @property

@@ -15,10 +15,9 @@ from megarl.episodes.answers import Completion, Tool, called
 from megarl.episodes.bad_request import (
     BadRequest,
     decode,
+    how_of,
     refuse_unstorable,
     refuse_unsupported,
-    schema_of,
-    stops_of,
     tool_problem,
     wants_calls,
 )
@@ -102,8 +101,7 @@ def read_messages_request(data: bytes, takes_tools: bool = False) -> ChatRequest
         tools=tools,
         wants_calls=allows_calls,
         is_single_call=is_single_call,
-        stop=stops_of(body.stop_sequences, "stop_sequences"),
-        schema=schema_of(body.output_format or (body.output_config or {}).get("format"), "output_format"),
+        how=how_of(body.stop_sequences, body.output_format or (body.output_config or {}).get("format")),
     )
 
 

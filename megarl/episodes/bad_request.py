@@ -77,27 +77,27 @@ def refuse_unsupported(fields: Sequence[tuple[str, object, str]]) -> None:
             raise BadRequest(f"{name} is not supported: {why}", "unsupported_parameter", name)
 
 
-def stops_of(given: str | Sequence[str] | None, where: str = "stop") -> tuple[str, ...]:
-    """Return the texts that end an answer. Raises: BadRequest for an empty one."""
-    stops = (given,) if isinstance(given, str) else tuple(given or ())
-    if not all(stops):
-        raise BadRequest(f"{where} must not be empty", param=where)
-    return stops
+def how_of(
+    stop: str | Sequence[str] | None, form: Mapping[str, Any] | None, where: str = "response_format"
+) -> dict[str, Any]:
+    """Return how an answer is sampled, as far as a request says so: `stop`, the texts that end it, and `schema`, the
+    JSON schema that it must have.
 
-
-def schema_of(given: Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
-    """Return the JSON schema that an answer must have by a response format; None if it is text. Raises: BadRequest
-    for another format."""
-    kind = (given or {}).get("type", "text")
-    if given is None or kind == "text":
-        return None
-    schema = given.get("json_schema", given)
-    schema = (
-        {"type": "object"} if kind == "json_object" else isinstance(schema, dict) and schema.get("schema")
-    )
-    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
-        raise BadRequest(f"{where} must be text, json_object, or json_schema with a schema", param=where)
-    return schema
+    Args:
+        form: a response format, named `where` in errors.
+    Raises: BadRequest for an empty stop string or another format."""
+    how: dict[str, Any] = {"stop": [stop] if isinstance(stop, str) else [*stop]} if stop else {}
+    if "" in how.get("stop", ()):
+        raise BadRequest("a stop string must not be empty", param="stop")
+    kind = (form or {}).get("type", "text")
+    if kind == "json_object":
+        how["schema"] = {"type": "object"}
+    elif form is not None and kind != "text":
+        named = form.get("json_schema", form)
+        how["schema"] = isinstance(named, dict) and named.get("schema")
+        if kind != "json_schema" or not isinstance(how["schema"], dict):
+            raise BadRequest(f"{where} must be text, json_object, or json_schema with a schema", param=where)
+    return how
 
 
 def wants_calls(choice: object, has_tools: bool) -> bool:

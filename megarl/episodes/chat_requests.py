@@ -18,12 +18,11 @@ from megarl.episodes.answers import Completion, Tool, called
 from megarl.episodes.bad_request import (
     BadRequest,
     decode,
+    how_of,
     read_arguments,
     refuse_other_answers,
     refuse_unstorable,
     refuse_unsupported,
-    schema_of,
-    stops_of,
     tool_problem,
     wants_calls,
 )
@@ -124,10 +123,8 @@ class ChatRequest:
     """Whether only the first call is wanted."""
     count: int = 1
     """Number of answers."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer, and are no part of it."""
-    schema: dict[str, Any] | None = None
-    """JSON schema that an answer must have."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """How answers are sampled, see `how_of`."""
 
     def repeats(self, other: object) -> bool:
         """Return whether this request asks for what the other one does."""
@@ -162,8 +159,7 @@ def read_chat_request(data: bytes, takes_tools: bool = False) -> ChatRequest:
         allows_calls,
         body.parallel_tool_calls is False,
         1 if body.n is None else body.n,
-        stops_of(body.stop),
-        schema_of(body.response_format, "response_format"),
+        how_of(body.stop, body.response_format),
     )
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
 from megarl.episodes.answers import Completion
-from megarl.episodes.bad_request import BadRequest, decode, refuse_unsupported, stops_of
+from megarl.episodes.bad_request import BadRequest, decode, how_of, refuse_unsupported
 from megarl.episodes.chat_requests import LARGEST_NUMBER
 from megarl.packing import MAX_BRANCHES
 
@@ -55,9 +55,8 @@ class GenerateRequest:
     token_ids: list[int]
     max_tokens: int | None
     count: int = 1
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer."""
-    schema: ClassVar[None] = None
+    how: dict[str, Any] = field(default_factory=dict)
+    """How answers are sampled, see `how_of`."""
 
     def repeats(self, other: object) -> bool:
         """Return whether this asks for what the other request has asked for."""
@@ -100,7 +99,7 @@ def read_generate_request(data: bytes, vocab_size: int) -> GenerateRequest:
                 f"token_ids[{at}] ({token}) is not in the vocabulary: must be from 0 to {vocab_size - 1}",
                 param=f"token_ids[{at}]",
             )
-    return GenerateRequest(body.token_ids, params.max_tokens, count, stops_of(params.stop))
+    return GenerateRequest(body.token_ids, params.max_tokens, count, how_of(params.stop, None))
 
 
 def generate_body(completions: Sequence[Completion]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
@@ -96,8 +97,7 @@ class Proxy:
         max_length: tokens of a conversation, as /v1/models reports them.
         takes_tools: whether the job finds tool calls in answers.
         host: interface on which it listens; the loopback interface by default.
-        vocab_size: token ids of requests must be below it.
-        check: raises ValueError for a request that the engine cannot sample."""
+        vocab_size: token ids of requests must be below it."""
 
     def __init__(
         self,
@@ -106,10 +106,11 @@ class Proxy:
         host: str = "127.0.0.1",
         takes_tools: bool = False,
         vocab_size: int = 0,
-        check: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
         self._on_request, self._max_length, self._host = on_request, max_length, host
-        self._vocab_size, self._check = vocab_size, check
+        self._vocab_size = vocab_size
+        self.check: Callable[[dict[str, Any]], None] = lambda how: None
+        """Raises ValueError for a way of sampling that the engine cannot, see `how_of`."""
         self._takes_tools = takes_tools
         self._conversations: dict[str, _Conversations] = {}
         self._key_of: dict[int, str] = {}
@@ -243,7 +244,7 @@ class Proxy:
         if conversations.limit is not None:
             raise conversations.limit
         try:
-            self._check(asked)
+            self.check(asked.how)
         except ValueError as error:
             raise BadRequest(str(error), "unsupported_parameter") from error
         num_retries = _num_retries(http)

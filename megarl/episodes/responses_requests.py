@@ -17,12 +17,11 @@ from megarl.episodes.answers import Completion, Tool, called
 from megarl.episodes.bad_request import (
     BadRequest,
     decode,
+    how_of,
     read_arguments,
     refuse_other_answers,
     refuse_unstorable,
     refuse_unsupported,
-    schema_of,
-    stops_of,
     tool_problem,
     wants_calls,
 )
@@ -117,8 +116,7 @@ def read_responses_request(data: bytes, takes_tools: bool = False) -> ChatReques
         tools=tools,
         wants_calls=allows_calls,
         is_single_call=body.parallel_tool_calls is False,
-        stop=stops_of(body.stop),
-        schema=schema_of((body.text or {}).get("format"), "text.format"),
+        how=how_of(body.stop, (body.text or {}).get("format"), "text.format"),
     )
 
 

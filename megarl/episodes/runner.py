@@ -4,8 +4,8 @@ A turn enters the engine's running batch as soon as its environment has replied 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megarl.episodes.chat import Chat
@@ -30,10 +30,8 @@ class Turn:
     """Number of this turn among the turns of its episode, from 0."""
     actor: str = FIRST_ACTOR
     """Name of the actor that answers."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer."""
-    schema: dict[str, Any] | None = None
-    """JSON schema that the answer must have."""
+    how: Mapping[str, Any] = field(default_factory=dict)
+    """How the answer is sampled, see `Reply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +169,7 @@ class Play:
                 turn.prompt,
                 min(room, reply.max_tokens or room),
                 turn.number,
-                stop=reply.stop,
-                schema=reply.schema,
+                how=reply.how,
             )
             for turn, room in zip(turns, rooms, strict=True)
         ]
@@ -286,5 +283,5 @@ def _open(session: Session, reply: Reply) -> list[TurnRecord]:
         parent = None if request.parent is None else session.turns[request.parent]
         turns = session.open(reply.messages, parent, reply.tools, request.count)
     for turn in turns:
-        turn.request, turn.is_constrained = request.number, reply.schema is not None
+        turn.request, turn.is_constrained = request.number, "schema" in reply.how
     return turns

@@ -6,7 +6,6 @@ one of agents: each rollout has a key of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from megarl.episodes.agent_pool import AgentPool
 from megarl.episodes.answers import AnswerParser
 from megarl.episodes.env_pool import EnvironmentPool
 from megarl.episodes.environments import Reply, Sampled
-from megarl.episodes.proxy import Asked
 
 _ADAPTER = f"{Path(__file__).with_name('verifiers_env.py')}:Rollout"
 _NOTHING = Sampled([], [], is_cut=False)
@@ -47,7 +45,7 @@ class VerifiersPool(AgentPool):
         verifiers: the environment.
         timeout_s: deadline of a rollout.
         num_per_process: rollouts that share a process at a time.
-        max_length, host, parser, vocab_size, check: as in `AgentPool`."""
+        max_length, host, parser, vocab_size: as in `AgentPool`."""
 
     def __init__(
         self,
@@ -58,16 +56,13 @@ class VerifiersPool(AgentPool):
         host: str = "127.0.0.1",
         parser: AnswerParser | None = None,
         vocab_size: int = 0,
-        check: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
         self._verifiers = verifiers
         adapter = EnvSpec(None, _ADAPTER, verifiers.python)
         self._rollouts = EnvironmentPool([adapter], timeout_s, num_per_process)
         self._episode_of: dict[int, int] = {}  # number in the pool of rollouts -> episode
         self._number_of: dict[int, int] = {}
-        super().__init__(
-            "verifiers", timeout_s, 0, max_length, host, parser, vocab_size=vocab_size, check=check
-        )
+        super().__init__("verifiers", timeout_s, 0, max_length, host, parser, vocab_size=vocab_size)
 
     def close(self) -> None:
         super().close()
@@ -79,7 +74,7 @@ class VerifiersPool(AgentPool):
         if number is not None:
             del self._episode_of[number]
             self._rollouts.end(number)
-            self._proxy.close(episode)
+            self.proxy.close(episode)
         super().end(episode)
 
     def extend(self, seconds: float) -> None:
@@ -93,8 +88,8 @@ class VerifiersPool(AgentPool):
         while self._waiting:
             episode = next(iter(self._waiting))
             row = self._waiting.pop(episode)
-            key = self._proxy.open(episode)
-            how = {**asdict(self._verifiers), "url": self._proxy.url, "key": key}
+            key = self.proxy.open(episode)
+            how = {**asdict(self._verifiers), "url": self.proxy.url, "key": key}
             number = self._rollouts.open({"row": row, "how": how})
             self._episode_of[number], self._number_of[episode] = episode, number
 

@@ -119,7 +119,7 @@ class BackgroundPool:
                 if self._is_closed:
                     return None
                 batch = (self._urgent or self._early).popleft()
-                while not self._urgent and self._early and len(batch) < num_calls:
+                while not self._urgent and self._early and len(batch) <= num_calls:
                     batch = [*batch, *self._early.popleft()]
                 if jobs := [job for job in batch if not job.is_taken]:
                     for job in jobs:

@@ -8,7 +8,7 @@ import inspect
 import math
 import traceback
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ _SHOWN_CHARACTERS = 300
 class RewardFunction(Protocol):
     """A reward function in verl's calling convention. It is called by keyword, with a copy of `extra_info`.
 
-    It may be asynchronous: what it returns is awaited. It returns a number, or a dict with the number as `score`, or with several numbers by name as `scores`,
+    What an asynchronous one returns is awaited. It returns a number, or a dict with the number as `score`, or with several numbers by name as `scores`,
     whose weighted sum is the reward. The dict may hold the answer that it found in the response as `pred`.
     Other keys have no effect."""
 
@@ -62,16 +62,6 @@ class RewardSample:
     """Id of the sample, which the verdict carries and errors name."""
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The keywords of a reward function, with their values."""
-        return dict(
-            data_source=self.data_source,
-            solution_str=self.solution_str,
-            ground_truth=self.ground_truth,
-            extra_info=dict(self.extra_info),
-        )
-
-    @property
     def digest(self) -> int:
         """A 32-bit digest of the response's text."""
         return digest_of_text(self.solution_str)
@@ -82,29 +72,28 @@ def digest_of_text(text: str) -> int:
 
 
 @functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which asynchronous functions are awaited. It stays open, as their clients may need it."""
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop of asynchronous functions. It stays open between calls, as their clients may need it."""
     return asyncio.new_event_loop()
 
 
-def judge(
-    fn: RewardFunction,
-    row: RewardSample,
-    weights: Mapping[str, float] | None = None,
-    get: Callable[[], object] | None = None,
-) -> float:
+def judge(fn: RewardFunction, row: RewardSample, weights: Mapping[str, float] | None = None) -> float:
     """Call a reward function for one response and return the reward, as a `Score` if the function says which
     answer it found, or returns several scores.
 
     Args:
         weights: name -> weight of a score in the reward. Without weights each counts 1.
-        get: returns what the function has returned, or raises its error. By default the function is called.
     Raises: ValueError if the function raises (with its traceback), does not return a finite number within
         the range of float32, or returns scores without a weight."""
     try:
-        value = fn(**row.arguments) if get is None else get()
+        value = fn(
+            data_source=row.data_source,
+            solution_str=row.solution_str,
+            ground_truth=row.ground_truth,
+            extra_info=dict(row.extra_info),
+        )
         if inspect.isawaitable(value):
-            value = event_loop().run_until_complete(value)
+            value = _event_loop().run_until_complete(value)
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code may raise anything
         # from None: the message holds the traceback, once is enough
         raise ValueError(

@@ -29,10 +29,7 @@ def load_custom_reward(reward_function: str) -> RewardFunction:
         raise ValueError(f"{flag}: there is no file {path}. {_WANTED}")
     function = vars(run_file(path, flag, "megarl_reward_")).get(name)
     if inspect.isclass(function) and "__call__" in dir(function):
-        try:
-            function = function()
-        except Exception as error:  # the user's code may raise anything
-            raise ValueError(f"{flag}: {name}() raised {type(error).__name__}: {error}. {_WANTED}") from error
+        function = function()
     if function is None or not callable(function):
         found = (
             f"defines no {name}"

@@ -7,10 +7,9 @@
 A function fails for a sample if it raises, returns no finite number, hangs, dies, forks and returns in the
 child, or asks for too much memory. The next sample gets a fresh process.
 
-A process has one call at a time, in its main thread. If the calls of a plain function mostly wait, as for a judge
-over HTTP, further processes are started. If the function is asynchronous, a process has many calls at a time; where
-one of them may have ended it, they are repeated one by one.
-
+A process has one call at a time, in its main thread, where a function may set alarms and start processes. If calls
+mostly wait, as for a judge over HTTP, further processes are started: they cost a fraction of a second once, and
+isolate each call as the first ones do.
  A reply counts only if it has the
 number of the request and the digest of its text, and comes from the process that received them. The user's
 file runs in these processes only."""
@@ -18,7 +17,6 @@ file runs in these processes only."""
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -49,9 +47,7 @@ _FORKED_WHILE_LOADED = (
     "the child. Let the child end (os._exit)."
 )
 _START_S = 120.0  # the user's file may have slow imports
-_MOST_PROCESSES = 32  # of a function that waits, unless --reward-num-workers says how many
-_MOST_CALLS = 64  # of one process, if the function is asynchronous
-_GRACE_S = 5.0  # an asynchronous call ends by itself at its deadline, unless it blocks its process
+_MOST_PROCESSES = 32  # for calls that wait, unless --reward-num-workers says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,7 @@ class RewardPool:
         self.data, self._check = data, check
         self._num_requests = 0
         self._function = None if num_workers else load_reward(data)
-        self._most_processes = max(num_workers, _MOST_PROCESSES * (data.reward_num_workers is None))
+        self._most = num_workers if data.reward_num_workers is not None else max(num_workers, _MOST_PROCESSES)
         self._workers = [_Worker(data) for _ in range(num_workers)]
         try:
             for worker in self._workers:
@@ -110,8 +106,8 @@ class RewardPool:
 
     @property
     def num_calls(self) -> int:
-        """Number of samples that can be scored at a time, as far as is known."""
-        return sum(worker.room for worker in self._workers)
+        """Number of samples that are scored at a time."""
+        return len(self._workers)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Verdict]:
         """Return a `Verdict` per sample, in order: its reward, or the reason why the reward function failed.
@@ -122,9 +118,8 @@ class RewardPool:
         verdicts: list[Verdict] = [Verdict(None)] * len(samples)
         first_request = self._num_requests
         requests: list[int] = []  # sample of each request of this call, from first_request on
-        waiting, may_share = deque(range(len(samples))), True
-        timeout_s = self.data.reward_timeout_s
-        too_slow = f"took longer than --reward-timeout-s ({timeout_s:g}) and was killed"
+        waiting, idle = deque(range(len(samples))), list(self._workers)
+        too_slow = f"took longer than --reward-timeout-s ({self.data.reward_timeout_s:g}) and was killed"
 
         def fail(index: int, why: str) -> None:
             who = describe(self.data.reward_function or self.data.reward or "auto", samples[index])
@@ -136,61 +131,56 @@ class RewardPool:
                 if request is not None and 0 <= request - first_request < len(requests):
                     fail(requests[request - first_request], _FORKED)
 
-        for worker in [one for one in self._workers if one.calls]:  # of a call that was aborted
-            self._restart(worker)
-        while waiting or any(worker.calls for worker in self._workers):
-            while waiting:
-                worker = min(self._workers, key=lambda one: (not one.room, len(one.calls)))
-                if len(worker.calls) >= (worker.room if may_share else min(1, worker.room)):
-                    break
-                requests.append(waiting.popleft())
-                deadline = time.monotonic() + timeout_s + _GRACE_S * (worker.room > 1)
-                worker.ask(self._num_requests, samples[requests[-1]], deadline)
+        running: dict[
+            _Worker, tuple[int | None, float]
+        ] = {}  # worker -> sample, None while it starts, and deadline
+        while waiting or running:
+            while waiting and idle:
+                worker, index = idle.pop(), waiting.popleft()
+                worker.ask(self._num_requests, samples[index])
                 self._num_requests += 1
-            first = min(worker.deadline for worker in self._workers)
-            ready = wait(self._workers, min(_LOOK_S, max(0.0, first - time.monotonic())))
+                requests.append(index)
+                running[worker] = index, time.monotonic() + self.data.reward_timeout_s
+            first = min(deadline for _, deadline in running.values())
+            ready = wait([*running], min(_LOOK_S, max(0.0, first - time.monotonic())))
             self._check()
             now = time.monotonic()
-            for worker in list(self._workers):
-                if worker not in ready and now < worker.deadline:
+            for worker, (index, deadline) in list(running.items()):
+                if worker not in ready and now < deadline:
                     continue
-                if not worker.room:
+                del running[worker]
+                if index is None:
                     worker.wait_until_ready()
+                    idle.append(worker)
                     continue
-                replies, strangers = worker.receive() if worker in ready else ([], [])
-                for reply in replies:
-                    index = requests[reply.request - first_request]
+                reply, strangers = worker.receive() if worker in ready else (None, [])
+                if reply is not None:
                     verdicts[index] = _verdict(
                         samples[index], reply.reward, reply.failure, reply.answer, reply.scores
                     )
-                    if reply.waits and waiting and len(self._workers) < self._most_processes:
+                    if reply.waits and waiting and len(self._workers) < self._most:
                         self._workers.append(_Worker(self.data))
-                if replies and not strangers:
-                    continue
-                is_alone = len(worker.calls) < 2
-                may_share = may_share and is_alone  # else any of the calls may be to blame
-                for number in worker.calls:
-                    index = requests[number - first_request]
-                    if is_alone and all(stranger.request == number for stranger in strangers):
-                        is_dead = worker in ready and not strangers
-                        fail(index, worker.cause_of_death() if is_dead else too_slow)
-                    else:  # it may not have run: a child of an earlier request replied instead
-                        waiting.appendleft(index)
+                        running[self._workers[-1]] = None, now + _START_S
+                elif all(stranger.request == worker.request for stranger in strangers):
+                    fail(index, worker.cause_of_death() if worker in ready and not strangers else too_slow)
+                else:  # a child of an earlier request replied instead: this sample has not run
+                    waiting.appendleft(index)
                 fail_forked(strangers)
-                self._restart(worker)
+                idle.append(worker if reply is not None and not strangers else self._restart(worker))
         for worker in list(self._workers):
-            if worker.room and wait([worker], 0.0) and (strangers := worker.read()):
+            if wait([worker], 0.0) and (strangers := worker.read()):
                 fail_forked(strangers)
                 self._restart(worker)
         for worker in self._workers:
             worker.printed.end_call()
         return verdicts
 
-    def _restart(self, worker: _Worker) -> None:
+    def _restart(self, worker: _Worker) -> _Worker:
         worker.kill()
         new = _Worker(self.data)
         self._workers[self._workers.index(worker)] = new
         new.wait_until_ready()
+        return new
 
 
 def _judge_here(function: RewardFunction, sample: RewardSample, data: DataConfig) -> Verdict:
@@ -250,14 +240,12 @@ class _Worker:
     """One process of a pool (pool_worker.py), as the pool sees it. Its replies are checked, as the user's
     code may write into the pipe."""
 
-    room = 0
-    """Number of calls that it can have at a time; 0 until it is ready."""
+    request = digest = -1
+    """Number of the last request, and digest of its text."""
 
     def __init__(self, data: DataConfig) -> None:
         own = data.reward_function
         self._flag = f"--reward-function ({own})" if own else f"--reward ({data.reward or 'auto'})"
-        self.calls: dict[int, tuple[float, int]] = {}
-        """Number of each request without a reply -> its deadline, and the digest of its text."""
         self.printed = Printed("reward")
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megarl.rewards.pool_worker", str(os.getpid())],
@@ -277,14 +265,9 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # the process has died, and `receive` will report it
             self._requests.send_bytes(encode(message))
 
-    @property
-    def deadline(self) -> float:
-        """The first deadline of its calls."""
-        return min((deadline for deadline, _ in self.calls.values()), default=math.inf)
-
-    def ask(self, request: int, sample: RewardSample, deadline: float) -> None:
+    def ask(self, request: int, sample: RewardSample) -> None:
         """Send the process a sample to score, without waiting for the reply. `request` is a unique number."""
-        self.calls[request] = deadline, sample.digest
+        self.request, self.digest = request, sample.digest
         self._tell(Request.of(request, sample))
 
     def fileno(self) -> int:
@@ -304,26 +287,21 @@ class _Worker:
             raise ValueError(
                 reply.error or f"the process that loads the reward function {self.cause_of_death()}"
             )
-        self.room = _MOST_CALLS if reply.is_async else 1
 
-    def receive(self) -> tuple[list[Reply], list[Reply]]:
-        """Return the replies to requests, and the replies that other processes wrote into the pipe.
+    def receive(self) -> tuple[Reply | None, list[Reply]]:
+        """Return the reply to the last request, and the replies that other processes wrote into the pipe.
 
-        Both are [] if the process has died or sent a malformed reply.
+        The first is None if the process has died or sent a malformed reply.
 
         Raises: ValueError if the reward function's file forks while it is loaded."""
-        own, strangers = [], []
+        own, strangers = None, []
         for reply in self.read():
             if reply.pid != self.process.pid:
                 if reply.ready:
                     raise ValueError(_FORKED_WHILE_LOADED)
                 strangers.append(reply)
-            elif self.calls.get(reply.request, (0, None))[1] == reply.digest and (
-                reply.reward,
-                reply.failure,
-            ) != (None, None):
-                del self.calls[reply.request]
-                own.append(reply)
+            elif (reply.request, reply.digest) == (self.request, self.digest):
+                own = reply if reply.reward is not None or reply.failure is not None else None
         return own, strangers
 
     def read(self) -> list[Reply]:

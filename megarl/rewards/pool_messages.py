@@ -55,8 +55,6 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     """Reason why there is no reward."""
     waits: bool = False
     """Whether the call has mostly waited, so that further calls may run beside it."""
-    is_async: bool = False
-    """With `ready`: whether the process can have many calls, as the function is asynchronous."""
 
     def line(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"

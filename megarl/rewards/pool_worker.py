@@ -5,29 +5,25 @@ request, the digest of the judged text, and the id of the writing process. The p
 reward function may fork, and its child returns here with the same pipes. The child sends one reply and ends.
 
 The function runs in the main thread, outside of any event loop: it may set alarms, call asyncio.run and start
-processes, as in a script of its own. If it is asynchronous, what it returns is awaited while further calls begin.
+processes, as in a script of its own.
 
 Output of the reward function goes to stderr, which the pool reads (printed.py). The function has no stdin."""
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
-import inspect
+import operator
 import os
 import resource
 import signal
 import sys
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 from megarl.config.schema import DataConfig
 from megarl.files.user_code import be_script
 from megarl.messages import decode
 from megarl.rewards import load_reward
-from megarl.rewards.base import RewardSample, Score, event_loop, judge
+from megarl.rewards.base import Score, judge
 from megarl.rewards.pool_messages import Reply, Request
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -61,47 +57,24 @@ def main(parent: int) -> None:
         function = load_reward(data)
     except ValueError as error:
         return reply(error=_printable(str(error)))
-    is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
-    reply(ready=True, is_async=is_async)
-
-    def answer(request: Request, get: Callable[[], Any] | None = None) -> None:
-        sample, began = request.sample, (time.monotonic(), sum(os.times()[:4]))
+    weights = data.weights_of_scores
+    reply(ready=True)
+    while True:
         try:
-            score = judge(function, sample, data.weights_of_scores, get)
+            request = decode(requests.recv_bytes(), Request)
+        except EOFError:
+            return
+        sample, began = request.sample, os.times()
+        try:
+            score = judge(function, sample, weights)
             verdict = {"reward": float(score)}
             if isinstance(score, Score):
                 verdict |= {"answer": score.answer and _printable(score.answer), "scores": score.scores}
         except ValueError as error:
             verdict = {"failure": _printable(str(error)[-_LONGEST_MESSAGE:])}
-        seconds, cpu_seconds = time.monotonic() - began[0], sum(os.times()[:4]) - began[1]
-        waits = seconds > 0.05 and cpu_seconds < seconds / 8
+        *cpu, seconds = map(operator.sub, os.times(), began)
+        waits = seconds > 0.05 and sum(cpu) < seconds / 8
         reply(request=request.number, digest=sample.digest, waits=waits, **verdict)
-
-    async def value_of(sample: RewardSample) -> Any:
-        try:
-            async with asyncio.timeout(data.reward_timeout_s) as limit:
-                return await function(**sample.arguments)
-        except TimeoutError as error:  # the function's own, or that of the limit
-            late = f"took longer than --reward-timeout-s ({data.reward_timeout_s:g})"
-            raise TimeoutError(late) if limit.expired() else error
-
-    loop = event_loop()
-    if is_async:
-        loop.add_reader(requests.fileno(), loop.stop)
-    while True:
-        try:
-            if is_async:
-                loop.run_forever()  # until there is a request
-            request = decode(requests.recv_bytes(), Request)
-        except SystemExit:  # of an awaited call, which is answered next
-            continue
-        except EOFError:
-            return
-        if is_async:
-            task = loop.create_task(value_of(request.sample))
-            task.add_done_callback(lambda task, request=request: answer(request, task.result))
-        else:
-            answer(request)
 
 
 def _printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ class Request:
     top_k: int = 0  # off
     is_first: bool = False
     """Whether the request starts before all others that wait."""
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     """Texts that end the response, besides those of the job."""
     schema: dict[str, Any] | None = None
     """JSON schema that the response must have. vLLM only."""

@@ -153,14 +153,13 @@ class EpisodeStream(RequestStream):
         self._num_requests += 1  # a new id each time: the end of an aborted request may be under way
         name = one.requests[answer.turn] = f"{one.name}/{self._num_requests}"
         prompt = [*answer.prompt, *answer.response]
-        turn = one.turns[answer.turn]
-        how = {**one.how, "stop": turn.stop, "schema": turn.schema}
+        how = {**one.how, **one.turns[answer.turn].how}
         return Request(name, prompt, answer.key, max_tokens=max_tokens, **how)
 
     def _from(self, answer: Answer) -> Answer:
         """Begin an answer anew also if the agent's stop string may begin in its saved tokens, or its grammar does."""
-        turn = self._open_of(answer).turns[answer.turn]
-        return answer.first(0) if turn.stop or turn.schema is not None else super()._from(answer)
+        is_special = self._open_of(answer).turns[answer.turn].how
+        return answer.first(0) if is_special else super()._from(answer)
 
     def _allowed_tokens(self, answer: Answer) -> int:
         return self._open_of(answer).turns[answer.turn].max_tokens - len(answer.response)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import environments
 from megarl.config.episode_sections import settings_of_verifiers
@@ -29,7 +29,6 @@ from megarl.workers.open_episode import SavedTurn
 from megarl.workers.store import RolloutSample
 
 if TYPE_CHECKING:
-    from megarl.episodes.proxy import Asked
     from megarl.rollout.engine import Engine
 
 
@@ -48,25 +47,6 @@ def _parser(config: TrainConfig, tokenizer: Tokenizer, eos_ids: Sequence[int]) -
             "a SentencePiece file. Leave it out."
         )
     return VllmAnswerParser(tools, reasoning, hugging_face, eos_ids, config.sampling.stop_token_ids)
-
-
-def _check_of(config: TrainConfig, tokenizer: Tokenizer) -> Callable[[Asked], None]:
-    """Return what raises ValueError for a request that the engine cannot sample."""
-
-    def check(asked: Asked) -> None:
-        if asked.stop and getattr(tokenizer, "hugging_face", None) is None:
-            raise ValueError(f"stop is not supported: {tokenizer.name} is a SentencePiece file")
-        if asked.schema is not None:
-            if config.rollout.backend != "vllm":
-                raise ValueError(
-                    f"response_format is not supported: --rollout-backend {config.rollout.backend} samples without a "
-                    "grammar, and vllm can"
-                )
-            from megarl.rollout.answer_parser import check_schema  # imports vLLM
-
-            check_schema(asked.schema)
-
-    return check
 
 
 def _environments(
@@ -92,7 +72,6 @@ def _environments(
             episodes.agent_host,
             _parser(config, tokenizer, eos_ids),
             vocab_size,
-            _check_of(config, tokenizer),
         )
     if episodes.agent_command is not None:
         from megarl.episodes.agent_pool import AgentPool  # imports aiohttp, which other jobs need not have
@@ -106,7 +85,6 @@ def _environments(
             _parser(config, tokenizer, eos_ids),
             is_judged=rule_judges_agents(config),
             vocab_size=vocab_size,
-            check=_check_of(config, tokenizer),
         )
     limits = episodes.env_timeout_s, episodes.env_episodes_per_process
     return EnvironmentPool(environments(episodes), *limits)
@@ -127,7 +105,24 @@ class EpisodeSampler:
             config.episodes.max_branches,
         )
         self.environments = _environments(config, tokenizer, eos_ids, shape.vocab_size)
-        self.of_agents = config.episodes.has_agent
+        self.of_agents, self._backend = config.episodes.has_agent, config.rollout.backend
+        if self.of_agents:
+            self.environments.proxy.check = self._check
+
+    def _check(self, how: Mapping[str, Any]) -> None:
+        """Raise ValueError if the engine cannot sample in the way that an agent's request asks for."""
+        if "stop" in how and getattr(self._tokenizer, "hugging_face", None) is None:
+            raise ValueError(
+                "a stop string needs a Hugging Face tokenizer, and this job has a SentencePiece file"
+            )
+        if "schema" in how:
+            if self._backend != "vllm":
+                raise ValueError(
+                    f"response_format needs a grammar. Of the engines vllm has one, {self._backend} none"
+                )
+            from megarl.rollout.answer_parser import check_schema
+
+            check_schema(how["schema"])
 
     def close(self) -> None:
         self.environments.close()
@@ -232,9 +227,8 @@ class Turns:
             name = f"episode/{first.sample_id}/{turn.number}"
             self._asked[name] = turn
             key = self._keys[turn.index].next(turn.prompt)
-            how = {**self._how, **(GREEDY if first.greedy else {})}
-            how |= {"max_tokens": turn.max_tokens, "stop": turn.stop, "schema": turn.schema}
-            requests.append(Request(name, turn.prompt, key, **how))
+            how = self._how | GREEDY if first.greedy else self._how
+            requests.append(Request(name, turn.prompt, key, max_tokens=turn.max_tokens, **how, **turn.how))
         if requests:
             self._engine.add(requests)
 
