@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.episodes.answers import AnswerParser, Completion, completion_of
+from megarl.episodes.answers import UNREADABLE, AnswerParser, Completion, completion_of
 from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat import Message
 from megarl.episodes.chat_requests import ChatRequest
@@ -136,21 +136,20 @@ class AgentPool:
             return Completion("", sampled.usage, token_ids=(*sampled.ids,), log_probs=(*sampled.log_probs,))
         if self._parser is None:
             return Completion(text, sampled.usage).until(asked.how.get("stop", ()))
-        num_calls = self._num_calls[episode]
         try:
             content, reasoning, calls = self._parser.parse(
                 sampled.prompt, sampled.ids, asked.tools, asked.wants_calls
             )
         except Exception:  # a foreign parser on what a model wrote: the model's mistake must not end the job
-            completion = Completion(text, sampled.usage, is_unreadable=True)
-        else:
-            calls = calls[:1] if asked.is_single_call else calls
-            self._num_calls[episode] += len(calls)
-            completion = completion_of((content, reasoning, calls), text, sampled.usage, num_calls)
-        if completion.is_unreadable:
+            content, reasoning, calls = None, None, UNREADABLE
+        calls = calls[:1] if asked.is_single_call else calls
+        parsed, num_calls = (content, reasoning, calls), self._num_calls[episode]
+        completion = completion_of(parsed, text, sampled.usage, num_calls)
+        self._num_calls[episode] += len(calls)
+        if calls and not completion.tool_calls:
             if not self._num_unreadable:
                 _LOG.warning(
-                    "a tool call cannot be read, and is given as text: %.200r. Others are counted", text
+                    "calls of tools cannot be read: %.200r is given as text. Others are counted", text
                 )
             self._num_unreadable[episode] += 1
         return completion.until(asked.how.get("stop", ()))

@@ -15,6 +15,8 @@ Tool = dict[str, Any]
 """A tool in OpenAI's form, {"type": "function", "function": {"name": ..., "parameters": {...}}}."""
 ParsedAnswer = tuple[str | None, str | None, Sequence[tuple[str | None, str, str]]]
 """(text, reasoning, calls). A call is (the id that the model wrote or None, name, arguments as JSON)."""
+UNREADABLE = [(None, "", "")]
+"""The calls of an answer whose calls cannot be read."""
 
 
 class AnswerParser(Protocol):
@@ -58,8 +60,6 @@ class Completion:
     """The sampled ids, for a request of token ids."""
     log_probs: tuple[float, ...] = ()
     """Log-prob of each of them."""
-    is_unreadable: bool = False
-    """Whether it has calls that cannot be read."""
     stop: str | None = None
     """Text that has ended it, and is no part of `text`."""
 
@@ -100,7 +100,7 @@ def completion_of(parsed: ParsedAnswer, text: str, usage: Usage, num_calls: int)
     calls = []
     for number, (index, name, arguments) in enumerate(found, num_calls):
         if not _is_readable(name, arguments):
-            return Completion(text, usage, reasoning, is_unreadable=True)
+            return Completion(text, usage, reasoning)
         # nine letters and digits: templates in the manner of Mistral's refuse others
         calls.append(ToolCall(index or f"call{number:05d}", name, arguments))
     return Completion(content or "", usage, reasoning, tuple(calls))

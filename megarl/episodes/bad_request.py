@@ -14,6 +14,7 @@ from megarl.episodes.json_values import json_problem
 
 _Body = TypeVar("_Body")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_tell_once = functools.cache(logging.getLogger(__name__).warning)
 _VALUE = msgspec.json.Decoder(Any)
 _OTHER_ANSWERS = {
     "the job decides how it samples": (
@@ -89,13 +90,17 @@ def how_of(
     how: dict[str, Any] = {"stop": [stop] if isinstance(stop, str) else [*stop]} if stop else {}
     if "" in how.get("stop", ()):
         raise BadRequest("a stop string must not be empty", param="stop")
-    kind = (form or {}).get("type", "text")
-    if kind == "json_object":
-        how["schema"] = {"type": "object"}
-    elif form is not None and kind != "text":
-        named = form.get("json_schema", form)
-        how["schema"] = isinstance(named, dict) and named.get("schema")
-        if kind != "json_schema" or not isinstance(how["schema"], dict):
+    match form or {"type": "text"}:
+        case {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            how["schema"] = {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
+            "type": "json_schema",
+            "schema": dict(schema),
+        }:
+            how["schema"] = schema
+        case _:
             raise BadRequest(f"{where} must be text, json_object, or json_schema with a schema", param=where)
     return how
 
@@ -103,15 +108,10 @@ def how_of(
 def wants_calls(choice: object, has_tools: bool) -> bool:
     """Return whether tool_choice allows calls. One that forces a call is taken as auto."""
     if choice not in (None, "auto", "none"):
-        _tell_forced()
+        _tell_once(
+            "an agent's tool_choice forces a call, and is taken as auto: forced calls could not be trained on"
+        )
     return has_tools and choice != "none"
-
-
-@functools.cache
-def _tell_forced() -> None:
-    logging.getLogger(__name__).warning(
-        "an agent's tool_choice forces a call, and is taken as auto: what a grammar forces cannot be trained on"
-    )
 
 
 def refuse_other_answers(data: bytes) -> None:

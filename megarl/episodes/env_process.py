@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import inspect
 import json
 import math
@@ -80,59 +81,43 @@ def _adapted(flag: str, scheme: str, name: str) -> Callable[[], Any]:
         raise ValueError(f"{flag}: {error}") from error
 
 
-class MainThread:
-    """The main thread, which runs one call at a time, and coroutines between them."""
-
-    def __init__(self) -> None:
-        self.loop, self._calls = asyncio.new_event_loop(), deque()
-        self.sets_signals = False
-        """Whether a call has set a signal handler, so that calls may run in this thread only."""
-        self._signal, signal.signal = signal.signal, self._set_signal
-
-    def _set_signal(self, number: int, handler: Any) -> Any:
-        self.sets_signals |= number != signal.SIGINT  # which asyncio.run sets
-        return self._signal(number, handler)
-
-    def submit(self, function: Callable[..., Any], *arguments: object) -> Future[Any]:
-        """Queue a call. Its future can be cancelled until it begins."""
-        future: Future[Any] = Future()
-        self._calls.append((future, function, arguments))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        return future
-
-    def run(self) -> None:
-        while True:
-            with contextlib.suppress(SystemExit):  # of a coroutine, whose future has it too
-                self.loop.run_forever()  # until there is a call
-            while self._calls:
-                future, function, arguments = self._calls.popleft()
-                if future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(function(*arguments))
-                    except BaseException as error:  # thread boundary: raised where the result is wanted
-                        future.set_exception(error)
-
-
 class Environments:
     """The episodes of this process, and their calls.
 
     Args:
-        write: sends a reply.
-        main: runs the calls."""
+        write: sends a reply."""
 
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        num_threads: int,
-        write: Callable[[dict[str, Any]], None],
-        main: MainThread,
-    ):
-        self._make, self._write, self._main = make, write, main
+    make: Callable[[], Any]
+    """Makes the object of an episode."""
+
+    def __init__(self, num_threads: int, write: Callable[[dict[str, Any]], None]) -> None:
+        self._write = write
+        self._main, self._calls = asyncio.new_event_loop(), deque()
+        self._sets_signals = False
+        """Whether a call has set a signal handler, so that calls may run in the main thread only."""
+        self._set_handler, signal.signal = signal.signal, self._set_signal
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="environment")
         self._of_episode: dict[int, Any] = {}
         self._open: set[int] = set()
         """Episodes that have begun and not ended; the object of one may be in the making."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def _set_signal(self, number: int, handler: Any) -> Any:
+        self._sets_signals |= number != signal.SIGINT  # which asyncio.run sets
+        return self._set_handler(number, handler)
+
+    def run(self) -> None:
+        """Run calls, one at a time, and coroutines between them. Call this in the main thread."""
+        while True:
+            with contextlib.suppress(SystemExit):  # of a coroutine, whose future has it too
+                self._main.run_forever()  # until there is a call
+            while self._calls:
+                future, call = self._calls.popleft()
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(call())
+                    except BaseException as error:  # thread boundary: raised where the result is wanted
+                        future.set_exception(error)
 
     def take(self, request: dict[str, Any]) -> None:
         """Start what a request asks for. Must be called in the event loop."""
@@ -158,7 +143,7 @@ class Environments:
         op, episode = request["op"], request["episode"]
         try:
             if op == "reset":
-                made = await self._run(self._make)
+                made = await self._run(self.make)
                 if episode not in self._open:  # it has been ended meanwhile, and no reply is awaited
                     self._close(made)
                     return
@@ -186,17 +171,17 @@ class Environments:
             traceback.print_exc()
 
     async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
-        future = self._main.submit(function, *arguments)
-        awaited = asyncio.wrap_future(future)
-        await asyncio.wait([awaited], timeout=_PATIENCE_S)
-        if not self._main.sets_signals and future.cancel():
-            awaited = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-        result = await awaited
-        if inspect.isawaitable(result):
-            result = await asyncio.wrap_future(
-                asyncio.run_coroutine_threadsafe(_result(result), self._main.loop)
-            )
-        return result
+        future, call = Future(), functools.partial(function, *arguments)
+        self._calls.append((future, call))
+        self._main.call_soon_threadsafe(self._main.stop)
+        result = asyncio.wrap_future(future)
+        await asyncio.wait([result], timeout=_PATIENCE_S)
+        if not self._sets_signals and future.cancel():  # the main thread is busy
+            result = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        value = await result
+        if inspect.isawaitable(value):
+            value = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_result(value), self._main))
+        return value
 
 
 async def _result(value: Any) -> Any:
@@ -320,15 +305,15 @@ def main(parent: int, env: str, num_threads: int) -> None:
             replies.write(line + b"\n")
             replies.flush()
 
-    main_thread = MainThread()
+    environments = Environments(num_threads, write)
     try:
-        make = load_environment(env)
+        environments.make = load_environment(env)
     except ValueError as error:
         return write({"error": _printable(str(error))})
     write({"ready": True})
-    served = _serve(Environments(make, num_threads, write, main_thread), requests)
+    served = _serve(environments, requests)
     threading.Thread(target=asyncio.run, args=(served,), name="calls", daemon=True).start()
-    main_thread.run()
+    environments.run()
 
 
 if __name__ == "__main__":

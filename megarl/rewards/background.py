@@ -118,9 +118,10 @@ class BackgroundPool:
                 self._changed.wait_for(lambda: self._is_closed or self._urgent or self._early)
                 if self._is_closed:
                     return None
-                batch = (self._urgent or self._early).popleft()
-                while not self._urgent and self._early and len(batch) <= num_calls:
-                    batch = [*batch, *self._early.popleft()]
+                queue = self._urgent or self._early
+                batch = queue.popleft()
+                while queue and len(batch) <= num_calls:
+                    batch = batch + queue.popleft()
                 if jobs := [job for job in batch if not job.is_taken]:
                     for job in jobs:
                         job.is_taken = True

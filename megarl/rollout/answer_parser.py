@@ -99,7 +99,7 @@ class VllmAnswerParser:
             (call.id if call.id and call.id in text else None, call.name, call.arguments)
             for call in calls or ()
         ]
-        if not found and self._num_failures > num_failures:
+        if self._num_failures > num_failures:
             found = [(None, "", "")]
         return content, reasoning, found
 

@@ -105,7 +105,7 @@ class EpisodeSampler:
             config.episodes.max_branches,
         )
         self.environments = _environments(config, tokenizer, eos_ids, shape.vocab_size)
-        self.of_agents, self._backend = config.episodes.has_agent, config.rollout.backend
+        self.of_agents = config.episodes.has_agent
         if self.of_agents:
             self.environments.proxy.check = self._check
 
@@ -116,10 +116,8 @@ class EpisodeSampler:
                 "a stop string needs a Hugging Face tokenizer, and this job has a SentencePiece file"
             )
         if "schema" in how:
-            if self._backend != "vllm":
-                raise ValueError(
-                    f"response_format needs a grammar. Of the engines vllm has one, {self._backend} none"
-                )
+            if self._engine.config.rollout.backend != "vllm":
+                raise ValueError("response_format needs a grammar, which only --rollout-backend vllm has")
             from megarl.rollout.answer_parser import check_schema
 
             check_schema(how["schema"])

@@ -100,6 +100,8 @@ class RewardRole(HostedRole):
                     record["env"] = dataset[rollout.row].data_source
                 if self.config.episodes.has_agent:
                     record["num_branches"] = rollout.num_branches
+                    record["num_unreadable"] = rollout.episode.num_unreadable
+                    record["num_constrained"] = rollout.episode.num_constrained
                 if self.config.episodes.turn_rewards:
                     record["turn_rewards"] = rollout.episode.turn_rewards
                     record["turn_lengths"] = rollout.episode.turn_lengths
@@ -169,8 +171,6 @@ class RewardRole(HostedRole):
 def _of_episode(episode: EpisodeResult) -> dict[str, object]:
     """Return the facts about an episode that the driver's metrics need."""
     facts: dict[str, object] = {"num_turns": episode.num_turns, "finish_reason": episode.finish_reason}
-    counts = {"num_unreadable": episode.num_unreadable, "num_constrained": episode.num_constrained}
-    facts |= {name: count for name, count in counts.items() if count}
     return facts | ({"cause": episode.cause} if episode.cause is not None else {})
 
 
