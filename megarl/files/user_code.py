@@ -17,6 +17,8 @@ def be_script(path: str) -> None:
     Python's path, and processes that multiprocessing spawns find what the file defines.
 
     Call this before `run_file`, in a process that runs the user's code only."""
+    import multiprocessing  # noqa: F401 - a later import would put __main__ in the place of __mp_main__
+
     main = sys.modules["__main__"]
     main.__spec__, main.__file__ = None, os.path.abspath(path)
     sys.path[:0] = [os.path.dirname(main.__file__), os.getcwd()]
