@@ -16,7 +16,10 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 def check_schema(schema: dict[str, Any]) -> None:
     """Raise ValueError for a JSON schema by which vLLM cannot constrain an answer."""
-    validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+    try:
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+    except Exception as error:  # vLLM's own kinds
+        raise ValueError(f"response_format has a schema of which vLLM makes no grammar: {error}") from error
 
 
 _MOST_REQUESTS = 64  # lists of tools that are remembered; a job has one or a few
