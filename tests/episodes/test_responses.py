@@ -135,7 +135,10 @@ REFUSED = {
     ),
     "a conversation": (ask("hi", conversation="c"), "conversation is not supported"),
     "in the background": (ask("hi", background=True), "background is not supported"),
-    "a grammar": (ask("hi", text={"format": {"type": "json_schema"}}), "text.format must be text, json_object, or json_schema with a schema"),
+    "a grammar": (
+        ask("hi", text={"format": {"type": "json_schema"}}),
+        "text.format must be text, json_object, or json_schema with a schema",
+    ),
     "log-probs": (ask("hi", top_logprobs=3), "top_logprobs is not supported"),
     "a tool's role": (ask([{"role": "tool", "content": "x"}]), "input[0].role must be one of system,"),
     "no role": (ask([{"content": "x"}]), "input[0].role must be one of"),
