@@ -172,7 +172,7 @@ def check(argv: list[str]) -> int:
         if options.gpu_memory is None
         else Machine(None, has_gpu=True, gpu_bytes=int(options.gpu_memory * 1e9), is_this=False)
     )
-    report = examine(config, config.placement.world_size, machine=machine)
+    report = examine(config, config.placement.world_size, machine=machine, calls_reward=machine is None)
     sys.stdout.write("".join(f"{line}\n" for line in report.lines))
     sys.stdout.flush()  # so that it precedes the errors if both go to one file
     raise_errors([*report.errors, *report.estimates], report.is_complete)

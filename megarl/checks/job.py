@@ -75,15 +75,20 @@ def examine(
     new_run: bool = True,
     ranks_per_node: int | None = None,
     machine: Machine | None = None,
+    calls_reward: bool = False,
 ) -> Report:
     """Run all checks of a job and return a `Report`, which holds the errors; they are not raised.
 
     Args:
         new_run: whether --save will be written, so it must be free and have room.
         ranks_per_node: number of ranks on this machine. By default --nnodes divides the ranks.
-        machine: the machine to check for. The default is this machine."""
+        machine: the machine to check for. The default is this machine.
+        calls_reward: whether to call the user's reward function, as the start of a job does later."""
     errors = job_errors(config, world_size, new_run)
-    previews = {suffix: preview(of_actor) for suffix, of_actor in configs_of_actors(config).items()}
+    previews = {
+        suffix: preview(of_actor, calls_reward and not errors)
+        for suffix, of_actor in configs_of_actors(config).items()
+    }
     of_data = iter(previews.values())
     errors += of_all_actors(config, lambda _: next(of_data).errors)
     if errors:

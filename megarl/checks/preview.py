@@ -27,6 +27,7 @@ from megarl.data.readers import UnreadableFile, read_rows
 from megarl.data.rendering import Turns
 from megarl.data.tokenizer import check_vocabulary, tokenizer_of
 from megarl.data.tokenizer_base import Tokenizer
+from megarl.rewards.pool import probe_rule
 from megarl.rewards.routing import ROUTES, route
 
 NUM_ROWS = 64
@@ -44,8 +45,11 @@ class Preview:
     notes: list[str] = field(default_factory=list)
 
 
-def preview(config: TrainConfig) -> Preview:
+def preview(config: TrainConfig, calls_reward: bool = False) -> Preview:
     """Read the first rows of one actor's data, tokenize them, and return the errors with a summary.
+
+    Args:
+        calls_reward: whether to call the user's reward function for the first rows.
 
     Missing files are not reported here, because the rules of the configuration report them."""
     seen = Preview()
@@ -70,6 +74,11 @@ def preview(config: TrainConfig) -> Preview:
                 seen.errors.append(_with_flag(str(error), flag))
         if count := sum(row.was_text for row in dataset):
             seen.notes.append(f"{flag}: the prompts of {count} rows are JSON text, which is read as messages")
+    if calls_reward and config.data.reward_function is not None and not seen.errors:
+        try:
+            probe_rule(config, [(rows, flag) for flag, rows in datasets.items() if flag != "--sft-data"])
+        except ValueError as error:
+            seen.errors.append(str(error))
     if {"--train-data", "--eval-data"} <= datasets.keys():
         seen.notes += _shared_prompts(datasets["--train-data"], datasets["--eval-data"])
     return seen

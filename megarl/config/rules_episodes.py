@@ -16,6 +16,7 @@ from megarl.config.errors import Errors
 from megarl.config.flags import algorithm_name, refuse_set
 from megarl.config.installed import answer_parsers
 from megarl.config.roles import configs_of_actors
+from megarl.config.rules_files import bound_names
 from megarl.config.rules_layout import Job
 from megarl.config.schema import EpisodeConfig
 
@@ -202,13 +203,7 @@ def _file(env: str) -> Iterator[str]:
     except (SyntaxError, ValueError) as error:
         yield f"{path} is not Python: {error}."
         return
-    bound = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=found, ctx=ast.Store()):
-                bound.add(found)
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                bound |= {alias.asname or alias.name for alias in aliases}
+    bound = bound_names(tree)
     if wanted not in bound and "*" not in bound:
         yield f"{path} defines no {wanted}.{_advice(path)}"
 

@@ -171,7 +171,21 @@ def _other_function(path: Path) -> str:
 
 
 def _functions(tree: ast.Module) -> list[str]:
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """Return all names that a file binds, with "*" for a star import."""
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=found, ctx=ast.Store()):
+                bound.add(found)
+            case ast.FunctionDef(name=found) | ast.AsyncFunctionDef(name=found) | ast.ClassDef(name=found):
+                bound.add(found)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                bound |= {alias.asname or alias.name for alias in aliases}
+    return bound
 
 
 def _function_in_file(name: str, path: Path, function: str) -> Errors:
@@ -183,13 +197,7 @@ def _function_in_file(name: str, path: Path, function: str) -> Errors:
     except SyntaxError as error:
         yield f"--reward-function ({name}): {path} is not Python: {error.msg}, line {error.lineno}."
         return
-    bound: set[str] = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=found, ctx=ast.Store()) | ast.FunctionDef(name=found) | ast.ClassDef(name=found):
-                bound.add(found)
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                bound |= {alias.asname or alias.name for alias in aliases}
+    bound = bound_names(tree)
     functions = _functions(tree)
     if function not in bound and "*" not in bound:
         advice = f" Try {path}:{functions[0]}." if functions else ""

@@ -22,19 +22,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.episodes.answers import AnswerParser, Completion, completion_of
+from megarl.episodes.answers import UNREADABLE, AnswerParser, Completion, completion_of
 from megarl.episodes.bad_request import BadRequest
 from megarl.episodes.chat import Message
 from megarl.episodes.chat_requests import ChatRequest
 from megarl.episodes.env_pool import ENV_KEY
 from megarl.episodes.environments import Reply, Request, Sampled
 from megarl.episodes.generate_requests import GenerateRequest
+from megarl.files.printed import Printed
 from megarl.episodes.proxy import Asked, Proxy
 from megarl.runtime.signing import JOB_SECRET
 
@@ -76,13 +78,14 @@ class AgentPool:
         self._waiting: dict[int, Mapping[str, Any]] = {}
         self._num_answers: dict[int, int] = {}
         self._num_episodes = 0
-        self._num_calls: dict[int, int] = {}
+        self._num_calls: Counter[int] = Counter()
+        self._num_unreadable: Counter[int] = Counter()
         self._asked: dict[tuple[int, int], Asked] = {}  # (episode, request) that an agent waits for
         self._completions: dict[tuple[int, int], list[tuple[int, Completion]]] = {}  # those that are there
         self._requests: deque[tuple[Reply, Asked]] = deque()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         takes_tools = parser is not None and parser.takes_tools
-        self._proxy = Proxy(self._on_request, max_length, host, takes_tools, vocab_size)
+        self.proxy = Proxy(self._on_request, max_length, host, takes_tools, vocab_size)
 
     def __enter__(self) -> AgentPool:
         return self
@@ -95,7 +98,7 @@ class AgentPool:
         self._waiting.clear()  # else each end would start the next
         for episode in [*self._num_answers]:
             self.end(episode)
-        self._proxy.stop()
+        self.proxy.stop()
         os.close(self._woken)
         os.close(self._wake)
 
@@ -117,13 +120,13 @@ class AgentPool:
         asks for are there. `replies` returns the agent's next request."""
         if not self.is_open(episode):
             return
-        self._num_answers[episode] += 1
+        self._num_answers[episode] += "schema" not in self._asked[episode, sampled.request].how
         where = episode, sampled.request
         found = self._completions.setdefault(where, [])
         found.append((sampled.turn, self._completion(episode, text, sampled)))
         if len(found) == self._asked[where].count:
             del self._completions[where], self._asked[where]
-            self._proxy.answer(episode, sampled.request, sorted(found, key=lambda one: one[0]))
+            self.proxy.answer(episode, sampled.request, sorted(found, key=lambda one: one[0]))
 
     def _completion(self, episode: int, text: str, sampled: Sampled) -> Completion:
         """Return the model's answer in the form that the agent asked for, with reasoning and tool calls
@@ -132,19 +135,24 @@ class AgentPool:
         if isinstance(asked, GenerateRequest):
             return Completion("", sampled.usage, token_ids=(*sampled.ids,), log_probs=(*sampled.log_probs,))
         if self._parser is None:
-            return Completion(text, sampled.usage)
+            return Completion(text, sampled.usage).until(asked.how.get("stop", ()))
         try:
             content, reasoning, calls = self._parser.parse(
                 sampled.prompt, sampled.ids, asked.tools, asked.wants_calls
             )
         except Exception:  # a foreign parser on what a model wrote: the model's mistake must not end the job
-            _LOG.warning("an answer cannot be parsed, and is given as text: %.200r", text, exc_info=True)
-            return Completion(text, sampled.usage)
-        if asked.is_single_call:
-            calls = calls[:1]
-        num_calls = self._num_calls.get(episode, 0)
-        self._num_calls[episode] = num_calls + len(calls)
-        return completion_of((content, reasoning, calls), text, sampled.usage, num_calls)
+            content, reasoning, calls = None, None, UNREADABLE
+        calls = calls[:1] if asked.is_single_call else calls
+        parsed, num_calls = (content, reasoning, calls), self._num_calls[episode]
+        completion = completion_of(parsed, text, sampled.usage, num_calls)
+        self._num_calls[episode] += len(calls)
+        if calls and not completion.tool_calls:
+            if not self._num_unreadable:
+                _LOG.warning(
+                    "calls of tools cannot be read: %.200r is given as text. Others are counted", text
+                )
+            self._num_unreadable[episode] += 1
+        return completion.until(asked.how.get("stop", ()))
 
     def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
         """Refuse an agent's request. The agent may go on, unless the episode is at a limit; in both cases it may
@@ -152,7 +160,7 @@ class AgentPool:
         assert reply.request is not None
         number = reply.request.number
         del self._asked[reply.episode, number]
-        self._proxy.refuse(reply.episode, number, BadRequest(message, code, "messages"), is_final)
+        self.proxy.refuse(reply.episode, number, BadRequest(message, code, "messages"), is_final)
         return True
 
     def extend(self, seconds: float) -> None:
@@ -171,7 +179,7 @@ class AgentPool:
         agent = self._agents.pop(episode, None)
         if agent is not None:
             agent.kill()
-            self._proxy.close(episode)
+            self.proxy.close(episode)
             self._start()
 
     def replies(self, timeout_s: float) -> list[Reply]:
@@ -187,7 +195,7 @@ class AgentPool:
             if self.is_open(reply.episode) and reply.request is not None:
                 self._asked[reply.episode, reply.request.number] = asked
                 found.append(reply)
-        return found + ended
+        return found + [replace(one, num_unreadable=self._num_unreadable[one.episode]) for one in ended]
 
     def _endings(self, timeout_s: float) -> list[Reply]:
         """Return the last replies of agents that have ended or are late. Waits at most so long, or until there is
@@ -213,13 +221,20 @@ class AgentPool:
         while self._waiting and len(self._agents) < self._num_processes:
             episode = next(iter(self._waiting))
             row = self._waiting.pop(episode)
-            key = self._proxy.open(episode)
-            self._agents[episode] = _Agent(self._command, row, self._proxy.url, key, self._timeout_s)
+            key = self.proxy.open(episode)
+            self._agents[episode] = _Agent(self._command, row, self.proxy.url, key, self._timeout_s)
 
     def _on_request(self, episode: int, messages: list[Message], asked: Asked, request: Request) -> None:
         """Queue a request. Runs on the endpoint's thread."""
         tools = asked.tools if isinstance(asked, ChatRequest) else []
-        reply = Reply(episode, messages, max_tokens=asked.max_tokens, tools=tools, request=request)
+        reply = Reply(
+            episode,
+            messages,
+            max_tokens=asked.max_tokens,
+            tools=tools,
+            request=request,
+            how=asked.how,
+        )
         self._requests.append((reply, asked))
         with contextlib.suppress(BlockingIOError):  # the pool is awake already
             os.write(self._wake, b"\0")
@@ -246,7 +261,7 @@ class AgentPool:
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return Reply(episode, failure=f"the agent {how}", cause="died")
         if not self._num_answers[episode]:
-            why = "the agent ended without an answer of the model"
+            why = "the agent ended without an answer of the model that can be trained on"
             return Reply(episode, failure=why, cause="malformed")
         if self._is_judged:
             return Reply(episode, done=True)
@@ -291,7 +306,11 @@ class _Agent:
         variables |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": local, "no_proxy": local}
         # Anthropic's SDK appends the /v1 itself, and sends a token beside the key.
         variables |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
-        variables.pop("ANTHROPIC_AUTH_TOKEN", None)
+        for name in ("ANTHROPIC_AUTH_TOKEN", "PYTHONSAFEPATH"):
+            variables.pop(name, None)
+        paths = variables.get("PYTHONPATH"), os.getcwd()
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self._printed = Printed("agent")
         with tempfile.TemporaryFile() as stdin:  # a pipe may be too small for the row
             stdin.write(json.dumps(row, default=str).encode() + b"\n")
             stdin.seek(0)
@@ -302,10 +321,12 @@ class _Agent:
                 ],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
+                stderr=self._printed.writer,
                 start_new_session=True,
                 env=variables,
                 bufsize=0,
             )
+        self._printed.follow()
         assert self._process.stdout is not None
         self._stdout = self._process.stdout
         os.set_blocking(self._stdout.fileno(), False)
@@ -342,5 +363,6 @@ class _Agent:
         except subprocess.TimeoutExpired:  # it has a child that this user may not kill, or is stopped
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._printed.close()
         self._stdout.close()
         os.close(self._pid_descriptor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from megarl.episodes.chat import Message
@@ -15,6 +15,8 @@ Tool = dict[str, Any]
 """A tool in OpenAI's form, {"type": "function", "function": {"name": ..., "parameters": {...}}}."""
 ParsedAnswer = tuple[str | None, str | None, Sequence[tuple[str | None, str, str]]]
 """(text, reasoning, calls). A call is (the id that the model wrote or None, name, arguments as JSON)."""
+UNREADABLE = [(None, "", "")]
+"""The calls of an answer whose calls cannot be read."""
 
 
 class AnswerParser(Protocol):
@@ -58,6 +60,14 @@ class Completion:
     """The sampled ids, for a request of token ids."""
     log_probs: tuple[float, ...] = ()
     """Log-prob of each of them."""
+    stop: str | None = None
+    """Text that has ended it, and is no part of `text`."""
+
+    def until(self, stops: Sequence[str]) -> Completion:
+        """Return the completion without the first of these texts and what follows it."""
+        found = [(self.text.index(stop), stop) for stop in stops if stop in self.text]
+        end, stop = min(found, default=(None, None))
+        return replace(self, text=self.text[:end], stop=stop)
 
     @property
     def message(self) -> Message:

@@ -15,9 +15,11 @@ from megarl.episodes.answers import Completion, Tool, called
 from megarl.episodes.bad_request import (
     BadRequest,
     decode,
+    how_of,
     refuse_unstorable,
     refuse_unsupported,
     tool_problem,
+    wants_calls,
 )
 from megarl.episodes.chat import Message
 from megarl.episodes.chat_requests import LARGEST_NUMBER, MODEL, ChatRequest, check_last_message
@@ -80,23 +82,11 @@ def read_messages_request(data: bytes, takes_tools: bool = False) -> ChatRequest
     Args:
         takes_tools: whether the job finds tool calls in answers."""
     body = decode(_DECODER, data, "a request of the Messages API")
-    no_grammar = "answers are sampled without a grammar"
-    refuse_unsupported(
-        (
-            (
-                "stop_sequences",
-                body.stop_sequences,
-                "the job decides where answers end: use --stop-token-ids",
-            ),
-            ("output_format", body.output_format, no_grammar),
-            ("output_config.format", (body.output_config or {}).get("format"), no_grammar),
-            ("mcp_servers", body.mcp_servers, "the agent calls its tools itself"),
-        )
-    )
+    refuse_unsupported([("mcp_servers", body.mcp_servers, "the agent calls its tools itself")])
     if not 1 <= body.max_tokens <= LARGEST_NUMBER:
         raise BadRequest("max_tokens must be a positive number of 31 bits at most", param="max_tokens")
-    wants_calls = _wants_calls(body.tool_choice, bool(body.tools))
-    tools = _tools(body.tools or [], takes_tools, wants_calls)
+    allows_calls = wants_calls(body.tool_choice and body.tool_choice.type, bool(body.tools))
+    tools = _tools(body.tools or [], takes_tools, allows_calls)
     messages: list[Message] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
@@ -109,20 +99,9 @@ def read_messages_request(data: bytes, takes_tools: bool = False) -> ChatRequest
         body.max_tokens,
         bool(body.stream),
         tools=tools,
-        wants_calls=wants_calls,
+        wants_calls=allows_calls,
         is_single_call=is_single_call,
-    )
-
-
-def _wants_calls(choice: _ToolChoice | None, has_tools: bool) -> bool:
-    """Return whether tool_choice allows calls. Raises: BadRequest if it forces one."""
-    if choice is None or choice.type in ("auto", "none"):
-        return has_tools and (choice is None or choice.type == "auto")
-    raise BadRequest(
-        f"tool_choice.type must be auto or none: {choice.type[:80]} forces a call, and answers are sampled without a "
-        "grammar",
-        "unsupported_value",
-        "tool_choice",
+        how=how_of(body.stop_sequences, body.output_format or (body.output_config or {}).get("format")),
     )
 
 
@@ -207,7 +186,7 @@ def messages_body(completion: Completion) -> dict[str, Any]:
     """Return an answer as the JSON object with which the Messages API replies."""
     usage = {**_usage(completion), "output_tokens": completion.usage.num_sampled}
     head = {**_head(), "content": _blocks(completion)}
-    return {**head, "stop_reason": _stop_reason(completion), "stop_sequence": None, "usage": usage}
+    return {**head, **_stop_reason(completion), "usage": usage}
 
 
 def messages_events(completion: Completion) -> bytes:
@@ -221,9 +200,9 @@ def messages_events(completion: Completion) -> bytes:
         events.append({"type": "content_block_start", "index": index, "content_block": empty})
         events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
         events.append({"type": "content_block_stop", "index": index})
-    delta = {"stop_reason": _stop_reason(completion), "stop_sequence": None}
     usage = {"output_tokens": completion.usage.num_sampled}
-    events += [{"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+    delta = {"type": "message_delta", "delta": _stop_reason(completion), "usage": usage}
+    events += [delta, {"type": "message_stop"}]
     return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events).encode()
 
 
@@ -266,7 +245,12 @@ def _usage(completion: Completion) -> dict[str, int]:
     return {"input_tokens": completion.usage.num_prompt, **cached}
 
 
-def _stop_reason(completion: Completion) -> str:
+def _stop_reason(completion: Completion) -> dict[str, str | None]:
+    """Return why an answer has ended, and the text that ended it."""
     if completion.usage.is_cut:
-        return "max_tokens"
-    return "tool_use" if completion.tool_calls else "end_turn"
+        reason = "max_tokens"
+    elif completion.tool_calls:
+        reason = "tool_use"
+    else:
+        reason = "end_turn" if completion.stop is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": completion.stop}

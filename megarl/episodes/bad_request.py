@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +14,7 @@ from megarl.episodes.json_values import json_problem
 
 _Body = TypeVar("_Body")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_tell_once = functools.cache(logging.getLogger(__name__).warning)
 _VALUE = msgspec.json.Decoder(Any)
 _OTHER_ANSWERS = {
     "the job decides how it samples": (
@@ -21,7 +24,6 @@ _OTHER_ANSWERS = {
     "the job decides where answers end: use --stop-token-ids": (
         "ignore_eos",
         "min_tokens",
-        "stop",
         "stop_token_ids",
     ),
     "answers are sampled without a grammar": (
@@ -74,6 +76,42 @@ def refuse_unsupported(fields: Sequence[tuple[str, object, str]]) -> None:
     for name, is_given, why in fields:
         if is_given:
             raise BadRequest(f"{name} is not supported: {why}", "unsupported_parameter", name)
+
+
+def how_of(
+    stop: str | Sequence[str] | None, form: Mapping[str, Any] | None, where: str = "response_format"
+) -> dict[str, Any]:
+    """Return how an answer is sampled, as far as a request says so: `stop`, the texts that end it, and `schema`, the
+    JSON schema that it must have.
+
+    Args:
+        form: a response format, named `where` in errors.
+    Raises: BadRequest for an empty stop string or another format."""
+    how: dict[str, Any] = {"stop": [stop] if isinstance(stop, str) else [*stop]} if stop else {}
+    if "" in how.get("stop", ()):
+        raise BadRequest("a stop string must not be empty", param="stop")
+    match form or {"type": "text"}:
+        case {"type": "text"}:
+            pass
+        case {"type": "json_object"}:
+            how["schema"] = {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
+            "type": "json_schema",
+            "schema": dict(schema),
+        }:
+            how["schema"] = schema
+        case _:
+            raise BadRequest(f"{where} must be text, json_object, or json_schema with a schema", param=where)
+    return how
+
+
+def wants_calls(choice: object, has_tools: bool) -> bool:
+    """Return whether tool_choice allows calls. One that forces a call is taken as auto."""
+    if choice not in (None, "auto", "none"):
+        _tell_once(
+            "an agent's tool_choice forces a call, and is taken as auto: forced calls could not be trained on"
+        )
+    return has_tools and choice != "none"
 
 
 def refuse_other_answers(data: bytes) -> None:

@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,11 +18,13 @@ from megarl.episodes.answers import Completion, Tool, called
 from megarl.episodes.bad_request import (
     BadRequest,
     decode,
+    how_of,
     read_arguments,
     refuse_other_answers,
     refuse_unstorable,
     refuse_unsupported,
     tool_problem,
+    wants_calls,
 )
 from megarl.episodes.chat import Message
 from megarl.packing import MAX_BRANCHES
@@ -96,6 +98,7 @@ class _Body(msgspec.Struct):
     logprobs: bool | None = None
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
+    stop: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -120,13 +123,17 @@ class ChatRequest:
     """Whether only the first call is wanted."""
     count: int = 1
     """Number of answers."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """How answers are sampled, see `how_of`."""
 
     def repeats(self, other: object) -> bool:
-        """Return whether this request has the same messages, tools and number of answers as the other one."""
-        return isinstance(other, ChatRequest) and (self.messages, self.tools, self.count) == (
-            other.messages,
-            other.tools,
-            other.count,
+        """Return whether this request asks for what the other one does."""
+        return (
+            isinstance(other, ChatRequest)
+            and replace(
+                self, max_tokens=other.max_tokens, stream=other.stream, include_usage=other.include_usage
+            )
+            == other
         )
 
 
@@ -138,8 +145,8 @@ def read_chat_request(data: bytes, takes_tools: bool = False) -> ChatRequest:
     body = decode(_DECODER, data, "a chat completion")
     _refuse_unsupported(body)
     refuse_other_answers(data)
-    wants_calls = _wants_calls(body.tool_choice, bool(body.tools))
-    tools = _tools(body.tools or [], takes_tools, wants_calls)
+    allows_calls = wants_calls(body.tool_choice, bool(body.tools))
+    tools = _tools(body.tools or [], takes_tools, allows_calls)
     wanted = [one for one in (body.max_completion_tokens, body.max_tokens) if one is not None]
     if wanted and not 1 <= min(wanted) <= max(wanted) <= LARGEST_NUMBER:
         raise BadRequest("max_tokens must be a positive number of 31 bits at most", param="max_tokens")
@@ -149,21 +156,10 @@ def read_chat_request(data: bytes, takes_tools: bool = False) -> ChatRequest:
         bool(body.stream),
         bool(body.stream_options and body.stream_options.include_usage),
         tools,
-        wants_calls,
+        allows_calls,
         body.parallel_tool_calls is False,
         1 if body.n is None else body.n,
-    )
-
-
-def _wants_calls(choice: object, has_tools: bool) -> bool:
-    """Return whether tool_choice allows calls. Raises: BadRequest if it forces one."""
-    if choice in (None, "auto", "none"):
-        return choice != "none" and has_tools
-    raise BadRequest(
-        f"tool_choice must be auto or none: {choice[:80] if isinstance(choice, str) else 'an object'} forces a "
-        "call, and answers are sampled without a grammar",
-        "unsupported_value",
-        "tool_choice",
+        how_of(body.stop, body.response_format),
     )
 
 
@@ -187,12 +183,10 @@ def _refuse_unsupported(body: _Body) -> None:
     """Raise BadRequest for a field that asks for an unsupported feature."""
     if body.n is not None and not 1 <= body.n <= MAX_BRANCHES:
         raise BadRequest(f"n ({body.n}) must be from 1 to {MAX_BRANCHES}", param="n")
-    text_only = body.response_format in (None, {"type": "text"})
     fields = (
         ("functions", body.functions, "give tools, which have taken its place"),
         ("logprobs", body.logprobs, "log-probs are recorded by the job and are not returned"),
         ("return_token_ids", body.return_token_ids, "token ids are recorded by the job and are not returned"),
-        ("response_format", not text_only, "answers are sampled without a grammar"),
     )
     refuse_unsupported(fields)
 

@@ -28,6 +28,7 @@ from typing import Any
 from megarl.config.environments import EnvSpec, of_source
 from megarl.episodes.env_messages import EnvReply, read_reply
 from megarl.episodes.environments import Reply, Sampled
+from megarl.files.printed import Printed
 from megarl.runtime.signing import JOB_SECRET
 
 _START_S = 120.0  # the user's file may have slow imports
@@ -288,6 +289,7 @@ class _Process:
         """is_retired: a call hangs, so the process gets no further episodes."""
         self.start_by = time.monotonic() + _START_S
         hidden = (JOB_SECRET,) if spec.is_remote else (JOB_SECRET, ENV_KEY)
+        self._printed = Printed("environment")
         self._process = subprocess.Popen(
             [
                 *command(None if spec.is_remote else spec.python),
@@ -297,10 +299,12 @@ class _Process:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._printed.writer,
             start_new_session=True,
             env={name: value for name, value in os.environ.items() if name not in hidden},
             bufsize=0,
         )
+        self._printed.follow()
         for pipe in (self._process.stdin, self._process.stdout):
             os.set_blocking(pipe.fileno(), False)
         self._unsent, self._unread = b"", b""
@@ -325,6 +329,7 @@ class _Process:
         self.calls = {number: _Call(call.episode, deadline) for number, call in self.calls.items()}
 
     def tell(self, request: Mapping[str, Any]) -> None:
+        self._printed.end_call()
         self._unsent += json.dumps(request, default=str).encode() + b"\n"
         self.flush()
 
@@ -356,5 +361,6 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._printed.close()
         self._process.stdin.close()
         self._process.stdout.close()

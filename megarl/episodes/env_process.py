@@ -1,15 +1,18 @@
 """Run one process of an environment pool: `python -m megarl.episodes.env_process PARENT FILE:CLASS THREADS`.
 
 Requests arrive on stdin and replies go to stdout (env_messages.py). The process holds several episodes, each
-with an object of the user's class. Calls of different episodes overlap: coroutines run in one event loop,
-other methods in threads. What the environment prints goes to stderr.
+with an object of the user's class. Their calls run in the main thread, as in a script of its own: coroutines in one
+event loop, other methods outside of it. Calls of different episodes overlap: one that finds the main thread busy for
+long runs in another thread, unless the environment has set a signal handler, which only the main thread can. What the environment prints goes to stderr.
 
 Of megarl this module imports four files and no package that has to be installed. It runs in Python 3.9."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import functools
 import inspect
 import json
 import math
@@ -19,17 +22,20 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, thread
+from concurrent.futures import Future, ThreadPoolExecutor, thread
 from typing import Any
 
 from megarl.episodes.adapters import ADAPTERS, PACKAGES
 from megarl.episodes.failure import EpisodeFailure
 from megarl.episodes.json_values import json_problem
-from megarl.files.user_code import run_file
+from megarl.files.user_code import be_script, run_file
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_MESSAGE = 8000  # characters
+_HERE = __file__  # which `be_script` changes
+_PATIENCE_S = 0.1  # for which a call waits for the main thread
 _LARGEST_REWARD = 3.4028234663852886e38  # of float32
 WANTED = "Wanted path/to/file.py:Class, with reset(row) -> messages and step(text) -> messages, reward, done."
 
@@ -51,6 +57,8 @@ def load_environment(env: str) -> Callable[[], Any]:
         raise ValueError(f"{flag} does not name a file and a class. {WANTED}")
     if not os.path.isfile(path):
         raise ValueError(f"{flag}: there is no file {path}. {WANTED}")
+    if os.path.dirname(path) != os.path.dirname(_HERE):  # not verifiers_env.py
+        be_script(path)
     made = vars(run_file(path, flag, "megarl_env_")).get(name)
     if not callable(made):
         raise ValueError(f"{flag}: {path} defines no class {name}. {WANTED}")
@@ -79,13 +87,37 @@ class Environments:
     Args:
         write: sends a reply."""
 
-    def __init__(self, make: Callable[[], Any], num_threads: int, write: Callable[[dict[str, Any]], None]):
-        self._make, self._write = make, write
+    make: Callable[[], Any]
+    """Makes the object of an episode."""
+
+    def __init__(self, num_threads: int, write: Callable[[dict[str, Any]], None]) -> None:
+        self._write = write
+        self._main, self._calls = asyncio.new_event_loop(), deque()
+        self._sets_signals = False
+        """Whether a call has set a signal handler, so that calls may run in the main thread only."""
+        self._set_handler, signal.signal = signal.signal, self._set_signal
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="environment")
         self._of_episode: dict[int, Any] = {}
         self._open: set[int] = set()
         """Episodes that have begun and not ended; the object of one may be in the making."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def _set_signal(self, number: int, handler: Any) -> Any:
+        self._sets_signals |= number != signal.SIGINT  # which asyncio.run sets
+        return self._set_handler(number, handler)
+
+    def run(self) -> None:
+        """Run calls, one at a time, and coroutines between them. Call this in the main thread."""
+        while True:
+            with contextlib.suppress(SystemExit):  # of a coroutine, whose future has it too
+                self._main.run_forever()  # until there is a call
+            while self._calls:
+                future, call = self._calls.popleft()
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(call())
+                    except BaseException as error:  # thread boundary: raised where the result is wanted
+                        future.set_exception(error)
 
     def take(self, request: dict[str, Any]) -> None:
         """Start what a request asks for. Must be called in the event loop."""
@@ -111,7 +143,7 @@ class Environments:
         op, episode = request["op"], request["episode"]
         try:
             if op == "reset":
-                made = await self._run(self._make)
+                made = await self._run(self.make)
                 if episode not in self._open:  # it has been ended meanwhile, and no reply is awaited
                     self._close(made)
                     return
@@ -139,10 +171,21 @@ class Environments:
             traceback.print_exc()
 
     async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-        return await result if inspect.isawaitable(result) else result
+        future, call = Future(), functools.partial(function, *arguments)
+        self._calls.append((future, call))
+        self._main.call_soon_threadsafe(self._main.stop)
+        result = asyncio.wrap_future(future)
+        await asyncio.wait([result], timeout=_PATIENCE_S)
+        if not self._sets_signals and future.cancel():  # the main thread is busy
+            result = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        value = await result
+        if inspect.isawaitable(value):
+            value = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_result(value), self._main))
+        return value
+
+
+async def _result(value: Any) -> Any:
+    return await value
 
 
 def _messages(value: object, method: str, may_be_empty: bool) -> list[dict[str, Any]]:
@@ -214,7 +257,7 @@ def _traceback(error: BaseException) -> str:
     """Return the traceback of an error that a call has raised, from the first line of the user's code on."""
     entry = error.__traceback__
     assert entry is not None
-    while entry.tb_next is not None and entry.tb_frame.f_code.co_filename in (__file__, thread.__file__):
+    while entry.tb_next is not None and entry.tb_frame.f_code.co_filename in (_HERE, thread.__file__):
         entry = entry.tb_next
     return "".join(traceback.format_exception(type(error), error, entry))
 
@@ -235,6 +278,8 @@ async def _serve(environments: Environments, requests: Any) -> None:
 
     threading.Thread(target=read, name="requests", daemon=True).start()
     await closed.wait()
+    sys.stderr.flush()
+    os._exit(0)  # threads of calls that hang would be waited for
 
 
 def main(parent: int, env: str, num_threads: int) -> None:
@@ -260,15 +305,16 @@ def main(parent: int, env: str, num_threads: int) -> None:
             replies.write(line + b"\n")
             replies.flush()
 
+    environments = Environments(num_threads, write)
     try:
-        make = load_environment(env)
+        environments.make = load_environment(env)
     except ValueError as error:
         return write({"error": _printable(str(error))})
     write({"ready": True})
-    asyncio.run(_serve(Environments(make, num_threads, write), requests))
+    served = _serve(environments, requests)
+    threading.Thread(target=asyncio.run, args=(served,), name="calls", daemon=True).start()
+    environments.run()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
-    sys.stderr.flush()
-    os._exit(0)  # threads of calls that hang would be waited for

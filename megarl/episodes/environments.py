@@ -46,6 +46,11 @@ class Reply:
     """Name of the actor that answers next; None is the first one."""
     rewards: dict[str, float | None] | None = None
     """Name of each actor -> its reward, where an environment tells them apart."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """How an agent wants the next answer sampled: with `stop` strings, or by a JSON `schema`, so that it is not trained
+    on."""
+    num_unreadable: int = 0
+    """With an agent's last reply: answers of the model with tool calls that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,10 @@ class EpisodeResult:
     """Number of sampled tokens of each answer."""
     further: list[list[Message]]
     """Messages of each further conversation."""
+    num_unreadable: int = 0
+    """Number of answers with tool calls that cannot be read."""
+    num_constrained: int = 0
+    """Number of answers that were sampled by a JSON schema, and are not trained on."""
 
     @property
     def num_branches(self) -> int:
@@ -82,6 +86,8 @@ class Episode:
     failure: str | None = None
     cause: str | None = None
     """Cause of the failure, one of `env_messages.CAUSES`."""
+    num_unreadable: int = 0
+    """Number of answers with tool calls that cannot be read."""
     others: dict[str, Episode] = field(default_factory=dict)
     """Name of each further actor that plays in the episode -> its own record: conversation and rewards."""
     limits: Limits | None = None
@@ -94,7 +100,8 @@ class Episode:
 
     @property
     def has_answers(self) -> bool:
-        return self.session is not None and self.session.num_answers > 0
+        """Whether it has an answer that can be trained on."""
+        return self.session is not None and any(not turn.is_constrained for turn in self.session.answered)
 
     @property
     def truncated(self) -> bool:
@@ -122,6 +129,8 @@ class Episode:
             [reward or 0.0 for reward in self.turn_rewards],
             session.answer_lengths if session is not None else [],
             [branch.messages for branch in branches[1:]],
+            self.num_unreadable,
+            sum(turn.is_constrained for turn in session.answered) if session is not None else 0,
         )
 
     @property

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from megarl.episodes.answers import Completion
-from megarl.episodes.bad_request import BadRequest, decode, refuse_unsupported
+from megarl.episodes.bad_request import BadRequest, decode, how_of, refuse_unsupported
 from megarl.episodes.chat_requests import LARGEST_NUMBER
 from megarl.packing import MAX_BRANCHES
 
@@ -55,13 +55,12 @@ class GenerateRequest:
     token_ids: list[int]
     max_tokens: int | None
     count: int = 1
+    how: dict[str, Any] = field(default_factory=dict)
+    """How answers are sampled, see `how_of`."""
 
     def repeats(self, other: object) -> bool:
         """Return whether this asks for what the other request has asked for."""
-        return isinstance(other, GenerateRequest) and (self.token_ids, self.count) == (
-            other.token_ids,
-            other.count,
-        )
+        return isinstance(other, GenerateRequest) and replace(self, max_tokens=other.max_tokens) == other
 
 
 def read_generate_request(data: bytes, vocab_size: int) -> GenerateRequest:
@@ -74,7 +73,6 @@ def read_generate_request(data: bytes, vocab_size: int) -> GenerateRequest:
     fields = (
         ("stream", body.stream, "the answer comes in one piece"),
         ("features", body.features, "a prompt is token ids only"),
-        ("stop", params.stop, "the job decides where answers end: use --stop-token-ids"),
         ("min_tokens", params.min_tokens, "the job decides where answers end"),
         ("bad_words", params.bad_words, "the job decides how it samples"),
         ("logit_bias", params.logit_bias, "the job decides how it samples"),
@@ -101,7 +99,7 @@ def read_generate_request(data: bytes, vocab_size: int) -> GenerateRequest:
                 f"token_ids[{at}] ({token}) is not in the vocabulary: must be from 0 to {vocab_size - 1}",
                 param=f"token_ids[{at}]",
             )
-    return GenerateRequest(body.token_ids, params.max_tokens, count)
+    return GenerateRequest(body.token_ids, params.max_tokens, count, how_of(params.stop, None))
 
 
 def generate_body(completions: Sequence[Completion]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
@@ -108,6 +109,8 @@ class Proxy:
     ) -> None:
         self._on_request, self._max_length, self._host = on_request, max_length, host
         self._vocab_size = vocab_size
+        self.check: Callable[[dict[str, Any]], None] = lambda how: None
+        """Raises ValueError for a way of sampling that the engine cannot, see `how_of`."""
         self._takes_tools = takes_tools
         self._conversations: dict[str, _Conversations] = {}
         self._key_of: dict[int, str] = {}
@@ -240,6 +243,10 @@ class Proxy:
         """Hand a request on, and wait for its answers. Raises: BadRequest if it is refused."""
         if conversations.limit is not None:
             raise conversations.limit
+        try:
+            self.check(asked.how)
+        except ValueError as error:
+            raise BadRequest(str(error), "unsupported_parameter") from error
         num_retries = _num_retries(http)
         before = _asked_before(conversations.requests, asked, num_retries) if num_retries else None
         if before is None:

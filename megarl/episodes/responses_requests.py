@@ -17,11 +17,13 @@ from megarl.episodes.answers import Completion, Tool, called
 from megarl.episodes.bad_request import (
     BadRequest,
     decode,
+    how_of,
     read_arguments,
     refuse_other_answers,
     refuse_unstorable,
     refuse_unsupported,
     tool_problem,
+    wants_calls,
 )
 from megarl.episodes.chat import Message
 from megarl.episodes.chat_requests import (
@@ -73,6 +75,7 @@ class _Body(msgspec.Struct):
     background: bool | None = None
     text: dict[str, Any] | None = None
     top_logprobs: int | None = None
+    stop: str | list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
 
@@ -87,14 +90,12 @@ def read_responses_request(data: bytes, takes_tools: bool = False) -> ChatReques
         takes_tools: whether the job finds tool calls in answers."""
     body = decode(_DECODER, data, "a request of the Responses API")
     stored = "nothing is stored: send the whole conversation as input"
-    is_text = (body.text or {}).get("format") in (None, {"type": "text"})
     refuse_unsupported(
         (
             ("previous_response_id", body.previous_response_id, stored),
             ("conversation", body.conversation, stored),
             ("prompt", body.prompt, stored),
             ("background", body.background, "an answer is the reply to its request"),
-            ("text.format", not is_text, "answers are sampled without a grammar"),
             ("top_logprobs", body.top_logprobs, "log-probs are recorded by the job and are not returned"),
         )
     )
@@ -104,14 +105,8 @@ def read_responses_request(data: bytes, takes_tools: bool = False) -> ChatReques
         raise BadRequest(
             "max_output_tokens must be a positive number of 31 bits at most", param="max_output_tokens"
         )
-    if body.tool_choice not in (None, "auto", "none"):
-        raise BadRequest(
-            "tool_choice must be auto or none: another one forces a call, and answers are sampled without a grammar",
-            "unsupported_value",
-            "tool_choice",
-        )
-    wants_calls = bool(body.tools) and body.tool_choice != "none"
-    tools = _tools(body.tools or [], takes_tools, wants_calls)
+    allows_calls = wants_calls(body.tool_choice, bool(body.tools))
+    tools = _tools(body.tools or [], takes_tools, allows_calls)
     messages = _messages(body)
     check_last_message(messages)
     return ChatRequest(
@@ -119,8 +114,9 @@ def read_responses_request(data: bytes, takes_tools: bool = False) -> ChatReques
         limit,
         bool(body.stream),
         tools=tools,
-        wants_calls=wants_calls,
+        wants_calls=allows_calls,
         is_single_call=body.parallel_tool_calls is False,
+        how=how_of(body.stop, (body.text or {}).get("format"), "text.format"),
     )
 
 

@@ -4,9 +4,9 @@ A turn enters the engine's running batch as soon as its environment has replied 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from megarl.episodes.chat import Chat
 from megarl.episodes.environments import Environments, Reply, Sampled
@@ -30,6 +30,8 @@ class Turn:
     """Number of this turn among the turns of its episode, from 0."""
     actor: str = FIRST_ACTOR
     """Name of the actor that answers."""
+    how: Mapping[str, Any] = field(default_factory=dict)
+    """How the answer is sampled, see `Reply`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ class Play:
         """Return the turns that follow a reply; none if the episode has ended or the reply is refused."""
         index = self._index_of[reply.episode]
         episode = self._episodes[index]
+        episode.num_unreadable += reply.num_unreadable
         if (failure := failure_of(reply, episode.seats)) is not None:
             episode.fail(*failure)
             turns: list[TurnRecord] | None = []
@@ -161,7 +164,13 @@ class Play:
         limits = episode.limits or self._limits
         rooms = [min(limits.max_context_length - len(t.prompt), limits.max_response_length) for t in turns]
         return [
-            Turn(index, turn.prompt, min(room, reply.max_tokens or room), turn.number)
+            Turn(
+                index,
+                turn.prompt,
+                min(room, reply.max_tokens or room),
+                turn.number,
+                how=reply.how,
+            )
             for turn, room in zip(turns, rooms, strict=True)
         ]
 
@@ -275,5 +284,5 @@ def _open(session: Session, reply: Reply) -> list[TurnRecord]:
         parent = None if request.parent is None else session.turns[request.parent]
         turns = session.open(reply.messages, parent, reply.tools, request.count)
     for turn in turns:
-        turn.request = request.number
+        turn.request, turn.is_constrained = request.number, "schema" in reply.how
     return turns

@@ -40,6 +40,8 @@ class TurnRecord:
     tools: Sequence[Message] = ()
     request: int = 0
     """Number of the agent's request that asked for the answer."""
+    is_constrained: bool = False
+    """Whether a JSON schema constrains the answer, so that it is context: its log-probs are not the model's."""
     sampled: list[int] = field(default_factory=list)
     """Ids of the answer; [] while it is sampled."""
     log_probs: list[float] = field(default_factory=list)
@@ -191,32 +193,39 @@ class Session:
         parents = {id(turn.parent) for turn in self.answered}
         leaves = [turn for turn in self.turns if turn.sampled and id(turn) not in parents]
         leaves.sort(key=lambda leaf: [turn.number for turn in leaf.path])
-        trained: set[int] = set()
+        trained = {id(turn) for turn in self.turns if turn.is_constrained}
         rest = {id(turn.parent): turn.messages for turn in self.turns if not turn.sampled}
-        return [_branch(leaf, trained, rest.get(id(leaf), [])) for leaf in leaves]
+        found = [_branch(leaf, trained, rest.get(id(leaf), [])) for leaf in leaves]
+        return [branch for branch in found if branch is not None]
 
 
-def _branch(leaf: TurnRecord, trained: set[int], rest: Sequence[Message]) -> Branch:
-    """Return the sample that ends with a turn.
+def _branch(leaf: TurnRecord, trained: set[int], rest: Sequence[Message]) -> Branch | None:
+    """Return the sample that ends with a turn; None without a token to train on.
 
     Args:
         rest: messages after it that were not answered.
-        trained: ids of the objects of the turns that earlier samples train on. The sample's own are added."""
+        trained: ids of the objects of the turns that earlier samples train on, or none does. The sample's own are
+            added."""
     path = leaf.path
-    first = next(at for at, turn in enumerate(path) if id(turn) not in trained)
+    own = [turn for turn in path if id(turn) not in trained]
+    if not own:
+        return None
     response: list[int] = []
     holes: list[tuple[int, int]] = []
-    for at, turn in enumerate(path[first:]):
-        if at:  # the turns after the first new one are new, too: a turn is trained on after its parent
-            holes.append((len(response), len(response) + len(turn.added)))
+    end = 0  # of the last token that is trained on
+    for turn in path[path.index(own[0]) :]:
+        if turn is not own[0]:
             response += turn.added
+        if turn in own and end < len(response):
+            holes.append((end, len(response)))
         response += turn.sampled
-        trained.add(id(turn))
-    own = path[first:]
+        if turn in own:
+            end = len(response)
+    trained.update(map(id, own))
     return Branch(
-        path[first].prompt,
-        response,
-        [hole for hole in holes if hole[0] < hole[1]],
+        own[0].prompt,
+        response[:end],
+        holes,
         [value for turn in own for value in turn.log_probs],
         [version for turn in own for version in turn.versions],
         [*leaf.conversation, *rest],

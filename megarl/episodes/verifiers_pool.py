@@ -74,7 +74,7 @@ class VerifiersPool(AgentPool):
         if number is not None:
             del self._episode_of[number]
             self._rollouts.end(number)
-            self._proxy.close(episode)
+            self.proxy.close(episode)
         super().end(episode)
 
     def extend(self, seconds: float) -> None:
@@ -88,8 +88,8 @@ class VerifiersPool(AgentPool):
         while self._waiting:
             episode = next(iter(self._waiting))
             row = self._waiting.pop(episode)
-            key = self._proxy.open(episode)
-            how = {**asdict(self._verifiers), "url": self._proxy.url, "key": key}
+            key = self.proxy.open(episode)
+            how = {**asdict(self._verifiers), "url": self.proxy.url, "key": key}
             number = self._rollouts.open({"row": row, "how": how})
             self._episode_of[number], self._number_of[episode] = episode, number
 
@@ -110,6 +110,6 @@ class VerifiersPool(AgentPool):
         if reply.failure is not None:
             return Reply(episode, failure=reply.failure, cause=reply.cause)
         if not self._num_answers[episode]:
-            why = "the rollout ended without an answer of the model"
+            why = "the rollout ended without an answer of the model that can be trained on"
             return Reply(episode, failure=why, cause="malformed")
         return Reply(episode, reward=reply.reward, done=True)

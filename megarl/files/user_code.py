@@ -12,6 +12,18 @@ from collections.abc import Callable
 from types import ModuleType
 
 
+def be_script(path: str) -> None:
+    """Let this process look like one that runs a file of the user's: the file's folder and the current one are on
+    Python's path, and processes that multiprocessing spawns find what the file defines.
+
+    Call this before `run_file`, in a process that runs the user's code only."""
+    import multiprocessing  # noqa: F401 - a later import would put __main__ in the place of __mp_main__
+
+    main = sys.modules["__main__"]
+    main.__spec__, main.__file__ = None, os.path.abspath(path)
+    sys.path[:0] = [os.path.dirname(main.__file__), os.getcwd()]
+
+
 def run_file(path: str, flag: str, prefix: str) -> ModuleType:
     """Run a file as a module of its own and return the module.
 
@@ -20,6 +32,8 @@ def run_file(path: str, flag: str, prefix: str) -> ModuleType:
         prefix: beginning of the module's name, before the name of the file.
     Raises: ValueError with the traceback if the file fails."""
     name = prefix + os.path.splitext(os.path.basename(path))[0]
+    if getattr(sys.modules["__main__"], "__file__", None) == os.path.abspath(path):
+        name = "__mp_main__"  # as which multiprocessing runs the file in processes that it spawns
     loader = importlib.machinery.SourceFileLoader(name, path)
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
     # Dataclasses and pickle look a class's module up here.

@@ -55,6 +55,8 @@ _SHOWN_ELSEWHERE = {
     "turns",
     "num_turns",
     "num_branches",
+    "num_unreadable",
+    "num_constrained",
     "branches",
     "holes",
     "cause",

@@ -98,7 +98,7 @@ class BackgroundPool:
             return
         started.set_result(None)
         with pool:
-            while (jobs := self._next()) is not None:
+            while (jobs := self._next(pool.num_calls)) is not None:
                 try:
                     verdicts = pool.score([job.sample for job in jobs])
                 except BaseException as error:  # thread boundary: raised where the rewards are wanted
@@ -108,14 +108,20 @@ class BackgroundPool:
                     for job, verdict in zip(jobs, verdicts, strict=True):
                         job.verdict.set_result(verdict)
 
-    def _next(self) -> list[_Job] | None:
-        """Wait for a batch with samples that are not scored yet, and return these. None after `close`."""
+    def _next(self, num_calls: int) -> list[_Job] | None:
+        """Wait for a batch with samples that are not scored yet, and return these. None after `close`.
+
+        Args:
+            num_calls: number of samples that can be scored at a time."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._is_closed or self._urgent or self._early)
                 if self._is_closed:
                     return None
-                batch = (self._urgent or self._early).popleft()
+                queue = self._urgent or self._early
+                batch = queue.popleft()
+                while queue and len(batch) <= num_calls:
+                    batch = batch + queue.popleft()
                 if jobs := [job for job in batch if not job.is_taken]:
                     for job in jobs:
                         job.is_taken = True

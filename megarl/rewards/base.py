@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import math
 import traceback
 import zlib
@@ -17,7 +20,7 @@ _SHOWN_CHARACTERS = 300
 class RewardFunction(Protocol):
     """A reward function in verl's calling convention. It is called by keyword, with a copy of `extra_info`.
 
-    It returns a number, or a dict with the number as `score`, or with several numbers by name as `scores`,
+    What an asynchronous one returns is awaited. It returns a number, or a dict with the number as `score`, or with several numbers by name as `scores`,
     whose weighted sum is the reward. The dict may hold the answer that it found in the response as `pred`.
     Other keys have no effect."""
 
@@ -68,6 +71,12 @@ def digest_of_text(text: str) -> int:
     return zlib.crc32(text.encode("utf-8", "surrogatepass"))
 
 
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop of asynchronous functions. It stays open between calls, as their clients may need it."""
+    return asyncio.new_event_loop()
+
+
 def judge(fn: RewardFunction, row: RewardSample, weights: Mapping[str, float] | None = None) -> float:
     """Call a reward function for one response and return the reward, as a `Score` if the function says which
     answer it found, or returns several scores.
@@ -83,7 +92,9 @@ def judge(fn: RewardFunction, row: RewardSample, weights: Mapping[str, float] | 
             ground_truth=row.ground_truth,
             extra_info=dict(row.extra_info),
         )
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        if inspect.isawaitable(value):
+            value = _event_loop().run_until_complete(value)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code may raise anything
         # from None: the message holds the traceback, once is enough
         raise ValueError(
             f"{describe(_name(fn), row)} raised {type(error).__name__}: {error}\n{traceback.format_exc()}"

@@ -9,7 +9,10 @@ from megarl.files.user_code import run_file
 from megarl.rewards.base import RewardFunction
 
 _KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_WANTED = f"Wanted path/to/file.py:function, with def function({', '.join(_KEYWORDS)}) -> float."
+_WANTED = (
+    f"Wanted path/to/file.py:function, with def or async def function({', '.join(_KEYWORDS)}) -> float, or a "
+    "class with such a __call__."
+)
 
 
 def load_custom_reward(reward_function: str) -> RewardFunction:
@@ -25,6 +28,8 @@ def load_custom_reward(reward_function: str) -> RewardFunction:
     if not os.path.isfile(path):
         raise ValueError(f"{flag}: there is no file {path}. {_WANTED}")
     function = vars(run_file(path, flag, "megarl_reward_")).get(name)
+    if inspect.isclass(function) and "__call__" in dir(function):
+        function = function()
     if function is None or not callable(function):
         found = (
             f"defines no {name}"
@@ -38,7 +43,7 @@ def load_custom_reward(reward_function: str) -> RewardFunction:
 
 def _check_signature(function: RewardFunction, flag: str) -> None:
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # some built-ins have none; the probe before training tests them
         return
     try:

@@ -5,7 +5,12 @@
         verdicts = pool.score(samples)      # a reward per sample, or the reason why there is none
 
 A function fails for a sample if it raises, returns no finite number, hangs, dies, forks and returns in the
-child, or asks for too much memory. The next sample gets a fresh process. A reply counts only if it has the
+child, or asks for too much memory. The next sample gets a fresh process.
+
+A process has one call at a time, in its main thread, where a function may set alarms and start processes. If calls
+mostly wait, as for a judge over HTTP, further processes are started: they cost a fraction of a second once, and
+isolate each call as the first ones do.
+ A reply counts only if it has the
 number of the request and the digest of its text, and comes from the process that received them. The user's
 file runs in these processes only."""
 
@@ -23,12 +28,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from megarl.config.schema import DataConfig
+from megarl.config.reward_models import rule_judges_agents, uses_rule_reward
+from megarl.config.schema import DataConfig, TrainConfig
 from megarl.messages import encode
 from megarl.rewards import load_reward
 from megarl.rewards.base import RewardFunction, RewardSample, describe, judge
 from megarl.rewards.pool_messages import Reply, Request, read_replies
-from megarl.rewards.printed import Printed
+from megarl.files.printed import Printed
 from megarl.runtime.abort import ABORT
 
 _LOOK_S = 0.2  # interval between two looks for an abort
@@ -41,6 +47,7 @@ _FORKED_WHILE_LOADED = (
     "the child. Let the child end (os._exit)."
 )
 _START_S = 120.0  # the user's file may have slow imports
+_MOST_PROCESSES = 32  # for calls that wait, unless --reward-num-workers says how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class RewardPool:
         self.data, self._check = data, check
         self._num_requests = 0
         self._function = None if num_workers else load_reward(data)
+        self._most = num_workers if data.reward_num_workers is not None else max(num_workers, _MOST_PROCESSES)
         self._workers = [_Worker(data) for _ in range(num_workers)]
         try:
             for worker in self._workers:
@@ -95,6 +103,11 @@ class RewardPool:
     def close(self) -> None:
         for worker in self._workers:
             worker.kill()
+
+    @property
+    def num_calls(self) -> int:
+        """Number of samples that are scored at a time."""
+        return len(self._workers)
 
     def score(self, samples: Sequence[RewardSample]) -> list[Verdict]:
         """Return a `Verdict` per sample, in order: its reward, or the reason why the reward function failed.
@@ -118,7 +131,9 @@ class RewardPool:
                 if request is not None and 0 <= request - first_request < len(requests):
                     fail(requests[request - first_request], _FORKED)
 
-        running: dict[_Worker, tuple[int, float]] = {}  # worker -> sample and deadline
+        running: dict[
+            _Worker, tuple[int | None, float]
+        ] = {}  # worker -> sample, None while it starts, and deadline
         while waiting or running:
             while waiting and idle:
                 worker, index = idle.pop(), waiting.popleft()
@@ -134,11 +149,18 @@ class RewardPool:
                 if worker not in ready and now < deadline:
                     continue
                 del running[worker]
+                if index is None:
+                    worker.wait_until_ready()
+                    idle.append(worker)
+                    continue
                 reply, strangers = worker.receive() if worker in ready else (None, [])
                 if reply is not None:
                     verdicts[index] = _verdict(
                         samples[index], reply.reward, reply.failure, reply.answer, reply.scores
                     )
+                    if reply.waits and waiting and len(self._workers) < self._most:
+                        self._workers.append(_Worker(self.data))
+                        running[self._workers[-1]] = None, now + _START_S
                 elif all(stranger.request == worker.request for stranger in strangers):
                     fail(index, worker.cause_of_death() if worker in ready and not strangers else too_slow)
                 else:  # a child of an earlier request replied instead: this sample has not run
@@ -180,6 +202,17 @@ def _verdict(
     return Verdict(reward, failure, sample.sample_id, sample.digest, answer, scores)
 
 
+def probe_rule(config: TrainConfig, datasets: Iterable[tuple[Sequence[Any], str]]) -> None:
+    """Try the rule of a job, if it has one, on the first rows of the data sets of (rows, flag).
+
+    Raises: ValueError with the first failure."""
+    has_rule = not config.episodes.has_turns or rule_judges_agents(config)
+    if has_rule and config.algorithm.needs_rollout and uses_rule_reward(config):
+        with RewardPool(config.data, num_workers=1) as pool:
+            for dataset, flag in datasets:
+                probe_reward(pool, dataset, flag)
+
+
 def probe_reward(pool: RewardPool, dataset: Sequence[Any], flag: str = "--train-data") -> None:
     """Score a few rows before training starts, and raise ValueError if the reward function fails for one.
 
@@ -213,7 +246,7 @@ class _Worker:
     def __init__(self, data: DataConfig) -> None:
         own = data.reward_function
         self._flag = f"--reward-function ({own})" if own else f"--reward ({data.reward or 'auto'})"
-        self.printed = Printed()
+        self.printed = Printed("reward")
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megarl.rewards.pool_worker", str(os.getpid())],
             stdin=subprocess.PIPE,

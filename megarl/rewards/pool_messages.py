@@ -53,6 +53,8 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unweighted scores by name, if the reward function returned several."""
     failure: str | None = None
     """Reason why there is no reward."""
+    waits: bool = False
+    """Whether the call has mostly waited, so that further calls may run beside it."""
 
     def line(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"

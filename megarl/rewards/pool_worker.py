@@ -4,11 +4,15 @@ Requests arrive on stdin and replies go to stdout (pool_messages.py). Every repl
 request, the digest of the judged text, and the id of the writing process. The process id matters because a
 reward function may fork, and its child returns here with the same pipes. The child sends one reply and ends.
 
+The function runs in the main thread, outside of any event loop: it may set alarms, call asyncio.run and start
+processes, as in a script of its own.
+
 Output of the reward function goes to stderr, which the pool reads (printed.py). The function has no stdin."""
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import resource
 import signal
@@ -16,6 +20,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from megarl.config.schema import DataConfig
+from megarl.files.user_code import be_script
 from megarl.messages import decode
 from megarl.rewards import load_reward
 from megarl.rewards.base import Score, judge
@@ -46,6 +51,8 @@ def main(parent: int) -> None:
     data = decode(requests.recv_bytes(), DataConfig)
     # RLIMIT_DATA limits allocated, not mapped memory: a GPU's libraries map more than any machine has.
     resource.setrlimit(resource.RLIMIT_DATA, (data.reward_memory_limit_bytes,) * 2)
+    if data.reward_function is not None:
+        be_script(data.reward_function.rpartition(":")[0])
     try:
         function = load_reward(data)
     except ValueError as error:
@@ -57,7 +64,7 @@ def main(parent: int) -> None:
             request = decode(requests.recv_bytes(), Request)
         except EOFError:
             return
-        sample = request.sample
+        sample, began = request.sample, os.times()
         try:
             score = judge(function, sample, weights)
             verdict = {"reward": float(score)}
@@ -65,7 +72,9 @@ def main(parent: int) -> None:
                 verdict |= {"answer": score.answer and _printable(score.answer), "scores": score.scores}
         except ValueError as error:
             verdict = {"failure": _printable(str(error)[-_LONGEST_MESSAGE:])}
-        reply(request=request.number, digest=sample.digest, **verdict)
+        *cpu, seconds = map(operator.sub, os.times(), began)
+        waits = seconds > 0.05 and sum(cpu) < seconds / 8
+        reply(request=request.number, digest=sample.digest, waits=waits, **verdict)
 
 
 def _printable(text: str) -> str:

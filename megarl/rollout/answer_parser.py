@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser.parser_manager import ParserManager
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers.hf import get_cached_tokenizer
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """Raise ValueError for a JSON schema by which vLLM cannot constrain an answer."""
+    try:
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+    except Exception as error:  # vLLM's own kinds
+        raise ValueError(f"response_format has a schema of which vLLM makes no grammar: {error}") from error
+
 
 _MOST_REQUESTS = 64  # lists of tools that are remembered; a job has one or a few
 
@@ -53,12 +65,20 @@ class VllmAnswerParser:
                 f"{str(error).rstrip('.')}. Leave the flag out, or take the parser of this model."
             ) from error
         self._requests: dict[str, ChatCompletionRequest] = {}
+        self._num_failures = 0
+        for one in getattr(self._parser_class, "tool_parser_cls", None).__mro__ if tool_parser else ():
+            logging.getLogger(one.__module__).addFilter(self._count)
+
+    def _count(self, record: logging.LogRecord) -> bool:
+        """Count what a tool parser of vLLM logs about calls that it cannot read, in the place of its traceback."""
+        self._num_failures += record.exc_info is not None
+        return record.exc_info is None
 
     def parse(
         self, prompt: Sequence[int], ids: Sequence[int], tools: Sequence[dict[str, Any]], wants_calls: bool
     ) -> tuple[str | None, str | None, list[tuple[str | None, str, str]]]:
         """Return (text, reasoning, calls) of an answer; a call is (id that the model wrote or None, name,
-        arguments as JSON).
+        arguments as JSON). Calls that cannot be read are one without a name.
 
         Args:
             prompt: ids before the answer.
@@ -66,7 +86,7 @@ class VllmAnswerParser:
             tools: tools of the conversation, in OpenAI's form.
             wants_calls: whether the request allows calls."""
         assert self._parser_class is not None
-        request = self._request(tools, wants_calls)
+        request, num_failures = self._request(tools, wants_calls), self._num_failures
         parser = self._parser_class(self._tokenizer, request.tools)
         parser.set_prompt_token_ids(prompt)
         end = len(ids) - (len(ids) > 0 and ids[-1] in self._end_ids)
@@ -82,6 +102,8 @@ class VllmAnswerParser:
             (call.id if call.id and call.id in text else None, call.name, call.arguments)
             for call in calls or ()
         ]
+        if self._num_failures > num_failures:
+            found = [(None, "", "")]
         return content, reasoning, found
 
     def _request(self, tools: Sequence[dict[str, Any]], wants_calls: bool) -> ChatCompletionRequest:

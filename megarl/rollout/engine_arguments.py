@@ -62,7 +62,7 @@ def engine_arguments(
     arguments: dict[str, object] = dict(
         model=config.model.model,
         tokenizer=stop_tokenizer(config),
-        skip_tokenizer_init=not sampling.stop,
+        skip_tokenizer_init=stop_tokenizer(config) is None,
         dtype=dtype,
         load_format="dummy",
         seed=config.batch.seed,
@@ -160,18 +160,19 @@ def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
 
 
 def stop_tokenizer(config: TrainConfig) -> str | None:
-    """Return the tokenizer with which an engine matches --stop strings, or None without them. Raises
-    ValueError for a SentencePiece file.
+    """Return the tokenizer with which an engine matches stop strings of --stop and of agents, and makes grammars, or
+    None if it needs none. Raises ValueError for a SentencePiece file.
 
-    An engine needs one only to match stop strings, and transformers must be able to load it."""
-    tokenizer = config.model.tokenizer_model
-    if config.sampling.stop and tokenizer is not None and Path(tokenizer).is_file():
+    Transformers must be able to load it."""
+    tokenizer = config.model.tokenizer_model or config.model.model
+    is_file = Path(tokenizer).is_file()
+    if config.sampling.stop and is_file:
         raise ValueError(
             f"--stop {' '.join(config.sampling.stop)} needs a Hugging Face tokenizer, "
             f"--tokenizer-model ({tokenizer}) is a "
             "SentencePiece file. Use --stop-token-ids."
         )
-    return tokenizer if config.sampling.stop else None
+    return tokenizer if config.sampling.stop or config.episodes.has_agent and not is_file else None
 
 
 def stopping_at(config: TrainConfig, turn_end: int, end_ids: Sequence[int]) -> TrainConfig:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -13,7 +14,7 @@ Running = Literal["refuse", "keep", "recompute"]
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample. Stop tokens and stop strings are those of the job."""
+    """One response to sample. Its stop tokens are those of the job."""
 
     id: str
     """Unique among the engine's unfinished requests."""
@@ -27,6 +28,10 @@ class Request:
     top_k: int = 0  # off
     is_first: bool = False
     """Whether the request starts before all others that wait."""
+    stop: Sequence[str] = ()
+    """Texts that end the response, besides those of the job."""
+    schema: dict[str, Any] | None = None
+    """JSON schema that the response must have. vLLM only."""
 
 
 @dataclass(frozen=True)

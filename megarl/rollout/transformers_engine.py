@@ -11,13 +11,14 @@ in a process of its own."""
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config.hf_config import ModelShape
 from megarl.reshard.atlas import hf_sizes
@@ -122,9 +123,7 @@ class TransformersEngine(InferenceEngine):
                 options.folder, self.dtype, self._device, options.num_rows, options.max_length
             )
         self._stop_ids = frozenset(options.stop_token_ids) | end_ids(options.folder)
-        self._tokenizer = None
         if options.stop:
-            self._tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
             self._stop_ids |= {self._tokenizer.eos_token_id} - {None}
         atlas = transformers_atlas(self._shape)
         if offer is not None:
@@ -142,6 +141,11 @@ class TransformersEngine(InferenceEngine):
         self._is_paused = False
         self._num_steps = 0
         self._held_at: int | None = None
+
+    @functools.cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer with which stop strings are found."""
+        return AutoTokenizer.from_pretrained(self._options.tokenizer)
 
     # ------------------------------------------------------------------ requests
 
@@ -201,9 +205,9 @@ class TransformersEngine(InferenceEngine):
         response = sequence.response
         if response[-1] in self._stop_ids:
             return "stop"
-        if self._tokenizer is not None:
+        if stops := (*self._options.stop, *sequence.request.stop):
             text = self._tokenizer.decode(response, skip_special_tokens=True)
-            if any(stop in text for stop in self._options.stop):
+            if any(stop in text for stop in stops):
                 return "stop"
         is_full = len(sequence.tokens) >= self._options.max_length
         return "length" if is_full or len(response) >= sequence.request.max_tokens else None

@@ -112,9 +112,10 @@ class VllmEngine(InferenceEngine):
 
     def _sampling_params(self, request: Request) -> SamplingParams:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         sampling = self._setup.config.sampling
-        stop = list(sampling.stop)
+        stop, schema = [*sampling.stop, *request.stop], request.schema
         return SamplingParams(
             **draw_arguments(request.key, self.device == "cpu"),
             temperature=request.temperature,
@@ -128,6 +129,7 @@ class VllmEngine(InferenceEngine):
             logprobs=0,
             flat_logprobs=True,
             skip_clone=True,
+            structured_outputs=None if schema is None else StructuredOutputsParams(json=schema),
         )
 
     def has_unfinished(self) -> bool:

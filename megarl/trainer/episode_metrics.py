@@ -31,13 +31,18 @@ def metrics_of_episodes(batch: RolloutBatch) -> dict[str, float]:
     causes = Counter(record["cause"] for record in records if "cause" in record)
     ends = Counter(record["finish_reason"] for record in records)
     branches = [record["num_branches"] for record in records if "num_branches" in record]
-    of_branches = (
-        {"branches/mean": sum(branches) / len(branches), "branches/max": max(branches)} if branches else {}
-    )
+    of_agents = {}
+    if branches:
+        of_agents = {
+            "branches/mean": sum(branches) / len(branches),
+            "branches/max": max(branches),
+            "tool_calls/unreadable": sum(record.get("num_unreadable", 0) for record in records),
+            "turns/constrained": sum(record.get("num_constrained", 0) for record in records),
+        }
     return {
         "turns/mean": sum(turns) / len(turns),
         "turns/max": max(turns),
-        **of_branches,
+        **of_agents,
         **{f"finish/{reason}": ends[reason] / len(records) for reason in FINISH_REASONS},
         **{f"reward/failed_{cause}": float(count) for cause, count in sorted(causes.items())},
         **_of_groups(_grouped(batch, records)),

@@ -12,7 +12,7 @@ from megarl.config.check import check_job, of_all_actors
 from megarl.config.environments import environments
 from megarl.config.errors import raise_errors
 from megarl.config.hf_config import ModelShape
-from megarl.config.reward_models import needs_ground_truth, rule_judges_agents, uses_rule_reward
+from megarl.config.reward_models import needs_ground_truth
 from megarl.config.roles import actors_of_episode, configs_of_actors
 from megarl.config.rules_data import rows_errors
 from megarl.config.rules_files import newest_job
@@ -23,7 +23,7 @@ from megarl.data.env_rows import first_rows
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, tokenizer_of
 from megarl.episodes.probe import probe_environments
-from megarl.rewards.pool import RewardPool, probe_reward
+from megarl.rewards.pool import probe_rule
 
 logger = logging.getLogger(__name__)
 
@@ -134,11 +134,5 @@ def _probe(config: TrainConfig, datasets: list[tuple[PromptDataset, str]], suffi
         of_flag, actors = {flag: dataset for dataset, flag in datasets if dataset}, actors_of_episode(config)
         if not suffix or len(actors) == 1:  # actors that play together have one environment
             probe_environments(config.episodes, first_rows(environments(config.episodes), of_flag), actors)
-    elif (
-        (not config.episodes.has_agent or rule_judges_agents(config))
-        and algorithm_of(config).needs_rollout
-        and uses_rule_reward(config)
-    ):
-        with RewardPool(config.data, num_workers=1) as pool:
-            for dataset, flag in datasets:
-                probe_reward(pool, dataset, flag)
+    else:
+        probe_rule(config, datasets)

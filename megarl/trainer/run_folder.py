@@ -107,7 +107,7 @@ class Run:
         self._first_step: int | None = None
         self._attempt: Attempt | None = None
         self._lock: int | None = None
-        self._has_failed = False
+        self._has_failed = self._told_rewards = False
         self._created: list[Path] = []
         """Files and folders that this run created, in the order of their removal."""
         if not goes_on(config):
@@ -182,6 +182,13 @@ class Run:
         row = {**metrics, "time/step_s": seconds, "throughput/tokens_per_s": num_tokens / seconds}
         self._row = step, row
         self.progress.update(step, row)
+        rewards = row.get("time/reward_s", 0.0)
+        if rewards > max(1.0, seconds / 2) and not self._told_rewards:
+            self._told_rewards = True
+            self.progress.note(
+                f"step {step}: rewards took {rewards:.1f} of {seconds:.1f} s. --reward-num-workers says how many "
+                "processes call the reward function"
+            )
 
     def record_evaluation(
         self,

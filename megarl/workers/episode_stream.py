@@ -153,10 +153,16 @@ class EpisodeStream(RequestStream):
         self._num_requests += 1  # a new id each time: the end of an aborted request may be under way
         name = one.requests[answer.turn] = f"{one.name}/{self._num_requests}"
         prompt = [*answer.prompt, *answer.response]
-        return Request(name, prompt, answer.key, max_tokens=max_tokens, **one.how)
+        how = {**one.how, **one.turns[answer.turn].how}
+        return Request(name, prompt, answer.key, max_tokens=max_tokens, **how)
+
+    def _from(self, answer: Answer) -> Answer:
+        """Begin an answer anew also if the agent's stop string may begin in its saved tokens, or its grammar does."""
+        is_special = self._open_of(answer).turns[answer.turn].how
+        return answer.first(0) if is_special else super()._from(answer)
 
     def _allowed_tokens(self, answer: Answer) -> int:
-        return self._open_of(answer).max_tokens[answer.turn] - len(answer.response)
+        return self._open_of(answer).turns[answer.turn].max_tokens - len(answer.response)
 
     def _is_at_limit(self, answer: Answer, output: object) -> bool:
         return False  # config/rules_episodes.py refuses --max-tokens-per-step
@@ -382,7 +388,7 @@ class EpisodeStream(RequestStream):
         if [answer.prompt for answer in running] != prompts:
             return self._differs(one)
         return [
-            self._from(replace(answer.first(one.max_tokens[number] - 1), key=turn.key, turn=number))
+            self._from(replace(answer.first(one.turns[number].max_tokens - 1), key=turn.key, turn=number))
             for answer, (number, turn) in zip(running, asked.items(), strict=False)
         ]
 

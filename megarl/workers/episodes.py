@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.environments import environments
 from megarl.config.episode_sections import settings_of_verifiers
@@ -101,6 +101,8 @@ class EpisodeSampler:
         self._config = config
         self.environments = _environments(config, tokenizer, eos_ids, shape.vocab_size)
         self.of_agents = config.episodes.has_agent
+        if self.of_agents:
+            self.environments.proxy.check = self._check
 
     def limits(self, purpose: str) -> Limits:
         """Return the limits of the episodes of a purpose, "train" or "eval"."""
@@ -111,6 +113,19 @@ class EpisodeSampler:
             sampling.max_length,
             self._config.episodes.max_branches,
         )
+
+    def _check(self, how: Mapping[str, Any]) -> None:
+        """Raise ValueError if the engine cannot sample in the way that an agent's request asks for."""
+        if "stop" in how and getattr(self._tokenizer, "hugging_face", None) is None:
+            raise ValueError(
+                "a stop string needs a Hugging Face tokenizer, and this job has a SentencePiece file"
+            )
+        if "schema" in how:
+            if self._engine.config.rollout.backend != "vllm":
+                raise ValueError("response_format needs a grammar, which only --rollout-backend vllm has")
+            from megarl.rollout.answer_parser import check_schema
+
+            check_schema(how["schema"])
 
     def close(self) -> None:
         self.environments.close()
@@ -218,7 +233,7 @@ class Turns:
             self._asked[name] = turn
             key = self._keys[turn.index].next(turn.prompt)
             how = self._how | GREEDY if first.greedy else self._how
-            requests.append(Request(name, turn.prompt, key, max_tokens=turn.max_tokens, **how))
+            requests.append(Request(name, turn.prompt, key, max_tokens=turn.max_tokens, **how, **turn.how))
         if requests:
             self._engine.add(requests)
 

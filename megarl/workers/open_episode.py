@@ -78,8 +78,8 @@ class OpenEpisode:
     events: list[tuple[Reply | None, SavedTurn | None]] = field(default_factory=list)
     requests: dict[int, str] = field(default_factory=dict)
     """Turn -> id of the request that samples it; {} while its environment works."""
-    max_tokens: dict[int, int] = field(default_factory=dict)
-    """Turn -> limit of its answer."""
+    turns: dict[int, Turn] = field(default_factory=dict)
+    """Number of each turn -> how it is to be answered."""
     is_over: bool = False
     """Whether it has ended without an answer, so that the request samples its one token."""
 
@@ -97,7 +97,7 @@ class OpenEpisode:
 
     def answer_of(self, turn: Turn) -> Answer:
         """Return the answer to a new turn, without a token yet."""
-        self.max_tokens[turn.number] = turn.max_tokens
+        self.turns[turn.number] = turn
         return replace(self.first, prompt=turn.prompt, key=self.keys.next(turn.prompt), turn=turn.number)
 
     def has_answered(self, request: Request | None) -> bool:

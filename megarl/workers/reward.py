@@ -100,6 +100,8 @@ class RewardRole(HostedRole):
                     record["env"] = dataset[rollout.row].data_source
                 if self.config.episodes.has_agent:
                     record["num_branches"] = rollout.num_branches
+                    record["num_unreadable"] = rollout.episode.num_unreadable
+                    record["num_constrained"] = rollout.episode.num_constrained
                 if self.config.episodes.turn_rewards:
                     record["turn_rewards"] = rollout.episode.turn_rewards
                     record["turn_lengths"] = rollout.episode.turn_lengths

@@ -37,7 +37,7 @@ def blocked_again_and_again(agents: AgentPool) -> Iterator[list[float]]:
     def block() -> None:
         while not stop.wait(2 * BLOCKED_S if times else 0.1):
             times.append(time.monotonic())
-            agents._proxy._in_loop(time.sleep, BLOCKED_S)
+            agents.proxy._in_loop(time.sleep, BLOCKED_S)
 
     thread = threading.Thread(target=block)
     thread.start()
@@ -70,7 +70,7 @@ def test_lost_connections_and_a_blocked_event_loop_lose_nothing(count, num_turns
     with busy(num_busy), AgentPool(COMMAND, 800.0, min(count, 20), 100_000) as agents:
         with blocked_again_and_again(agents) as times:
             play(episodes, engine, agents, Chat(made, [made.eos_token_id]), LIMITS)
-        assert not agents._asked and not agents._completions and not agents._proxy._conversations
+        assert not agents._asked and not agents._completions and not agents.proxy._conversations
     assert times and not caplog.records  # a lost connection is no error of the job's
     num_lost = 0
     for index, episode in enumerate(episodes):

@@ -60,7 +60,7 @@ def test_branching_agents_are_answered_or_refused_and_never_mixed(count):
     ]
     with AgentPool(COMMAND, 800.0, 2, 1000) as agents:
         play(episodes, engine, agents, Chat(made, [made.eos_token_id]), LIMITS)
-        assert not agents._asked and not agents._completions and not agents._proxy._conversations
+        assert not agents._asked and not agents._completions and not agents.proxy._conversations
     for index, (episode, mark) in enumerate(zip(episodes, marks, strict=True)):
         assert (episode.failure, episode.reward) == (None, 1.0)
         (other,) = {*marks} - {mark}

@@ -63,12 +63,12 @@ def other(tmp_path_factory) -> Path:
 def test_the_environment_sees_its_own_packages_and_no_other(other, tmp_path, monkeypatch):
     file = tmp_path / "env.py"
     file.write_text(ENV)
-    monkeypatch.chdir(tmp_path)  # must not be on the path
+    monkeypatch.chdir(tmp_path)  # is on the path
     with EnvironmentPool([EnvSpec(None, f"{file}:Env", str(other))], 60.0, 4) as pool:
         episode = pool.open({})
         reply = wait_for(pool, 1)[episode]
         assert reply.failure is None, reply.failure
-        assert reply.messages[0]["content"] == repr([7, str(other.parents[1]), [], False, "3"])
+        assert reply.messages[0]["content"] == repr([7, str(other.parents[1]), [], True, "3"])
         pool.step(episode, "x")
         assert wait_for(pool, 1)[episode].reward == 0.5
 

@@ -87,7 +87,7 @@ REFUSED = {
     "no parameters": ({"token_ids": [1]}, "is not a request for /inference/v1/generate"),
     "a stream": ({**ask(), "stream": True}, "stream is not supported"),
     "a picture": ({**ask(), "features": {"mm_hashes": {}}}, "features is not supported"),
-    "a stop string": (ask(stop="x"), "stop is not supported"),
+    "an empty stop string": (ask(stop=["x", ""]), "a stop string must not be empty"),
     "a mask": (ask(allowed_token_ids=[1]), "allowed_token_ids is not supported"),
     "more log-probs": (ask(logprobs=5), "logprobs (5) must be 0 or 1"),
     "of the prompt": (ask(prompt_logprobs=1), "prompt_logprobs is not supported"),

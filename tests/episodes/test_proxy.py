@@ -156,7 +156,7 @@ REFUSED = {
         {},
         "this job finds no tool calls in answers. Give it --tool-call-parser",
     ),
-    "a stop string": (ask(HI, stop="x"), {}, "stop is not supported"),
+    "an empty stop string": (ask(HI, stop=["x", ""]), {}, "a stop string must not be empty"),
     "a picture": (
         ask([{"role": "user", "content": [{"type": "image_url"}]}]),
         {},
@@ -189,7 +189,6 @@ OTHER_ANSWERS = {
     "min_tokens": 3,
     "presence_penalty": -1,
     "repetition_penalty": 1.1,
-    "stop": ["x"],
     "stop_token_ids": [3],
     "structured_outputs": {"json": {"type": "object"}},
     "use_beam_search": True,

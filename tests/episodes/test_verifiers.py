@@ -52,7 +52,7 @@ def run(rows, monkeypatch, client: str, folder: str = "", limits=Limits(10, 8, 1
     how = {"timeout_s": 300.0, "num_per_process": 16, "max_length": 1000}
     with VerifiersPool(verifiers, **how, vocab_size=len(hugging_face(NAME))) as rollouts:
         play(episodes, engine, rollouts, Chat(made, [made.eos_token_id]), limits)
-        assert not rollouts._episode_of and not rollouts._proxy._conversations
+        assert not rollouts._episode_of and not rollouts.proxy._conversations
     return episodes, engine
 
 

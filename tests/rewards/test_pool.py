@@ -18,7 +18,7 @@ import pytest
 from megarl.config.schema import DataConfig
 from megarl.rewards import RewardSample
 from megarl.rewards.pool import RewardPool
-from megarl.rewards.printed import FIRST_BYTES, LAST_BYTES, Printed
+from megarl.files.printed import FIRST_BYTES, LAST_BYTES, Printed
 
 OWN = """
 import os, subprocess, sys, time
@@ -312,7 +312,7 @@ def test_the_lines_of_several_processes_are_whole(data, tmp_path, capfd):
 
 def test_a_line_that_comes_in_parts_is_written_when_it_is_whole():
     log, out = os.pipe()
-    printed = Printed(out)
+    printed = Printed("reward", out)
     writer = os.dup(printed.writer)
     printed.follow()
     os.write(writer, b"first\nsec")

@@ -281,8 +281,15 @@ def stop_strings(folder: Path) -> dict:
         engine.sync(0)
         asked = jobs.prompts(16, 128)
         responses = engine.generate(asked, KEYS, temperature=1.0)
+        own = engine.complete(
+            [
+                Request(f"own/{at}", prompt, key, max_tokens=24, stop=["5>"] if at % 2 else [])
+                for at, (prompt, key) in enumerate(zip(asked, KEYS, strict=True))
+            ]
+        )
         return {
             "responses": responses,
+            "own": [(one.token_ids, one.finish_reason) for one in own],
             "gap": jobs.largest_gap(reference, asked, responses),
             "counts": dict(counting.COUNTS),
         }

@@ -195,6 +195,14 @@ def test_stop_strings_stay_in_the_response(report):
             assert "7>" in last or "<11><" in text[: -len(last) + 1]
         before = "".join(f"<{i}>" for i in token_ids[:-1])
         assert "7>" not in before and "<11><" not in before
+    for at, (token_ids, reason) in enumerate(
+        report["stop_strings"]["own"]
+    ):  # a stop string of every other one
+        whole = report["stop_strings"]["responses"][at][0]
+        end = next(
+            (n for n, token in enumerate(whole, 1) if at % 2 and f"{token}>".endswith("5>")), len(whole)
+        )
+        assert token_ids == whole[:end] and (end == len(whole) or reason == "stop")
     assert reasons.count("stop") >= 8
     assert "short" not in report["stop_strings"]["counts"]  # text is matched token by token
 

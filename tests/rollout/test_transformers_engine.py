@@ -246,6 +246,26 @@ def test_stop_strings_stay_in_the_response(folders):
     assert stopped > 4
 
 
+def test_stop_strings_of_a_request_end_that_request_alone(folders):
+    """The others have the tokens that they have without it."""
+    plain = requests([[100, 101]] * 16, top_k=3)
+    asked = [replace(one, stop=["e", "M"] if at % 2 else []) for at, one in enumerate(plain)]
+    outputs = []
+    for these in (plain, asked):
+        engine = TransformersEngine(options(folders[1]))
+        load(engine, folders[1])
+        outputs.append(run(engine, these))
+    shorter = 0
+    for at, (without, output) in enumerate(zip(*outputs, strict=True)):
+        texts = [engine._tokenizer.decode(output.token_ids[:n]) for n in range(len(output.token_ids) + 1)]
+        assert output.token_ids == without.token_ids[: len(output.token_ids)]
+        if len(output.token_ids) < len(without.token_ids):
+            shorter += 1
+            assert at % 2 and {"e", "M"} & {*texts[-1]} and not {"e", "M"} & {*texts[-2]}
+            assert output.finish_reason == "stop"
+    assert shorter > 4
+
+
 def test_a_sequence_ends_where_the_cache_does(folders):
     engine = TransformersEngine(options(folders[1], max_length=12))
     load(engine, folders[1])

@@ -593,3 +593,14 @@ def test_a_folder_that_cannot_be_made_is_told_by_its_flag(tmp_path):
     ):
         open_run(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rewards_that_are_most_of_a_step_name_their_flag_once(tmp_path):
+    shown = StringIO()
+    with Run(config(tmp_path / "run"), "", Progress(4, shown)) as run:
+        for step, (seconds, rewards) in enumerate([(5.0, 2.0), (0.5, 0.5), (5.0, 4.0), (5.0, 4.0)], 1):
+            run.begin_step()
+            run._step_start -= seconds
+            run.record_step(step, {"time/reward_s": rewards}, num_tokens=1)
+    (note,) = [line for line in shown.getvalue().splitlines() if "--reward-num-workers" in line]
+    assert note.startswith("step 3: rewards took 4.0 of 5.0 s.")

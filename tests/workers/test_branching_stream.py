@@ -434,3 +434,43 @@ def test_held_out_trees_are_whole_and_do_not_disturb_those_of_training(tmp_path)
     check(held_out, told, 2, 3, purpose="eval")
     job.finish()
     check(job.samples, told, 0, 1, 2)
+
+
+def test_turns_that_end_with_a_stop_string_begin_anew_and_keep_it(tmp_path, monkeypatch):
+    """In the job that saves them, and in the one that loads them. The others go on after their saved tokens."""
+    act = Agents._act
+
+    def asks(self, number, agent):
+        reply = act(self, number, agent)
+        if reply is None or reply.request is None or reply.request.number % 2:
+            return reply
+        return replace(reply, how={"stop": [f"end {reply.request.number}"]})
+
+    monkeypatch.setattr(Agents, "_act", asks)
+    before, after = job_of(tmp_path / "before", 6), job_of(tmp_path / "after", 7)
+    before.recorder.start(0)
+    before.stream.add(answers(*range(4)))
+    stops: dict[int, tuple[list[int], list[str]]] = {}  # key -> prompt and stop strings of a turn
+    add = before.inference.add
+
+    def watched_add(requests) -> None:
+        for one in requests:
+            stops.setdefault(one.key, (one.prompt, [*one.stop]))
+        add(requests)
+
+    before.inference.add = watched_add
+    while len({len(one.request.stop) for one in before.inference.requests if one.tokens}) < 2:
+        before.step(1)
+    running = {one.request.key: len(one.tokens) for one in before.inference.requests}
+    before.stream.save(tmp_path / "file", range(4))
+    after.inference.set_version(before.inference.version)
+    after.recorder.start(before.inference.version)
+    after.stream.load(answers(*range(4)), [tmp_path / "file"])
+    for job in (before, after):
+        assert {one.request.key for one in job.inference.requests} == running.keys()
+        for one in job.inference.requests:
+            prompt, stop = stops[one.request.key]
+            num_kept = 0 if stop else running[one.request.key]
+            assert [*one.request.stop] == stop and one.request.prompt[: len(prompt)] == prompt
+            assert len(one.request.prompt) == len(prompt) + num_kept
+    assert any(running[key] for key, (_, stop) in stops.items() if stop and key in running)

@@ -1,4 +1,4 @@
-"""Pass the output of a reward process on to the log in whole lines: the first and the last bytes of each
+"""Pass the output of a process that runs the user's code on to the log in whole lines: the first and the last bytes of each
 call.
 
 The rest is only counted. A function that prints its whole input would otherwise fill the log of a long run.
@@ -18,15 +18,19 @@ _JOIN_S = 1.0
 class Printed:
     """A pipe for a process's output, and the thread that reads the pipe.
 
+    Args:
+        who: what the process runs, for the line that says how much is left out.
+        out: the descriptor of the log.
+
     Give `writer` to the process as its stderr, then call `follow`. The thread lives as long as any process
     has the other end of the pipe."""
 
-    def __init__(self, out: int = 2) -> None:
+    def __init__(self, who: str, out: int = 2) -> None:
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
-        self._out, self._lock = out, threading.Lock()
+        self._who, self._out, self._lock = who, out, threading.Lock()
         self._count, self._last, self._line = 0, b"", b""
-        self._thread = threading.Thread(target=self._follow, name="reward_output", daemon=True)
+        self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
 
     def follow(self) -> None:
         """Close this process's copy of the writing end and start to read.
@@ -78,7 +82,7 @@ class Printed:
         left_out = self._count - FIRST_BYTES - len(self._last)
         if left_out > 0:
             self._write(
-                f"\n[reward] {left_out} of {self._count} bytes that one call printed are left out "
+                f"\n[{self._who}] {left_out} of {self._count} bytes that one call printed are left out "
                 "here\n".encode()
             )
         self._write(self._last)
@@ -87,7 +91,7 @@ class Printed:
         self._count, self._last = 0, b""
 
     def _write(self, data: bytes) -> None:
-        """Write whole lines to the log, and keep the beginning of the last one: other reward processes write
+        """Write whole lines to the log, and keep the beginning of the last one: other process of the user'ses write
         to the same log."""
         lines, end, self._line = (self._line + data).rpartition(b"\n")
         data = lines + end
