@@ -86,7 +86,7 @@ def step(model: TrainedModel) -> dict[str, list[float]]:
 
 
 def main(out: Path) -> None:
-    join_world(60)
+    join_world(900)
     report = {}
     for case in DECAY_CASES:
         built = build(out, case, is_drawn=True)
