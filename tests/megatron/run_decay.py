@@ -39,8 +39,6 @@ def build(out: Path, case: tuple[str, str, str, int], is_drawn: bool) -> tuple[T
     create_groups(mesh)
     if dist.get_rank() not in mesh.ranks:
         return None
-    (out / name).mkdir(exist_ok=True)
-    (out / name / "config.json").write_text(json.dumps(MODELS[name]))
     shape = ModelShape.load(out / name, value_head=role == "critic")
     lora = LoRAConfig(lora_rank=rank, lora_alpha=8.0)
     model = (ValueModel if role == "critic" else Policy)(
@@ -87,6 +85,10 @@ def step(model: TrainedModel) -> dict[str, list[float]]:
 
 def main(out: Path) -> None:
     join_world(900)
+    for name in {case[2] for case in DECAY_CASES} if dist.get_rank() == 0 else ():
+        (out / name).mkdir()
+        (out / name / "config.json").write_text(json.dumps(MODELS[name]))
+    dist.barrier()
     report = {}
     for case in DECAY_CASES:
         built = build(out, case, is_drawn=True)
