@@ -73,7 +73,7 @@ class DataCursor:
         # Old checkpoints have no count of visits: then each row of the walk is one visit.
         self._num_visits = state.get("visits", state["pass"] * state["num_rows"] + state["offset"])
 
-    def restored(self, state: dict[str, Any]) -> DataCursor:
+    def restored(self, state: Mapping[str, Any]) -> DataCursor:
         """Return a cursor of this data set that continues where `state()` was taken.
 
         Raises: ValueError if the size of the data set has changed, or if the state is that of files with

@@ -89,7 +89,7 @@ class MeasuredCursor(DataCursor):
         }
         return super().state() | {"measured": measured}
 
-    def restored(self, state: dict[str, Any]) -> MeasuredCursor:
+    def restored(self, state: Mapping[str, Any]) -> MeasuredCursor:
         """Return a cursor of this data set and these limits that continues where `state()` was taken. The
         pass goes on as it was begun; other limits hold from the next pass.
 

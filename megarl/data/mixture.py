@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.data.cursor import DataCursor
@@ -60,7 +60,7 @@ class MixtureCursor(DataCursor):
         }
         return super().state() | {"mixture": mixture}
 
-    def restored(self, state: dict[str, Any]) -> MixtureCursor:
+    def restored(self, state: Mapping[str, Any]) -> MixtureCursor:
         """Return a cursor of these files that continues where `state()` was taken. If the weights have
         changed, the proportions are counted anew from here, while the passes over the files continue.
 

@@ -40,7 +40,7 @@ class SftRows:
                 f"--sft-data: the files have {self._cursor.num_rows} rows, and the checkpoint was made with "
                 f"{state['num_rows']}. Resume with the same files, or start a new run from the exported hf/ folder."
             )
-        self._cursor.go_to(state)
+        self._cursor = self._cursor.restored(state)
 
 
 def plan_rows(

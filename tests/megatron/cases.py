@@ -59,6 +59,33 @@ LORA = {
 }
 """Of models with adapters. _sharded: with the distributed optimizer, where no rank sees whole gradients."""
 
+DECAY = {
+    "lr": 0.2,
+    "min_lr": 0.05,
+    "lr_decay_style": "linear",
+    "lr_warmup_iters": 2,
+    "lr_decay_iters": 5,
+    "weight_decay": 0.5,
+}
+DECAY_STEPS, DECAY_RESUMED = 6, 3
+"""Steps of a case, and the one after which it is resumed."""
+DECAY_CASES = [
+    ("actor", "one", "gemma3", 0),
+    ("actor", "dp2_do", "biases", 0),
+    ("actor", "dp2_do_bf16", "qwen3", 0),
+    ("actor", "tp2_sp_ep2_latents", "deepseek_v3", 0),
+    ("actor", "ep2_do", "qwen3_moe", 0),
+    ("actor", "dp2_fsdp_biases", "biases", 0),
+    ("actor", "dp2_do", "qwen3", 4),
+    ("critic", "one", "qwen3", 4),
+    ("critic", "pp2_vpp2_do", "biases", 0),
+]
+"""Role, layout and model of layouts.py, and --lora-rank."""
+
+
+def name_of(case: tuple[object, ...]) -> str:
+    return "_".join(map(str, case))
+
 
 def run_ranks(script: str, out: Path, count: int, *arguments: str) -> None:
     """A script of this folder under torchrun; its ranks write to `out`."""
