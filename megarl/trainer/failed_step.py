@@ -31,8 +31,8 @@ def save_failed_step(run: Run, batches: StepBatches, state: TrainState, error: B
 
     Raises nothing, and returns within a few seconds, because the error of the step must be shown. A failure
     to write is noted in a line."""
-    if batches.step != state.step:
-        return  # the step failed before it had a batch
+    if not state.in_step or run.is_superseded or batches.step != state.step:
+        return  # no step is running, or it failed before it had a batch
     path = run.folder / FAILED_STEP
     problems = [f"not written within {_WRITE_S:g} s"]
 

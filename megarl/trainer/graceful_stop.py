@@ -12,6 +12,7 @@ from megarl.config.rules_files import is_savable
 from megarl.failures import last_line
 from megarl.files.checkpoints import folder_of_step
 from megarl.runtime.shutdown import Stopped, graceful_shutdown, received_signal
+from megarl.trainer.failed_step import save_failed_step
 from megarl.trainer.stop_request import StopRequested
 from megarl.trainer.trainer import Trainer
 
@@ -37,7 +38,7 @@ def graceful_stop(trainer: Trainer) -> Iterator[None]:
         except Exception as error:
             is_whole = trainer.executor.failure is None and not trainer.stop.has_updated
             if trainer.state.completed and is_whole:
-                trainer.save_failed_step(error)
+                save_failed_step(trainer.run_folder, trainer.runner.batches, trainer.state, error)
                 error.add_note(_save_after_failure(trainer, time.monotonic() + grace_s))
             raise
         finally:

@@ -126,7 +126,7 @@ class Trainer:
         with contextlib.ExitStack() as last:
             last.callback(self.checkpointer.abandon)
             if isinstance(error, Exception):  # not after Ctrl-C or SIGTERM
-                last.callback(self.save_failed_step, error)
+                last.callback(save_failed_step, self.run_folder, self.runner.batches, self.state, error)
             last.callback(self.save_timeline)
             if exc_type is None:
                 self.profiled.stop()
@@ -134,11 +134,6 @@ class Trainer:
                 for role in self.meshes:
                     if issubclass(role_class(role), ServiceRole):
                         ServiceRole(self.executor, role).shut_down().result()
-
-    def save_failed_step(self, error: Exception) -> None:
-        """Write failed_step.jsonl if a step is running."""
-        if self.state.in_step and not self.run_folder.is_superseded:
-            save_failed_step(self.run_folder, self.runner.batches, self.state, error)
 
     def save_timeline(self) -> None:
         """Write timeline.json, with the calls that have ended so far. Does nothing before the first one.

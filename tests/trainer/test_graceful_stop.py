@@ -32,14 +32,10 @@ class FakeTrainer:
         self.run_folder = SimpleNamespace(folder=folder)
         self.executor = SimpleNamespace(failure=failure, abort_calls=self._abort, label="step 4")
         self.checkpointer = SimpleNamespace(last_step=2, save=self._save, wait=lambda: None)
-        self.calls = calls
+        self.calls, self.runner = calls, SimpleNamespace(batches=self.saved)
 
     def _drop(self) -> None:
         self.state.in_step = False
-
-    def save_failed_step(self, error: Exception) -> None:
-        assert self.state.in_step, "the samples are lost once the step is dropped"
-        self.saved.append("samples")
 
     def _abort(self) -> None:
         if self.calls == "a rank dies":
@@ -57,6 +53,12 @@ class FakeTrainer:
 @pytest.fixture(autouse=True)
 def all_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_savable", lambda config: True)
+
+    def save_samples(run_folder, saved, state, error) -> None:
+        assert state.in_step, "the samples are lost once the step is dropped"
+        saved.append("samples")
+
+    monkeypatch.setattr(module, "save_failed_step", save_samples)
 
 
 @pytest.mark.parametrize(
