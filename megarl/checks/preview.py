@@ -223,8 +223,8 @@ def _tokenizer(config: TrainConfig, seen: Preview) -> Tokenizer | None:
 
 
 def _special_ids(config: TrainConfig, shape: ModelShape, tokenizer: Tokenizer, seen: Preview) -> None:
-    """Add an error for an end-of-sequence id of the model that its vocabulary does not have, and a note if the chat
-    template ends turns with another token than the model's."""
+    """Add an error for an end-of-sequence id of the model that its vocabulary does not have, and a note if
+    the chat template ends turns with another token than the model's."""
     source, ids = Path(config.model.model) / "config.json", shape.eos_token_ids
     if above := [index for index in ids if index >= shape.vocab_size]:
         seen.errors.append(

@@ -23,11 +23,11 @@ def read_text(path: str) -> str | None:
 
 
 def compile_template(source: str | dict[str, str], where: str, **special: str) -> ChatTemplate:
-    """Return a function that renders messages with a chat template, in a jinja sandbox with the functions that
-    transformers 5.19 offers a template.
+    """Return a function that renders messages with a chat template, in a jinja sandbox with the functions
+    that transformers 5.19 offers a template.
 
-    The function takes `tools`, `add_generation_prompt` (default: True), `tagged` and the template's own arguments.
-    With `tagged`, OPEN and CLOSE stand around what {% generation %} marks.
+    The function takes `tools`, `add_generation_prompt` (default: True), `tagged` and the template's own
+    arguments. With `tagged`, OPEN and CLOSE stand around what {% generation %} marks.
 
     Args:
         source: the template, or several by name: "tool_use" is for messages with tools, else "default".

@@ -4,14 +4,15 @@ problems.
     {"data_source": "megarl/sums", "prompt": [{"role": "user", "content": "23-5-1 ?"}], "ability": "math",
      "reward_model": {"style": "rule", "ground_truth": "17"}, "extra_info": {"split": "train", "index": 0}}
 
-Fine-tuning rows have `response` or `completion` besides `prompt`, or `messages` with the assistant's turn last, which
-a prompt may stand beside. An answer is a string or a message, also one with `tool_calls` in place of `content`.
+Fine-tuning rows have `response` or `completion` besides `prompt`, or `messages` with the assistant's turn
+last, which a prompt may stand beside. An answer is a string or a message, also one with `tool_calls` in place
+of `content`.
 
 `tools` (a list in OpenAI's form, or its JSON text) and `chat_template_kwargs` are for the chat template.
 
-Preference rows have `chosen` and `rejected`: strings, or messages with the assistant's turn last. Such messages
-may begin with the prompt, and then need no column for it. `score_chosen` and `score_rejected` are optional. Labelled
-rows have `completion`, in the same forms, and `label`: true or false.
+Preference rows have `chosen` and `rejected`: strings, or messages with the assistant's turn last. Such
+messages may begin with the prompt, and then need no column for it. `score_chosen` and `score_rejected` are
+optional. Labelled rows have `completion`, in the same forms, and `label`: true or false.
 
 A row of GSM8K as published is {"question": ..., "answer": "... #### 1,234"}. It is converted as in verl's own
 script: the instruction below is added to the question, and the ground truth is the text after "####", without

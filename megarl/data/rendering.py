@@ -1,8 +1,9 @@
 """Turn rows of the data into token ids as the chat template writes them, and say which ids are trained on.
 
-The template writes the whole conversation. What is trained on is what it marks by {% generation %}, or else what
-stands between its own header of an answer and the end of that turn. The token behind an answer is the template's,
-too; what follows this token, such as Qwen's line break, is context, and is left out at the end."""
+The template writes the whole conversation. What is trained on is what it marks by {% generation %}, or else
+what stands between its own header of an answer and the end of that turn. The token behind an answer is the
+template's, too; what follows this token, such as Qwen's line break, is context, and is left out at the
+end."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class Part(NamedTuple):
 def parts_of(tokenizer: Tokenizer, row: Prompt, answer: Message, turns: Turns = "last") -> list[Part]:
     """Return the texts of a row with this answer, context and what is trained on in turns.
 
-    Raises: ValueError if the chat template refuses the messages, writes an answer otherwise than behind its own
-    header, or leaves out a part of it; and if nothing is trained on."""
+    Raises: ValueError if the chat template refuses the messages, writes an answer otherwise than behind its
+    own header, or leaves out a part of it; and if nothing is trained on."""
     prompt = row.messages
     if isinstance(prompt, str) and (turns != "score" or tokenizer.template is None):
         return _raw_parts(tokenizer, prompt, text_of(answer))
@@ -68,10 +69,11 @@ def parts_of(tokenizer: Tokenizer, row: Prompt, answer: Message, turns: Turns = 
 
 
 def difference(tokenizer: Tokenizer, row: Prompt, answer: Message, turns: Turns) -> str | None:
-    """Return how a sample differs from what the template writes for the whole conversation; None if it does not.
+    """Return how a sample differs from what the template writes for the whole conversation; None if it does
+    not.
 
-    Only the context of an answer can differ: some templates write earlier answers otherwise, e.g. without their
-    thinking, once another one follows."""
+    Only the context of an answer can differ: some templates write earlier answers otherwise, e.g. without
+    their thinking, once another one follows."""
     if isinstance(row.messages, str) or turns == "score":
         return None
     parts = [part.text for part in parts_of(tokenizer, row, answer, turns)]
@@ -137,8 +139,8 @@ class _Conversation:
         return text, spans
 
     def _continued(self, text: str, start: int, last: int, at: int) -> str:
-        """Return the text up to the answer `last`, which begins at `start`, with what the template writes between
-        it and the answer `at`."""
+        """Return the text up to the answer `last`, which begins at `start`, with what the template writes
+        between it and the answer `at`."""
         answer = {name: value for name, value in self.messages[last].items() if name not in _WRITTEN}
         marked = [*self.messages[:last], {**answer, "content": MARK}, *self.messages[last + 1 : at]]
         _, found, rest = self.tokenizer.render(marked, *self.given).rpartition(MARK)
@@ -192,7 +194,8 @@ def _trailing_token(tokenizer: Tokenizer, text: str) -> str | None:
 def _end_at(tokenizer: Tokenizer, answer: str) -> str | None:
     """Return the special token that ends an answer as the template writes it; None if there is none.
 
-    It is the first one of what the template always writes behind answers, else the last one of this answer."""
+    It is the first one of what the template always writes behind answers, else the last one of this
+    answer."""
     tail = tokenizer.turn_tail
     is_usual = tail and answer.endswith(tail)
     return tokenizer.leading_token(tail) if is_usual else _trailing_token(tokenizer, answer)
@@ -239,8 +242,8 @@ def _sample(parts: Sequence[Part], encoded: list[list[int]]) -> RowSample:
 
 
 def scored(sample: RowSample, pad: int | None) -> RowSample:
-    """Return a sample of which one token is scored: the last one that is no padding, as transformers' classifiers
-    take it; what follows this token is left out.
+    """Return a sample of which one token is scored: the last one that is no padding, as transformers'
+    classifiers take it; what follows this token is left out.
 
     Args:
         pad: id of the padding token, which may also end every text; None: there is none."""

@@ -72,15 +72,16 @@ def tokenizer_of(
 
 
 def pad_of(model: str, tokenizer: Tokenizer) -> int:
-    """Return the id of padding of a reward model that is trained from this folder: that of its config.json, else the
-    tokenizer's, with which it is exported."""
+    """Return the id of padding of a reward model that is trained from this folder: that of its config.json,
+    else the tokenizer's, with which it is exported."""
     pad = read_model_config(model).get("pad_token_id")
     return tokenizer.pad_token_id if pad is None else pad
 
 
 def complete_export(folder: Path, model: ModelConfig, is_classifier: bool) -> None:
-    """Write what a job's tokenizer means for an exported model: the token that ends a turn into the end-of-sequence
-    ids of its generation_config.json, and for a classifier the id of padding into its config.json."""
+    """Write what a job's tokenizer means for an exported model: the token that ends a turn into the
+    end-of-sequence ids of its generation_config.json, and for a classifier the id of padding into its
+    config.json."""
     tokenizer = tokenizer_of(model)
     assert tokenizer is not None
     changes: list[tuple[str, str, object]] = []

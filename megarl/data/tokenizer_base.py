@@ -82,8 +82,9 @@ class Tokenizer(ABC):
 
     @functools.cached_property
     def turn_end(self) -> int:
-        """Id of the token that ends an answer: what the chat template writes behind one, or an end-of-sequence id
-        of the model with which it begins the next turn, as GLM's; else the tokenizer's end of sequence."""
+        """Id of the token that ends an answer: what the chat template writes behind one, or an
+        end-of-sequence id of the model with which it begins the next turn, as GLM's; else the tokenizer's end
+        of sequence."""
         following = self._behind_answer({"role": "user", "content": "?"})
         token = self.leading_token(self.turn_tail) or self.leading_token(following, self.end_ids)
         return self.eos_token_id if token is None else self.special_tokens[token]

@@ -81,8 +81,8 @@ def refuse_unsupported(fields: Sequence[tuple[str, object, str]]) -> None:
 def how_of(
     stop: str | Sequence[str] | None, form: Mapping[str, Any] | None, where: str = "response_format"
 ) -> dict[str, Any]:
-    """Return how an answer is sampled, as far as a request says so: `stop`, the texts that end it, and `schema`, the
-    JSON schema that it must have.
+    """Return how an answer is sampled, as far as a request says so: `stop`, the texts that end it, and
+    `schema`, the JSON schema that it must have.
 
     Args:
         form: a response format, named `where` in errors.

@@ -1,9 +1,10 @@
 """Run one process of an environment pool: `python -m megarl.episodes.env_process PARENT FILE:CLASS THREADS`.
 
 Requests arrive on stdin and replies go to stdout (env_messages.py). The process holds several episodes, each
-with an object of the user's class. Their calls run in the main thread, as in a script of its own: coroutines in one
-event loop, other methods outside of it. Calls of different episodes overlap: one that finds the main thread busy for
-long runs in another thread, unless the environment has set a signal handler, which only the main thread can. What the environment prints goes to stderr.
+with an object of the user's class. Their calls run in the main thread, as in a script of its own: coroutines
+in one event loop, other methods outside of it. Calls of different episodes overlap: one that finds the main
+thread busy for long runs in another thread, unless the environment has set a signal handler, which only the
+main thread can. What the environment prints goes to stderr.
 
 Of megarl this module imports four files and no package that has to be installed. It runs in Python 3.9."""
 
@@ -245,8 +246,8 @@ def _reward(value: object) -> float | None:
 
 
 def _next_actor(environment: object) -> dict[str, str]:
-    """Return the actor that the environment names as the next to answer; {} without. Raises: Malformed if it is
-    no text."""
+    """Return the actor that the environment names as the next to answer; {} without. Raises: Malformed if it
+    is no text."""
     actor = getattr(environment, "next_actor", None)
     if actor is not None and not isinstance(actor, str):
         raise Malformed(f"the environment's `next_actor` is {actor!r:.300}; wanted a name, as 'actor_2'")

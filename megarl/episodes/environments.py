@@ -47,8 +47,8 @@ class Reply:
     rewards: dict[str, float | None] | None = None
     """Name of each actor -> its reward, where an environment tells them apart."""
     how: dict[str, Any] = field(default_factory=dict)
-    """How an agent wants the next answer sampled: with `stop` strings, or by a JSON `schema`, so that it is not trained
-    on."""
+    """How an agent wants the next answer sampled: with `stop` strings, or by a JSON `schema`, so that it is
+    not trained on."""
     num_unreadable: int = 0
     """With an agent's last reply: answers of the model with tool calls that cannot be read."""
 
@@ -95,8 +95,8 @@ class Environments(Protocol):
         ...
 
     def refuse(self, reply: Reply, code: str, message: str, is_final: bool = False) -> bool:
-        """Refuse the messages of a reply. Returns whether the episode may go on or still gives a reward, so that
-        another reply follows.
+        """Refuse the messages of a reply. Returns whether the episode may go on or still gives a reward, so
+        that another reply follows.
 
         Args:
             is_final: whether the episode gets no further answer."""

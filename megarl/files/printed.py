@@ -1,4 +1,4 @@
-"""Pass the output of a process that runs the user's code on to the log in whole lines: the first and the last bytes of each
+"""Pass the output of processes that run users' code on to the log: whole lines, the first and last bytes of a
 call.
 
 The rest is only counted. A function that prints its whole input would otherwise fill the log of a long run.
@@ -91,8 +91,7 @@ class Printed:
         self._count, self._last = 0, b""
 
     def _write(self, data: bytes) -> None:
-        """Write whole lines to the log, and keep the beginning of the last one: other process of the user'ses write
-        to the same log."""
+        """Write whole lines to the log, and keep the beginning of the last one: others write to the log too."""
         lines, end, self._line = (self._line + data).rpartition(b"\n")
         data = lines + end
         while data:

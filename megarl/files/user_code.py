@@ -13,8 +13,8 @@ from types import ModuleType
 
 
 def be_script(path: str) -> None:
-    """Let this process look like one that runs a file of the user's: the file's folder and the current one are on
-    Python's path, and processes that multiprocessing spawns find what the file defines.
+    """Let this process look like one that runs a file of the user's: the file's folder and the current one
+    are on Python's path, and processes that multiprocessing spawns find what the file defines.
 
     Call this before `run_file`, in a process that runs the user's code only."""
     import multiprocessing  # noqa: F401 - a later import would put __main__ in the place of __mp_main__

@@ -135,8 +135,8 @@ def _encode(files: Files, tokenizer: Tokenizer, arguments: DataArguments, progre
 
 
 def _answers(files: Files, tokenizer: Tokenizer, column: str, arguments: DataArguments) -> dict[int, Answer]:
-    """Return row -> its answer in a column, as a job trains on it. Rows that no job can train on, and the first one
-    whose context the chat template writes otherwise, are noted."""
+    """Return row -> its answer in a column, as a job trains on it. Rows that no job can train on, and the
+    first one whose context the chat template writes otherwise, are noted."""
     found, turns = {}, arguments.turns if column == "response" else "last"
     for row, prompt in enumerate(files.prompts):
         if (answer := getattr(prompt, column)) is None or arguments.needs == "ground_truth":

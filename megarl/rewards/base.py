@@ -20,9 +20,9 @@ _SHOWN_CHARACTERS = 300
 class RewardFunction(Protocol):
     """A reward function in verl's calling convention. It is called by keyword, with a copy of `extra_info`.
 
-    What an asynchronous one returns is awaited. It returns a number, or a dict with the number as `score`, or with several numbers by name as `scores`,
-    whose weighted sum is the reward. The dict may hold the answer that it found in the response as `pred`.
-    Other keys have no effect."""
+    What an asynchronous one returns is awaited. It returns a number, or a dict with the number as `score`, or
+    with several numbers by name as `scores`, whose weighted sum is the reward. The dict may hold the answer
+    that it found in the response as `pred`. Other keys have no effect."""
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]

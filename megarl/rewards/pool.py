@@ -7,12 +7,11 @@
 A function fails for a sample if it raises, returns no finite number, hangs, dies, forks and returns in the
 child, or asks for too much memory. The next sample gets a fresh process.
 
-A process has one call at a time, in its main thread, where a function may set alarms and start processes. If calls
-mostly wait, as for a judge over HTTP, further processes are started: they cost a fraction of a second once, and
-isolate each call as the first ones do.
- A reply counts only if it has the
-number of the request and the digest of its text, and comes from the process that received them. The user's
-file runs in these processes only."""
+A process has one call at a time, in its main thread, where a function may set alarms and start processes. If
+calls mostly wait, as for a judge over HTTP, further processes are started: they cost a fraction of a second
+once, and isolate each call as the first ones do. A reply counts only if it has the number of the request and
+the digest of its text, and comes from the process that received them. The user's file runs in these processes
+only."""
 
 from __future__ import annotations
 
@@ -77,8 +76,8 @@ class RewardPool:
     Args:
         num_workers: number of processes. 0 calls the function in this process, for pdb, without limits.
         data: the reward function and its limits.
-        check: is called every 0.2 s while samples are scored, and raises Aborted if nobody wants their rewards
-            any more.
+        check: is called every 0.2 s while samples are scored, and raises Aborted if nobody wants their
+            rewards any more.
     Raises: ValueError if the function cannot be loaded."""
 
     def __init__(self, data: DataConfig, num_workers: int, check: Callable[[], None] = ABORT.check) -> None:
@@ -131,9 +130,8 @@ class RewardPool:
                 if request is not None and 0 <= request - first_request < len(requests):
                     fail(requests[request - first_request], _FORKED)
 
-        running: dict[
-            _Worker, tuple[int | None, float]
-        ] = {}  # worker -> sample, None while it starts, and deadline
+        running: dict[_Worker, tuple[int | None, float]] = {}
+        """Worker -> its sample, None while it starts, and its deadline."""
         while waiting or running:
             while waiting and idle:
                 worker, index = idle.pop(), waiting.popleft()

@@ -160,8 +160,8 @@ def _cpu_latent_arguments(shape: ModelShape) -> dict[str, object]:
 
 
 def stop_tokenizer(config: TrainConfig) -> str | None:
-    """Return the tokenizer with which an engine matches stop strings of --stop and of agents, and makes grammars, or
-    None if it needs none. Raises ValueError for a SentencePiece file.
+    """Return the tokenizer with which an engine matches stop strings of --stop and of agents, and makes
+    grammars, or None if it needs none. Raises ValueError for a SentencePiece file.
 
     Transformers must be able to load it."""
     tokenizer = config.model.tokenizer_model or config.model.model
@@ -179,7 +179,8 @@ def stopping_at(config: TrainConfig, turn_end: int, end_ids: Sequence[int]) -> T
     """Return the configuration with the token that ends a turn among those at which engines stop.
 
     Args:
-        end_ids: the model's own end-of-sequence ids. A base model may not have the chat template's among them."""
+        end_ids: the model's own end-of-sequence ids. A base model may not have the chat template's among
+            them."""
     if turn_end in end_ids:
         return config
     ids = dict.fromkeys((*config.sampling.stop_token_ids, turn_end))

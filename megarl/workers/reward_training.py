@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @implements(Actor)
 class RewardTrainingRole(PreferenceActorRole):
-    """A reward model that learns from pairs, on one rank. It starts from the language model of --model, with a
-    score head of zeros.
+    """A reward model that learns from pairs, on one rank. It starts from the language model of --model, with
+    a score head of zeros.
 
     Only one token of an answer is trained on, which has the score."""
 
@@ -54,8 +54,8 @@ class RewardTrainingRole(PreferenceActorRole):
     def read_rows(
         self, dataset: PromptDataset, encoder: PromptEncoder, tokenizer: Tokenizer
     ) -> list[list[RowSample]]:
-        """Return both answers of every row, as the chat template writes the conversations. The last token that is no
-        padding is scored."""
+        """Return both answers of every row, as the chat template writes the conversations. The last token
+        that is no padding is scored."""
         pad = pad_of(self.folder, tokenizer)
         return [[scored(one, pad) for one in pair] for pair in super().read_rows(dataset, encoder, tokenizer)]
 
