@@ -25,6 +25,19 @@ def check_schema(schema: dict[str, Any]) -> None:
 _MOST_REQUESTS = 64  # lists of tools that are remembered; a job has one or a few
 
 
+class _Failures(logging.Filter):
+    """Counts what vLLM's tool parsers log about calls that they cannot read, in the place of their tracebacks."""
+
+    number = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.number += record.exc_info is not None
+        return record.exc_info is None
+
+
+_FAILURES = _Failures()
+
+
 class VllmAnswerParser:
     """Splits answers into text, reasoning and tool calls.
 
@@ -65,14 +78,8 @@ class VllmAnswerParser:
                 f"{str(error).rstrip('.')}. Leave the flag out, or take the parser of this model."
             ) from error
         self._requests: dict[str, ChatCompletionRequest] = {}
-        self._num_failures = 0
         for one in getattr(self._parser_class, "tool_parser_cls", None).__mro__ if tool_parser else ():
-            logging.getLogger(one.__module__).addFilter(self._count)
-
-    def _count(self, record: logging.LogRecord) -> bool:
-        """Count what a tool parser of vLLM logs about calls that it cannot read, in the place of its traceback."""
-        self._num_failures += record.exc_info is not None
-        return record.exc_info is None
+            logging.getLogger(one.__module__).addFilter(_FAILURES)
 
     def parse(
         self, prompt: Sequence[int], ids: Sequence[int], tools: Sequence[dict[str, Any]], wants_calls: bool
@@ -86,7 +93,7 @@ class VllmAnswerParser:
             tools: tools of the conversation, in OpenAI's form.
             wants_calls: whether the request allows calls."""
         assert self._parser_class is not None
-        request, num_failures = self._request(tools, wants_calls), self._num_failures
+        request, num_failures = self._request(tools, wants_calls), _FAILURES.number
         parser = self._parser_class(self._tokenizer, request.tools)
         parser.set_prompt_token_ids(prompt)
         end = len(ids) - (len(ids) > 0 and ids[-1] in self._end_ids)
@@ -102,7 +109,7 @@ class VllmAnswerParser:
             (call.id if call.id and call.id in text else None, call.name, call.arguments)
             for call in calls or ()
         ]
-        if self._num_failures > num_failures:
+        if _FAILURES.number > num_failures:
             found = [(None, "", "")]
         return content, reasoning, found
 

@@ -364,10 +364,11 @@ def test_only_extra_info_may_hold_what_json_cannot(tmp_path):
 class Lengths:
     """A tokenizer of one token per character."""
 
-    eos_token_id = 0
+    def render(self, messages, *given):
+        return messages[-1]["content"]
 
-    def encode_prompts(self, prompts):
-        return [[1] * len(prompt[-1]["content"]) for prompt in prompts]
+    def encode_rendered(self, texts, are_raw):
+        return [[1] * len(text) for text in texts]
 
 
 def job_with(limit, flag=True):
