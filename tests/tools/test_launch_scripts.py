@@ -40,7 +40,9 @@ def run(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess
 def test_one_machine_needs_no_rendezvous():
     done = run("torchrun.sh", "--nproc-per-node", "2", "--dry-run", "--", ARGS, "--save", "runs/a")
     command = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 0 -m megarl.train"
-    assert done.stdout == f"{sys.executable} {command} {ARGS} --save runs/a\n", done.stderr
+    assert shlex.split(done.stdout) == [sys.executable, *f"{command} {ARGS} --save runs/a".split()], (
+        done.stderr
+    )
 
 
 def test_a_node_takes_the_address_by_which_it_reaches_the_head():
@@ -115,7 +117,7 @@ def slurm(tmp_path):
         "srun": 'echo $$ > "$OUT/pid"; shift; exec "$@"',
         "scancel": 'echo "$*" >> "$OUT/calls"; kill -TERM "$(cat "$OUT/pid")"',
         # what torchrun.sh starts: the question for the address, then torchrun, which SIGTERM ends with a delay
-        "python": f'case "$*" in -c*) exec {sys.executable} "$@";; esac\n'
+        "python": f'case "$*" in -c*) exec {shlex.quote(sys.executable)} "$@";; esac\n'
         'trap "sleep 0.3; exit 1" TERM; echo "$*" > "$OUT/torchrun"; mv "$OUT/torchrun" "$OUT/command"\n'
         'for i in $(seq 100); do [ ! -e "$OUT/end" ] || exit 0; sleep 0.1; done',
     }
