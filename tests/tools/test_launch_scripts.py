@@ -191,14 +191,17 @@ def test_the_pytorchjob_starts_torchrun_on_each_pod(tmp_path):
         (secret,) = container["env"]
         assert secret["name"] == "MEGARL_JOB_SECRET" and "secretKeyRef" in secret["valueFrom"]
         script = (
-            container["command"][2].replace("/shared/megarl", str(ROOT)).replace(" -- ", " --dry-run -- ", 1)
+            container["command"][2]
+            .replace("/shared/megarl", shlex.quote(str(ROOT)))
+            .replace(" -- ", " --dry-run -- ", 1)
         )
         script = script.replace("/shared/runs", str(tmp_path))
         env = os.environ | {"MASTER_ADDR": "localhost", "MEGARL_JOB_SECRET": SECRET, "PYTHON": sys.executable}
         done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
         gpus = container["resources"]["limits"]["nvidia.com/gpu"]
         assert f"--nnodes {nodes} " in done.stdout and f"--nproc-per-node {gpus} " in done.stdout, done.stderr
-        assert done.stdout.endswith(f"-m megarl.train @/shared/job.args --save {tmp_path}/a\n")
+        words = shlex.split(done.stdout)
+        assert words[-5:] == ["-m", "megarl.train", "@/shared/job.args", "--save", f"{tmp_path}/a"]
 
 
 def test_the_rayjob_is_a_job_of_as_many_nodes_and_gpus_as_its_cluster():
