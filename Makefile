@@ -63,7 +63,7 @@ docs: $(ENV)
 # The stamp is touched by setup_env.py, and only after everything is in place.
 $(ENV): tools/setup_env.py $(SOURCES)
 	@test -n "$(PYTHON)" || { echo 'megarl needs Python 3.11 or 3.12 and found neither. Install one, or name it: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
-	@$(PYTHON) tools/setup_env.py --device $(DEVICE)
+	@"$(PYTHON)" tools/setup_env.py --device $(DEVICE)
 
 clean:
 	rm -rf .venv build dist *.egg-info megarl/_C.*.so .pytest_cache .ruff_cache .mypy_cache

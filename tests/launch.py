@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -29,6 +30,11 @@ _START_S = 240.0
 def python(preloaded: bool) -> str:
     """Return the interpreter for the command line of a process."""
     return preloaded_python() if preloaded else sys.executable
+
+
+def command_line(*arguments: object) -> str:
+    """Return the command line `python *arguments`, as a shell or --agent-command reads it."""
+    return shlex.join([sys.executable, *map(str, arguments)])
 
 
 def run(
@@ -116,7 +122,10 @@ def prepare() -> None:
         folder = Path(tempfile.mkdtemp(prefix="megarl-tests-"))
         interpreter = folder / "python"
         client = (HERE / "fork_client.py").read_text().replace("@INTERPRETER@", sys.executable)
-        interpreter.write_text(f"#!{sys.executable} -IS\n{client}")
+        # A first line ends at a blank, and may have 255 bytes: /bin/sh starts the interpreter, which reads the
+        # two lines as text.
+        start = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -IS \"$0\" \"$@\"\n' '''\n"
+        interpreter.write_text(start + client)
         interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
         os.environ.update({FOLDER: str(folder), CONTROLLER: str(os.getpid())})
 

@@ -5,12 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch import PRELOADED_ENGINES, preloaded_python, run
+from tests.launch import CONTROLLER, FOLDER, PRELOADED_ENGINES, preloaded_python, prepare, run
 
 BOTH = pytest.mark.parametrize("preloaded", [False, True], ids=["anew", "preloaded"])
 
@@ -117,3 +118,24 @@ def test_what_is_preloaded_is_not_imported_again():
     anew = run("-c", "import sys; print('vllm' in sys.modules)", timeout=60)
     preloaded = "False\n" if os.environ.get("MEGARL_TEST_PRELOADED") == "0" else "True\n"
     assert (done.stdout, anew.stdout) == (preloaded, "False\n")
+
+
+def test_the_interpreter_may_be_in_a_folder_with_blanks(tmp_path, monkeypatch):
+    """As in a clone at such a path. The first line of a script could not name it."""
+    folder = tmp_path / "it's a b" / "ü"
+    folder.mkdir(parents=True)
+    (folder / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in (FOLDER, CONTROLLER):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    prepare()
+    interpreter = Path(os.environ[FOLDER]) / "python"
+    done = subprocess.run(
+        [interpreter, "-I", "-c", "import sys; print(sys.executable, sys.argv[1:])", "x y"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == (f"{folder}/python ['x y']\n", "")

@@ -111,14 +111,19 @@ def _folders(spec: ModuleSpec | None) -> set[Path]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore the random state and suppress FutureWarnings around the construction of an engine inside this
-    context.
+    """Restore the random state and LD_PRELOAD, and suppress FutureWarnings, around the construction of an
+    engine inside this context.
 
     vLLM seeds torch, numpy and random process-wide. It also touches every attribute of every module,
-    which makes deprecated ones warn."""
+    which makes deprecated ones warn. On a CPU it sets LD_PRELOAD, for processes of its own. In others, such
+    as those of rewards, the linker would complain of a path with blanks, each time."""
+    preloaded = os.environ.get("LD_PRELOAD")
     with warnings.catch_warnings(), _preserved_random_state():
         warnings.simplefilter("ignore", FutureWarning)
         yield
+    os.environ.pop("LD_PRELOAD", None)
+    if preloaded is not None:
+        os.environ["LD_PRELOAD"] = preloaded
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ pytest tests/checks/test_unusable_folders.py"""
 
 import os
 import re
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from megarl.algorithms import REGISTRY
 from megarl.checks.disk import save_errors
 from megarl.config.loader import load_config
 from megarl.files.writing import obstacle
-from tests.launch import succeed
+from tests.launch import command_line, succeed
 from tests.config.conftest import job, write_model  # noqa: F401
 
 ASK = "import sys\nfrom megarl.files.writing import obstacle\nprint(obstacle(sys.argv[1]))"
@@ -84,7 +84,9 @@ def test_what_can_be_written(tmp_path):
 def mounted(*mount: str, folder: Path) -> str:
     """What is said of a folder inside a mount namespace of its own; skips where this user may not have
     one."""
-    script = f"mount {' '.join(mount)} {folder} && exec {sys.executable} -P -c '{ASK}' {folder}/run"
+    script = (
+        f"mount {shlex.join([*mount, str(folder)])} && exec {command_line('-P', '-c', ASK, folder / 'run')}"
+    )
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=60, check=False
     )

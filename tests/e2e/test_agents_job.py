@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from megarl.episodes import verifiers_env
 from tests.e2e.jobs import Job, replace_flags, train
 from tests.e2e.test_cli_jobs import MEASURED
 from tests.e2e.test_resume import rows as compared
+from tests.launch import command_line
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -42,7 +44,7 @@ none."""
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_rule_judges_the_last_answer_of_each_episode(sums_data, tmp_path):
-    command = f"{sys.executable} {EXAMPLES / 'calculator_agent.py'}"
+    command = command_line(EXAMPLES / "calculator_agent.py")
     rule = f"{HERE / 'last_answer.py'}:reward"
     job = job_of(sums_data, tmp_path / "run", "--agent-command", command, "--reward-function", rule)
     rows = rows_of(job)
@@ -76,7 +78,7 @@ def test_an_agent_gives_the_tokens_advantages_and_loss_of_the_environment(
 ):
     """The game of letters.py as a class, and as an agent on an SDK."""
     agent, *flags = AGENTS[name]
-    command = f"{sys.executable} {HERE / 'letters_agent.py'} {agent}"
+    command = command_line(HERE / "letters_agent.py", *shlex.split(agent))
     flags = ["--agent-command", command, "--agent-num-processes", "2", *flags, *STEPS]
     check_same(as_class, job_of(sums_data, tmp_path / "agent", *flags))
 
@@ -166,7 +168,7 @@ def test_rollouts_of_verifiers_go_on_while_the_actor_trains_and_can_be_replayed(
 @pytest.mark.timeout(900)
 def test_the_branches_of_an_episode_are_trained_on_together(sums_data, tmp_path):
     """A whole job: the log-prob gate holds on every branch, and its invariants find each token once."""
-    command = f"{sys.executable} -S {HERE / 'branching_agent.py'}"
+    command = command_line("-S", HERE / "branching_agent.py")
     flags = ("--agent-command", command, "--loss-aggregation", "seq-mean-token-mean")
     job = train(sums_data, tmp_path / "run", "--max-turns", "5", *FLAGS[2:], *flags)
     assert job.returncode == 0, job.output
@@ -196,7 +198,7 @@ def test_the_branches_of_an_episode_are_trained_on_together(sums_data, tmp_path)
 @pytest.mark.timeout(400)
 def test_all_branches_of_a_greedy_episode_are_scored_and_not_trained_on(sums_data, tmp_path):
     """ReMax: one more episode per prompt, with two or more samples, of which none is trained on."""
-    command = f"{sys.executable} -S {HERE / 'branching_agent.py'}"
+    command = command_line("-S", HERE / "branching_agent.py")
     flags = ("--agent-command", command, "--algorithm", "remax", "--policy-loss", "reinforce")
     job = train(sums_data, tmp_path / "run", "--max-turns", "5", *FLAGS[2:], *flags)
     assert job.returncode == 0, job.output

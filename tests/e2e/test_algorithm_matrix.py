@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,11 @@ from megarl.algorithms import REGISTRY
 from megarl.algorithms.listing import WAYS, Way, ways
 from sums.files import write_labelled
 from tests.e2e.jobs import train
+from tests.launch import command_line
 
 pytestmark = pytest.mark.nightly
 ENV = f"{Path(__file__).with_name('envs.py')}:LowerCase"
-AGENT = f"{sys.executable} -S {Path(__file__).with_name('slow_agent.py')}"
+AGENT = command_line("-S", Path(__file__).with_name("slow_agent.py"))
 SEVERAL = ("--max-turns", "3", "--max-context-length", "72", "--max-response-length", "8")
 TURNS = {
     "one turn": (),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,11 +16,12 @@ from megarl.rollout.replay_log import Turns, read_log
 from megarl.workers.open_episode import SavedEpisode
 from tests.e2e.jobs import LAYOUTS, Job, replace_flags, train
 from tests.e2e.test_resume import rows
+from tests.launch import command_line
 
 HERE = Path(__file__).resolve().parent
 ENV = f"{HERE / 'envs.py'}:Slow"
-AGENT = f"{sys.executable} {HERE / 'slow_agent.py'}"
-TREES = f"{sys.executable} -S {HERE / 'branching_agent.py'} slow"
+AGENT = command_line(HERE / "slow_agent.py")
+TREES = command_line("-S", HERE / "branching_agent.py", "slow")
 NUM_PROMPTS, NUM_SAMPLES, STEPS = 4, 4, 4
 FLAGS = (
     *("--max-turns", "4", "--max-context-length", "72", "--max-response-length", "8"),

@@ -22,8 +22,9 @@ from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.runner import play
 from tests.episodes.templates import tokenizer
 from tests.episodes.test_branch_fuzz import NAME, Random
+from tests.launch import command_line
 
-COMMAND = f"{sys.executable} -S {Path(__file__).with_name('dropping_agent.py')}"
+COMMAND = command_line("-S", Path(__file__).with_name("dropping_agent.py"))
 BLOCKED_S = 0.5
 LIMITS = Limits(max_turns=100, max_response_length=8, max_context_length=100_000, max_branches=8)
 

@@ -20,9 +20,10 @@ from megarl.runtime.signing import JOB_SECRET
 from tests.e2e.test_cli_jobs import processes
 from tests.episodes.templates import tokenizer
 from tests.episodes.test_runner import NAME, Scripted
+from tests.launch import command_line
 
 LIMITS = Limits(max_turns=10, max_response_length=8, max_context_length=1000)
-COMMAND = f"{sys.executable} -S {Path(__file__).with_name('agents.py')}"
+COMMAND = command_line("-S", Path(__file__).with_name("agents.py"))
 
 
 def run(

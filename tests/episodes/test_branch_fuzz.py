@@ -6,7 +6,6 @@ pytest tests/episodes/test_branch_fuzz.py"""
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,10 @@ from megarl.episodes.chat import Chat
 from megarl.episodes.episode import Episode, Limits
 from megarl.episodes.runner import Answer, Turn, play
 from tests.episodes.templates import tokenizer
+from tests.launch import command_line
 
 NAME = "qwen2.5"
-COMMAND = f"{sys.executable} {Path(__file__).with_name('fuzz_agent.py')}"
+COMMAND = command_line(Path(__file__).with_name("fuzz_agent.py"))
 LIMITS = Limits(max_turns=100_000, max_response_length=8, max_context_length=600, max_branches=400)
 
 

@@ -22,11 +22,12 @@ from megarl.config.environments import EnvSpec
 from megarl.episodes.env_pool import EnvironmentPool, Reply
 from megarl.tools import mcp, read_calls
 from tests.episodes.test_env_pool import wait_for
+from tests.launch import command_line
 
 if importlib.util.find_spec("mcp") is None:  # importing it takes 2 s
     pytest.skip("the extra `tools` is not installed", allow_module_level=True)
 HERE = Path(__file__).parent
-STDIO = f"{sys.executable} {HERE / 'mcp_server.py'}"
+STDIO = command_line(HERE / "mcp_server.py")
 
 
 def call(name: str, **arguments: object) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,8 +26,9 @@ from tests.episodes.templates import PARSERS, hugging_face, parser, tokenizer
 from tests.episodes.test_proxy import HI, RETRY, Answering, ask, client_of
 from tests.episodes.test_session import _split, random_text
 from tests.episodes.tool_agent import TOOLS
+from tests.launch import command_line
 
-COMMAND = f"{sys.executable} -S {Path(__file__).with_name('tool_agent.py')}"
+COMMAND = command_line("-S", Path(__file__).with_name("tool_agent.py"))
 USAGE = Usage(num_prompt=5, num_sampled=2, is_cut=False)
 
 

@@ -19,11 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BRIDGE, LAST_BYTES = "megarl-br", "10.78.0"
+CHECKOUT = Path(__file__).resolve().parents[2]
 SETUP = """
 hostname node$NODE
+mkdir -p "$NODE_FOLDER/tmp" "$NODE_FOLDER/checkout"
+mount --bind "$NODE_CHECKOUT" "$NODE_FOLDER/checkout"
 mount -t tmpfs tmpfs /dev/shm
-mkdir -p "$NODE_FOLDER/tmp"
 mount --bind "$NODE_FOLDER/tmp" /tmp
+if [ ! -e "$NODE_CHECKOUT/tests" ]; then # it is in a folder of which the node has its own
+    mkdir -p "$NODE_CHECKOUT"
+    mount --bind "$NODE_FOLDER/checkout" "$NODE_CHECKOUT"
+fi
 export TMPDIR=/tmp
 cp /etc/hosts "$NODE_FOLDER/hosts"
 echo "$NODE_HOSTS" >> "$NODE_FOLDER/hosts"
@@ -89,7 +95,12 @@ class Nodes:
         hosts = "\n".join(f"{address(other)} node{other}" for other in range(self.number))
         own = self.folder / f"node{node}"
         own.mkdir(parents=True, exist_ok=True)
-        variables = {"NODE": str(node), "NODE_FOLDER": str(own), "NODE_HOSTS": hosts}
+        variables = {
+            "NODE": str(node),
+            "NODE_FOLDER": str(own),
+            "NODE_HOSTS": hosts,
+            "NODE_CHECKOUT": str(CHECKOUT),
+        }
         unshare = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with open(self.folder / f"node{node}.log", "ab") as log:
             process = subprocess.Popen(

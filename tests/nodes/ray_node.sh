@@ -3,19 +3,21 @@
 # With NODE_JOB_SERVER=true the head takes jobs by `ray job submit`, at port 8265.
 python=$1
 shift
-ray="$python -m ray.scripts.scripts"
+ray() { "$python" -m ray.scripts.scripts "$@"; }
 gpus=${NODE_GPUS:+--num-gpus $NODE_GPUS}
 export RAY_ADDRESS=$HEAD:6379
 own=${HEAD%.*}.$((NODE + 1))
 if [ "$NODE" = 0 ]; then
-    $ray start --head --node-ip-address "$own" --port 6379 --num-cpus 1 $gpus --temp-dir /tmp/ray \
+    ray start --head --node-ip-address "$own" --port 6379 --num-cpus 1 $gpus --temp-dir /tmp/ray \
         --include-dashboard "${NODE_JOB_SERVER:-false}"
-    until [ "$($python -c "import ray; ray.init(logging_level='error'); print(len(ray.nodes()))")" = "$NODES" ]; do
+    until [ "$("$python" -c "import ray; ray.init(logging_level='error'); print(len(ray.nodes()))")" = "$NODES" ]; do
         sleep 1
     done
     "$@"
     echo $? > "$NODE_FOLDER/code"
     sleep infinity
 else
-    env -u RAY_ADDRESS $ray start --address "$RAY_ADDRESS" --node-ip-address "$own" --num-cpus 1 $gpus --block
+    head=$RAY_ADDRESS
+    unset RAY_ADDRESS
+    ray start --address "$head" --node-ip-address "$own" --num-cpus 1 $gpus --block
 fi

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shlex
 import sys
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def test_a_worker_checks_and_tries_what_the_head_does_not_have(sums_data, shared
     own = ["--save", str(run), "--executor", "ray", "--nproc-per-node", "1"]
     flags = [*own, "--reward-function", f"{reward}:score"]
     arguments = replace_flags([*COMMON, *files], flags)
-    cli = f"{sys.executable} -m megarl.cli"
+    cli = f"{shlex.quote(sys.executable)} -m megarl.cli"
     both = ["bash", "-c", f'{cli} check "$@" && {cli} train "$@"', "both", *arguments]
     with Nodes(2, shared) as nodes:
         code = run_on_head(nodes, both, package, PYTHONPATH=str(package))

@@ -308,6 +308,17 @@ def test_random_state_is_put_back():
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
 
 
+@pytest.mark.parametrize("before", [None, "libown.so"])
+def test_processes_beside_the_engines_preload_no_library_of_vllm(monkeypatch, before):
+    """LD_PRELOAD cannot name a path with blanks: the linker would complain in every process of a reward."""
+    monkeypatch.setenv("LD_PRELOAD", before or "")
+    if before is None:
+        monkeypatch.delenv("LD_PRELOAD")
+    with undisturbed():
+        os.environ["LD_PRELOAD"] = "/a b/libgomp.so"
+    assert os.environ.get("LD_PRELOAD") == before
+
+
 def test_shared_memory_of_dead_jobs_is_swept():
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait(timeout=30)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ case "$*" in
   "-c import importlib.util, sys; "*vllm*) has vllm ;;
   tools/benchmarks/*) echo "$*" >> "$MACHINE/calls" ;;
   -) has gpu && echo '{{"gpus": ["H100"]}}' || echo '{{"gpus": []}}' ;;
-  *) exec {sys.executable} "$@" ;;
+  *) exec {shlex.quote(sys.executable)} "$@" ;;
 esac
 """
 SANITIZER = """#!/usr/bin/env bash

@@ -39,10 +39,9 @@ def run(folder: Path, *arguments: str, nsys: bool = True, python: str = "echo", 
 def test_torchrun_starts_this_script_on_each_rank(tmp_path):
     done = run(tmp_path, "--nproc-per-node", "2", "--out", "reports", "--", "@a.args", "--seed", "1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [
-        *"-m torch.distributed.run --standalone --nproc-per-node 2 --no-python".split(),
-        *(str(SCRIPT), "--as-rank", str(tmp_path / "reports"), "@a.args", "--seed", "1", "--profile", "nsys"),
-    ]
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --no-python"
+    rank = f"{SCRIPT} --as-rank {tmp_path}/reports @a.args --seed 1 --profile nsys"
+    assert done.stdout.strip() == f"{torchrun} {rank}"
     assert (tmp_path / "reports").is_dir()
     several = run(tmp_path, "--nnodes", "2", "--rdzv-endpoint", "a:1", "--", "@a.args").stdout
     assert "--standalone" not in several and "--nnodes 2 --rdzv-endpoint a:1 --no-python" in several

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -257,10 +258,12 @@ def named(case: Case) -> pytest.param:
 @pytest.mark.parametrize("case", map(named, CASES))
 def test_the_smallest_form_runs(case, quickstart, tmp_path):
     names = quickstart | {"OUT": tmp_path}
-    arguments = re.sub(rf"\b({'|'.join(names)})\b", lambda match: str(names[match[0]]), case.arguments)
+    arguments = re.sub(
+        rf"\b({'|'.join(names)})\b", lambda match: shlex.quote(str(names[match[0]])), case.arguments
+    )
     start = "bash" if case.script.endswith(".sh") else sys.executable
     done = subprocess.run(
-        f"{start} {ROOT / case.script} {arguments}",
+        f"{shlex.join([start, str(ROOT / case.script)])} {arguments}",
         shell=True,
         cwd=tmp_path,
         env=os.environ | {"PYTHON": sys.executable, "PYTHONSAFEPATH": "1"},

@@ -69,7 +69,8 @@ fi
 command=("$python" -m "${launcher[@]}" --nproc-per-node "$nproc" --max-restarts "$restarts"
   -m megarl.train "$@")
 if [ -n "$dry" ]; then
-  echo "${command[*]}"
+  printf '%q ' "${command[@]}"
+  echo
   exit 0
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
