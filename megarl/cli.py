@@ -35,7 +35,7 @@ usage: megarl <command> [@file.args ...] [--flag value ...]
   algorithms  List the algorithms, policy losses and corrections with their papers and flags.
   graph      Print the flow of a step of a configuration, or draw it:
              `megarl graph @file.args --svg step.svg`.
-  translate  Print the args file of a verl, TRL or slime configuration: `megarl translate run_grpo.sh`.
+  translate  Print the args file of a verl, TRL or slime configuration: `megarl translate grpo.yaml`.
   show       Show samples of a run, such as the best and the worst: `megarl show --help`.
   plot       Draw the curves of one or several runs into a picture: `megarl plot --help`.
   balance    Say which --staleness and how many rollout ranks a run should have: `megarl balance RUN`.

@@ -237,5 +237,4 @@ TABLE = (
     ),
     Row("use_transformers_paged", instead="--rollout-backend transformers, if vLLM is not to sample"),
     Row("vllm_*", instead="an engine argument of vLLM: --rollout-NAME"),
-    Row("processing_class args model peft_config", instead="nothing to set"),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from megarl.translate.sources import Source, read_file, read_words
 DESCRIPTION = """\
 Print the args file of a verl, TRL or slime configuration.
 
-    megarl translate run_grpo.sh > mine.args                a script with a command of verl, TRL or slime
     megarl translate grpo.yaml > mine.args                  verl's YAML, or TRL's GRPOConfig as YAML or JSON
-    megarl translate train.py > mine.args                   a Python file that calls GRPOConfig(...)
-    megarl translate -- data.train_batch_size=128 ...       the words of a verl command
+    megarl translate grpo.txt > mine.args                   a command of verl, TRL or slime
+    megarl translate -- data.train_batch_size=128 ...       the same without a file
+
+A command has all values put in, as a shell prints it: scripts and Python files are not read.
 
 What has no counterpart, and what is only approximately the same, are comments. The exit code is 0, or 2 if
 nothing can be translated."""
@@ -27,7 +27,7 @@ nothing can be translated."""
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "megarl translate",
-        usage="megarl translate [--rows N] [--ranks N] FILE | -- key=value ...",
+        usage="megarl translate [--rows N] [--ranks N] FILE | -- WORD ...",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -41,16 +41,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", type=int, help="processes that TRL was started with; default: as in FILE")
     separator = argv.index("--") if "--" in argv else len(argv)
     words = argv[separator + 1 :]
-    parser.add_argument("file", nargs="?" if words else 1, metavar="FILE", help="script or configuration")
+    parser.add_argument("file", nargs="?" if words else 1, metavar="FILE", help="configuration or command")
     options = parser.parse_args(argv[:separator])
     for name, value in (("rows", options.rows), ("ranks", options.ranks)):
         if value is not None and value < 1:
             raise ConfigError([f"--{name} ({value}): must be at least 1. Try 1000."])
     if words and options.file:
-        raise ConfigError(
-            [f"FILE ({options.file}): name a file, or give key=value words after --, not both."]
-        )
-    source = read_words(words) if words else read_file(options.file[0], os.environ)
+        raise ConfigError([f"FILE ({options.file}): name a file, or give words after --, not both."])
+    source = read_words(words, f"-- ({words[0]})") if words else read_file(options.file[0])
     from megarl.algorithms import REGISTRY
 
     rows = options.rows or count_rows(source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,30 +59,20 @@ class Source:
     remarks: list[str] = field(default_factory=list)
 
 
-def nothing_found(path: str, what: str) -> ConfigError:
+def nothing_found(place: str, what: str) -> ConfigError:
     return ConfigError(
         [
-            f"FILE ({path}): has no {what}. Name a file with verl's settings, TRL's GRPOConfig or slime's "
+            f"{place}: has no {what}. Name a file with verl's settings, TRL's GRPOConfig or slime's "
             "arguments, or give the words: megarl translate -- data.train_batch_size=128"
         ]
     )
 
 
-def not_rl(path: str, reason: str) -> ConfigError:
+def not_rl(place: str, reason: str) -> ConfigError:
     return ConfigError(
         [
-            f"FILE ({path}): {reason}, so it is a configuration of SFT, DPO or the like. Only those of "
+            f"{place}: {reason}, so it is a configuration of SFT, DPO or the like. Only those of "
             "reinforcement learning are translated. Write its args file with --algorithm sft or "
             "--algorithm dpo (docs/algorithms.md)."
         ]
     )
-
-
-def choice_remarks(what: str, lines: Sequence[int], chosen: int) -> list[str]:
-    """Return a remark that a file has something on several lines, of which one is translated.
-
-    There is none for one line."""
-    if len(lines) < 2:
-        return []
-    where = f"{', '.join(map(str, lines[:-1]))} and {lines[-1]}"
-    return [f"{what} is in lines {where}: line {chosen}, which has the most settings, is translated"]

@@ -1,13 +1,14 @@
-"""Read the configurations of other frameworks: verl's YAML and command lines, TRL's and slime's arguments."""
+"""Read the configurations of other frameworks: YAML, JSON, and the words of a command."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,12 +23,9 @@ from megarl.translate.framework import (
     TRL_TRAINING,
     VERL,
     Source,
-    choice_remarks,
     not_rl,
     nothing_found,
 )
-from megarl.translate.python_file import read_python
-from megarl.translate.shell import Script
 
 MEGATRON_OPTIONS = frozenset(
     "tensor-model-parallel-size pipeline-model-parallel-size max-tokens-per-gpu global-batch-size".split()
@@ -36,62 +34,86 @@ LAUNCHER = frozenset("num_processes num_machines config_file mixed_precision".sp
 """Options of `accelerate launch` that the table of TRL has."""
 PER_NODE = ("nproc_per_node", "num_gpus")
 """Options of torchrun and deepspeed: processes of a node."""
-CONFIG_OPTIONS = ("--config-name", "-cn", "--config-path", "-cp")
+CONFIG_OPTIONS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
 """Options of Hydra that name the configuration on which a verl command builds."""
 DEFAULT_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "config")
 """Their values in whose place the table of verl has the defaults."""
-_SETTING = re.compile(r"[+~]*[A-Za-z_][\w.@/-]*=|~[A-Za-z_][\w.@/-]*$")
-"""A word of a verl command that sets or removes a setting."""
+NO_SHELL = (
+    "which a shell expands or runs: a script is not read, only its command with all values put in. Run it "
+    "with `bash -x`, or with `echo` in the place of its program, and translate the command that is printed "
+    "(docs/from_verl.md). If this belongs to a value, quote it."
+)
+NO_PYTHON = (
+    "is Python, which is not read. Write the arguments of GRPOConfig as YAML, name: value, as for "
+    "`trl grpo --config grpo.yaml`, and translate that file."
+)
+_SHELL = re.compile(
+    r"""(?<!\S)\#.*                                       # a comment
+    |\\[ \t]*\r?\n                                        # the end of a line that goes on
+    |(?P<kept>\\.|'[^']*'|"(?:\\.|\$(?![\w{(@*])|[^\\"$`])*")
+    |(?:"(?:\\.|\$(?![\w{(@*])|[^\\"$`])*)?(?P<syntax>\$(?:\w+|\{[^}]*\}?|[(@*'"]+)|[`;&|<>()]+)""",
+    re.VERBOSE,
+)
+"""Parts of a command that shlex does not read as a shell does; what is quoted is kept as it is."""
+_PROGRAM = re.compile(r"^.*\b(?:python3?|torchrun|accelerate|deepspeed|trl)[ \t]", re.MULTILINE)
+LOADERS: dict[str, Callable[[str], Any]] = {
+    ".json": json.loads,
+    ".yaml": yaml.safe_load,  # reads 1e-6, as Hydra and TRL write it, as a string; as_number reads it
+    ".yml": yaml.safe_load,
+}
+"""Ending of a file's name -> what reads it; any other file has the words of a command."""
 
 
-def read_words(words: Sequence[str]) -> Source:
-    """Return the settings of a verl command line: key=value words.
+def read_words(words: Sequence[str], place: str) -> Source:
+    """Return the settings of a command of verl, TRL or slime, or of its arguments alone.
 
-    Raises: ConfigError for a word of another form."""
-    bad = [
-        word
-        for before, word in itertools.pairwise(["", *words])
-        if "=" not in word and not word.startswith(("-", "~")) and before not in CONFIG_OPTIONS
-    ]
-    if bad or not words:
-        shown = bad[0] if bad else "nothing"
-        raise ConfigError(
-            [f"-- ({shown}): must be key=value, as verl takes it. Try -- data.train_batch_size=128."]
-        )
-    settings = _overrides([word for word in words if not word.startswith("-")])
-    return Source(VERL, settings, remarks=list(_config_remarks(words)))
+    Args:
+        words: as a shell has expanded them.
+        place: of the words, for errors.
+
+    Raises: ConfigError if they set nothing of a known framework."""
+    command = _split_launcher(list(words))
+    if any(map(is_override, command.words)):
+        return _verl_source(command, place)
+    return _source_of_options(command, place)
 
 
-def read_file(path: str, environment: Mapping[str, str]) -> Source:
+def read_file(path: str) -> Source:
     """Return the settings of another framework that a file holds.
 
     Raises: ConfigError if the file cannot be read, or is no configuration of a known framework."""
+    place = f"FILE ({path})"
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "is not a UTF-8 text file"
-        raise ConfigError(
-            [f"FILE ({path}): {reason}. Name a script, a YAML, JSON or Python file."]
-        ) from error
-    reader = READERS.get(Path(path).suffix.lower(), _read_shell)
-    return reader(text, path, environment)
-
-
-def _read_yaml(text: str, path: str, environment: Mapping[str, str]) -> Source:
+        raise ConfigError([f"{place}: {reason}. Name a YAML or JSON file, or one with a command."]) from error
+    suffix = Path(path).suffix.lower()
+    if suffix == ".py":
+        raise ConfigError([f"{place}: {NO_PYTHON}"])
+    is_tree = suffix in LOADERS
+    if not is_tree:
+        if syntax := next(filter(None, (match["syntax"] for match in _SHELL.finditer(text))), None):
+            raise ConfigError([f"{place}: has {syntax}, {NO_SHELL}"])
+        text = _SHELL.sub(r"\g<kept>", text)
+        if len(_PROGRAM.findall(text)) > 1:
+            raise ConfigError([f"{place}: has several commands. Keep the one that is to be translated."])
     try:
-        # Hydra and TRL write 1e-6, which YAML 1.1 reads as a string; as_number reads it as a number.
-        content = json.loads(text) if path.lower().endswith(".json") else yaml.safe_load(text)
+        content = LOADERS.get(suffix, shlex.split)(text)
     except (ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise ConfigError(
-            [f"FILE ({path}): cannot be parsed: {reason}. Correct it, or name another."]
-        ) from error
+        raise ConfigError([f"{place}: cannot be parsed: {reason}. Correct it, or name another."]) from error
+    return _read_tree(content, place) if is_tree else read_words(content, place)
+
+
+def _read_tree(content: object, place: str) -> Source:
+    """Return the settings of a YAML or JSON file."""
     if not isinstance(content, dict):
-        raise nothing_found(path, "settings by name")
+        raise nothing_found(place, "settings by name")
     flat = dict(_flatten(content, ""))
     if any(is_override(f"{key}=") for key in flat):
         if not _has_rl_settings(flat) and "ppo" not in str(content.get("defaults")):
-            raise not_rl(path, NO_RL_SECTION)
+            raise not_rl(place, NO_RL_SECTION)
         source = Source(VERL, {key: value for key, value in flat.items() if not key.startswith("defaults")})
         if "defaults" in content:
             source.remarks.append(
@@ -109,8 +131,8 @@ def _read_yaml(text: str, path: str, environment: Mapping[str, str]) -> Source:
             source.remarks.append(f"{', '.join(found)} are configurations each: {found[0]} is translated")
         return source
     if TRL_TRAINING & content.keys():
-        raise not_rl(path, NO_GRPO_SETTING)
-    raise nothing_found(path, "settings of verl or TRL")
+        raise not_rl(place, NO_GRPO_SETTING)
+    raise nothing_found(place, "settings of verl or TRL")
 
 
 def _flatten(tree: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
@@ -153,31 +175,6 @@ def _resolved(value: str, key: str, settings: Mapping[str, object]) -> object:
     name = f"{key.rpartition('.')[0]}{match[1]}" if match[1].startswith(".") else match[1]
     found = settings.get(name, match[2] if match[2] is not None else value)
     return found.strip("\"'") if isinstance(found, str) else found
-
-
-def _read_shell(text: str, path: str, environment: Mapping[str, str]) -> Source:
-    script = Script(text, environment)
-    commands = [_split_launcher(words) for words in script.commands()]
-    numbered = list(zip(script.lines, commands, strict=True))
-    overrides = [(line, one) for line, one in numbered if sum(map(is_override, one.words)) > 1]
-    if overrides:
-        line, command = max(overrides, key=lambda one: len(one[1].words))
-        source = _verl_source(command, path)
-        source.remarks += choice_remarks("a command of verl", [line for line, _ in overrides], line)
-    else:
-        source = _source_of_options(numbered, path)
-    if script.has_branches:
-        source.remarks.append(
-            "the script has conditions or loops, which are not followed: check the values that depend on them"
-        )
-    source.remarks += [
-        f"${{{name}[@]}} is not set in the script, so its words are left out" for name in script.missing
-    ]
-    for key, value in list(source.settings.items()):
-        if isinstance(value, str) and re.search(r"\$[\w{(]|`", value):
-            source.unknown[key] = f"{value} is not set in the script"
-            del source.settings[key]
-    return source
 
 
 class _Launched(NamedTuple):
@@ -230,10 +227,16 @@ def _split_launcher(words: list[str]) -> _Launched:
     return _Launched(words[:start], words[start:])
 
 
-def _verl_source(command: _Launched, path: str) -> Source:
-    settings = _overrides([word for word in command.words if _SETTING.match(word)])
-    if not _has_rl_settings(settings) and "main_ppo" not in command.program:
-        raise not_rl(path, NO_RL_SECTION)
+def _verl_source(command: _Launched, place: str) -> Source:
+    for before, word in itertools.pairwise(["", *command.words]):
+        if "=" not in word and not word.startswith(("-", "~")) and before not in CONFIG_OPTIONS:
+            raise ConfigError(
+                [f"{place}: has {word} among verl's settings. Each must be key=value, or -OPTION."]
+            )
+    settings = _overrides([word for word in command.words if not word.startswith("-")])
+    has_rl_settings = _has_rl_settings(settings) or not command.program or "main_ppo" in command.program
+    if not has_rl_settings:
+        raise not_rl(place, NO_RL_SECTION)
     return Source(VERL, settings | command.asynchrony(), remarks=list(_config_remarks(command.words)))
 
 
@@ -254,26 +257,19 @@ def _has_rl_settings(settings: Mapping[str, object]) -> bool:
     return any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in settings)
 
 
-def _source_of_options(numbered: Sequence[tuple[int, _Launched]], path: str) -> Source:
-    """Return the settings of TRL's or slime's command, which is the one with the most options.
-
-    Args:
-        numbered: line of each command, and the command."""
-    commands = [(line, command.options(), command) for line, command in numbered]
-    line, options, command = max(commands, key=lambda one: len(one[1]), default=(0, {}, _Launched([], [])))
+def _source_of_options(command: _Launched, place: str) -> Source:
+    """Return the settings of TRL's or slime's command."""
+    options = command.options()
     of_trl = _underscored(options)  # Hugging Face's parser takes --max-steps for --max_steps
     if TRL.marks & of_trl.keys():
-        lines = [number for number, other, _ in commands if TRL.marks & _underscored(other).keys()]
-        return Source(TRL, of_trl, remarks=choice_remarks("a command of TRL", lines, line))
+        return Source(TRL, of_trl)
     if str(options.get("loss-type")) == "sft_loss":
-        raise not_rl(path, "has --loss-type sft_loss")
+        raise not_rl(place, "has --loss-type sft_loss")
     if (SLIME.marks | MEGATRON_OPTIONS) & options.keys():
-        lines = [number for number, other, _ in commands if SLIME.marks & other.keys()]
-        options |= command.asynchrony()
-        return Source(SLIME, options, remarks=choice_remarks("a command of slime", lines, line))
+        return Source(SLIME, options | command.asynchrony())
     if TRL_TRAINING & of_trl.keys():
-        raise not_rl(path, NO_GRPO_SETTING)
-    raise nothing_found(path, "command of verl, TRL or slime")
+        raise not_rl(place, NO_GRPO_SETTING)
+    raise nothing_found(place, "settings of verl, TRL or slime")
 
 
 def _underscored(options: Mapping[str, object]) -> dict[str, object]:
@@ -307,12 +303,3 @@ def _options(words: Sequence[str]) -> dict[str, object]:
         elif name is not None:
             found[name].append(word.rstrip(",") if word.endswith(",") else word)
     return {name: values[0] if len(values) == 1 else values or True for name, values in found.items()}
-
-
-READERS: dict[str, Callable[[str, str, Mapping[str, str]], Source]] = {
-    ".yaml": _read_yaml,
-    ".yml": _read_yaml,
-    ".json": _read_yaml,
-    ".py": read_python,
-}
-"""Ending of a file's name -> what reads it; any other is a shell script."""

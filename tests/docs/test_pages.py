@@ -98,9 +98,12 @@ FILES = {
         "docs/agent_tools.md",
         '{"title": "France", "text": "Paris is the capital of France."}',
     ): "corpus.jsonl",
-    ("docs/from_verl.md", "model=path/to/hf-model"): "run_grpo.sh",
+    ("docs/from_verl.md", "python3 -m verl.trainer.main_ppo \\"): "grpo.txt",
     ("docs/from_trl.md", "model_name_or_path: path/to/hf-model"): "grpo.yaml",
-    ("docs/from_slime.md", "CKPT_ARGS=(--hf-checkpoint path/to/hf-model --save runs/first)"): "run_slime.sh",
+    (
+        "docs/from_slime.md",
+        "python3 train.py --actor-num-gpus-per-node 2 --colocate \\",
+    ): "slime.txt",
 }
 """(page, first line of a block) -> the reader's file that it is, as is Python that begins `# name.py`."""
 

@@ -1,14 +1,15 @@
-"""How shell scripts, YAML and Python files of other frameworks are read, and which files are refused."""
+"""How commands and YAML files of other frameworks are read, and which files are refused."""
 
 import os
-import shlex
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from megarl import cli
 from megarl.config.args_file import Reader
-from megarl.translate.shell import Script
+from megarl.translate import sources
 from tests.translate.conftest import of_file
 
 SCRIPT = r"""
@@ -32,11 +33,31 @@ python3 -m verl.trainer.main_ppo --config-path=config \
 """
 
 
-def test_a_shell_script(translate, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", "/h")
-    for name in ("DATA_HOME", "NODES", "MODE"):
-        monkeypatch.delenv(name, raising=False)
-    flags, comments = of_file(translate, tmp_path, "run.sh", SCRIPT)
+PAGES = Path(__file__).parents[2] / "docs"
+TO_A_FILE = re.compile(r"`((\w+)\(\) \{ printf .*?); bash run\w*\.sh`")
+TRACED = "python3() { :; }; export -f python3; bash -x run.sh 2>&1 | grep -e '-m verl'"
+
+
+def to_a_file(name):
+    """Return what a page says of how to get the command of a script without starting anything."""
+    command, program = TO_A_FILE.search((PAGES / f"from_{name}.md").read_text()).groups()
+    command = re.sub(r"/tmp/\w+\.txt", "a.txt", command)
+    return f"{command}; bash run.sh > log.txt; cat a.txt", program
+
+
+@pytest.mark.parametrize(
+    "command, program",
+    [(TRACED, "python3"), *map(to_a_file, ("verl", "slime", "trl"))],
+    ids=["trace", "verl", "slime", "trl"],
+)
+def test_a_script_is_translated_by_the_command_that_bash_prints(translate, tmp_path, command, program):
+    (tmp_path / "run.sh").write_text(SCRIPT.replace("python3", program))
+    environment = {"PATH": os.environ["PATH"], "HOME": "/h", "NODES": "2"}
+    run = subprocess.run(
+        ["bash", "-c", command], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    printed = run.stdout.splitlines()[-1]
+    flags, _ = of_file(translate, tmp_path, "command.txt", printed)
     assert flags["--train-data"] == ["/h/verl/a.parquet", "/h/verl/b.parquet"]
     assert flags["--max-response-length"] == ["524"]
     assert flags["--max-prompt-length"] == ["1024"]
@@ -44,84 +65,37 @@ def test_a_shell_script(translate, tmp_path, monkeypatch):
     assert flags["--temperature"] == ["0.7"]
     assert flags["--log-name"] == ["a b"]
     assert flags["--log-project"] == ["p-1024-q"]
+    assert flags["--nnodes"] == ["2"]
     assert "--seed" not in flags
-    assert "trainer.nnodes: $NODES is not set in the script" in comments
-    assert "conditions or loops" in comments
 
 
-@pytest.mark.parametrize("line", ["a '' b", 'a="" b', "a='x y'z\"v w\"", r'a "b\"c" d\ e', "a # 'b"])
-def test_quoted_words_are_those_of_shlex(line):
-    commands = Script(f"x {line}\ny", {}).commands()
-    assert commands == [shlex.split(f"x {line}", comments=True), ["y"]]
-
-
-SHOW = r"""show() { printf '%s\0' "$@" >&3; printf '\n\0' >&3; }
-exec 3>&1 >/dev/null
+SHOW = r"""show() { printf '%s\0' "$@"; }
 """
-
-
-def words_of_bash(text):
-    """Return the arguments of each call of `show` in a script that bash runs."""
-    environment = {"PATH": os.environ["PATH"]}
-    run = subprocess.run(["bash", "-c", SHOW + text], env=environment, capture_output=True, text=True)
-    return [call.split("\0")[:-1] for call in run.stdout.split("\n\0")[:-1]]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "show a 2>&1 | cat",
-        "show a b > log; show c",
-        "show a 2> log b",
-        "show a>log;show b",
-        "show a &>> log b",
-        "show 2 >&2; show d 3",
-        "show a <<< 'x y' b",
-        "show a > >(cat) b",
-        'E="a=1 b=2"; show $E "$E" c=$E',
-        'E=; show a $E b$E "$E"',
-        'A=("a b" c); show ${A[@]} "${A[@]}"',
-        "# comment \\\nX=1\nshow $X",
+        "show a '' b",
+        'show a="" b',
+        "show a='x y'z\"v w\"",
+        r'show a "b\"c" d\ e',
+        "show a # 'b",
+        "show a=b#c d '#e' \"f #g\"",
+        "# don't \\\nshow a",
         "show a \\\n  b \\\n c",
         "show ab\\\ncd",
-        "show \"a\\\nb\" 'c\\\nd'",
-        "run() { show a b; }\nrun",
-        "run() {\nshow a b\n}\nrun",
-        "( show a; show b )",
-        "cat <<EOF\nDon't (\nEOF\nshow a",
-        "cat <<-'EOF' > log\n\t don't\n\tEOF\nshow a",
-        "X=$(cat <<EOF\ndon't\nEOF\n)\nshow b",
-        'declare -a A=(x y); show "${A[@]}"',
-        "declare -r -x B=3; show $B",
-        '[[ "$D" == 1 ]] && B=8\nB=${B:-64}\nshow $B',
-        '[ -z "$N" ] && N=8; show $N',
-        'N=4; [ -z "$N" ] && N=8; show $N',
-        "N=2; [ $N -eq 2 ] && N=3; show $N",
-        "D=x; [ $D != x ] || E=5; show $E",
-        '[ "$M" = x ] && { A=1; B=2; }\nA=${A:-3}; B=${B:-4}; show $A $B',
-        "[ x = x ] && { A=1; B=2; } || { A=7; B=9; }; show $A $B",
-        "[ x = y ] && { A=1; B=2; } || { A=7; B=9; }; show $A $B",
-        "show {a b }",
-        "cd / && X=3; show $X",
+        "show \"a\\\nb\" 'c\nd'",
+        r"""show '$X' "a$" \$X""",
+        "show ';' 'a|b' \"<|end|>\" \"it's (\" \\& '`'",
+        "show {a b } [1,2]",
     ],
 )
 def test_words_are_those_of_bash(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    commands = [words[1:] for words in Script(text, {}).commands() if words[0] == "show"]
-    assert commands == words_of_bash(text) != []
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("B=64; grep -q x file && B=8", "64"),  # whether grep finds it is not known
-        ("grep -q x file && B=8", "8"),
-        ("B=64; [ -f x ] && { A=1; B=8; }", "64"),
-    ],
-)
-def test_an_assignment_that_may_not_run_does_not_override(text, expected):
-    script = Script(f"{text}\nshow $B", {})
-    assert script.commands()[-1] == ["show", expected] and script.has_branches
+    monkeypatch.setattr(sources, "read_words", lambda words, place: words)
+    (tmp_path / "a.sh").write_text(text)
+    run = subprocess.run(["bash", "-c", SHOW + text], capture_output=True, text=True, check=True)
+    assert sources.read_file(str(tmp_path / "a.sh"))[1:] == run.stdout.split("\0")[:-1] != []
 
 
 GRPO_FLAGS = "--num_generations 8 --per_device_train_batch_size 4 --gradient_accumulation_steps 2"
@@ -131,7 +105,7 @@ GRPO_FLAGS = "--num_generations 8 --per_device_train_batch_size 4 --gradient_acc
     "command, expected",
     [
         (f"accelerate launch --num_processes 8 train_grpo.py {GRPO_FLAGS}", "64"),
-        (f"accelerate launch --num_processes 8 -m mine.grpo {GRPO_FLAGS} > log 2>&1", "64"),
+        (f"accelerate launch --num_processes 8 -m mine.grpo {GRPO_FLAGS}", "64"),
         (f"torchrun --nnodes 2 --nproc_per_node 4 train.py {GRPO_FLAGS} --reward_file r.py --beta 0", "64"),
         (f"python -m torch.distributed.run --nproc-per-node=2 train.py {GRPO_FLAGS}", "16"),
         (f"trl grpo --num_processes 4 {GRPO_FLAGS}", "32"),
@@ -141,13 +115,6 @@ def test_the_launcher_says_the_number_of_processes(translate, tmp_path, command,
     flags, _ = of_file(translate, tmp_path, "run.sh", command)
     assert flags["--global-batch-size"] == [expected]
     assert flags["--num-samples-per-prompt"] == ["8"]
-
-
-def test_redirections_are_no_values(translate, tmp_path):
-    command = f"python train.py {GRPO_FLAGS} --max_steps 100 > log.txt 2>&1"
-    assert of_file(translate, tmp_path, "a.sh", command)[0]["--train-iters"] == ["100"]
-    command = "python3 train.py --hf-checkpoint /m --rollout-batch-size 32 --colocate 2>&1 | tee log"
-    assert of_file(translate, tmp_path, "b.sh", command)[0]["--nproc-per-node"] == ["8"]
 
 
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.nnodes=1"
@@ -166,11 +133,44 @@ def test_settings_of_unknown_sections_are_named(translate, tmp_path, words, expe
     assert words in comments and expected in comments
 
 
-def test_a_value_that_is_not_known_names_the_flag_alone(translate, tmp_path):
-    command = f"{VERL} custom_reward_function.path=$FILE"
-    _, comments = of_file(translate, tmp_path, "run.sh", command)
-    assert "$FILE is not set in the script; set --reward-function" in comments
-    assert ":compute_score" not in comments
+@pytest.mark.parametrize(
+    "more, syntax",
+    [
+        ("custom_reward_function.path=$FILE", "$FILE"),
+        ("trainer.project_name=p-${LENGTH}-q", "${LENGTH}"),
+        ('data.train_files="$files"', "$files"),
+        ("data.train_files=\"['$home/a']\"", "$home"),
+        ('"${SAMPLING[@]}"', "${SAMPLING[@]}"),
+        ("$@", "$@"),
+        ("data.max_response_length=$((4 * 4))", "$(("),
+        ("data.seed=$(date +%s)", "$("),
+        ("data.seed=`date`", "`"),
+        ("2>&1", ">&"),
+        ("< answers", "<"),
+        ("| tee log", "|"),
+        ("&& echo done", "&&"),
+        ("data.seed=1;", ";"),
+        ("data.prompt_key=$'a'", "$'"),
+        ("\nrun() { true\n}", "()"),
+        ("\nSAMPLING=(a b)", "("),
+    ],
+)
+@pytest.mark.parametrize("head", [VERL, f"trl grpo {GRPO_FLAGS}", "train.py --hf-checkpoint /m"])
+def test_what_a_shell_would_expand_is_refused_by_name(tmp_path, capsys, head, more, syntax):
+    (tmp_path / "run.sh").write_text(f"# don't look here: $NAME; (\n{head} {more}\n")
+    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 2
+    error = capsys.readouterr().err
+    assert f"FILE ({tmp_path / 'run.sh'}): has {syntax}, which a shell expands" in error
+    assert "`bash -x`" in error and "`echo`" in error and "quote it" in error
+
+
+@pytest.mark.parametrize("text", ["config = GRPOConfig(num_generations=8)", "def f(:", "print(3)", ""])
+def test_python_is_refused(tmp_path, capsys, text):
+    (tmp_path / "train.py").write_text(text)
+    assert cli.main(["translate", str(tmp_path / "train.py")]) == 2
+    error = capsys.readouterr().err
+    assert f"FILE ({tmp_path / 'train.py'}): is Python" in error
+    assert "as YAML" in error and "`trl grpo --config grpo.yaml`" in error
 
 
 def test_a_switch_with_an_unknown_value_is_a_comment(translate, tmp_path):
@@ -200,78 +200,61 @@ def test_trls_options_may_have_dashes(translate, tmp_path, options):
     assert flags["--nproc-per-node"] == ["2"] and "not known here" not in comments
 
 
-PYTHON = """import trl
-if debug:
-    config = GRPOConfig(max_steps=5, num_iterations=4)
-else:
-    config = trl.GRPOConfig(
-        output_dir="real", max_steps=7, num_generations=4)
-"""
-TWO_VERL = f"""{VERL} data.seed=1
-# again
-{VERL} data.seed=2 \\
-    trainer.save_freq=5
-"""
-TWO_TRL = f"""python a.py {GRPO_FLAGS} --seed 1 --max-steps 9
-python b.py {GRPO_FLAGS} --seed 2
-"""
-TWO_SLIME = "python3 train.py --hf-checkpoint /m\npython3 train.py --hf-checkpoint /m --rollout-seed 7\n"
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{VERL} data.seed=1\n# again\n{VERL} data.seed=2 \\\n    trainer.save_freq=5\n",
+        f"python a.py {GRPO_FLAGS} --seed 1\nHF_HOME=/h accelerate launch b.py {GRPO_FLAGS} --seed 2\n",
+        "python3 train.py --hf-checkpoint /m\n\n+ ray job submit -- python3 train.py --hf-checkpoint /m\n",
+    ],
+    ids=["verl", "trl", "slime"],
+)
+def test_several_commands_are_refused(tmp_path, capsys, text):
+    """The words of one would be taken for the other's."""
+    (tmp_path / "run.sh").write_text(text)
+    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 2
+    assert "has several commands. Keep the one" in capsys.readouterr().err
+
+
+def test_a_word_that_is_no_setting_of_verl_is_refused(tmp_path, capsys):
+    """It would be lost; `echo` prints a value with blanks without its quotes."""
+    (tmp_path / "run.sh").write_text(f"{VERL} trainer.experiment_name=a b")
+    assert cli.main(["translate", str(tmp_path / "run.sh")]) == 2
+    assert "has b among verl's settings" in capsys.readouterr().err
+
+
+def test_one_of_several_configurations_of_a_yaml_file_is_translated_and_named(translate, tmp_path):
+    text = "one: {num_generations: 4, seed: 3}\ntwo: {num_generations: 8, beta: 0.1}"
+    flags, comments = of_file(translate, tmp_path, "a.yaml", text)
+    assert flags["--seed"] == ["3"] and flags["--num-samples-per-prompt"] == ["4"]
+    assert "one, two are configurations each: one is translated" in comments
+    flags, comments = of_file(translate, tmp_path, "a.yaml", "num_generations: 8\nseed: 3")
+    assert flags["--seed"] == ["3"] and "configurations each" not in comments
 
 
 @pytest.mark.parametrize(
-    "name, text, expected, remark",
+    "command",
     [
-        (
-            "a.py",
-            PYTHON,
-            {"--train-iters": ["7"], "--num-epochs": ["1"], "--save": ["real"]},
-            "GRPOConfig(...) is in lines 3 and 5: line 5, which",
-        ),
-        (
-            "a.sh",
-            TWO_VERL,
-            {"--seed": ["2"], "--save-interval": ["5"]},
-            "a command of verl is in lines 1 and 3: line 3, which",
-        ),
-        (
-            "a.sh",
-            TWO_TRL,
-            {"--seed": ["1"], "--train-iters": ["9"]},
-            "of TRL is in lines 1 and 2: line 1, which",
-        ),
-        ("a.sh", TWO_SLIME, {"--seed": ["7"]}, "of slime is in lines 1 and 2: line 2, which"),
-        (
-            "a.yaml",
-            "one: {num_generations: 4, seed: 3}\ntwo: {num_generations: 8, beta: 0.1}",
-            {"--seed": ["3"], "--num-samples-per-prompt": ["4"]},
-            "one, two are configurations each: one is translated",
-        ),
+        f"{VERL} data.seed=3",
+        f"accelerate launch --num_processes 2 train.py {GRPO_FLAGS} --seed 3",
+        f"trl grpo {GRPO_FLAGS} --seed=3",
+        f"{GRPO_FLAGS} --seed 3",
+        "ray job submit --address http://h:1 -- python3 train.py --hf-checkpoint /m --rollout-seed 3",
+        "--rollout-batch-size 8 --rollout-seed 3",
+        "trainer.nnodes=1 data.seed=3",
     ],
-    ids=["python", "verl", "trl", "slime", "yaml"],
 )
-def test_one_of_several_configurations_is_translated_and_named(
-    translate, tmp_path, name, text, expected, remark
-):
-    flags, comments = of_file(translate, tmp_path, name, text)
-    assert {flag: flags.get(flag) for flag in expected} == expected
-    assert remark in comments
-
-
-@pytest.mark.parametrize("text", ["seed: 3", "GRPOConfig(seed=3)", f"{VERL} data.seed=3", "echo\n\n"])
-def test_one_configuration_has_no_remark(translate, tmp_path, text):
-    name = {"seed": "a.yaml", "GRPO": "a.py"}.get(text[:4], "a.sh")
-    text = f"num_generations: 8\n{text}" if name == "a.yaml" else text
-    text = f"{text}{VERL} data.seed=3" if text.startswith("echo") else text
-    flags, comments = of_file(translate, tmp_path, name, text)
-    assert (
-        flags["--seed"] == ["3"] and "is in lines" not in comments and "configurations each" not in comments
-    )
+def test_words_are_read_as_in_a_file(translate, tmp_path, command):
+    of_words = translate("--", *command.split())
+    assert of_words[0]["--seed"] == ["3"]
+    assert of_words == of_file(translate, tmp_path, "command.txt", command)
+    assert of_words == of_file(translate, tmp_path, "lines", command.replace(" ", " \\\n  "))
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        'data.prompt_key="q\n--seed 3 $Y"',
+        'data.prompt_key="q\n--seed 3"',
         "data.tokenizer='a\n--seed 3'",
         "foo.x='b\n--seed 3'",
         "actor_rollout_ref.actor.policy_loss.loss_mode='x\n--seed 3'",
@@ -297,14 +280,14 @@ def test_a_tilde_takes_a_setting_away(translate, tmp_path, word):
 @pytest.mark.parametrize(
     "name, text, expected",
     [
-        (None, None, "No such file or directory. Name a script, a YAML, JSON or Python file."),
-        ("a.sh", "echo hello\n", "has no command of verl, TRL or slime"),
+        (None, None, "No such file or directory. Name a YAML or JSON file, or one with a command."),
+        ("a.sh", "echo hello\n", "has no settings of verl, TRL or slime"),
+        ("a.txt", "", "has no settings of verl, TRL or slime"),
+        ("a.txt", "trainer.nnodes=1 data.prompt_key='a", "cannot be parsed: No closing quotation"),
         ("a.yaml", "a: [\n", "cannot be parsed"),
         ("a.yaml", "- 1\n", "has no settings by name"),
         ("a.json", "{", "cannot be parsed"),
         ("a.json", '{"epochs": 3}', "has no settings of verl or TRL"),
-        ("a.py", "def f(:", "is no Python"),
-        ("a.py", "print(3)", "has no GRPOConfig(...)"),
     ],
 )
 def test_a_file_that_cannot_be_translated(tmp_path, capsys, name, text, expected):
@@ -335,7 +318,6 @@ SFT_YAML = "model_name_or_path: /m\nper_device_train_batch_size: 4\npacking: tru
         ("a.yaml", "data: {train_files: a}\ntrainer: {nnodes: 1}\n", "verl"),
         ("a.yaml", SFT_YAML, "num_generations"),
         ("a.sh", "python train_dpo.py --per_device_train_batch_size 4 --beta 0.1", "num_generations"),
-        ("a.py", "trl.DPOConfig(beta=0.1)", "DPOConfig"),
         ("a.sh", "python3 train.py --hf-checkpoint /m --loss-type sft_loss --lr 1e-5", "sft_loss"),
     ],
 )

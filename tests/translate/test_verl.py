@@ -202,6 +202,7 @@ COMMAND = "python3 -m verl.trainer.main_ppo {} algorithm.adv_estimator=grpo trai
         ("--config-name='gsm8k_multiturn_grpo'", "--config-name gsm8k_multiturn_grpo"),
         ("--config-name gsm8k_multiturn_grpo", "--config-name gsm8k_multiturn_grpo"),
         ("-cn dapo_trainer", "-cn dapo_trainer"),
+        ("--config-dir /mine", "--config-dir /mine"),
         ("--config-path=/mine --config-name=ppo_trainer", "--config-path /mine"),
     ],
 )

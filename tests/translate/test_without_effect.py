@@ -23,7 +23,7 @@ NEEDED = "--model m --train-data d --save s --train-iters 3".split()
 
 @pytest.mark.parametrize("framework, base", BASES.values(), ids=BASES)
 def test_a_setting_without_a_value_never_becomes_a_flag_that_takes_none(framework, base):
-    """null in YAML, or None in Python."""
+    """null in YAML."""
     names = [name for row in framework.table for name in row.names.split() if "*" not in name]
     assert len(names) > 50
     for name in names:
@@ -44,7 +44,7 @@ def test_a_clip_that_is_null_hides_no_other(translate):
 
 @pytest.fixture
 def is_accepted(tmp_path, local, capsys):
-    """Whether `megarl check` accepts what a script becomes, with small local files."""
+    """Whether `megarl check` accepts what a command becomes, with small local files."""
 
     def accepted(text: str) -> bool:
         (tmp_path / "run.sh").write_text(text)
