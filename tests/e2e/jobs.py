@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import PRELOADED_ENGINES, preloaded_python, without_warning_of_cores
+from tests.launch import PRELOADED_ENGINES, preloaded_python, without_warnings_of_machine
 
 COMMON = [
     "--algorithm",
@@ -136,7 +136,7 @@ def train(data: Path, save: Path, *flags: str, fault: str | None = None, timeout
         env=dict(os.environ, PYTHONSAFEPATH="1", **PRELOADED_ENGINES, **SECRETS),
     )
     check_nothing_is_told(done.stdout, save)
-    return Job(done.returncode, without_warning_of_cores(done.stdout), save)
+    return Job(done.returncode, without_warnings_of_machine(done.stdout), save)
 
 
 _SAME = ("response/length_mean", "batch/tokens")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.launch import preloaded_python
+from tests.launch import preloaded_python, without_warnings_of_machine
 from tests.e2e.jobs import COMMON, STARTING, Job, replace_flags, snapshot, train
 
 MEASURED = ("time/", "throughput/", "memory/")
@@ -87,7 +87,7 @@ def test_eval_of_a_run_answers_as_its_last_evaluation_did(layout_job, sums_data,
     done = run("eval", "--model", job.folder, "--eval-data", data, *flags, *rule, *out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     # progress beside --json goes to stderr: what starts, what is ready, what is answered
-    told = re.sub(r"\(\d+\.\d s\)", "(s)", done.stderr).splitlines()
+    told = re.sub(r"\(\d+\.\d s\)", "(s)", without_warnings_of_machine(done.stderr)).splitlines()
     assert told == [
         "starting 1 rank: each imports PyTorch, Megatron-Core and vLLM first",
         "starting: the model of actor is ready (s)",

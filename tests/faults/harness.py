@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.launch import without_warning_of_cores
+from tests.launch import without_warnings_of_machine
 
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
@@ -205,7 +205,7 @@ class Job:
             time.sleep(0.2)
             left = [name for name in left if name in self._left_in_shared_memory()]
         self.end()
-        stderr = without_warning_of_cores(self.stderr())
+        stderr = without_warnings_of_machine(self.stderr())
         return Outcome(seconds, exit_code, self.stdout(), stderr, orphans, left)
 
     def _left_in_shared_memory(self) -> list[str]:
