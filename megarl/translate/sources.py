@@ -56,6 +56,7 @@ _SHELL = re.compile(
 )
 """Parts of a command that shlex does not read as a shell does; what is quoted is kept as it is."""
 _PROGRAM = re.compile(r"^.*\b(?:python3?|torchrun|accelerate|deepspeed|trl)[ \t]", re.MULTILINE)
+"""A line that runs a program, of which a file may have one."""
 LOADERS: dict[str, Callable[[str], Any]] = {
     ".json": json.loads,
     ".yaml": yaml.safe_load,  # reads 1e-6, as Hydra and TRL write it, as a string; as_number reads it
@@ -234,8 +235,7 @@ def _verl_source(command: _Launched, place: str) -> Source:
                 [f"{place}: has {word} among verl's settings. Each must be key=value, or -OPTION."]
             )
     settings = _overrides([word for word in command.words if not word.startswith("-")])
-    has_rl_settings = _has_rl_settings(settings) or not command.program or "main_ppo" in command.program
-    if not has_rl_settings:
+    if command.program and "main_ppo" not in command.program and not _has_rl_settings(settings):
         raise not_rl(place, NO_RL_SECTION)
     return Source(VERL, settings | command.asynchrony(), remarks=list(_config_remarks(command.words)))
 
