@@ -1,7 +1,9 @@
 # One node of a Ray cluster: `ray_node.sh PYTHON COMMAND...` starts Ray on this node, and on node 0, which is the
 # head, also the command, whose exit code is written to $NODE_FOLDER/code. A node ends when its processes are killed.
 # With NODE_JOB_SERVER=true the head takes jobs by `ray job submit`, at port 8265.
-python=$1
+# Ray starts workers by `bash -c "exec PYTHON ..."`, so the path of its Python is one without blanks.
+ln -sfn "${1%/bin/*}" "$NODE_FOLDER/venv"
+python=$NODE_FOLDER/venv/bin/${1##*/}
 shift
 ray() { "$python" -m ray.scripts.scripts "$@"; }
 gpus=${NODE_GPUS:+--num-gpus $NODE_GPUS}
