@@ -71,7 +71,11 @@ def make_venv() -> None:
         == 0
     ):
         return
-    logger.info("making .venv with Python %s", sys.version.split()[0])
+    logger.info(
+        "making .venv with Python %s (%s); make tries 3.12 first with a GPU and 3.11 first without",
+        sys.version.split()[0],
+        sys.executable,
+    )
     made = subprocess.run(
         [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
     )
@@ -155,7 +159,8 @@ def install_torch(project: dict, extra: str) -> None:
             f"torch ({version}) must be the CPU build, {requirement}+cpu: "
             f"{project['optional-dependencies']['cpu'][0]} "
             "asks for exactly that one. Point pip to PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or "
-            "PIP_FIND_LINKS) and run make again."
+            "PIP_FIND_LINKS), or choose the other Python if it has one (make PYTHON=python3.11), and run make "
+            "again."
         )
 
 
