@@ -4,8 +4,11 @@ SEED ?= 0
 ARGS ?=
 WORKERS ?= 2
 DEVICE ?= auto
-PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
-	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo $$python; break; }; done)
+# The first that runs: 3.12 with a GPU, as Megatron-Core wants; 3.11 without, as continuous integration does.
+GPU := $(if $(filter auto,$(DEVICE)),$(wildcard /proc/driver/nvidia/version),$(filter gpu,$(DEVICE)))
+PYTHON ?= $(shell for python in $(if $(GPU),python3.12 python3.11,python3.11 python3.12) python3 python; do \
+	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
+	&& { echo $$python; break; }; done)
 
 # Tests that make their tensors on whatever device PyTorch finds.
 HOSTCUDA_TESTS := tests/hostcuda tests/reshard/test_sync.py $(addprefix tests/megatron/test_,values.py lora.py experts.py) \
@@ -62,7 +65,7 @@ docs: $(ENV)
 
 # The stamp is touched by setup_env.py, and only after everything is in place.
 $(ENV): tools/setup_env.py $(SOURCES)
-	@test -n "$(PYTHON)" || { echo 'megarl needs Python 3.11 or 3.12 and found neither. Install one, or name it: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo 'megarl needs Python 3.11 or 3.12 and found neither (one without venv does not count). Install one, or name it: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
 	@"$(PYTHON)" tools/setup_env.py --device $(DEVICE)
 
 clean:

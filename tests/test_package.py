@@ -291,6 +291,27 @@ def test_the_nvcc_of_a_wheel_is_found_last(tmp_path, monkeypatch):
     assert names["find_nvcc"]() == "mine"
 
 
+@pytest.mark.parametrize(
+    "arguments, there, taken",
+    [
+        ("DEVICE=cpu", ("python3.11", "python3.12"), "python3.11"),
+        ("DEVICE=gpu", ("python3.11", "python3.12"), "python3.12"),
+        ("DEVICE=gpu", ("python3.11", "python3.12-fails"), "python3.11"),
+        ("DEVICE=cpu", ("python3.11-fails", "python3"), "python3"),
+        ("DEVICE=cpu", ("python",), "python"),
+    ],
+)
+def test_make_takes_the_first_python_that_runs(arguments, there, taken, checkout, tmp_path):
+    """Some fail under their name, as a shim of pyenv without that version does."""
+    for name in there:
+        python = tmp_path / name.removesuffix("-fails")
+        code = 127 if name.endswith("-fails") else '$([ "$1" = -c ] || { echo took $0 >&2; echo 3; })'
+        python.write_text(f"#!/bin/sh\nexit {code}\n")
+        python.chmod(0o755)
+    done = run([shutil.which("make"), "test", arguments], checkout, PATH=str(tmp_path), PYTHON=None)
+    assert f"took {tmp_path / taken}\n" in done.stderr, done.stdout + done.stderr
+
+
 def test_make_names_the_python_it_needs(checkout):
     done = run(["make", "test", "PYTHON="], checkout)
     assert done.returncode != 0 and "megarl needs Python 3.11 or 3.12" in done.stderr

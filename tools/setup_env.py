@@ -3,9 +3,10 @@
     python3.11 tools/setup_env.py [--device auto|cpu|gpu] [--for-another-machine]
 
 1. PyTorch is installed first, because vLLM and the build of the extension depend on its version.
-2. megarl is installed as an editable package with the extras `cpu` or `gpu`, `dev` and `docs`. On a GPU
+2. Megatron-Core is installed next. Its metadata ask for Python 3.12, but its wheel for 3.11 runs.
+3. megarl is installed as an editable package with the extras `cpu` or `gpu`, `dev` and `docs`. On a GPU
    Transformer Engine is installed too, if its build succeeds.
-3. torchvision, torchaudio and torchcodec are removed if they cannot be imported. vLLM requires them and
+4. torchvision, torchaudio and torchcodec are removed if they cannot be imported. vLLM requires them and
    megarl does not use them, but builds for another PyTorch break `import transformers`.
 
 All versions come from pyproject.toml. pip's own configuration decides the index. The set-up can be repeated;
@@ -70,7 +71,11 @@ def make_venv() -> None:
         == 0
     ):
         return
-    logger.info("making .venv with Python %s", sys.version.split()[0])
+    logger.info(
+        "making .venv with Python %s (%s); make tries 3.12 first with a GPU and 3.11 first without",
+        sys.version.split()[0],
+        sys.executable,
+    )
     made = subprocess.run(
         [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False
     )
@@ -154,8 +159,18 @@ def install_torch(project: dict, extra: str) -> None:
             f"torch ({version}) must be the CPU build, {requirement}+cpu: "
             f"{project['optional-dependencies']['cpu'][0]} "
             "asks for exactly that one. Point pip to PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or "
-            "PIP_FIND_LINKS) and run make again."
+            "PIP_FIND_LINKS), or choose the other Python if it has one (make PYTHON=python3.11), and run make "
+            "again."
         )
+
+
+def install_megatron(project: dict) -> None:
+    """Install Megatron-Core, also on Python 3.11.
+
+    pip keeps an installed version, whatever Python its metadata ask for, when megarl is installed."""
+    requirement = next(line for line in project["dependencies"] if line.startswith("megatron-core=="))
+    options = ("--no-deps", "--ignore-requires-python")
+    require_pip(f"installing {requirement}", "install", *options, requirement)
 
 
 def install_megarl(project: dict, extra: str) -> None:
@@ -320,6 +335,7 @@ def main() -> None:
     project = read_pins()
     make_venv()
     install_torch(project, extra)
+    install_megatron(project)
     install_megarl(project, extra)
     if extra == "gpu":
         install_transformer_engine(project)

@@ -1,5 +1,5 @@
 """Read the weights of a sharded Megatron checkpoint (`--ckpt-format torch_dist`), as
-megatron.core.dist_checkpointing 0.16.1 writes it.
+megatron.core.dist_checkpointing 0.19.2 writes it.
 
     iter_0000100/
       .metadata          torch.distributed.checkpoint's: global name -> size and chunks; chunk -> file, offset, length. A pickle

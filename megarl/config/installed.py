@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megarl.config.errors import Errors
 
-SUPPORTED_MEGATRON = "0.16.1"
+SUPPORTED_MEGATRON = "0.19.2"
 """The only version whose lines megarl.megatron.fixes knows."""
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "vllm")
 """Libraries of which other versions than the tested ones are allowed."""
@@ -72,7 +72,8 @@ def megatron_error() -> str | None:
         return None
     return (
         f"megatron-core ({version}): megarl replaces parts of {SUPPORTED_MEGATRON} by line and knows no "
-        f"other version. Run pip install megatron-core=={SUPPORTED_MEGATRON}."
+        "other version. Run pip install --no-deps --ignore-requires-python "
+        f"megatron-core=={SUPPORTED_MEGATRON}."
     )
 
 

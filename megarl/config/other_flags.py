@@ -92,7 +92,8 @@ TRANSFORMER_REFUSED = {
         qk_l2_norm rotary_* rope_* use_rotary_position_embeddings position_embedding_type
         no_rope_freq mrope_section window_size window_attn_skip_freq softmax_scale softmax_type
         attention_output_gate apply_residual_connection_post_layernorm group_query_attention
-        untie_embeddings_and_output_weights multi_latent_attention make_vocab_size_divisible_by""",
+        untie_embeddings_and_output_weights multi_latent_attention make_vocab_size_divisible_by use_mup
+        mup_*""",
     (
         "it is alltoall: allgather needs as many tokens on every rank, which packed sequences have "
         "not, and flex was never tried."
@@ -108,7 +109,7 @@ TRANSFORMER_REFUSED = {
     "set --moe-routing-replay.": "moe_enable_routing_replay",
     "the experts come from --model's config.json.": "num_moe_experts num_experts moe_*",
     "overlapping the experts' communication is not supported yet.": """
-        overlap_moe_* delay_wgrad_compute ep_overlap_*""",
+        overlap_moe_* overlap_dispatch_* high_priority_a2a_comm_stream delay_wgrad_compute ep_overlap_*""",
     "this kind of layer is not supported yet.": """
         mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_* use_mamba_*
         heterogeneous_block_specs""",
@@ -148,7 +149,8 @@ TRANSFORMER_REFUSED = {
     ): """
         distribute_saved_activations""",
     "activation offload is not supported yet.": """
-        cpu_offloading* fine_grained_activation_offloading offload_modules min_offloaded_tensor_size""",
+        cpu_offloading* fine_grained_* offload_modules min_offloaded_tensor_size
+        activation_offload_fraction delay_offload_* delta_offload_*""",
     "CUDA graphs of the actor are not supported yet.": "enable_cuda_graph external_cuda_graph cuda_graph_*",
     "--bf16 decides the precision.": "params_dtype pipeline_dtype enable_autocast autocast_dtype",
     "weights come from --model; --random-init has its own recipe.": """
@@ -156,16 +158,20 @@ TRANSFORMER_REFUSED = {
     "megarl decides it, by the device and because sequences are packed.": """
         perform_initialization use_cpu_initialization init_model_with_meta_device
         calculate_per_token_loss variable_seq_lengths test_mode transformer_impl config_logger_dir
-        flash_decode inference_* use_inference_optimized_layers symmetric_ar_type""",
+        flash_decode inference_* use_inference_optimized_layers symmetric_ar_type
+        nccl_all_reduce_for_prefill""",
     (
         "only Megatron's training script acts on it, after each update, and megarl has no such step. Leave "
         "it out."
     ): """
         qk_clip* log_max_attention_logit""",
     "megarl computes log-probs and losses itself, on a GPU in fused kernels. Leave it out.": """
-        cross_entropy_*""",
+        cross_entropy_* fp8_output_proj""",
     "only Megatron's own inference reads it, and vLLM or transformers samples. Leave it out.": """
         mlp_chunks_for_prefill""",
+    "syncs and checkpoints know the plain layers' weights, whole or split by tensor parallelism alone.": """
+        *gtp_weight_remat_size *tensor_parallel_num_weight_shards use_grouped_gemm_for_*
+        use_transformer_engine_op_fuser""",
     "checkpoints have a format of megarl's own. Leave it out.": "hetereogenous_dist_checkpoint",
     "sequences are packed, not padded. Set --max-tokens-per-micro-batch.": """
         micro_batch_size seq_length decoder_seq_length""",
@@ -248,7 +254,7 @@ def kind_of_annotation(node: ast.expr, aliases: Mapping[str, Path] = {}) -> Kind
     names = _Names(lambda name: aliases.get(name))
     try:
         return kind_of_hint(eval(_OBJECTS.sub("Never", text), {"__builtins__": {}}, names))
-    except TypeError:
+    except (AttributeError, TypeError):  # e.g. torch.Tensor in a Callable
         return None
 
 

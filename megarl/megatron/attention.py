@@ -1,13 +1,10 @@
-"""Self-attention for linear_qkv with rows in vLLM's order, and for more tensor-parallel ranks than key heads.
-
-Megatron's own layer supports neither."""
+"""Self-attention for linear_qkv with rows in vLLM's order, which Megatron's own layer does not support."""
 
 from __future__ import annotations
 
 from megarl.megatron.cpu_shim import cpu_megatron
 
 with cpu_megatron():
-    from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
     from megatron.core.transformer.attention import SelfAttention
 
 
@@ -39,37 +36,6 @@ class StackedQKVSelfAttention(SelfAttention):
         )
         query, key, value = mixed.unflatten(-1, (sum(heads), self.hidden_size_per_attention_head)).split(
             heads, dim=-2
-        )
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
-            key = self.k_layernorm(key)
-        return query, key, value
-
-
-class SharedKeySelfAttention(SelfAttention):
-    """Self-attention for more tensor-parallel ranks than query groups.
-
-    The ranks of a group share its key and value head. A rank's part of linear_qkv is then a part of one
-    group's [q, ..., q, k, v]. All ranks therefore gather the output, and each rank takes its query heads and
-    the key and value head of its group. The backward pass sums the gradients of k and v over the ranks of a
-    group. Megatron does the same with the global parallel_state (attention.py:1398), which does not exist in
-    a job of several meshes."""
-
-    def get_query_key_value_tensors(
-        self, hidden_states, key_value_states=None, output_gate=False, split_qkv=True
-    ):
-        """Return query [T, b, heads, d], key and value [T, b, 1, d] of hidden states [T, b, hidden]."""
-        mixed, _ = self.linear_qkv(hidden_states)
-        mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
-        groups, tp = self.config.num_query_groups, self.tp_group.size()
-        group, part = divmod(self.tp_group.rank(), tp // groups)
-        heads = self.config.num_attention_heads // tp
-        of_group = mixed.unflatten(-1, (groups, -1, self.hidden_size_per_attention_head))[..., group, :, :]
-        query, key, value = (
-            of_group[..., part * heads : (part + 1) * heads, :],
-            of_group[..., -2:-1, :],
-            of_group[..., -1:, :],
         )
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)

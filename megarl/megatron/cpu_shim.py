@@ -2,7 +2,7 @@
 
 Put `with cpu_megatron():` around every call into Megatron. On a CUDA machine the context does nothing.
 
-Megatron-Core 0.16.1 names CUDA in tensor factories (device="cuda"), type checks (`p.type() ==
+Megatron-Core 0.19.2 names CUDA in tensor factories (device="cuda"), type checks (`p.type() ==
 "torch.cuda.FloatTensor"`), streams and the RNG tracker. Inside the context these names mean the CPU. Outside,
 torch is untouched, so vLLM in the same process never sees the replacements. Entering the context costs a few
 microseconds, and operations cost nothing extra.

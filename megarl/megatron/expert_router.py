@@ -12,16 +12,13 @@ class ExpertRouter(Router):
     optional.
 
     Score correction (arXiv:2408.15664): the correction stays constant. With moe_router_enable_expert_bias
-    Megatron would change it at every step, by counts that it sums over the global parallel_state. Here the
-    correction is a buffer of the same name, [experts] fp32.
+    Megatron would change it at every step. Here the correction is a buffer of the same name, [experts] fp32.
 
     Group score: the score of a group is the sum of its `group_best` best experts' scores. Megatron always
     sums the topk / group_topk best ones."""
 
-    def __init__(
-        self, config, pg_collection=None, *, corrects_scores: bool = False, group_best: int = 0
-    ) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(self, config, *args, corrects_scores: bool = False, group_best: int = 0, **kwargs) -> None:
+        super().__init__(config, *args, **kwargs)
         if corrects_scores:
             del self.expert_bias
             self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts, dtype=torch.float32))

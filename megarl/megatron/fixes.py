@@ -1,4 +1,4 @@
-"""Replacements for the faults of Megatron-Core 0.16.1, each with the source line that it corrects.
+"""Replacements for the faults of Megatron-Core 0.19.2, each with the source line that it corrects.
 
     fix_megatron()              call before the first model is built; refuses every other version
     with world_is(group):       put around the one call that needs it
@@ -68,24 +68,7 @@ def fix_megatron() -> tuple[str, ...]:
     return tuple(fix.name for fix in applied)
 
 
-@_fix("utils.py", 348, "return get_te_version() >= PkgVersion(version)")
-def hybrid_optimizer_without_transformer_engine() -> None:
-    """Make --optimizer-cpu-offload work where Transformer Engine is not installed.
-
-    The optimizer's configuration asks for the library's version, and fails with a TypeError if there is
-    none."""
-    import megatron.core.optimizer.optimizer_config as optimizer_config
-    from megatron.core.utils import get_te_version
-
-    original = optimizer_config.is_te_min_version
-
-    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-        return get_te_version() is not None and original(version, check_equality)
-
-    optimizer_config.is_te_min_version = is_te_min_version
-
-
-@_fix("tensor_parallel/random.py", 636, "self.fp8 = fp8 is not None")
+@_fix("tensor_parallel/random.py", 740, "self.fp8 = fp8 is not None")
 def recompute_without_transformer_engine() -> None:
     """Make selective recompute work where Transformer Engine is not installed.
 
@@ -103,7 +86,7 @@ def recompute_without_transformer_engine() -> None:
 
 
 @_fix(
-    "pipeline_parallel/p2p_communication.py", 74, "even_recv_odd_send_group = torch.distributed.group.WORLD"
+    "pipeline_parallel/p2p_communication.py", 75, "even_recv_odd_send_group = torch.distributed.group.WORLD"
 )
 def second_channel_within_the_mesh() -> None:
     """Use a process group of the role's ranks as the second channel between two pipeline stages.
@@ -121,28 +104,7 @@ def second_channel_within_the_mesh() -> None:
     p2p_communication._p2p_ops = p2p_ops
 
 
-@_fix("transformer/moe/moe_utils.py", 1192, "if te_general_gemm is not None")
-def router_without_transformer_engine() -> None:
-    """Define `te_general_gemm`, which Megatron's router reads, as None where Transformer Engine is not
-    installed."""
-    import megatron.core.transformer.moe.moe_utils as moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-@_fix("transformer/multi_latent_attention.py", 62, "HAVE_TE = True")
-def latent_attention_without_transformer_engine() -> None:
-    """Set HAVE_TE of Megatron's latent attention to False where Transformer Engine is not installed.
-
-    Megatron takes the library to be there because mocks of it can be imported. Line 185 then calls isinstance
-    with a mock."""
-    import megatron.core.transformer.multi_latent_attention as latents
-
-    latents.HAVE_TE = isinstance(latents.TELinear, type)
-
-
-@_fix("transformer/moe/moe_utils.py", 1093, "if torch.is_tensor(tensor) and tensor.is_cuda", on_cpu_only=True)
+@_fix("transformer/moe/moe_utils.py", 1184, "if torch.is_tensor(tensor) and tensor.is_cuda", on_cpu_only=True)
 def split_sizes_of_the_all_to_all() -> None:
     """Make Megatron convert split sizes in CPU tensors to lists, as it does with CUDA tensors, before an
     all-to-all.
@@ -153,7 +115,7 @@ def split_sizes_of_the_all_to_all() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
 
 
-@_fix("tensor_parallel/mappings.py", 150, "torch.distributed.all_gather", on_cpu_only=True)
+@_fix("tensor_parallel/mappings.py", 154, "torch.distributed.all_gather", on_cpu_only=True)
 def uneven_shares_on_gloo() -> None:
     """Pad parts of unequal length, which expert tensor parallelism gathers and scatters and gloo refuses."""
     import megatron.core.tensor_parallel.mappings as mappings
@@ -164,11 +126,11 @@ def uneven_shares_on_gloo() -> None:
     )
 
 
-@_fix("distributed/param_and_grad_buffer.py", 443, "dist_reduce_scatter_func(", on_cpu_only=True)
+@_fix("distributed/param_and_grad_buffer.py", 712, "dist_reduce_scatter_func(", on_cpu_only=True)
 def distributed_optimizer_in_place() -> None:
     """Run the distributed optimizer's collectives in place on gloo.
 
-    On gloo the reduce-scatter and the gather of line 285 first copy the whole buffer (2 GB of gradients for
+    On gloo the reduce-scatter and the gather of line 515 first copy the whole buffer (2 GB of gradients for
     0.5B parameters). The reduce-scatter all-reduces the copy, and the gather writes into the copy. In place,
     the same sums need no memory and a quarter of the time."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
@@ -181,7 +143,7 @@ def distributed_optimizer_in_place() -> None:
 
 @_fix(
     "distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py",
-    3607,
+    4038,
     "with _coalescing_manager(",
     on_cpu_only=True,
 )
@@ -203,7 +165,7 @@ def world_is(group: dist.ProcessGroup) -> Iterator[None]:
     """Make all_gather_object and get_world_size of torch.distributed work on `group` by default inside this
     context.
 
-    optimizer/__init__.py:180 agrees on the order of parameter groups over the whole world, and would wait for
+    optimizer/__init__.py:363 agrees on the order of parameter groups over the whole world, and would wait for
     ranks that are not on this mesh."""
     gather, world_size = dist.all_gather_object, dist.get_world_size
     within = dict(

@@ -1,17 +1,13 @@
 """Wrap a model for Megatron-FSDP over the process groups of one role (actor, critic), not of the whole world.
 
-Adam's states, master weights and gradients are sharded over the data-parallel ranks. Megatron-Core 0.16.1 has
+Adam's states, master weights and gradients are sharded over the data-parallel ranks. Megatron-Core 0.19.2 has
 four faults here, which the class below corrects:
 
-    mcore_fsdp_adapter.py:159, :370   tensor parallelism comes from the global parallel_state, and device
-                                      meshes come from the whole world
-    mcore_fsdp_adapter.py:276         device meshes are CUDA's; so is the device name of megatron_fsdp.py:184
-    megatron_fsdp.py:1326             the chunk's forward runs without its hooks, also without the hook that
-                                      ends a backward pass; gradients of the next micro-batch are then added
-                                      to buckets that still wait (Megatron-LM has Float16Module between, in
-                                      bf16)
-    megatron_fsdp.py:660, :1174       strategy optim reduces its gradients twice: at the end of the last
-                                      backward pass and when they are finished"""
+    mcore_fsdp_adapter.py:562         device meshes come from the whole world
+    mcore_fsdp_adapter.py:449         device meshes are CUDA's; so is the device name of megatron_fsdp.py:234
+    megatron_fsdp.py:761, :1334       strategy optim reduces its gradients twice: at the end of the last
+                                      backward pass and when they are finished
+    distrib_optimizer.py:3080         nothing copies weights that were loaded into the master weights"""
 
 from __future__ import annotations
 
@@ -68,7 +64,8 @@ class ShardedDataParallel(FullyShardedDataParallel):
             use_megatron_fsdp=True,
             data_parallel_sharding_strategy=strategy,
             grad_reduce_in_fp32=True,
-            preserve_fp32_weights=config.bf16,
+            megatron_fsdp_main_params_dtype=torch.float32 if config.bf16 else None,
+            megatron_fsdp_main_grads_dtype=torch.float32,
             bucket_size=BUCKET_ELEMENTS,
         )
         with _device_number(device):
@@ -91,16 +88,16 @@ class ShardedDataParallel(FullyShardedDataParallel):
     def reload_masters(self) -> None:
         """Copy the weights into the master weights after a direct write into the weights.
 
-        The optimizer's reload_model_params does nothing here (distrib_optimizer.py:2553)."""
-        self.param_and_grad_buffer.copy_model_weights_to_main_weights()
+        The optimizer's reload_model_params refuses this (distrib_optimizer.py:3080)."""
+        for group in self.param_and_grad_buffer.parameter_groups:
+            masters, weights = group.main_weight_buffer, group.model_weight_buffer
+            if masters is not None:
+                is_shard = masters.is_data_distributed
+                masters.data.copy_(weights.get_shard_from_local_buffer() if is_shard else weights.data)
 
     def use_whole(self) -> None:
         """Put the unsharded parameters into the model's modules before a forward pass."""
         self.module._replace_param_with_raw_if_needed()
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        self.use_whole()
-        return self.module.module(*args, **kwargs)
 
     def _init_dist_index(self, groups: ProcessGroupCollection) -> FSDPDistributedIndex:
         self.tp_group = groups.tp
@@ -112,9 +109,6 @@ class ShardedDataParallel(FullyShardedDataParallel):
             [groups.dp_cp, groups.tp], kind, mesh=ranks, mesh_dim_names=("dp_cp", "tp")
         )
         return FSDPDistributedIndex(mesh, dp_shard_dim="dp_cp", tp_dim="tp")
-
-    def _fix_tensor_parallel_attributes(self, module: torch.nn.Module) -> None:
-        """Do nothing, because the tensor-parallel size is 1."""
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from megarl.config.hf_config import ModelShape
 from megarl.megatron.cpu_shim import cpu_megatron
-from megarl.megatron.modules import RMSNorm
+from megarl.megatron.modules import RMSNorm, mlp_submodules
 from megarl.megatron.rope import inverse_frequencies
 
 with cpu_megatron():
@@ -72,7 +72,7 @@ class GemmaLayer(TransformerLayer):
 def adapt_spec(spec: ModuleSpec) -> None:
     """Change the spec of Megatron's layer, in place, into the spec of Gemma 3's layer."""
     spec.module = GemmaLayer
-    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    attention, mlp = spec.submodules.self_attention.submodules, mlp_submodules(spec)
     attention.linear_proj, mlp.linear_fc2 = (
         with_output_norm(attention.linear_proj),
         with_output_norm(mlp.linear_fc2),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.megatron.cpu_shim import cpu_megatron
+from megarl.megatron.modules import PackedAttention
 
 with cpu_megatron():
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MultiLatentAttention
@@ -37,24 +38,9 @@ class LatentAttention(MLASelfAttention):
     to the global parallel_state, which has no groups here. Its local spec splits the down projections,
     and gathers their outputs over that state too."""
 
-    def __init__(
-        self,
-        config,
-        submodules,
-        layer_number: int,
-        attn_mask_type=None,
-        cp_comm_type: str | None = None,
-        pg_collection=None,
-    ) -> None:
+    def __init__(self, config, submodules, layer_number: int, **options) -> None:
         MultiLatentAttention.__init__(
-            self,
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            attention_type="self",
-            cp_comm_type=cp_comm_type,
-            pg_collection=pg_collection,
+            self, config, submodules, layer_number, attention_type="self", **options
         )
         queries, hidden = config.num_attention_heads * self.q_head_dim, config.hidden_size
         if config.q_lora_rank is None:
@@ -76,6 +62,12 @@ class LatentAttention(MLASelfAttention):
         )
         self.linear_kv_up_proj = self._up(submodules.linear_kv_up_proj, latent, expanded, "kv_up_proj")
         self.kv_layernorm = self._norm(submodules.kv_layernorm, latent)
+
+    def _run_core_attention(self, query, key, value, *args, **kwargs):
+        """Call local attention with values of their own size. Megatron pads them to the size of keys."""
+        if isinstance(self.core_attention, PackedAttention):
+            return self.core_attention(query, key, value, *args, **kwargs)
+        return super()._run_core_attention(query, key, value, *args, **kwargs)
 
     def _down(self, spec, input_size: int, output_size: int, name: str) -> torch.nn.Module:
         layer = build_module(

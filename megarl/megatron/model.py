@@ -16,12 +16,12 @@ from megarl.kernels.divergence import Teacher
 from megarl.kernels.fused_linear_policy_loss import TokenLoss, fused_linear_policy_loss
 from megarl.kernels.linear_log_probs import Method, linear_log_probs
 from megarl.megatron import gemma
-from megarl.megatron.attention import SharedKeySelfAttention, StackedQKVSelfAttention
+from megarl.megatron.attention import StackedQKVSelfAttention
 from megarl.megatron.context_parallel import gather_rows
 from megarl.megatron.cpu_shim import cpu_megatron
 from megarl.megatron.expert_router import ExpertRouter
 from megarl.megatron.latent_attention import LatentAttention, ReplicatedLinear
-from megarl.megatron.modules import PackedAttention, RMSNorm, with_bias
+from megarl.megatron.modules import PackedAttention, RMSNorm, mlp_submodules, with_bias
 from megarl.megatron.rope import inverse_frequencies
 from megarl.megatron.teacher import HeadInputs
 from megarl.megatron.transformer_engine import uses_transformer_engine
@@ -167,21 +167,19 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, qkv_layout: str, i
         )
     else:
         spec = _local_layer_spec(options)
-    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    attention, mlp = spec.submodules.self_attention.submodules, mlp_submodules(spec)
     if shape.o_bias:
         attention.linear_proj = with_bias(attention.linear_proj)
     if shape.mlp_bias:
         mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
     if shape.output_norms:
         gemma.adapt_spec(spec)
-    if config.num_query_groups < config.tensor_model_parallel_size:
-        spec.submodules.self_attention.module = SharedKeySelfAttention
-    elif qkv_layout == "stacked":
+    if qkv_layout == "stacked" and config.num_query_groups >= config.tensor_model_parallel_size:
         spec.submodules.self_attention.module = StackedQKVSelfAttention
     if shape.is_mla:
         spec.submodules.self_attention.module = LatentAttention
     if is_moe:
-        spec.submodules.mlp.submodules.router = functools.partial(
+        mlp.router = functools.partial(
             ExpertRouter, corrects_scores=shape.corrects_scores, group_best=shape.moe_router_group_best
         )
     return spec

@@ -33,6 +33,11 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
+def mlp_submodules(spec) -> object:
+    """Return the submodules of the MLP or experts in a layer's spec. Changing them changes the spec."""
+    return spec.submodules.mlp.keywords["submodules"]
+
+
 @functools.cache
 def with_bias(linear: type) -> type:
     """Return a subclass of the linear layer `linear` with a bias.

@@ -135,7 +135,7 @@ def _is_finite_outside_of_norm(inner: MegatronOptimizer) -> bool:
     """Return whether the gradients that the norm leaves out are finite.
 
     These are duplicates: norms, biases, routers, and the tied embedding of the last stage."""
-    counted = {gradient.data_ptr() for gradient in inner.get_main_grads_for_grad_norm()}
+    counted = {gradient.data_ptr() for gradient in inner.get_grads_for_grad_norm()}
     name = "decoupled_grad" if _use_decoupled_grad(inner) else "grad"
     gradients = [
         local(gradient)

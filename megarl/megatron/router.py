@@ -1,10 +1,8 @@
 """The router of a mixture of experts, with balancing losses, statistics and replay of recorded choices.
 
 Megatron's router chooses the experts.
-Megatron's own balancing losses are not used, for three reasons. With calculate_per_token_loss they are scaled
-by the tokens of one rank (router.py:465 of 0.16.1), which is tp * cp too little where a sequence is split.
-Their mean depends on how samples are packed. Their values accumulate in one tracker of the process for all
-models. Here each balancing loss is a sum over tokens divided by a denominator of the whole mini-batch, like
+Megatron's own balancing losses are not used, for two reasons. Their mean depends on how samples are packed.
+Their values accumulate in one tracker of the process for all models. Here each balancing loss is a sum over tokens divided by a denominator of the whole mini-batch, like
 the policy's loss, so the numbers do not depend on the layout.
 
 A forward pass carries a `RoutedTokens` in its PackedSeqParams. A hook passes the `RoutedTokens` to a layer's
@@ -82,8 +80,8 @@ class Router(TopKRouter):
     routed: RoutedTokens | None = None
     """Tokens of the forward pass that runs."""
 
-    def __init__(self, config, pg_collection=None) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
         self.router_replay = _Choices(self)
         self.num_changed: torch.Tensor | None = None
         """[T] int64, in a replay: how many of the experts that a token would choose now are not replayed."""

@@ -85,7 +85,7 @@ class TrainedModel:
             self.groups = groups_of(mesh)
             self.config = transformer_config(shape, model, parallel, transformer or {})
             if is_sharded := optimizer is not None and optimizer.use_megatron_fsdp:
-                # The fused kernel overwrites the gradients of earlier micro-batches (layers.py:566).
+                # The fused kernel overwrites the gradients of earlier micro-batches (layers.py:677).
                 self.config.gradient_accumulation_fusion = False
             self.chunks = build_model(self.model_class, self.config, shape, self.groups, parallel.qkv_layout)
             self.routing = self.adapters = self.optimizer = self.scheduler = None
@@ -205,7 +205,8 @@ class TrainedModel:
         if self.optimizer is not None:
             self.memory.use("parameters", "optimizer")
             with cpu_megatron():
-                self.optimizer.reload_model_params()
+                if not self.sharded:
+                    self.optimizer.reload_model_params()
                 for ddp in self.sharded:
                     ddp.reload_masters()
 

@@ -215,7 +215,7 @@ def _stretches(model: TrainedModel) -> dict[str, _Stretch]:
 def _updated(inner, model: TrainedModel) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
     """Yield (model parameter, first element, tensor that Adam updates).
 
-    `inner` is an optimizer of Megatron 0.16.1."""
+    `inner` is an optimizer of Megatron 0.19.2."""
     if model.sharded:
         yield from (found for ddp in model.sharded for found in ddp.optimized() if local(found[2]).numel())
     elif hasattr(

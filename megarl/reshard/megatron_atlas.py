@@ -1,4 +1,4 @@
-"""Compute which parts of which Hugging Face tensors a rank of a Megatron-Core 0.16 GPTModel holds (its
+"""Compute which parts of which Hugging Face tensors a rank of a Megatron-Core 0.19 GPTModel holds (its
 atlas), for tensor, pipeline, virtual-pipeline, expert and expert-tensor parallelism.
 
 `linear_qkv` is the delicate one: the full matrix has, for each of the G query groups, the group's query

@@ -141,6 +141,7 @@ def test_every_refusal_is_of_something():
         ("Callable", None),
         ("torch.dtype", None),
         ("Optional[Callable]", None),
+        ("Callable[[torch.Tensor], torch.Tensor]", None),
         ("str | type[Executor]", Kind()),
     ],
 )

@@ -14,6 +14,7 @@ import os
 import sys
 import types
 import warnings
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,16 +40,18 @@ class Extension(types.ModuleType):
 
 
 class _Enum(type):
-    """Gives an enumeration any member that is asked for. A member is its name."""
+    """Gives an enumeration any member that is asked for. A member is a number, as the real ones can be turned into.
 
-    def __getattr__(cls, name: str) -> str:
+    `__members__` has those that were asked for."""
+
+    def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
             raise AttributeError(name)
-        return f"{cls.__name__}.{name}"
+        return cls.__members__.setdefault(name, zlib.crc32(f"{cls.__name__}.{name}".encode()))
 
 
 def _type_of(name: str) -> type:
-    return _Enum(name, (), {})
+    return _Enum(name, (), {"__members__": {}})
 
 
 def _refuse(name: str, *arguments: object, **options: object) -> None:

@@ -2,7 +2,7 @@
 plans.
 
 Nothing here looks at megarl.reshard: what a shard holds is written down a second time, from the layouts of
-Megatron-Core 0.16 and vLLM 0.32."""
+Megatron-Core 0.19 and vLLM 0.32."""
 
 from __future__ import annotations
 

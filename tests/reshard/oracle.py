@@ -2,7 +2,7 @@
 megarl.reshard.
 
 A model is a dict of full arrays in which every element of the whole model has a value of its own, so nothing
-that lands in a wrong place can look right. Layouts: Megatron-Core 0.16.1 and vLLM 0.32."""
+that lands in a wrong place can look right. Layouts: Megatron-Core 0.19.2 and vLLM 0.32."""
 
 from __future__ import annotations
 

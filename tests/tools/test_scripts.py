@@ -172,6 +172,7 @@ ELSEWHERE = {
     f"{BENCH}/permuted_reward.py": "tests/tools/test_learning_curves.py",
     f"{BENCH}/preference_learning.py": "tests/e2e/test_preference_jobs.py",
     "examples/reasoning_gym_rows.py": "tests/episodes/test_adapters.py",
+    "tools/upstream.py": "tests/tools/test_upstream.py",
     "examples/relay_env.py": "tests/e2e/test_shared_episodes_job.py",
     "examples/retry_loop.py": "tests/e2e/test_python_api.py",
     **{
