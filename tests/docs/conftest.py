@@ -10,7 +10,7 @@ from tests.docs.blocks import ROOT
 
 SMALL = f"""--train-iters 2 --num-prompts 4 --num-samples-per-prompt 4 --global-batch-size 8
 --max-response-length 16 --lr-warmup-iters 0 --eval-interval 2 --eval-num-prompts 8
---reward-function {ROOT / "tests" / "e2e" / "reward.py"}:lower_case
+--reward-function "{ROOT / "tests" / "e2e" / "reward.py"}:lower_case"
 """
 """Flags with which a job of the recipes takes seconds. An untrained model earns some of this reward."""
 LEARNING_RATES = {"quickstart_grpo": "--lr 1e-2", "quickstart_ppo": "--actor-lr 1e-2 --critic-lr 1e-2"}

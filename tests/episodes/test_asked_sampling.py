@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import sys
 
 import pytest
@@ -131,7 +132,7 @@ print(1.0)
 def played(tmp_path, *asks: dict):
     (tmp_path / "agent.py").write_text(ASKS)
     episode, engine, made = Episode({"messages": HI, "asks": asks}), Scripted(), tokenizer(NAME)
-    with AgentPool(f"{sys.executable} {tmp_path}/agent.py", 30.0, 1, 1000) as agents:
+    with AgentPool(shlex.join([sys.executable, f"{tmp_path}/agent.py"]), 30.0, 1, 1000) as agents:
         play([episode], engine, agents, Chat(made, [made.eos_token_id]), LIMITS)
     return episode, engine
 

@@ -6,6 +6,7 @@ pytest tests/episodes/test_env_user_code.py"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -139,7 +140,7 @@ def test_an_agent_imports_as_a_script_and_what_it_prints_is_cut(project, capfd, 
         f"urllib.request.urlopen(urllib.request.Request(url, body, head)).read()\n{PRINTS}\nprint(0.5)\n"
     )
     episode, made = Episode({}), tokenizer(NAME)
-    with AgentPool(f"{sys.executable} own/agent.py", 60.0, 1, 1000) as agents:
+    with AgentPool(shlex.join([sys.executable, "own/agent.py"]), 60.0, 1, 1000) as agents:
         play([episode], Scripted(), agents, Chat(made, [made.eos_token_id]), LIMITS)
     assert episode.reward == 0.5, episode.failure
     assert_bounded(capfd.readouterr().err, "agent")
