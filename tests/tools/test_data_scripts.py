@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.data.columns import text_of
 from megarl.data.prompts import PromptDataset
 from megarl.rewards.routing import auto_reward
 from tests.tools.published import DAPO_PROMPT, write_published
@@ -54,7 +55,7 @@ def test_gsm8k_is_what_training_makes_of_the_published_file(suffix, published, t
             other.response,
         )
     assert rows[0].ground_truth == "1203" and rows[1].extra_info["index"] == 1
-    assert auto_reward(rows[0].data_source, rows[0].response, "1203", {}) == 1.0
+    assert auto_reward(rows[0].data_source, text_of(rows[0].response), "1203", {}) == 1.0
 
 
 def test_math_takes_the_last_boxed_answer(published, tmp_path):
@@ -65,7 +66,9 @@ def test_math_takes_the_last_boxed_answer(published, tmp_path):
     assert rows[0].messages[0]["content"].endswith("$. Let's think step by step and output the final answer "
                                                    "within \\boxed{}.")  # fmt: skip
     assert [row.extra_info["subject"] for row in rows] == ["Prealgebra", "Algebra", "Algebra"]
-    assert all(auto_reward(row.data_source, row.response, row.ground_truth, {}) == 1.0 for row in rows[:2])
+    assert all(
+        auto_reward(row.data_source, text_of(row.response), row.ground_truth, {}) == 1.0 for row in rows[:2]
+    )
 
 
 def test_the_answer_column_of_math_500_comes_first(published, tmp_path):
@@ -100,7 +103,7 @@ def test_hh_rlhf_becomes_conversations(published, tmp_path):
         ("assistant", "What?"),
         ("user", "Bread: how?"),
     ]
-    assert rows[0].response == "Flour." and rows[0].extra_info["rejected"] == "No."
+    assert text_of(rows[0].response) == "Flour." and rows[0].extra_info["rejected"] == "No."
     assert [turn["content"] for turn in rows[1].messages] == ["Hi\n\nAre you there?"]
     assert rows[1].extra_info["rejected"] is None, "the rejected answer belongs to another prompt"
     assert [row.extra_info["index"] for row in rows] == [0, 1, 2, 3]
@@ -112,7 +115,7 @@ def test_both_forms_of_ultrafeedback_give_the_same_row(published, tmp_path):
     assert "left out: 1 rows: the best answer is empty" in told
     original = published / "ultrafeedback" / "evol_instruct.jsonl"
     _, others = prepared("ultrafeedback", tmp_path / "b.jsonl", original, needs="response")
-    assert rows[0].response == "Oak." and rows[0].extra_info == {
+    assert text_of(rows[0].response) == "Oak." and rows[0].extra_info == {
         "index": 0,
         "rejected": "Cat.",
         "score_chosen": 8.5,

@@ -4,6 +4,7 @@ as two processes."""
 from __future__ import annotations
 
 import random
+import shlex
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,7 +27,7 @@ WORLD_SIZE, NUM_PROMPTS, GROUP, MINI_BATCH = 2, 4, 3, 6
 MAX_TOKENS = 26  # of a micro-batch: some ranks have several, some an empty one
 _FLAGS = f"""--train-iters 2 --num-prompts {NUM_PROMPTS} --num-samples-per-prompt {GROUP} --global-batch-size {MINI_BATCH} --clip-grad 1e9
     --max-prompt-length 16 --max-response-length 16 --max-tokens-per-micro-batch {MAX_TOKENS} --nproc-per-node {WORLD_SIZE}
-    --reward-function {__file__}:unused"""
+    --reward-function '{__file__}:unused'"""
 
 
 def make_rows(step: int) -> list[dict]:
@@ -51,7 +52,7 @@ def make_rows(step: int) -> list[dict]:
 def build(flags: str, data: Path, save: Path) -> tuple[dict, dict]:
     """(this rank's roles, set up; meshes of all roles) of a job with these flags. Collective."""
     arguments = [
-        *_FLAGS.split(),
+        *shlex.split(_FLAGS),
         "--model",
         str(data / "model"),
         "--train-data",
