@@ -117,8 +117,9 @@ def train(flags: list[str]) -> int:
 
 def run(how: str, folder: Path, model: str, reward: str, data: str) -> None:
     flags = [
-        *f"--algorithm ppo --kl-mode reward --kl-coef 0.01 --executor inline --model {model}".split(),
-        *f"--reward-function {reward} --train-data {data} --eval-data {data} --eval-num-prompts 2".split(),
+        *"--algorithm ppo --kl-mode reward --kl-coef 0.01 --executor inline".split(),
+        *("--model", model),
+        *("--reward-function", reward, "--train-data", data, "--eval-data", data, "--eval-num-prompts", "2"),
         *"--num-prompts 4 --num-samples-per-prompt 4 --global-batch-size 8 --lr 1e-3".split(),
         *"--max-prompt-length 32 --max-response-length 16 --eval-interval 1 --save-interval 2".split(),
         *"--nproc-per-node 1 --rollout-max-num-seqs 32 --rollout-kv-cache-memory-bytes 4194304".split(),
