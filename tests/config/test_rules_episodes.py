@@ -4,7 +4,6 @@ pytest tests/config/test_rules_episodes.py"""
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def errors(job, tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("class Env\n")
 
     def find(flags: str) -> list[str]:
-        config = load_config([job, *shlex.split(flags)], REGISTRY)
+        config = load_config([job, *(OWN if word == "OWN" else word for word in flags.split())], REGISTRY)
         return check(config, ModelShape.load(config.model.model), world_size=2)
 
     return find
@@ -208,9 +207,9 @@ RULES = {
         f"{IS} --turn-rewards --algorithm grpo",
     ),
     "rewards of answers for a function of one's own": (
-        f"{IS} --turn-rewards --algorithm grpo --advantage '{OWN}'",
+        f"{IS} --turn-rewards --algorithm grpo --advantage OWN",
         f"--turn-rewards: --advantage ({OWN}) has one advantage for all answers of an episode. Leave one of them out.",
-        f"{IS} --algorithm grpo --advantage '{OWN}'",
+        f"{IS} --algorithm grpo --advantage OWN",
     ),
     "rewards of answers and a KL of episodes": (
         f"{IS} --turn-rewards --kl-mode reward --kl-coef 0.1",
