@@ -2,8 +2,9 @@
 
 Megatron's router chooses the experts.
 Megatron's own balancing losses are not used, for two reasons. Their mean depends on how samples are packed.
-Their values accumulate in one tracker of the process for all models. Here each balancing loss is a sum over tokens divided by a denominator of the whole mini-batch, like
-the policy's loss, so the numbers do not depend on the layout.
+Their values accumulate in one tracker of the process for all models. Here each balancing loss is a sum over
+tokens divided by a denominator of the whole mini-batch, like the policy's loss, so the numbers do not depend
+on the layout.
 
 A forward pass carries a `RoutedTokens` in its PackedSeqParams. A hook passes the `RoutedTokens` to a layer's
 router whenever the layer runs. A layer that is recomputed in the backward pass therefore sees the tokens of
